@@ -194,6 +194,20 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(
     assert states_of_run(tmp_path)["head.weight.step"].item() == 4
 
 
+def test_a_run_that_is_refused_leaves_no_folder_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise ConfigError("no such data")
+
+    monkeypatch.setattr(trainer, "make_program", refuse)
+
+    with pytest.raises(ConfigError, match="no such data"):
+        trainer.train(quiet(), registry(), tmp_path)
+
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from sbp_core.errors import ConfigError
 from sbp_core.plugins.kinds import StorageFactory
 from sbp_core.testing.storage import StorageConformance
+from sbp_launch.checkpoint import local
 from sbp_launch.checkpoint.local import LocalStorage, LocalStorageConfig, build_local
 from sbp_launch.checkpoint.objects import FsspecConfig, FsspecStorage, build_fsspec
 
@@ -108,6 +109,41 @@ def test_a_kill_between_the_two_renames_leaves_the_earlier_folder(
         assert read(storage, "step-1") == b"old"
     commit(storage, "step-1", b"new")
     assert read(storage, "step-1") == b"new"
+
+
+def test_a_claim_removes_the_folder_that_it_made_unless_something_is_in_it(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "kept")
+    for _ in range(2):
+        with storage.claim():
+            assert storage.root.is_dir()
+        assert not storage.root.exists()
+
+    with storage.claim():
+        commit(storage, "step-1", b"own")
+    with storage.claim():
+        storage.remove("step-1")
+
+    assert [path.name for path in storage.root.iterdir()] == [".lock"]
+
+
+def test_a_lock_that_its_last_holder_removes_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, taken = tmp_path / "kept", local._lock
+    root.mkdir()
+
+    def take(descriptor: int, path: Path) -> None:
+        taken(descriptor, path)
+        monkeypatch.setattr(local, "_lock", taken)
+        (root / ".lock").unlink()
+        root.rmdir()
+
+    monkeypatch.setattr(local, "_lock", take)
+
+    with LocalStorage(root).claim():
+        assert (root / ".lock").exists()
+        with pytest.raises(ConfigError, match="another run"), LocalStorage(root).claim():
+            pass
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])

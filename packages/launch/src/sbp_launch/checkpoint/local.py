@@ -108,10 +108,14 @@ class LocalStorage:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Hold the lock of this folder, and remove what was begun here."""
+        """Hold the lock of this folder, and remove what was begun here.
+
+        The folder is removed again if it was made for this, and nothing was saved.
+        """
+        is_new = not self.root.exists()
         try:
             self.make()
-            lock = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = self._hold()
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be written to {self.root}: {error.strerror or error}",
@@ -119,13 +123,43 @@ class LocalStorage:
                 todo="name another folder",
             ) from error
         try:
-            _lock(lock, self.root)
             for path in _folders(self.root):
                 if path.name.startswith(".") and path.name.endswith((".part", ".old")):
                     self._clear(path)
             yield
         finally:
+            if is_new:
+                self._unmake()
             os.close(lock)
+
+    def _hold(self) -> int:
+        """Return the descriptor of the lock of this folder, which is held.
+
+        Raises:
+            OSError: it cannot be made.
+            ConfigError: somebody else holds it.
+        """
+        path = self.root / _LOCK
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                _lock(lock, self.root)
+                # Whoever held it before may have removed it since it was opened.
+                if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+            self.root.mkdir(parents=True, exist_ok=True)
+
+    def _unmake(self) -> None:
+        """Remove the folder, if there is nothing in it but the lock."""
+        with suppress(OSError):
+            if [path.name for path in self.root.iterdir()] == [_LOCK]:
+                (self.root / _LOCK).unlink()
+                self.root.rmdir()
+                self._was_made = False
 
     def place(self, name: str = "", file: str = "") -> str:
         """Return the path."""
