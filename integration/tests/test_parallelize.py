@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import logging
+import os
 import pkgutil
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 from sbp_core.errors import ConfigError, RunError, SbpLookupError, SbpTypeError, SbpValueError
 from sbp_core.strategy import Strategy
 from sbp_launch import parallelize
+from sbp_launch.checkpoint import local
 from sbp_torch.capture import UpdateOptions, counted_random
 from sbp_torch.deferred_init import deferred
 
@@ -350,6 +354,71 @@ def test_what_cannot_be_written_beside_steps_is_raised_by_a_later_one(tmp_path, 
             step.finish_saving()
         step(batch_of(0))
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["between steps", "beside steps"])
+@pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
+def test_a_disk_that_takes_no_more_is_named_and_the_last_checkpoint_stays(
+    fault, wait, tmp_path, monkeypatch
+):
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    create, reason = local._StagedLocal.create, {"full": errno.ENOSPC, "read-only": errno.EROFS}
+
+    @contextmanager
+    def failing(self, file):
+        with create(self, file) as opened:
+            yield opened
+            raise OSError(reason[fault], os.strerror(reason[fault]))
+
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        step(batch_of(0))
+        step.save(disk)
+        wanted = step.state_dict()
+        step(batch_of(1))
+        with monkeypatch.context() as patch:
+            if fault == "gone":
+                patch.setattr(local._StagedLocal, "create", moved_before(create, disk, away))
+            else:
+                patch.setattr(local._StagedLocal, "create", failing)
+            with pytest.raises(RunError, match="step-00000002 cannot be written: ") as caught:
+                step.save(disk, wait=wait)
+                step.finish_saving()
+        words = "folder has gone" if fault == "gone" else os.strerror(reason[fault])
+        assert words in str(caught.value)
+        assert str(disk) in str(caught.value)
+        kept = away if fault == "gone" else disk
+        assert [path.name for path in kept.glob("*step-*")] == ["step-00000001"]
+        step.load(kept)
+        torch.testing.assert_close(step.state_dict(), wanted, rtol=0, atol=0)
+        step(batch_of(1))
+        step.save(kept, wait=wait)
+    assert {path.name for path in kept.glob("*step-*")} == {"step-00000001", "step-00000002"}
+
+
+def moved_before(call, folder, target):
+    """Return a function that moves a folder away before it calls another one."""
+
+    def moved(self, file):
+        if folder.exists():
+            folder.rename(target)
+        return call(self, file)
+
+    return moved
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["between steps", "beside steps"])
+def test_a_folder_that_another_program_saves_to_is_refused(wait, tmp_path):
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
+        with local.LocalStorage(tmp_path).claim():
+            with pytest.raises(ConfigError, match="another run writes its checkpoints"):
+                step.save(tmp_path, wait=wait)
+            assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        step.save(tmp_path, wait=wait)
+        step.finish_saving()
+        with local.LocalStorage(tmp_path).claim():  # which is free again
+            assert (tmp_path / "step-00000000").is_dir()
 
 
 def test_an_optimizer_that_has_stepped_goes_on():

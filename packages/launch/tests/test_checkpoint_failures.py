@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import inspect
+import itertools
 import os
 import resource
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +36,7 @@ from sbp_launch.checkpoint.saving import Processes, save
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.settings.config import EvaluateConfig, RunConfig
 from sbp_launch.trainer import trainer
+from sbp_launch.trainer.checkpoints import RunCheckpoints
 
 PIECES = pieces_of(STATES, Placement([0], ("rank",)), NdSbp(B))[0]
 
@@ -235,6 +240,74 @@ def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
     assert states_of_run(tmp_path)["head.weight.step"].item() == 1
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {".lock", "step-00000001"}
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["between steps", "beside steps"])
+@pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
+def test_a_run_whose_disk_takes_no_more_goes_on_from_what_it_saved(
+    fault: str, wait: bool, tmp_path: Path
+) -> None:
+    folder, away = tmp_path / "run" / "checkpoints", tmp_path / "away"
+    create, number = local._StagedLocal.create, {"full": errno.ENOSPC, "read-only": errno.EROFS}
+
+    @contextmanager
+    def failing(self: local._StagedLocal, file: str) -> Iterator[BinaryIO]:
+        if self.name != "step-00000001" and fault == "gone" and folder.exists():
+            folder.rename(away)  # as a disk that is no longer mounted
+        with create(self, file) as opened:
+            yield opened
+            if self.name != "step-00000001" and fault in number:
+                raise OSError(number[fault], os.strerror(number[fault]))
+
+    config = quiet(checkpoint=CheckpointConfig(every=1, wait=wait))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local._StagedLocal, "create", failing)
+        with pytest.raises(RunError, match=r"step-0000000[234] cannot be written: ") as caught:
+            trainer.train(config, registry(), tmp_path / "run")
+
+    words = "folder has gone" if fault == "gone" else os.strerror(number[fault])
+    assert words in caught.value.what
+    assert "make room" in caught.value.todo
+    if fault == "gone":
+        assert not folder.exists()
+        away.rename(folder)
+    check_names(folder, ["step-00000001"])
+    again = replace(config, trainer=replace(config.trainer, resume="auto"))
+    trainer.train(again, registry(), tmp_path / "run")
+    assert states_of_run(tmp_path / "run")["head.weight.step"].item() == 4
+
+
+def check_names(folder: Path, names: list[str]) -> None:
+    """See that these checkpoints are there and whole, and nothing else is."""
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", *names]
+    for name in names:
+        with Checkpoint(LocalStorage(folder), name) as found:
+            found.verify()
+
+
+@pytest.mark.parametrize("jump_s", [1e9, -1e9], ids=["forwards", "backwards"])
+def test_a_clock_that_is_set_changes_nothing(
+    jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert inspect.signature(RunCheckpoints).parameters["clock"].default is time.monotonic
+    now, looks = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() + jump_s * next(looks))
+    config = quiet(checkpoint=CheckpointConfig(every=1, keep=2, wait=True))
+
+    trainer.train(config, registry(), tmp_path / "each step")
+
+    folder = tmp_path / "each step" / "checkpoints"
+    check_names(folder, ["step-00000003", "step-00000004"])
+    # As if the older one were of tomorrow: names say which is the newest.
+    os.utime(folder / "step-00000003", (now() + 1e5, now() + 1e5))
+    os.utime(folder / "step-00000004", (0, 0))
+    more = replace(config.trainer, resume="auto", steps=5)
+    trainer.train(replace(config, trainer=more), registry(), tmp_path / "each step")
+    check_names(folder, ["step-00000004", "step-00000005"])
+
+    by_time = quiet(checkpoint=CheckpointConfig(every="20min"))
+    trainer.train(by_time, registry(), tmp_path / "by time")
+    check_names(tmp_path / "by time" / "checkpoints", ["step-00000004"])
 
 
 def test_pieces_of_this_test_are_all_states() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from sbp_core.errors import BoxingError, ConfigError, RunError
@@ -48,28 +49,40 @@ class StepSaves:
     def __init__(self, planned: Planned, seed: int, processes: Processes) -> None:
         self._planned, self._seed, self._processes = planned, seed, processes
         self._saves = BackgroundSaves()
+        #: The claim to the folder of the one that is under way.
+        self._claim = ExitStack()
 
     def save(self, folder: Path, session: Session, step: int, *, wait: bool) -> None:
         """Save a checkpoint, and beside it strategy and plan; all processes call it.
 
         Raises:
             RunError: they cannot be written, or the checkpoint that is under way.
+            ConfigError: another program saves to this folder.
         """
         if self._saves.name:
             logger.warning("waiting until the checkpoint %s is there", self._saves.name)
             self.finish()
-        self._processes.agree(
-            lambda: write_plan(folder, self._planned) if self._processes.is_first else None,
-            "the plan cannot be written",
-            str(folder),
-        )
+        storage, claim = LocalStorage(folder), ExitStack()
+
+        def begin() -> None:
+            if self._processes.is_first:
+                claim.enter_context(storage.claim())
+                write_plan(folder, self._planned)
+
+        with claim:
+            self._processes.agree(begin, "the plan cannot be written", str(folder))
+            self._write(storage, session, step, wait=wait)
+            if not wait:
+                self._claim = claim.pop_all()
+
+    def _write(self, storage: LocalStorage, session: Session, step: int, *, wait: bool) -> None:
         metadata = Metadata(
             step=step,
             seed=self._seed,
             graph_hash=graph_hash(self._planned.graph),
             versions=versions(),
         )
-        given = LocalStorage(folder), step_name(step), metadata
+        given = storage, step_name(step), metadata
         if wait:
             save(*given, session.pieces(), self._processes)
         else:
@@ -84,8 +97,13 @@ class StepSaves:
         """
         if not self._saves.name:
             return
-        if not any(self._processes.gather("busy" if self._saves.is_busy else "")):
+        if any(self._processes.gather("busy" if self._saves.is_busy else "")):
+            return
+        try:
             self._saves.go_on()
+        finally:
+            if not self._saves.name:
+                self._claim.close()
 
     def finish(self) -> None:
         """Wait until the checkpoint that is under way is there; all processes call it.
@@ -93,7 +111,8 @@ class StepSaves:
         Raises:
             RunError: it cannot be written.
         """
-        self._saves.finish()
+        with self._claim:
+            self._saves.finish()
 
     def end(self, error: BaseException | None) -> None:
         """Wait as `finish` does, unless an error ends the step in which others cannot be asked.
@@ -105,9 +124,10 @@ class StepSaves:
         if error is not None and len(self._processes.ranks) > 1:
             if name:
                 logger.warning("the checkpoint %s is not saved: the step ended in an error", name)
+            self._claim.close()
             return
         try:
-            self._saves.finish()
+            self.finish()
         except BoxingError as problem:  # which ended another process
             logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
         except RunError as problem:
