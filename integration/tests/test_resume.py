@@ -152,6 +152,7 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> Non
     ]
     whole = train_whole(tmp_path, overrides)
     assert_equal(saved_states(tmp_path / "run"), whole)
+    assert samples(tmp_path / "run") == samples(tmp_path / "whole")
 
 
 @pytest.mark.exhaustive

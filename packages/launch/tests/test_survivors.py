@@ -100,6 +100,7 @@ def fail(
     sbp: NdSbp,
     steps: tuple[int, int] = (3, 3),
     problem: str = "",
+    steps_done: int = 3,
     **checkpoints: Any,
 ) -> list[str]:
     """Let rank 0 of three be lost; return where ranks 1 and 2 have saved, or why not."""
@@ -120,7 +121,9 @@ def fail(
             team=SimpleNamespace(survivors=lambda error, limit_s: talk.of(number)),
             count_done=lambda: None,
             checkpoints=Checkpoints(root, **checkpoints),
-            session=SimpleNamespace(pieces=lambda among: pieces(number, among)),
+            session=SimpleNamespace(
+                pieces=lambda among: pieces(number, among), steps_done=steps_done
+            ),
             planned=SimpleNamespace(plan=plan),
             state=TrainerState(step=step),
             saved_state=lambda: TrainerState(step=step),
@@ -163,6 +166,11 @@ def test_a_rank_in_the_middle_of_its_update_says_so_for_all(tmp_path: Path) -> N
     said = fail(tmp_path, NdSbp(B), problem="states are of two steps")
 
     assert said == ["rank 2 says: states are of two steps"] * 2
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    assert fail(tmp_path, NdSbp(B), steps_done=0) == ["no step has been done"] * 2
+    assert LocalStorage(tmp_path).names() == []
 
 
 def test_what_is_saved_already_is_not_saved_again(tmp_path: Path) -> None:

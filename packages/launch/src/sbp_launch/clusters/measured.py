@@ -22,7 +22,7 @@ class MeasuredConfig:
 
     Args:
         file: Cluster file that `sbp-calibrate` wrote.
-        mesh: Ranks along each axis, >= 1.
+        mesh: Ranks along each axis, >= 1; of one axis -1, as many as the launcher has started.
         axes: Distinct name of each axis; None, once made, is those of
             `sbp_launch.clusters.local.AXES`.
         world_size: Ranks in all; None takes what the mesh has.

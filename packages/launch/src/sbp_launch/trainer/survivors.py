@@ -66,6 +66,8 @@ def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
     said = left.gather(json.dumps([loop.state.step, is_saved, problem]), DEADLINE_S)
     if _check_step(left.ranks, said):
         return loop.checkpoints.place(loop.state.step)
+    if not loop.session.steps_done:
+        raise RunError("no step has been done")
     _check_whole(loop.planned.plan, left.ranks)
     processes = Processes(
         rank=run.world.rank,
