@@ -238,22 +238,43 @@ def test_a_run_that_is_over_has_nothing_to_do(
     assert "held-out loss" in capsys.readouterr().out
 
 
-def test_another_seed_or_model_is_refused_and_another_setting_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_another_seed_or_model_is_refused_before_it_is_planned_and_another_setting_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped(config(), tmp_path, 2)
 
     with pytest.raises(ConfigError, match=r"saved with trainer\.seed=0, and this run has .*=7"):
         trainer.train(resumed(config(seed=7)), registry(), tmp_path)
-    other = replace(config(), optimizer=PluginChoice(name="sgd"))
-    with pytest.raises(
-        ConfigError, match=r"does not fit this model and optimizer: '.*' is missing"
-    ):
-        trainer.train(resumed(other), registry(), tmp_path)
-    trainer.train(resumed(config(batch_size=8)), registry(), tmp_path)
+    misfits = [
+        (replace(config(), optimizer=PluginChoice(name="sgd")), r"it has no '.*buffer' \(and "),
+        (config(update=UpdateOptions(clip_norm=1.0)), r"it has 'ema.count', too \(and 3 "),
+        (
+            config(dtype="float64"),
+            r"'embed.weight' is float32 \(8, 6\) there, and float64",
+        ),
+    ]
+    for other, says in misfits:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "plan_fitting", None)
+            with pytest.raises(ConfigError, match=f"fit this model and optimizer: {says}"):
+                trainer.train(resumed(other), registry(), tmp_path)
+    assert "other than in step-00000002: optimizer was adamw, and is sgd" in capsys.readouterr().out
+    other = replace(
+        config(batch_size=8, micro_batches=2, schedule=ScheduleConfig(decay="cosine")),
+        optimizer=PluginChoice(name="adamw", settings={"lr": 0.5}),
+    )
+    trainer.train(resumed(other), registry(), tmp_path)
 
-    out = capsys.readouterr().out
-    assert "other than in step-00000002: trainer.batch_size was 4, and is 8" in out
+    told = [line for line in capsys.readouterr().out.splitlines() if "other than in" in line]
+    assert told == [
+        f"other than in step-00000002: {line}"
+        for line in (
+            "trainer.batch_size was 4, and is 8",
+            "trainer.micro_batches was 1, and is 2",
+            "trainer.schedule.decay was linear, and is cosine",
+            "trainer.schedule.warmup_steps was 2, and is 0",
+        )
+    ]
 
 
 def test_checkpoints_come_every_so_many_steps_and_the_newest_are_kept(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.plugins import Storage, TrainerState
@@ -19,7 +17,8 @@ from sbp_launch.checkpoint.saving import Processes, ReadTogether
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.checkpoints import place_of
-from sbp_launch.trainer.saved_settings import settings_of
+from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.saved_settings import differences, settings_of
 
 
 class Resume:
@@ -76,12 +75,7 @@ class Resume:
         try:
             yield
         except SbpValueError as error:
-            raise ConfigError(
-                f"the checkpoint does not fit this model and optimizer: {error.what}",
-                where=(*error.where, self._place),
-                accepted=error.accepted,
-                todo="choose the model, optimizer and update options of the run that saved it",
-            ) from error
+            raise self._misfit(error.what, error.where, error.accepted) from error
 
     def check_data(self, order: SampleOrder) -> None:
         """See that the run goes on in the data, and in the order, in which it was.
@@ -99,6 +93,37 @@ class Resume:
             cursor.check_same_data(order, where=where)
         for told in cursor.differences(order):
             self._run.say([f"other than in {self.states.checkpoint.name}: {told}"])
+
+    def check_states(self, program: Program) -> None:
+        """See that the checkpoint has the states that a run begins with; before it is planned.
+
+        Raises:
+            ConfigError: one is missing, unknown, or of another shape or dtype.
+        """
+        saved = self.states.checkpoint.manifest.tensors
+        own = program.made.states(program.optimizer, self._run.config.trainer.update)
+        found = []
+        for name, value in program.model.named_parameters():
+            was = saved.get(name)
+            form = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+            if was is not None and (was.dtype, was.shape) != form:
+                found.append(
+                    f"{name!r} is {was.dtype} {was.shape} there, and {form[0]} {form[1]} here"
+                )
+        found += [f"it has no {name!r}" for name in sorted(own.keys() - saved.keys())]
+        found += [f"it has {name!r}, too" for name in sorted(saved.keys() - own.keys())]
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise self._misfit(found[0] + more)
+
+    def _misfit(self, what: str, where: tuple[str, ...] = (), accepted: str = "") -> ConfigError:
+        return ConfigError(
+            f"the checkpoint does not fit this model and optimizer: {what}",
+            where=(*where, self._place),
+            accepted=accepted,
+            todo="choose the model, optimizer and update options of the run that saved it; to take "
+            "its weights alone: trainer.init_from=RUN",
+        )
 
     def agree(self, session: Session, processes: Processes) -> TrainerState:
         """See that all processes have read all of a checkpoint; take the next one if not.
@@ -176,14 +201,5 @@ class Resume:
                 todo=f"trainer.seed={metadata.seed}",
             )
         now = settings_of(self._run)
-        others = [
-            f"{key} was {_shown(was)}, and is {_shown(now.get(key))}"
-            for key, was in metadata.settings.items()
-            if now.get(key) != was
-        ]
+        others = differences(metadata.settings, now)
         self._run.say([f"other than in {name}: {other}" for other in others])
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,7 +19,10 @@ def settings_of(run: Run) -> dict[str, Any]:
         "model": _choice(config.model),
         "data": _choice(config.data),
         "optimizer": _choice(config.optimizer),
+        "compile.autocast": config.compile.autocast,
+        "compile.random": config.compile.random,
         "trainer.batch_size": trainer.batch_size,
+        "trainer.micro_batches": trainer.micro_batches,
         "trainer.schedule": asdict(trainer.schedule),
         "trainer.update": asdict(trainer.update),
     }
@@ -27,6 +30,35 @@ def settings_of(run: Run) -> dict[str, Any]:
         values["trainer.budget"] = asdict(trainer.budget)
     found: dict[str, Any] = json.loads(_text(values))
     return found
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what is said of settings that are not what they were: a line for each.
+
+    Those of another plugin are not compared, but for its name; nor is what only one of them has,
+    nor what is to be derived (`trainer.micro_batches=auto`).
+
+    >>> differences({"data": {"name": "text", "seed": 0}}, {"data": {"name": "text", "seed": 1}})
+    ['data.seed was 0, and is 1']
+    """
+    found = []
+    for key in was.keys() & now.keys():
+        before, after = was[key], now[key]
+        if before == after or after == "auto":
+            continue
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            if before.get("name") != after.get("name"):
+                found.append(f"{key} was {before.get('name')}, and is {after.get('name')}")
+            else:
+                found += [f"{key}.{line}" for line in differences(before, after)]
+        else:
+            found.append(f"{key} was {_shown(before)}, and is {_shown(after)}")
+    return sorted(found)
+
+
+def _shown(value: Any) -> str:
+    text = value if value and isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def hash_of(value: Any) -> str:

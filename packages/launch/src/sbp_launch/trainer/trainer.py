@@ -113,6 +113,7 @@ def train(
         program = make_program(run)
         if resume is not None:
             resume.check_data(program.cursor().order)
+            resume.check_states(program)
         num_parameters = sum(parameter.numel() for parameter in program.model.parameters())
         run.console.print(
             f"{config.model.name}: {num_parameters:,} parameters; data: {program.data.describe()}",
