@@ -19,12 +19,13 @@ from torch import nn
 from sbp_core.errors import ConfigError, RunError, SbpLookupError, SbpTypeError, SbpValueError
 from sbp_core.strategy import Strategy
 from sbp_launch import parallelize
-from sbp_launch.checkpoint import local
+from sbp_launch.checkpoint import LocalStorage
 from sbp_torch.capture import UpdateOptions, counted_random
 from sbp_torch.deferred_init import deferred
 
 SIZE = 8
 SAVES = "sbp_launch.checkpoint.background"
+CREATE = "sbp_launch.checkpoint.local._StagedLocal.create"
 LAYOUTS = (
     {},
     {"mesh": 2, "planner": "manual/zero"},
@@ -362,7 +363,8 @@ def test_a_disk_that_takes_no_more_is_named_and_the_last_checkpoint_stays(
     fault, wait, tmp_path, monkeypatch
 ):
     disk, away = tmp_path / "disk", tmp_path / "away"
-    create, reason = local._StagedLocal.create, {"full": errno.ENOSPC, "read-only": errno.EROFS}
+    create = pkgutil.resolve_name(CREATE)
+    reason = {"full": errno.ENOSPC, "read-only": errno.EROFS}
 
     @contextmanager
     def failing(self, file):
@@ -377,10 +379,7 @@ def test_a_disk_that_takes_no_more_is_named_and_the_last_checkpoint_stays(
         wanted = step.state_dict()
         step(batch_of(1))
         with monkeypatch.context() as patch:
-            if fault == "gone":
-                patch.setattr(local._StagedLocal, "create", moved_before(create, disk, away))
-            else:
-                patch.setattr(local._StagedLocal, "create", failing)
+            patch.setattr(CREATE, moved_before(create, disk, away) if fault == "gone" else failing)
             with pytest.raises(RunError, match="step-00000002 cannot be written: ") as caught:
                 step.save(disk, wait=wait)
                 step.finish_saving()
@@ -411,13 +410,13 @@ def moved_before(call, folder, target):
 def test_a_folder_that_another_program_saves_to_is_refused(wait, tmp_path):
     model = make_model()
     with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
-        with local.LocalStorage(tmp_path).claim():
+        with LocalStorage(tmp_path).claim():
             with pytest.raises(ConfigError, match="another run writes its checkpoints"):
                 step.save(tmp_path, wait=wait)
             assert [path.name for path in tmp_path.iterdir()] == [".lock"]
         step.save(tmp_path, wait=wait)
         step.finish_saving()
-        with local.LocalStorage(tmp_path).claim():  # which is free again
+        with LocalStorage(tmp_path).claim():  # which is free again
             assert (tmp_path / "step-00000000").is_dir()
 
 
