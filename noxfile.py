@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,11 +121,23 @@ def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
     return found
 
 
-def pip_install(session: nox.Session, *arguments: str) -> None:
-    """Install, with PyTorch held to the version above."""
+def pip_install(
+    session: nox.Session, *arguments: str, constraints: Sequence[str] = (TORCH,)
+) -> None:
+    """Install, with PyTorch held to the version above, or others to theirs."""
     file = Path(session.virtualenv.location, "constraints.txt")
-    file.write_text(f"{TORCH}\n", "utf-8")
+    file.write_text("".join(f"{line}\n" for line in constraints), "utf-8")
     session.install("--constraint", str(file), *arguments)
+
+
+def lowest_of(requirements: Iterable[str]) -> list[str]:
+    """Return requirements that hold other people's packages to the lowest declared versions."""
+    found = {}
+    for entry in requirements:
+        name, low = re.match(r"([\w-]+)(?:>=([\d.]+))?", entry).groups()
+        if low and not name.startswith("sbp-"):
+            found[name] = f"{name}=={low}"
+    return sorted(found.values())
 
 
 def install_all(session: nox.Session, *more: str, with_tests: bool = False) -> None:
@@ -263,6 +275,23 @@ def alone(session: nox.Session, package: Package) -> None:
     tested = needed_of(package, package.test_dependencies)
     built = [build_wheel(session, other.folder) for other in tested]
     pip_install(session, f"{own}[test]", *built)
+    run_pytest(session, package.folder, *package.quick, *session.posargs)
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+def lowest(session: nox.Session, package: Package) -> None:
+    """A package with the lowest versions that it declares, but of test tools; its quick tests."""
+    needed = needed_of(package, package.test_dependencies)
+    wheels = [build_wheel(session, other.folder) for other in (package, *needed)]
+    declared = [entry for one in (package, *needed) for entry in one.dependencies]
+    extras = [entry for extra in package.extras.values() for entry in extra]
+    held = lowest_of([*declared, *extras])
+    others = [entry for entry in package.test_dependencies if not entry.startswith("sbp-")]
+
+    pip_install(session, *wheels, *others, constraints=held)
+    script = ROOT / "integration" / "import_all_modules.py"
+    session.run("python", "-I", str(script), package.module, *package.extra_modules)
     run_pytest(session, package.folder, *package.quick, *session.posargs)
 
 

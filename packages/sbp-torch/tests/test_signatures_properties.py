@@ -14,22 +14,41 @@ from sbp_core.signatures import Notation, RuleRegistry  # noqa: E402 - after the
 from sbp_torch.signatures.verification import verify  # noqa: E402
 
 _EXAMPLES = settings(max_examples=40, derandomize=True, deadline=None)
+_MANY = settings(max_examples=500, derandomize=True, deadline=None)
 
-_extents = st.integers(1, 5)
+_extents = st.integers(0, 5)
 
 
 def _random(shape: Sequence[int]) -> torch.Tensor:
     return torch.randn(tuple(shape), dtype=torch.float64)
 
 
-@_EXAMPLES
-@given(
+_sums_of_products = given(
     sizes=st.lists(_extents, min_size=4, max_size=4),
     operands=st.lists(st.permutations("abcd"), min_size=1, max_size=3),
     lengths=st.lists(st.integers(0, 3), min_size=4, max_size=4),
     axis=st.integers(2, 6),
 )
+
+
+@_EXAMPLES
+@_sums_of_products
 def test_every_sum_of_products_is_cut_as_derived(
+    sizes: list[int], operands: list[list[str]], lengths: list[int], axis: int
+) -> None:
+    _check_sum_of_products(sizes, operands, lengths, axis)
+
+
+@pytest.mark.exhaustive
+@_MANY
+@_sums_of_products
+def test_very_many_sums_of_products_are_cut_as_derived(
+    sizes: list[int], operands: list[list[str]], lengths: list[int], axis: int
+) -> None:
+    _check_sum_of_products(sizes, operands, lengths, axis)
+
+
+def _check_sum_of_products(
     sizes: list[int], operands: list[list[str]], lengths: list[int], axis: int
 ) -> None:
     torch.manual_seed(0)
@@ -77,6 +96,19 @@ def _reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 @_EXAMPLES
 @given(shapes=_reshapes(), axis=st.integers(2, 4))
 def test_every_reshape_is_cut_as_derived(shapes: tuple[list[int], list[int]], axis: int) -> None:
+    _check_reshape(shapes, axis)
+
+
+@pytest.mark.exhaustive
+@_MANY
+@given(shapes=_reshapes(), axis=st.integers(2, 4))
+def test_very_many_reshapes_are_cut_as_derived(
+    shapes: tuple[list[int], list[int]], axis: int
+) -> None:
+    _check_reshape(shapes, axis)
+
+
+def _check_reshape(shapes: tuple[list[int], list[int]], axis: int) -> None:
     torch.manual_seed(0)
     source, target = shapes
 
@@ -87,16 +119,32 @@ def test_every_reshape_is_cut_as_derived(shapes: tuple[list[int], list[int]], ax
     assert report.ok, str(report)
 
 
-@_EXAMPLES
-@given(
+_broadcasts = given(
     shape=st.lists(_extents, min_size=0, max_size=3),
     keeps=st.lists(st.booleans(), min_size=6, max_size=6),
     drop=st.integers(0, 3),
     axis=st.integers(2, 4),
 )
+
+
+@_EXAMPLES
+@_broadcasts
 def test_every_broadcast_is_cut_as_derived(
     shape: list[int], keeps: list[bool], drop: int, axis: int
 ) -> None:
+    _check_broadcast(shape, keeps, drop, axis)
+
+
+@pytest.mark.exhaustive
+@_MANY
+@_broadcasts
+def test_very_many_broadcasts_are_cut_as_derived(
+    shape: list[int], keeps: list[bool], drop: int, axis: int
+) -> None:
+    _check_broadcast(shape, keeps, drop, axis)
+
+
+def _check_broadcast(shape: list[int], keeps: list[bool], drop: int, axis: int) -> None:
     torch.manual_seed(0)
     left = [extent if keep else 1 for extent, keep in zip(shape, keeps[:3], strict=False)]
     right = [extent if keep else 1 for extent, keep in zip(shape, keeps[3:], strict=False)]
