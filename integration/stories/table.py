@@ -27,7 +27,8 @@ STORIES = (
                     "test_stories_launch", "test_a_sweep_of_two_has_two_folders_with_all_ranks"
                 ),
                 integration(
-                    "test_launchers", "test_a_sweep_has_a_run_on_processes_after_the_other"
+                    "test_launchers",
+                    "test_a_sweep_has_a_run_on_processes_after_the_other_also_behind_one_that_fails",
                 ),
             ),
             "in-process and spawn: the same losses, bit for bit": (
@@ -80,6 +81,9 @@ STORIES = (
                 package("boxing-torch", "test_failures"),
                 package("boxing-nccl", "test_failures"),
             ),
+            "ranks that are left save what is whole, or say what is lost": (
+                package("launch", "test_survivors"),
+            ),
             "nothing leaks": (python("soak", counted=r"([\d,]+) steps"),),
         },
     ),
@@ -90,12 +94,8 @@ STORIES = (
             "200 SIGKILLs of saves, in both ways of saving: the newest committed one is loaded": (
                 python("kills", "--saves", "--count", "100", "--json", "JSON"),
             ),
-            "at whatever call a save fails, the former one is still there": (
-                package(
-                    "launch",
-                    "test_checkpoint_failures",
-                    "test_at_whatever_call_a_save_fails_the_earlier_checkpoints_are_whole",
-                ),
+            "whatever fails, disk, folder or clock, the former one is still there": (
+                package("launch", "test_checkpoint_failures"),
                 package(
                     "launch",
                     "test_checkpoint_storages",
@@ -145,10 +145,11 @@ STORIES = (
             "100 steps are 50, a stop and 50, bit for bit": (
                 integration("test_resume", "test_a_hundred_steps_are_fifty_a_stop_and_fifty"),
                 integration("test_resume", "test_processes_go_on_where_they_stopped_bit_for_bit"),
+                integration("test_resume_exactly"),
                 package("launch", "test_resume", "test_stopped_and_resumed_is_the_unbroken_run"),
             ),
             "on another plan, the losses are those of the unbroken run": (
-                integration("test_resume", "test_a_run_goes_from_mesh_to_mesh"),
+                integration("test_resume_elsewhere"),
                 package(
                     "launch",
                     "test_data_run",
@@ -156,6 +157,7 @@ STORIES = (
                 ),
             ),
             "each sample exactly once": (
+                integration("test_resume_elsewhere"),
                 package(
                     "launch",
                     "test_data_order",
@@ -167,8 +169,12 @@ STORIES = (
                     "test_a_run_goes_on_behind_a_broken_sample_on_other_ranks_with_each_sample_once",
                 ),
             ),
-            "torchrun starts a run again that has lost a rank": (
-                integration("test_resume", "test_torchrun_starts_a_run_again_that_has_lost_a_rank"),
+            "torchrun starts a run again that has lost a rank, or a host": (
+                integration(
+                    "test_resume",
+                    "test_torchrun_starts_a_run_again_that_has_lost_a_rank",
+                    "test_a_host_less_is_planned_anew_and_goes_on_where_the_others_stopped",
+                ),
             ),
         },
     ),
