@@ -22,7 +22,7 @@ from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp, S, Sbp
-from sbp_launch.checkpoint import reading, writing
+from sbp_launch.checkpoint import manifest, reading, writing
 from sbp_launch.checkpoint.cover import covers, cut
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import (
@@ -239,6 +239,29 @@ def weight(value: dict) -> dict:
     return value["tensors"]["weight"]
 
 
+def a_file(value: dict) -> dict:
+    return dict(value["files"]["rank-00000.safetensors"])
+
+
+def one_piece_of(size_bytes: int) -> object:
+    """Return what makes a tensor of bytes, in one piece."""
+    count = size_bytes // 4
+
+    def edit(value: dict) -> None:
+        weight(value).update(shape=[count], dtype="float32")
+        weight(value)["pieces"][0].update(bounds=[[0, count]])
+
+    return edit
+
+
+def one_header_of(size_bytes: int) -> object:
+    def edit(value: dict) -> None:
+        file = value["files"]["rank-00000.safetensors"]
+        file.update(header_bytes=size_bytes, size_bytes=2 * size_bytes)
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -252,6 +275,15 @@ def weight(value: dict) -> dict:
         (lambda v: weight(v).update(shape=[2**40, 10]), "do not make up the tensor"),
         (lambda v: weight(v).update(shape=[6, -10]), "shape="),
         (lambda v: weight(v)["pieces"].clear(), "do not make up the tensor"),
+        (lambda v: weight(v)["pieces"][0].update(bounds=[[-1, 6], [0, 10]]), "is no slice"),
+        (lambda v: weight(v)["pieces"][0].update(bounds=[[0, 6], [0, 11]]), "reach beyond"),
+        (lambda v: weight(v)["pieces"][0].update(bounds=[[0, 6]]), "reach beyond"),
+        (lambda v: weight(v).update(dtype="int16"), "do not make up its bytes"),
+        (one_piece_of(64 * 2**20 + 4), "pieces are too large: [0:16777217]"),
+        (one_header_of(64 * 2**20 + 1), "is too much"),
+        (lambda v: v["files"].update({"rank-00001.safetensors2": a_file(v)}), "files has 'rank-"),
+        (lambda v: v["files"].update({"rank-00001.safetensors": a_file(v)}), "do not make up its"),
+        (lambda v: weight(v)["pieces"].append(weight(v)["pieces"][0]), "do not make up"),
         (lambda v: weight(v)["pieces"][0].update(bounds=[[0, 6], [0, 2**50]]), "reach beyond"),
         (lambda v: weight(v)["pieces"][0].update(bounds=[[3, 0], [0, 10]]), "is no slice"),
         (lambda v: weight(v)["pieces"][0].update(offset=-1), "offset=-1 is negative"),
@@ -272,6 +304,38 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(
     with pytest.raises(DamagedError, match=re.escape(says)) as caught:
         parse_manifest(data, "manifest.json")
     assert caught.value.where[0].startswith("manifest.json")
+
+
+def test_a_manifest_ends_in_its_checksum(tmp_path: Path) -> None:
+    data = edited(tmp_path, lambda value: None)
+    parse_manifest(data, "manifest.json")
+
+    for other in (data + b"\n", data[:-1], data + b" ", data + data):
+        with pytest.raises(DamagedError):
+            parse_manifest(other, "manifest.json")
+
+
+def test_a_manifest_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_whole(tmp_path, "step-1")
+    size = (tmp_path / "step-1" / "manifest.json").stat().st_size
+
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", size)
+    manifest.read_manifest(LocalStorage(tmp_path), "step-1")
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", size - 1)
+    with pytest.raises(DamagedError, match="the manifest is too large"):
+        manifest.read_manifest(LocalStorage(tmp_path), "step-1")
+
+
+def test_every_piece_begins_at_a_multiple_of_its_element(tmp_path: Path) -> None:
+    states = {**STATES, "a": torch.tensor([True]), "b": torch.ones(3, dtype=torch.float64)}
+    saved = save_whole(tmp_path, "step-1", states).manifest
+
+    for name, tensor in saved.tensors.items():
+        size = states[name].element_size()
+        assert all(piece.offset % min(size, 8) == 0 for piece in tensor.pieces), name
+    assert list(saved.tensors) == sorted(states)
 
 
 @given(st.binary(max_size=200))

@@ -126,6 +126,71 @@ def test_at_whatever_call_a_save_fails_the_earlier_checkpoints_are_whole(
         check(storage, [f"step-{one:08d}" for one in range(step, 0, -1)])
 
 
+@contextmanager
+def noted_calls(root: Path) -> Iterator[list[str]]:
+    """Note what is synced, renamed and removed below a folder in the block, in order."""
+    calls: list[str] = []
+
+    def short(path: object) -> str:
+        return str(path).removeprefix(str(root)).lstrip("/") or "."
+
+    def noted(word: str, call: Callable[..., object]) -> Callable[..., object]:
+        def told(path: object, *given: object, **named: object) -> object:
+            if word != "sync":
+                calls.append(f"{word} {short(path)}")
+            else:
+                assert isinstance(path, int)
+                calls.append(f"sync {short(Path(f'/proc/self/fd/{path}').readlink())}")
+            return call(path, *given, **named)
+
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", noted("sync", os.fsync))
+        patch.setattr(Path, "rename", noted("rename", Path.rename))
+        patch.setattr(shutil, "rmtree", noted("remove", shutil.rmtree))
+        yield calls
+
+
+def test_a_checkpoint_is_renamed_when_all_of_it_is_durable_and_the_former_one_is_removed_last(
+    tmp_path: Path,
+) -> None:
+    storage = LocalStorage(tmp_path / "run" / "kept")
+    part, old, whole = (f"run/kept/{n}" for n in (".step-1.part", ".step-1.old", "step-1"))
+    written = [f"sync {part}/{name}" for name in ("rank-00000.safetensors", "rank-00000.json",
+                                                  "manifest.json")]  # fmt: skip
+
+    with noted_calls(tmp_path) as calls:
+        save(storage, "step-1", Metadata(step=1, seed=0), PIECES, Processes())
+    assert sorted(calls[:2]) == ["sync .", "sync run"]  # new folders, in their parents
+    assert calls[2:] == [
+        *written, f"sync {part}", f"rename {part}", "sync run/kept", f"remove {old}",
+    ]  # fmt: skip
+
+    with noted_calls(tmp_path) as calls:
+        save(storage, "step-1", Metadata(step=1, seed=0), PIECES, Processes())
+    assert calls == [
+        *written, f"sync {part}", f"remove {old}", f"rename {whole}", f"rename {part}",
+        "sync run/kept", f"remove {old}",
+    ]  # fmt: skip
+
+    with noted_calls(tmp_path) as calls:
+        storage.remove("step-1")
+    assert calls == [f"sync {whole}", f"remove {whole}", "sync run/kept"]
+
+
+def test_what_is_removed_is_no_checkpoint_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path / "checkpoints")
+    save_step(storage, 1)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)  # as a kill in between
+
+    storage.remove("step-00000001")
+
+    assert list(storage.names()) == []
+
+
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "checkpoints")
     save_step(storage, 1)

@@ -93,7 +93,10 @@ class LocalStorage:
             OSError: it cannot be made, or it is no longer there.
         """
         if not self._was_made:
+            new = [path for path in (self.root, *self.root.parents) if not path.exists()]
             self.root.mkdir(parents=True, exist_ok=True)
+            for path in new:
+                sync(path.parent)
             self._was_made = True
         elif not self.root.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder has gone", str(self.root))
