@@ -301,6 +301,29 @@ def test_more_elements_than_there_are_bytes_are_refused(tmp_path: Path) -> None:
         read_distributed_checkpoint(folder)
 
 
+def of_another_size(folder: Path) -> None:
+    """Say in the directory of the archive that its storage is longer."""
+    path = folder / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    # The sizes stand 26 and 22 bytes before the name in the last of the two headers of a record.
+    name = (
+        content.rindex(b"archive/data/0") if b"archive/" in content else content.rindex(b"/data/0")
+    )
+    begin = content.rindex(b"PK\x01\x02", 0, name)
+    content[begin + 20 : begin + 28] = (2**16).to_bytes(4, "little") * 2
+    path.write_bytes(content)
+
+
+def test_a_name_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", {"x": torch.ones(2), "y": torch.ones(2)})
+    content = (folder / ".metadata").read_bytes()
+    assert b"\x8c\x01y" in content  # a text of one byte
+    (folder / ".metadata").write_bytes(content.replace(b"\x8c\x01y", b"\x8c\x01x"))
+
+    with pytest.raises(ConfigError, match="the name 'x' is no text, or stands twice"):
+        read_distributed_checkpoint(folder)
+
+
 def test_a_number_that_no_text_can_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match="more than 64 bits"):
         read_pickle(pickle.dumps(1 << 20_000), known=[])
@@ -345,6 +368,11 @@ def one_chunk(metadata: Metadata, **fields: Any) -> None:
         (changed(lambda m: place(m, transform_descriptors=["zstd"])), "'x' was transformed"),
         (changed(lambda m: m.storage_data.clear()), r"the chunk of 'x' at \(0, 0\) is nowhere"),
         (changed(lambda m: one_chunk(m, sizes=torch.Size([4, 3]))), r"float32 of shape \(4, 2\)"),
+        (
+            changed(lambda m: setattr(m.state_dict_metadata["x"].properties, "dtype", torch.int32)),
+            "the chunk of 'x' is float32",
+        ),
+        (of_another_size, "the chunk of 'x' lies beyond its storage"),
         (changed(lambda m: one_chunk(m, sizes=(4, 2))), "sizes of a chunk of 'x' is no torch.Size"),
         (changed(lambda m: one_chunk(m, sizes=torch.Size([8]))), "has other dims"),
         (

@@ -25,6 +25,7 @@ from sbp_launch.checkpoint.formats.index import (
     StoredPiece,
     StoredTensor,
     TensorIndex,
+    check_tensor,
 )
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
 from sbp_launch.checkpoint.formats.safetensors_file import CODES, read_safetensors
@@ -167,6 +168,40 @@ def test_pieces_are_accepted_if_they_hold_each_element_once(data: st.DataObject)
         else:
             with pytest.raises(ConfigError, match="is not made up by its pieces"):
                 make()
+
+
+def stored(shape: tuple[int, ...] = (2, 3), dtype: str = "int16", **piece: Any) -> StoredTensor:
+    """Return a tensor in one piece, behind 4 bytes of a file."""
+    bounds = tuple((0, extent) for extent in shape)
+    given = {"file": "f", "offset": 4, "bounds": bounds, **piece}
+    return StoredTensor(shape=shape, dtype=dtype, pieces=(StoredPiece(**given),))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (stored(offset=-1), "lies at bytes -1 to 11 of f, which has 16"),
+        (stored(offset=5), "lies at bytes 5 to 17 of f, which has 16"),
+        (stored(strides=(1, 1)), "has the strides"),
+        (stored(strides=(3, -1)), "has the strides"),
+        (stored(strides=(4, 1)), "lies at bytes 4 to 18"),
+        (stored(bounds=((0, 2), (0, 4))), "has a piece"),
+        (stored(bounds=((0, 2), (-1, 3))), "has a piece"),
+        (stored(bounds=((0, 2),)), "has a piece"),
+        (stored(bounds=((0, 2), (0, 2))), "is not made up by its pieces"),
+        (stored(dtype="int17"), "has the dtype 'int17'"),
+        (stored((1,) * 65), "has 65 dims"),
+        (stored((2**30, 2**30)), "has 2 dims"),
+        (stored((-2, -3)), "has 2 dims"),
+    ],
+)
+def test_a_tensor_that_its_file_cannot_hold_is_refused(tensor: StoredTensor, says: str) -> None:
+    for fits in (stored(), stored(strides=(3, 1)), stored((1,) * 64), stored((2**30, 0))):
+        check_tensor("x", fits, {"f": 16}, Path("an index"))
+
+    with pytest.raises(ConfigError, match=f"'x' .*{says}") as caught:
+        check_tensor("x", tensor, {"f": 16}, Path("an index"))
+    assert caught.value.where == ("an index",)
 
 
 def header(**entries: Any) -> Callable[[Path], None]:
