@@ -38,6 +38,7 @@ from sbp_core.plugins import discover
 from sbp_core.runtime import Session
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.checkpoint import (
+    COPY_BYTES,
     BackgroundSave,
     Checkpoint,
     LocalStorage,
@@ -46,7 +47,6 @@ from sbp_launch.checkpoint import (
     save,
     step_name,
 )
-from sbp_launch.checkpoint.settings import COPY_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from matrix import Ours

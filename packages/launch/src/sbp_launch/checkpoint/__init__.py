@@ -52,12 +52,16 @@ if TYPE_CHECKING:
         prune,
         save,
     )
+    from sbp_launch.checkpoint.settings import (
+        COPY_BYTES,
+    )
     from sbp_launch.checkpoint.writing import (
         commit,
         write_part,
     )
 
 __all__ = [
+    "COPY_BYTES",
     "BackgroundSave",
     "Checkpoint",
     "DamagedError",
@@ -85,6 +89,7 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "COPY_BYTES": "settings",
         "BackgroundSave": "background",
         "Checkpoint": "reading",
         "DamagedError": "manifest",
