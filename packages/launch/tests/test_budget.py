@@ -40,6 +40,7 @@ def after(steps: int, *, each: int = SAMPLES, begun: TrainerState | None = None)
         ("steps", 7, 7),
         ("epochs", 1, 13),  # 12.5 steps
         ("epochs", 0.5, 7),  # 6.25 steps
+        ("epochs", 0.085, 2),  # 8.5 samples, so 9
         ("tokens", 801, 2),
         ("tokens", 800, 1),
         ("hours", 0.1, 6),

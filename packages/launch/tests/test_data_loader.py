@@ -161,6 +161,29 @@ def test_training_and_evaluation_do_not_ask_the_data_set_at_once() -> None:
     assert set(most) == {1}
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_batches_for_gpus_are_put_into_page_locked_memory(
+    monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    pinned: list[list[float]] = []
+
+    def pin_memory(self: torch.Tensor) -> torch.Tensor:
+        pinned.append(self.tolist())
+        return self.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    cursor = DataCursor(order=SampleOrder(num_samples=10))
+    part = LocalPart(layout("one rank", 4, 1), [0])
+
+    with BatchLoader(
+        source_of(Noting(10)), "train", cursor, 4, part, ahead=ahead, num_batches=2, pinned=True
+    ) as loader:
+        batches = [loader.next().values for _ in range(2)]
+
+    assert not torch.equal(batches[0]["y"], batches[1]["y"])
+    assert all(batch[name].tolist() in pinned for batch in batches for name in "xy")
+
+
 def test_ranks_that_read_no_batch_load_nothing_and_know_the_cursor() -> None:
     data = Noting(10)
     part = LocalPart(layout("nothing between", 4, 1), [1])

@@ -105,6 +105,28 @@ def test_a_number_of_samples_that_is_none_is_named(found: object) -> None:
         SampleSource(data=data, plugin=ENTRY, dtype=torch.float64).num_samples("train")
 
 
+def test_a_data_set_is_asked_by_one_thread_at_a_time() -> None:
+    asked: list[str] = []
+
+    class Held:
+        def num_samples(self, split: str) -> int:
+            assert source._lock.locked()
+            asked.append("num_samples")
+            return 3
+
+        def samples(self, numbers: Any, split: str) -> dict[str, torch.Tensor]:
+            assert source._lock.locked()
+            asked.append("samples")
+            return {"x": torch.from_numpy(numbers)}
+
+    source = SampleSource(data=Held(), plugin=ENTRY, dtype=torch.float64)  # type: ignore[arg-type]
+    source.num_samples("train")
+    source.load(np.array([1]), "train")
+
+    assert asked == ["num_samples", "samples"]
+    assert not source._lock.locked()
+
+
 class Broken:
     """Sample 7 cannot be read."""
 

@@ -25,6 +25,8 @@ from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.settings.config import EvaluateConfig
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import phases, trainer
+from sbp_launch.trainer.callbacks import together
+from sbp_launch.trainer.checkpoints import RunCheckpoints
 from sbp_launch.trainer.evaluation import Evaluator
 
 #: What the callback of a test is made of; each test sets its own.
@@ -98,7 +100,7 @@ def test_callbacks_see_the_run_from_its_beginning_to_its_end(tmp_path: Path) -> 
     ]  # fmt: skip
     context, last = callback.context, callback.seen[-1][1]
     assert context == TrainingContext(folder=tmp_path, is_first=True, total_steps=4, batch_size=4)
-    assert (last.samples, last.tokens) == (16, 64)
+    assert (last.samples, last.tokens, last.epoch) == (16, 64, 2)
     times = [state.train_s for _, state in callback.seen]
     assert times == sorted(times) and times[-1] > 0
 
@@ -152,14 +154,14 @@ def losses(monkeypatch: pytest.MonkeyPatch, found: list[float]) -> None:
 def test_the_best_held_out_loss_is_remembered_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses(monkeypatch, [math.nan, 3.0, 1.5, 2.0])
+    losses(monkeypatch, [math.nan, 3.0, 1.5, 1.5, 2.0])
     callback = Noting()
-    config = run_config(steps=4, callbacks=("mine",), evaluate=EvaluateConfig(every=1, batches=1))
+    config = run_config(steps=5, callbacks=("mine",), evaluate=EvaluateConfig(every=1, batches=1))
 
     trainer.train(config, with_callback(callback), tmp_path)
 
     best = [(state.best, state.best_step) for name, state in callback.seen if name == "evaluate"]
-    assert best == [(None, None), (3.0, 2), (1.5, 3), (1.5, 3)]
+    assert best == [(None, None), (3.0, 2), (1.5, 3), (1.5, 3), (1.5, 3)]
     assert (
         "held-out loss: 2.0000 (1 batch); the lowest was 1.5000, behind step 3"
         in capsys.readouterr().out
@@ -180,6 +182,61 @@ def test_the_checkpoint_of_the_best_is_saved_and_kept(
     assert names == ["step-00000002", "step-00000005"]
     stood_s = [row["save_s"] for row in rows_of(tmp_path)]
     assert stood_s[0] == 0 and min(stood_s[1:3]) > 0
+
+
+def test_times_are_those_of_each_step_and_of_all_parts_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses(monkeypatch, [3.0, 2.0, 1.0, 0.5, 0.25])
+    monkeypatch.setattr(phases.time, "perf_counter", FakeClock())  # a second a look
+    counted: list[tuple[str, float]] = []
+    add = phases.PhaseTimes.add
+
+    def adding(self: phases.PhaseTimes, phase: phases.Phase, seconds: float) -> None:
+        counted.append((phase, seconds))
+        add(self, phase, seconds)
+
+    monkeypatch.setattr(phases.PhaseTimes, "add", adding)
+    settings: dict[str, Any] = {
+        "evaluate": EvaluateConfig(every=1, batches=1),
+        "checkpoint": CheckpointConfig(every=1, wait=True),
+        "compare_steps": 0,
+        "callbacks": ("mine",),
+    }
+    first, second = Noting(), Noting()
+
+    trainer.train(run_config(steps=3, **settings), with_callback(first), tmp_path)
+    resumed = run_config(steps=5, resume="auto", **settings)
+    trainer.train(resumed, with_callback(second), tmp_path)
+
+    rows = rows_of(tmp_path)
+    assert [row["evaluate_s"] for row in rows] == [1.0] * 5
+    saved_s = rows[1]["save_s"]  # what was between two steps
+    assert saved_s > 0 and [row["save_s"] for row in rows] == [0.0, saved_s, saved_s, 0.0, saved_s]
+    steps = [[seconds for name, seconds in counted if name == one] for one in ("data", "steps")]
+    assert [sum(both) for both in zip(*steps, strict=True)] == [row["step_s"] for row in rows]
+    times = [state.train_s for _, state in second.seen if state.step > 3]
+    assert times[0] > second.seen[0][1].train_s >= first.seen[-2][1].train_s > 0
+
+
+def test_the_last_step_is_saved_once_as_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(
+        RunCheckpoints, "begin", lambda self, session, state, *_: begun.append(state.step)
+    )
+
+    trainer.train(run_config(checkpoint=CheckpointConfig(every=1)), registry(), tmp_path)
+
+    assert begun == [1, 2]  # of three steps
+    assert [path.name for path in (tmp_path / "checkpoints").glob("s*")] == ["step-00000003"]
+
+
+def test_of_callbacks_that_would_stop_the_first_says_why() -> None:
+    asked = [None, TrainerControl(stop="one"), TrainerControl(stop="other", save=True)]
+
+    assert together(asked) == TrainerControl(stop="one", save=True)
 
 
 def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_callbacks(

@@ -46,6 +46,8 @@ def test_warm_up_stable_decay_stays_at_one_until_the_last_steps() -> None:
     found = [schedule.factor(step, 10) for step in range(11)]
 
     assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    quarter = ScheduleConfig(decay="wsd", decay_ratio=0.25)
+    assert [quarter.factor(step, 8) for step in (0, 5, 6, 7, 8)] == [1.0, 1.0, 1.0, 0.5, 0.0]
 
 
 def test_a_run_whose_end_is_not_known_yet_has_not_begun_to_decay() -> None:
@@ -56,6 +58,8 @@ def test_an_inverse_root_goes_on_from_the_warm_up() -> None:
     schedule = ScheduleConfig(decay="inverse_sqrt", warmup_steps=4)
 
     assert [schedule.factor(step, 9) for step in (3, 4, 16)] == [1.0, 1.0, 0.5]
+    at_once = ScheduleConfig(decay="inverse_sqrt")
+    assert [at_once.factor(step, 9) for step in (0, 3)] == [1.0, 0.5]
 
 
 @given(

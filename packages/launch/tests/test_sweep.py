@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from pathlib import Path
 
@@ -72,6 +73,14 @@ def test_each_run_has_a_row_with_what_came_of_it(
     ]
 
 
+def test_the_lowest_of_several_held_out_losses_is_told_with_its_run(tmp_path: Path) -> None:
+    made = jobs(tmp_path)
+    write_result(made[2].folder, result(loss=2.0, best=2.25, best_step=90))
+
+    assert printed(made, 100)[-1] == "lowest held-out loss: 2.2500, of run 2"
+    assert not any(line.startswith("lowest") for line in printed(made[:2], 100))  # of one
+
+
 def test_a_sweep_that_was_stopped_in_its_first_run_has_a_row_too(tmp_path: Path) -> None:
     lines = printed(jobs(tmp_path)[:1], 80)
 
@@ -101,6 +110,9 @@ def test_a_run_leaves_what_came_of_it_also_if_it_fails(
     assert (good.step, good.samples, good.tokens, good.unit) == (4, 16, 64, "tokens")
     assert good.loss and good.held_out_loss and good.rate and good.mfu
     assert objective(tmp_path / "good") == good.best
+    rows = [json.loads(line) for line in (tmp_path / "good/metrics.jsonl").open()]
+    best = min((row["held_out_loss"], row["step"]) for row in rows if "held_out_loss" in row)
+    assert (good.best, good.best_step) == best
     assert (bad.step, bad.best) == (2, None)
     assert (good.failure, bad.failure) == ("", "ZeroDivisionError: division by zero")
     assert objective(tmp_path / "bad") == bad.loss

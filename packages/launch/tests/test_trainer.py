@@ -10,6 +10,7 @@ from trainable import Bigram, held_out_loss, registry, run_config, run_of
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
+from sbp_launch.data import SampleOrder
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import regathering
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
@@ -113,7 +114,7 @@ def test_two_runs_of_one_config_are_equal_bit_for_bit(tmp_path):
 
 
 def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
-    run = run_config(dtype="float64", evaluate=EvaluateConfig(batches=2))
+    run = run_config(dtype="float64", evaluate=EvaluateConfig(batches=2), seed=1)
     program = make_program(run_of(run))
     made = planned.plan_step(run_of(run), program)
     states = program.made.states(program.optimizer)
@@ -122,6 +123,7 @@ def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
         found = held_out_loss(run_of(run), program, made, session)
 
     begin = program.cursor("validation")
+    assert begin.order == SampleOrder(num_samples=8)  # that of each run, whatever its seed
     batches = [program.batch(begin.advanced(4 * index), 4, "validation") for index in range(2)]
     model = program.made.whole_model()
     expected = sum(model.loss(batch).item() for batch in batches) / 2

@@ -65,6 +65,8 @@ def test_work_goes_by_the_rate_of_its_dtype() -> None:
     other = ModelWork.of(graph, replace(DEVICE, flop_per_s={"float64": 4e6}), 2)
 
     assert fast.rank_s == pytest.approx(fast.flop / 2e6)
+    unknown = replace(DEVICE, flop_per_s={"bfloat16": 8e6, "float64": 4e6})
+    assert ModelWork.of(graph, unknown, 2).rank_s == pytest.approx(fast.flop / 4e6)  # the slowest
     assert other.rank_s == pytest.approx(other.flop / 4e6)
 
 

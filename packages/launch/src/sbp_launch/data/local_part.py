@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.runtime import batch_parts, batch_slots
+from sbp_core.runtime import batch_parts
 
 
 class LocalPart:
@@ -30,15 +30,12 @@ class LocalPart:
 
     Attributes:
         rows: Of the batch, ascending: int64 (n,).
-        batch_size: Samples of the whole batch; 0 if the ranks hold nothing of it.
-        is_whole: Whether the ranks hold all of every tensor of the batch.
     """
 
     def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
         own = {name: part for name, part in batch_parts(plan, ranks).items() if part.shape}
         rows = {name: _rows(part.samples) for name, part in own.items()}
         self.rows = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))
-        self.batch_size = max((part.of for part in own.values()), default=0)
         #: Where the rows of each tensor are among `rows`; None if they are all of them.
         self._cuts: dict[str, Tensor | None] = {
             name: None
@@ -46,8 +43,6 @@ class LocalPart:
             else torch.from_numpy(np.searchsorted(self.rows, found))
             for name, found in rows.items()
         }
-        everywhere = {name for name, slot in batch_slots(plan).items() if slot.shape}
-        self.is_whole = everywhere == own.keys() and all(part.is_whole for part in own.values())
 
     def cut(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `Session.step(batch_is="local")` takes, of the samples of `rows`."""

@@ -104,11 +104,6 @@ class DataCursor:
         """The epoch that the next sample belongs to, from 0."""
         return self.position // self.order.num_samples
 
-    @property
-    def place(self) -> int:
-        """The samples of that epoch that have been taken."""
-        return self.position % self.order.num_samples
-
     def advanced(self, count: int) -> DataCursor:
         """Return the cursor behind so many further samples."""
         return replace(self, position=self.position + count)

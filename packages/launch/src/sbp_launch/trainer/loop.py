@@ -293,14 +293,13 @@ class TrainingLoop:
 
     def _advance(self) -> None:
         """Count the step that is done."""
-        settings, state = self.run.config.trainer, self.state
-        samples = state.samples + settings.batch_size
+        state, end = self.state, self.cursor.advanced(self.run.config.trainer.batch_size)
         self.state = replace(
             state,
             step=state.step + 1,
-            samples=samples,
+            samples=end.position,
             tokens=state.tokens + self._step_tokens,
-            epoch=samples // self._order.num_samples,
+            epoch=end.epoch,
         )
 
     def _times(self) -> dict[str, float]:
@@ -391,8 +390,6 @@ class TrainingLoop:
         """
         evaluates = control.evaluate and self.run.config.trainer.evaluate.batches > 0
         ticks = round(self._train_s / _TICK_S)
-        # Of a time, the processes do not know the same: what the first one says counts.
-        is_due = self.run.is_first and self.checkpoints.is_due(self.state.step)
         stop, evaluate, save, ticks, is_saving = stop_together(
             self.team,
             self.signals,
@@ -401,7 +398,7 @@ class TrainingLoop:
             [
                 bool(control.stop),
                 evaluates,
-                control.save or is_due,
+                control.save or self.checkpoints.is_due(self.state.step),
                 ticks,
                 self.checkpoints.is_busy,
             ],
@@ -409,7 +406,7 @@ class TrainingLoop:
         if not is_saving:
             with self.phases.timing("saving"):
                 self.checkpoints.go_on()
-        self.state = replace(self.state, train_s=max(self.state.train_s, ticks * _TICK_S))
+        self.state = replace(self.state, train_s=ticks * _TICK_S)
         if stop:
             self.stopped_for = control.stop or "a callback of another process"
         return TrainerControl(stop=self.stopped_for, evaluate=bool(evaluate), save=bool(save))
