@@ -110,7 +110,7 @@ def test_a_run_leaves_what_came_of_it_also_if_it_fails(
     assert (good.step, good.samples, good.tokens, good.unit) == (4, 16, 64, "tokens")
     assert good.loss and good.held_out_loss and good.rate and good.mfu
     assert objective(tmp_path / "good") == good.best
-    rows = [json.loads(line) for line in (tmp_path / "good/metrics.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "good/metrics.jsonl").read_text().splitlines()]
     best = min((row["held_out_loss"], row["step"]) for row in rows if "held_out_loss" in row)
     assert (good.best, good.best_step) == best
     assert (bad.step, bad.best) == (2, None)

@@ -1,6 +1,7 @@
 """The Hydra apps, the trainer and the metrics of sbp; and `parallelize`, for a loop of one's own.
 
-`World` is this process among those that torchrun, mpiexec or Slurm started.
+`SampleOrder` is the order in which training takes samples, also in such a loop; `World` is this
+process among those that torchrun, mpiexec or Slurm started.
 
 Everything is loaded when first used; importing this package imports no torch.
 
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
+    from sbp_launch.data import SampleOrder
     from sbp_launch.parallelize import parallelize as parallelize
     from sbp_launch.world import World
 
-__all__ = ["World", "parallelize"]
+__all__ = ["SampleOrder", "World", "parallelize"]
 
 # `parallelize` is a module that is also called: `parallelize(model, ...)`.
-__getattr__, __dir__ = lazy(__name__, {"World": "world", "parallelize": "parallelize"})
+__getattr__, __dir__ = lazy(
+    __name__, {"SampleOrder": "data", "World": "world", "parallelize": "parallelize"}
+)

@@ -6,7 +6,7 @@ threads is here, in one place. In the order of use: `permutation` (a shuffled or
 `local_part` (the rows of a batch that the ranks of this process hold), `loader` (a thread that
 loads ahead of the step).
 
-Stability: provisional.
+Stability: internal.
 """
 
 from typing import TYPE_CHECKING
