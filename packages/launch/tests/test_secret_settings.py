@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainable import registry
+from trainable import registry, run_config
 
 from sbp_core.errors import ConfigError
 from sbp_launch.apps.train import main
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.run.environment import environment
 from sbp_launch.secret_settings import refuse_secrets, without_secrets
+from sbp_launch.trainer import trainer
 
 SECRET = "wJalr/XUtn+FEMI"
 
@@ -112,6 +113,20 @@ def test_a_run_with_a_secret_is_refused_before_it_leaves_anything(
     assert ended.value.code == 2
     assert SECRET not in capsys.readouterr().err
     assert not folder.exists()
+
+
+def test_no_file_of_a_run_holds_a_variable_that_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "DATABASE_URL", "LESS"):
+        monkeypatch.setenv(name, SECRET)
+
+    trainer.train(run_config((2,), ("data",), steps=3), registry(), tmp_path)
+
+    files = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"environment.json", "plan.json", "metrics.jsonl", "manifest.json"} <= files.keys()
+    assert [name for name, data in files.items() if SECRET.encode() in data] == []
+    assert SECRET not in "".join(capsys.readouterr())
 
 
 def test_secrets_of_a_command_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
