@@ -53,6 +53,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--deadline", type=float, default=3.0, help="seconds that a step may wait; not of training")
     add("--seed", type=int, default=0)
     add("--training", action="store_true", help="of sbp-train, at each moment of a run")
+    moments = [str(moment) for moment in Moment]
+    add("--moments", nargs="+", choices=moments, default=moments, help="of training")
     add("--saves", action="store_true", help="of a process that saves, --count in each way of it")
     add("--json", type=Path, help="write all outcomes to this file")
     return parser.parse_args(argv)
@@ -154,7 +156,7 @@ def train_and_kill(options: argparse.Namespace, console: Console) -> Iterator[Tr
     """Kill training in every way, at every moment, in turns; show what is wrong."""
     draw = random.Random(options.seed)
     hows = [how for how in TRAINING_HOWS if how in options.how]
-    cases = [(how, moment) for how in hows for moment in Moment]
+    cases = [(how, moment) for how in hows for moment in Moment if moment in options.moments]
     for way in (way for way in TRAINING_WAYS if way in options.ways):
         for how, moment in islice(cycle(cases), options.count):
             outcome = run_training_trial(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from sbp_core.boxing import bounds_of
@@ -22,6 +25,7 @@ from sbp_launch.checkpoint import saving
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.trainer import survivors
 from sbp_launch.trainer.survivors import save_with_survivors
 
 MESH = Placement.grid((3,), ("data",))
@@ -188,7 +192,22 @@ def test_what_the_lost_rank_had_begun_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-3"]
 
 
-def test_without_the_lock_nothing_is_saved(tmp_path: Path) -> None:
+def test_the_lock_of_the_lost_rank_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivors, "_LOCK_S", 600.0)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as lock:
+        lock.enter_context(LocalStorage(tmp_path).claim())
+        said = pool.submit(fail, tmp_path, NdSbp(B))
+        time.sleep(0.1)
+        assert not said.done()
+        lock.close()
+
+        assert said.result(60.0) == ["step 3", "step 3"]
+
+
+def test_without_the_lock_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivors, "_LOCK_S", 0.1)
     with LocalStorage(tmp_path).claim():
         said = fail(tmp_path, NdSbp(B))
 

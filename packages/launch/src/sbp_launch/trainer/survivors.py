@@ -12,12 +12,14 @@ a part of it is lost with its only holder, and nothing is saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from sbp_core.boxing import SurvivingRanks
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import RunError, words_of
+from sbp_core.errors import ConfigError, RunError, words_of
+from sbp_core.plugins import Storage
 from sbp_core.runtime import lost_states
 from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.planning.report import counted
@@ -29,6 +31,9 @@ from sbp_launch.trainer.team import DEADLINE_S
 #: Seconds that ranks wait for others of which they do not know whether they are left: one that
 #: computes hears of the failure when it next waits for others.
 _MEET_S = 20.0
+
+#: Seconds that the lock of a process that has ended may last, and between two looks at it.
+_LOCK_S, _LOOK_S = 5.0, 0.02
 
 #: Most characters that a rank says of why it has no states.
 _QUOTED = 1000
@@ -78,13 +83,36 @@ def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
     with ExitStack() as held:
 
         def prepare() -> None:
-            if processes.is_first and not run.is_first:  # the lock of rank 0 has gone with it
-                held.enter_context(storage.claim())
+            if processes.is_first and not run.is_first:
+                held.enter_context(_claimed_from_the_lost(storage))
             if processes.is_first and under_way:
                 storage.stage(under_way).discard()
 
         processes.agree(prepare, "what is left cannot be written", storage.place())
         return loop.checkpoints.save_pieces(pieces, loop.saved_state(), loop.cursor, processes)
+
+
+@contextmanager
+def _claimed_from_the_lost(storage: Storage) -> Iterator[None]:
+    """Keep other runs from writing to the storage, as rank 0 did, which has ended.
+
+    The lock of a process that is killed goes with the last of its threads, a moment after it is
+    seen to have ended.
+
+    Raises:
+        ConfigError: rank 0 has only stopped, or another run has begun here.
+    """
+    end = time.monotonic() + _LOCK_S
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(storage.claim())
+                break
+            except ConfigError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(_LOOK_S)
+        yield
 
 
 def _check_step(ranks: Sequence[int], said: Sequence[str]) -> bool:
