@@ -181,6 +181,19 @@ def test_copies_stay_within_the_limit_and_are_of_their_moment(
                 assert device.now_bytes <= limit_bytes
 
 
+def test_an_update_waits_for_room_no_longer_than_other_ranks_wait_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with start(ALONE, deadline_s=0.1) as session:
+        run_step(session, ALONE)
+        states, snapshot = session.state_dict(), session.snapshot(limit_bytes=0)
+        run_step(session, ALONE, 1)  # nobody reads
+
+        assert_pieces(snapshot.pieces(), states)
+    (record,) = caplog.records
+    assert "copies go beyond 0 B, or other ranks would give up" in record.getMessage()
+
+
 def test_without_a_snapshot_there_is_no_thread_and_nothing_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

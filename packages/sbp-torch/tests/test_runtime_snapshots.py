@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -374,6 +375,37 @@ def test_the_end_waits_for_no_room() -> None:
 
     assert_pieces(snapshot.pieces(), CASES["sharded states"].step.states)
     assert device.copied == []
+
+
+def test_one_thread_copies_whatever_count_the_process_has_set() -> None:
+    counts: list[int] = []
+
+    class Counting(ObservedDevice):
+        def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
+            counts.append(torch.get_num_threads())
+            return super().copy_aside(value, since, buffer)
+
+    store, _ = _store("sharded states")
+    store.device = Counting()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        list(store.snapshot(0).pieces())
+        store.close()
+    finally:
+        torch.set_num_threads(before)
+
+    assert set(counts) == {1}
+
+
+def test_a_large_copy_has_pages_of_its_own() -> None:
+    for count in (2**18, 2**18 + 3):
+        value = torch.arange(count, dtype=torch.float32)
+
+        copy = CpuDevice().copy_aside(value, None, None).value
+
+        assert copy.data_ptr() % mmap.PAGESIZE == 0
+        assert torch.equal(copy, value)
 
 
 def test_slices_are_what_pieces_yields_and_large_elements_come_first() -> None:
