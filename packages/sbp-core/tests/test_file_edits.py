@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.testing import fuzz
 from sbp_core.testing.edits import edited_bytes
 from sbp_core.testing.files import KINDS
 from sbp_core.testing.fuzz import FileKind, edited_file, try_edit
@@ -74,6 +75,14 @@ def test_a_refusal_that_helps_nobody_is_a_fault(error: SbpError, what: str, tmp_
         raise error
 
     assert what in try_edit(kind_that(use), 0, tmp_path).fault
+
+
+def test_a_reader_that_takes_too_long_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz, "MOST_S", -1.0)
+
+    assert "took 0.0 s" in try_edit(kind_that(lambda _: None), 0, tmp_path).fault
 
 
 def test_bytes_are_edited_in_every_way() -> None:

@@ -124,10 +124,10 @@ def test_an_integer_is_read_as_a_number_where_one_is_expected() -> None:
     assert type(found) is float
 
 
-def deep(depth: int) -> Any:
+def deep(depth: int, *, maps: bool = False) -> Any:
     value: Any = 0
     for _ in range(depth):
-        value = [value]
+        value = {"a": value} if maps else [value]
     return value
 
 
@@ -143,6 +143,7 @@ def deep(depth: int) -> Any:
         ({"count": True}, "count is true", "an integer"),
         ({"count": 1.0}, "count is 1.0", "an integer"),
         ({"count": 2**64}, "count is an integer of 65 bits", "an integer of 64 bits"),
+        ({"count": -(2**63) - 1}, "count is -9223372036854775809", "an integer of 64 bits"),
         ({"count": 10**5000}, "count is an integer of 16610 bits", "64 bits"),
         ({"is_wet": 1}, "is_wet is 1", "true or false"),
         ({"shapes": {}}, "shapes is a mapping of 0", "a list"),
@@ -155,6 +156,8 @@ def deep(depth: int) -> Any:
         ({"size": [1]}, "size is a list of 1", "a list of 2: an integer, a number"),
         ({"size": [1, None]}, r"size\[1\] is null", "a number"),
         ({"size": [1, math.inf]}, r"size\[1\] is inf", "a number"),
+        ({"size": [1, math.nan]}, r"size\[1\] is nan", "a number"),
+        ({"size": [1, 10**400]}, r"size\[1\] is an integer of 1329 bits", "of 64 bits"),
         ({"size": [1, {"float": "big"}]}, r"size\[1\] is a mapping", "a number"),
         ({"by_name": []}, "by_name is a list of 0", "a mapping"),
         ({"by_name": {"a.b": 3}}, r"by_name\['a\.b'\] is 3", "a mapping with radius"),
@@ -171,6 +174,7 @@ def deep(depth: int) -> Any:
         ({"report": {1: 2}}, r"report\['1'\] is 1", "text"),
         ({"report": {"a": {1, 2}}}, r"report\.a is a set", "a list or a mapping"),
         ({"report": {"a": "\udfff"}}, r"report\.a is '\\udfff'", "whole characters"),
+        ({"report": deep(60, maps=True)}, r"report(\.a){51} is too deep", "50 lists"),
         ({"report": deep(60)}, r"report(\[0\]){51} is too deep", "50 lists"),
     ],
 )

@@ -21,9 +21,9 @@ def test_a_file_is_read_up_to_its_size(tmp_path: Path) -> None:
 
     assert read_bytes(path, most_bytes=4) == b"1234"
     with pytest.raises(ConfigError, match="too large: 4 B") as refused:
-        read_bytes(path, most_bytes=3, error=ConfigError)
+        read_bytes(path, most_bytes=2, error=ConfigError)
     assert refused.value.where == (str(path),)
-    assert refused.value.accepted == "at most 3 B"
+    assert refused.value.accepted == "at most 2 B"
 
 
 def test_a_large_file_takes_no_memory(tmp_path: Path) -> None:
@@ -67,6 +67,15 @@ def test_a_file_of_the_kernel_says_that_it_is_empty_and_is_read() -> None:
         pytest.skip("this system has no /proc")
 
     assert "Pid:" in read_text(path)
+    with pytest.raises(SbpValueError, match="too large"):
+        read_text(path, most_bytes=10)
+
+
+def test_lines_end_as_they_do_on_any_system(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"1\r2\r\n3\n")
+
+    assert read_text(path) == "1\n2\n3\n"
 
 
 def test_nothing_stays_open(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from sbp_core.errors import SbpLookupError, SbpValueError
 from sbp_core.graph.ir import GraphInput, InputKind, LogicalGraph, Node, Ref, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S
+from sbp_core.serialize import read_yaml
 from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 from sbp_core.strategy_yaml import from_yaml, load, save, to_yaml
 
@@ -208,6 +209,10 @@ def test_without_pyyaml_an_error_says_what_to_install(monkeypatch: pytest.Monkey
         to_yaml(strategy_of(layered()))
 
     assert "sbp-core[yaml]" in str(caught.value)
+
+
+def test_a_number_and_a_text_are_two_keys() -> None:
+    assert read_yaml("1: a\n'1': b\n", "x.yaml")[0] == {1: "a", "1": "b"}
 
 
 def test_the_example_in_the_docstring_holds() -> None:
