@@ -14,6 +14,7 @@ from dict_store import DictControlStore, stores_of
 
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.process_backend import ProcessBackend
+from sbp_core.errors import BoxingError
 
 
 class Ends:
@@ -74,6 +75,22 @@ def test_a_forked_process_and_a_closed_backend_say_nothing(
     backend._end_with_program()
 
     assert backend.store.failure() is None
+
+
+def test_who_is_left_is_known_when_the_run_has_failed_and_not_before(
+    backend: LonelyBackend,
+) -> None:
+    with pytest.raises(BoxingError, match="asked for when a run has failed"):
+        backend.survivors(1.0)
+
+    backend.fail(ValueError("loss is not a number"))
+
+    left = backend.survivors(1.0)
+    assert (left.ranks, left.gather("here", 1.0)) == ((0,), ["here"])
+    left.leave()
+    backend.close()
+    with pytest.raises(BoxingError, match="before it closes"):
+        backend.survivors(1.0)
 
 
 PROGRAM = """

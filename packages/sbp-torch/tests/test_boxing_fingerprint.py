@@ -267,6 +267,8 @@ def test_the_wrapper_is_the_backend_in_all_else() -> None:
             only_step(B, B, [0], [1]), torch.ones(4, 2), tag="t", deadline_s=1.0
         )
     backend.fail(ValueError("loss is not a number"))
+    with pytest.raises(BoxingError, match="the ranks that are left cannot reach each other"):
+        backend.survivors(1.0)
     with pytest.raises(BoxingError, match="loss is not a number"):
         reduce()(backend.communicator(0))
     backend.close()
