@@ -21,7 +21,7 @@ _SHOWN = 15
 
 #: What Hypothesis says of a property, in the statistics that pytest prints of it.
 _STATISTICS = re.compile(r"^(tests/\S+?)(?:\[.*)?:\s*$")
-_EXAMPLES = re.compile(r"(\d+) passing examples")
+_EXAMPLES = re.compile(r"(\d+) passing\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ def _run_tests(
         text = "\n".join(done.stdout.splitlines()[-_SHOWN:])
         return {one: Outcome(failed=1, text=text) for one in tests}
     examples = examples_of(done.stdout)
+    sys.stdout.write(f"  {done.stdout.rstrip().splitlines()[-1]}\n")
     return {one: _outcome(one, cases, examples) for one in tests}
 
 
@@ -125,7 +126,7 @@ def _outcome(
         elif path not in examples:
             count += 1
         elif path not in counted:
-            count += examples[path]
+            count += max(1, examples[path])
             counted.add(path)
     return Outcome(count, failed, skipped, text)
 

@@ -50,7 +50,7 @@ def test_cases_are_counted_by_test_and_examples_by_property() -> None:
         </suite>"""
     )
     cases = list(report.iter("testcase"))
-    printed = "tests/test_one.py::test_property:\n\n  - 500 passing examples, 0 failing\n"
+    printed = "tests/test_one.py::test_property:\n\n  - 500 passing, 0 failing, and 48 invalid\n"
     examples = running.examples_of(printed)
 
     def outcome(file: str, *names: str) -> running.Outcome:
