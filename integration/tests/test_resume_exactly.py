@@ -26,7 +26,6 @@ SETTINGS = (
     "trainer.plan_rows=0",
     "trainer.batch_size=4",
     "cluster.mesh=[2]",
-    "cluster.axes=[data]",
 )
 
 GPT = ("model=tied_gpt", "data=noted", "model.dropout=0.1")
@@ -47,8 +46,8 @@ SCALING = (
     "trainer.on_nan=warn",
 )
 
-DATA_PARALLEL = ("planner=manual/data_parallel",)
-ZERO = ("planner=manual/zero",)
+DATA_PARALLEL = ("planner=manual/data_parallel", "cluster.axes=[data]")
+ZERO = ("planner=manual/zero", "cluster.axes=[data]")
 PIPELINE = ("planner=manual/pipeline", "cluster.axes=[pipe]", "trainer.micro_batches=2")
 CLICKS = ("model=dlrm", "model.rows=[40,20]")
 IMAGES = ("model=resnet", "model.width=4", "data.image_size=16")

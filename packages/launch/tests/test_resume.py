@@ -91,6 +91,8 @@ def test_stopped_and_resumed_is_the_unbroken_run(
     assert "other than in" not in out
     kept = newest_first(LocalStorage(tmp_path / "parts" / "checkpoints"))
     assert kept == [step_name(6), step_name(2)]
+    assert main(["diff", str(tmp_path / "whole"), str(tmp_path / "parts"), "--all"]) == 0
+    assert "setting" not in capsys.readouterr().out
 
 
 def test_a_run_ends_with_its_checkpoint_and_how_it_trains_further(

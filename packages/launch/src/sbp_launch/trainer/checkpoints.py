@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from torch import Tensor
 
@@ -70,7 +70,9 @@ class RunCheckpoints:
         resumed_here = run.config.trainer.resume == AUTO
         self._saved_step = first_step if resumed_here and first_step else -1
         self._graph_hash = graph_hash(planned.graph)
-        self._config_hash = hash_of(asdict(run.config))
+        # Whether a run was stopped is no part of what it is.
+        trainer = replace(run.config.trainer, resume=None, other_data=False, overwrite=False)
+        self._config_hash = hash_of(asdict(replace(run.config, trainer=trainer)))
         self._versions = versions()
         #: What is written while steps go on, and the step that it is of.
         self._saves, self._saving_step = BackgroundSaves(), -1

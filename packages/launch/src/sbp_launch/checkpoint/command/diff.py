@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Tensors that are printed, at most: those that differ most.
 _MOST_ROWS = 40
 
+#: What a checkpoint keeps of the time that its run took: no two have the same.
+_MEASURED = ("trainer.train_s",)
+
 #: Elements that are compared at a time, as float64.
 _BLOCK = 1 << 20
 
@@ -184,7 +187,7 @@ def _settings(one: Found, other: Found) -> dict[str, tuple[Any, Any]]:
     flat = [dict(_flat(dump(manifest_of(found).metadata, Metadata))) for found in (one, other)]
     keys = [*flat[0], *(key for key in flat[1] if key not in flat[0])]
     pairs = {key: (flat[0].get(key), flat[1].get(key)) for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in _MEASURED}
 
 
 def _flat(value: Any, before: str = "") -> list[tuple[str, Any]]:
