@@ -453,6 +453,50 @@ def test_a_target_that_is_there_is_replaced_only_if_asked_for(
     assert look(target).format == "hf"
 
 
+def test_json_has_the_keys_that_are_documented(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, weights = tmp_path / "run", tmp_path / "x.safetensors"
+    write(run, 100)
+    write(run, 200, states(2.0))
+
+    inspected = answered(capsys, "inspect", run)
+    compared = answered(capsys, "diff", run / "checkpoints" / "step-00000100", run)
+
+    assert " ".join(inspected) == "format path older size_bytes metadata tensors others"
+    one = inspected["tensors"]["network.1.weight"]
+    assert " ".join(one) == "shape dtype size_bytes optimizer_state_of files"
+    assert " ".join(answered(capsys, "verify", run)["checkpoints"][0]) == "path whole what"
+    assert " ".join(answered(capsys, "convert", run, weights)) == (
+        "source target format tensors dropped left_out size_bytes files"
+    )
+    assert " ".join(compared) == (
+        "one other differs equal_tensors only_in_one only_in_other forms deviations settings"
+    )
+    assert " ".join(compared["deviations"]["network.1.weight"]) == "largest relative differing"
+    assert " ".join(answered(capsys, "prune", run, "--keep", 1)) == (
+        "kept removed to_remove damaged_and_kept size_bytes"
+    )
+
+
+def test_names_behind_one_beginning_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {**states(), "ema.count": torch.tensor(3.0)}
+    write(tmp_path / "run", 100, values)
+    renamed = "convert", tmp_path / "run", tmp_path / "dcp", "--to", "dcp", "--all"
+    assert called(capsys, *renamed, "--rename", "=model.x.")[0] == 0
+
+    text = called(capsys, "inspect", tmp_path / "dcp")[1]
+    convert = called(capsys, "convert", tmp_path / "dcp", tmp_path / "x.safetensors")
+
+    assert "parameters and buffers: 3," in text
+    assert convert[0] == 0
+    assert load_file(tmp_path / "x.safetensors").keys() == {
+        "model.x.network.1.weight", "model.x.network.2.weight", "model.x.network.positions",
+    }  # fmt: skip
+
+
 def test_diff_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed = states()
     changed["network.2.weight"][3, 5] = 2.5

@@ -84,7 +84,8 @@ class FsspecStorage:
             found = fsspec.core.url_to_fs(self.url, **(options or {}))
         except (ValueError, ImportError, TypeError) as error:
             raise ConfigError(
-                f"storage.url={url!r}: {error}", accepted="as fsspec has it"
+                f"nothing that is installed here reaches {url!r}: {error}",
+                accepted="an address of s3://, gs://, az://, memory:// and so on, as fsspec has it",
             ) from error
         self.files: Any = found[0]
         self._root = str(found[1]).rstrip("/")

@@ -136,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sbp-checkpoint`.
 
     Returns:
-        Exit code: 0; 1 if a checkpoint is damaged, two differ, or something could not be written;
-        2 for a wrong argument; 130 after Ctrl-C.
+        Exit code: 0; 1 if a checkpoint does not verify, two differ, or something cannot be written;
+        2 for what cannot be read or is no argument; 130 after Ctrl-C.
     """
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
