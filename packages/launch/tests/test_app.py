@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -174,6 +175,15 @@ def test_a_sweep_goes_on_when_a_run_has_failed_and_ends_with_a_table(app: App) -
     assert [row.split()[:2] for row in rows] == [["0", "1"], ["1", "2"], ["2", "3"]]
     assert [row.split()[-1] for row in rows] == ["0", "1", "2"]
     assert failed == "run 0 failed: it does not fit"
+
+
+def test_a_signal_ends_a_sweep_and_not_one_run_of_it(app: App) -> None:
+    outcome = app("-m", "trainer.steps=2,1,3", stopped_by=int(signal.SIGTERM), goes_on=True)
+
+    jobs = [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")]
+    assert outcome.code == 143
+    assert [job["steps"] for job in jobs] == [2]
+    assert "run 1 failed: it was stopped" in outcome.out
 
 
 def test_a_run_that_fails_exits_with_1_and_its_message_alone(app: App) -> None:

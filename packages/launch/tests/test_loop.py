@@ -22,6 +22,7 @@ from sbp_core.plugins import (
 )
 from sbp_core.plugins.registry import PluginEntry
 from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.run.result import read_result
 from sbp_launch.settings.config import EvaluateConfig
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import phases, trainer
@@ -289,6 +290,9 @@ def test_a_run_that_no_longer_becomes_better_is_ended(
     trainer.train(run_config(steps=20, callbacks=(early,), evaluate=evaluate), registry(), tmp_path)
 
     assert [row["step"] for row in rows_of(tmp_path)][-1] == 8
+    result = read_result(tmp_path)
+    assert result is not None
+    assert result.stopped_for == "held_out_loss has not become better for 2 evaluations"
     assert (
         "stopped behind step 8: held_out_loss has not become better for 2 evaluations"
         in capsys.readouterr().out

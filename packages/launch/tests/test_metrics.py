@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins.hooks import EmptyConfig
@@ -99,3 +100,35 @@ def test_half_a_line_of_a_killed_run_is_dropped_when_it_goes_on(tmp_path: Path) 
 
     steps = [json.loads(line)["step"] for line in file.read_text("utf-8").splitlines()]
     assert steps == [1, 3]
+
+
+def test_half_a_number_of_a_killed_run_is_dropped_when_it_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,metric,value\n1,loss,2.0\n2,loss,1.", "utf-8")
+
+    sink = build_csv(CsvConfig())(tmp_path, resumed_step=2)
+    sink.log(3, {"loss": 1.0})
+    sink.close()
+
+    assert file.read_text("utf-8") == "step,metric,value\n1,loss,2.0\n3,loss,1.0\n"
+
+
+def test_events_of_a_run_that_goes_on_keep_their_time(tmp_path: Path) -> None:
+    def events() -> list[tuple[int, float]]:
+        read = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+        read.Reload()
+        return [(event.step, event.wall_time) for event in read.Tensors("loss")]
+
+    make = build_tensorboard(TensorboardConfig(jsonl=None))
+    sink = make(tmp_path)
+    sink.log(1, {"loss": 2.0})
+    sink.close()
+    before = events()
+
+    sink = make(tmp_path, resumed_step=1)
+    sink.log(2, {"loss": 1.0})
+    sink.close()
+
+    found = events()
+    assert found[:1] == before
+    assert [step for step, _ in found] == [1, 2]

@@ -117,6 +117,8 @@ def task(config, registry, run_folder):
     if {fail!r} and (not {goes_on!r} or config.trainer.steps == 1):
         from sbp_core.errors import PlanError
         raise PlanError("it does not fit", where="rank 3")
+    if {stopped_by!r} and config.trainer.steps == 1:
+        sys.exit(128 + {stopped_by!r})
     print(json.dumps({{
         "model": [config.model.name, dict(config.model.settings)],
         "planner": config.planner.name,

@@ -150,6 +150,20 @@ def test_a_label_that_is_neither_0_nor_1_is_named_with_its_row(tmp_path: Path, v
     assert caught.value.where == (f"{file}, row 3 (from 0, without a header)",)
 
 
+def test_rows_are_counted_over_the_row_groups_of_a_file(tmp_path: Path) -> None:
+    table = table_of(100)
+    labels = [int(value) for value in table["label"].to_pylist()]
+    labels[70] = 2  # of the third group
+    file = tmp_path / "log.parquet"
+    at = table.column_names.index("label")
+    parquet.write_table(table.set_column(at, "label", [labels]), file, row_group_size=30)
+
+    with pytest.raises(ConfigError, match="has the label 2") as caught:
+        build(config(file))
+
+    assert caught.value.where == (f"{file}, row 70 (from 0, without a header)",)
+
+
 def test_a_flipped_byte_of_parquet_names_row_group_column_and_byte(tmp_path: Path) -> None:
     file = written(tmp_path, "parquet")
     column = parquet.ParquetFile(file).metadata.row_group(2).column(2)

@@ -96,6 +96,22 @@ def test_an_arrow_file_that_is_cut_off_is_named_with_its_byte(tmp_path: Path) ->
     assert caught.value.where[0].startswith(f"{file}, byte ")
 
 
+def test_an_arrow_file_whose_texts_end_outside_of_it_is_refused(tmp_path: Path) -> None:
+    rows(100).save_to_disk(tmp_path)
+    file = next(tmp_path.glob("*.arrow"))
+    ends = np.cumsum([0, *(len(f"row {number}") for number in range(100))]).astype(np.int32)
+    content = file.read_bytes()
+    assert content.count(ends.tobytes()) == 1
+    ends[50] = 2**30
+    begin = content.index(ends[:50].tobytes())
+    file.write_bytes(content[:begin] + ends.tobytes() + content[begin + ends.nbytes :])
+
+    with pytest.raises(ConfigError, match="is broken") as caught:
+        made(tmp_path)
+
+    assert caught.value.where[0].startswith(f"{file}, byte ")
+
+
 def test_an_arrow_file_that_is_none_is_named(tmp_path: Path) -> None:
     rows(100).save_to_disk(tmp_path)
     file = next(tmp_path.glob("*.arrow"))
