@@ -79,14 +79,18 @@ def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def plans() -> Sequence[bytes]:
-    """Return files of plans: of the core, and of a captured step with and without a split batch."""
+    """Return files of plans: of the core, and of a captured step, split in several ways."""
     model = _Block()
     batch = {"tokens": torch.arange(12).reshape(4, 3) % 8}
     graph = prepare_step(capture(model, _loss, batch, torch.optim.AdamW(model.parameters())), 2)
     found = list(files.KINDS["plan"].originals())
-    for pins in ({"batch": "S(0)"}, {"batch": "B", "*.weight": "S(0)"}):
-        mesh = Placement.grid((2,), ("data",))
-        asked = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(2))
+    line, square = Placement.grid((2,), ("data",)), Placement.grid((2, 2), ("data", "tensor"))
+    for mesh, pins in (
+        (line, {"batch": "S(0)"}),
+        (line, {"batch": "B", "*.weight": "S(0)"}),
+        (square, {"batch": "S(0), B", "qkv.weight": "B, S(0)", "head.weight": "S(1), S(0)"}),
+    ):
+        asked = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(mesh.size))
         plan = compile_plan(graph, infer_strategy(asked, planner="fuzz", pins=pins))
         found.append(json.dumps(PLAN.dump(plan)).encode())
     return found
