@@ -84,6 +84,7 @@ def test_settings_that_hold_a_secret_are_refused(settings: dict[str, object], pl
 
 def test_a_setting_that_is_not_set_is_no_secret() -> None:
     refuse_secrets({"storage": {"options": {"secret": None, "token": ""}}})
+    refuse_secrets({"storage": {"options": {"token": "google_default"}}})
 
 
 def test_an_address_with_a_password_is_refused_wherever_it_is_given() -> None:

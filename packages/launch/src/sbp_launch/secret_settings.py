@@ -23,6 +23,9 @@ _NAMES = frozenset(
     }
 )  # fmt: skip
 
+#: Values of such settings that say where a secret is found, as gcsfs has them, and are none.
+_NO_SECRETS = frozenset({"anon", "browser", "cache", "cloud", "google_default"})
+
 #: What stands where a secret was.
 _HIDDEN = "***"
 
@@ -50,7 +53,8 @@ def refuse_secrets(settings: Mapping[str, object], where: str = "") -> None:
     """
     for place, value in _leaves(settings, where):
         name = place.rpartition(".")[2]
-        if value and isinstance(value, str) and _is_secret(name):
+        is_set = isinstance(value, str) and value and value not in _NO_SECRETS
+        if is_set and _is_secret(name):
             raise ConfigError(
                 f"{place} is a secret, and all settings are kept in the run folder",
                 accepted="settings without passwords and tokens",
