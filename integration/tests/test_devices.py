@@ -7,6 +7,8 @@ eager PyTorch on it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from sbp_core import Placement, PlanRequest, check, compile_plan
 from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
-from sbp_core.runtime import Session
+from sbp_core.runtime import Session, Snapshot
 from sbp_torch.capture import capture, initial_states
 
 CASES = (
@@ -161,8 +163,17 @@ def test_a_snapshot_on_a_gpu_keeps_what_later_steps_overwrite(case: Case) -> Non
 
         for states, snapshot in taken:
             with snapshot:
-                for piece in snapshot.pieces():
-                    place = tuple(slice(*dim) for dim in piece.bounds)
-                    assert torch.equal(
-                        torch.as_tensor(piece.value).cpu(), states[piece.name][place]
-                    )
+                _assert_pieces(snapshot, states)
+        # In a limit, beside steps: copied as there is room, or read where they are.
+        for index, limit_bytes in enumerate((0, 1000, 100_000)):
+            states, snapshot = session.state_dict(), session.snapshot(limit_bytes=limit_bytes)
+            with ThreadPoolExecutor(1) as reader, snapshot:
+                reading = reader.submit(_assert_pieces, snapshot, states)
+                session.step(batch(index, case.batch_size), {"lr": LEARNING_RATE})
+                reading.result(60.0)
+
+
+def _assert_pieces(snapshot: Snapshot, states: Mapping[str, torch.Tensor]) -> None:
+    for piece in snapshot.pieces():
+        place = tuple(slice(*dim) for dim in piece.bounds)
+        assert torch.equal(torch.as_tensor(piece.value).cpu(), states[piece.name][place])

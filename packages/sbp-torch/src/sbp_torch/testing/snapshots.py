@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError
-from sbp_core.runtime import Runtime, Session, Snapshot
+from sbp_core.runtime import Runtime, Session, Snapshot, StatePiece
 from sbp_torch.testing.cases import (
     CASES,
     assert_pieces,
@@ -83,6 +85,31 @@ class SnapshotCases(ABC):
                     for of in (snapshot, session)
                 )
             assert found == wanted, f"{name}: other pieces"
+
+    def test_a_snapshot_with_a_limit_is_read_while_steps_go_on(self) -> None:
+        """Its pieces are those of its moment, in the order of its slices; nobody waits for good."""
+
+        def read(snapshot: Snapshot) -> list[StatePiece]:
+            with snapshot:
+                return [
+                    replace(piece, value=torch.as_tensor(piece.value).clone())
+                    for piece in snapshot.pieces()
+                ]
+
+        for name in ("sharded states", "pipeline with boxing threads"):
+            with self._start(name) as session, ThreadPoolExecutor(1) as reader:
+                for batch, limit_bytes in zip(CASES[name].step.batches, (0, 300), strict=False):
+                    states, snapshot = (
+                        session.state_dict(),
+                        session.snapshot(limit_bytes=limit_bytes),
+                    )
+                    slices = snapshot.slices()
+                    reading = reader.submit(read, snapshot)
+                    session.step(batch, CASES[name].step.scalars)
+                    pieces = reading.result(60.0)
+                    assert_pieces(pieces, states)
+                    found = [(p.name, p.shape, p.dtype, p.bounds) for p in pieces]
+                    assert found == [(s.name, s.shape, s.dtype, s.bounds) for s in slices]
 
     def test_a_released_snapshot_is_not_read(self) -> None:
         """RunError; the next one has its own values, whatever memory it lies in."""
