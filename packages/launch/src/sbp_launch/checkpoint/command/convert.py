@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, parse_bytes
@@ -55,31 +55,37 @@ def convert(options: Namespace) -> int:
             files = write(Told(chosen, tell))
         dropped = len(names) - len(chosen)
         left_out = 0 if options.all else len(tensors) - len(model_names(tensors))
+    result = {
+        "source": found.place, "target": place, "format": to, "tensors": chosen.sources,
+        "dropped": dropped, "left_out": left_out, "size_bytes": total, "files": files,
+    }  # fmt: skip
     if options.json:
-        print_json(
-            {
-                "source": found.place, "target": place, "format": to, "tensors": chosen.sources,
-                "dropped": dropped, "left_out": left_out, "size_bytes": total, "files": files,
-            }
-        )  # fmt: skip
-        return 0
+        print_json(result)
+    else:
+        _show(result, found, options)
+    return 0
+
+
+def _show(result: Mapping[str, Any], found: Found, options: Namespace) -> None:
+    """Print what was written."""
+    files, names = result["files"], result["tensors"]
     lines = [
         f"{found.place}: {FORMATS[found.format]}",
-        f"{place}: {FORMATS[to]}, {len(chosen):,} tensors, {format_bytes(total)}"
+        f"{result['target']}: {FORMATS[result['format']]}, {len(names):,} tensors, "
+        + format_bytes(result["size_bytes"])
         + (f" in {len(files)} files" if len(files) > 1 else ""),
     ]
     if options.drop:
-        lines.append(f"dropped: {dropped:,} tensors")
-    if left_out:
-        lines.append(f"left out: {left_out:,} states of the optimizer (--all takes them)")
-    beginning = beginning_of(chosen)
-    if to == "hf" and beginning and not options.rename:
+        lines.append(f"dropped: {result['dropped']:,} tensors")
+    if result["left_out"]:
+        lines.append(f"left out: {result['left_out']:,} states of the optimizer (--all takes them)")
+    beginning = beginning_of(names)
+    if result["format"] == "hf" and beginning and not options.rename:
         lines.append(
             f"all names begin with {beginning!r}: if that is no name of the model's own, "
             f"--rename {beginning}= removes it"
         )
     say(make_console(), lines)
-    return 0
 
 
 def _names(tensors: Tensors, options: Namespace) -> dict[str, str]:
