@@ -173,6 +173,26 @@ def test_a_lock_that_its_last_holder_removes_meanwhile_is_taken_anew(
             pass
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_an_earlier_attempt_has_left_is_replaced_and_no_link_followed(
+    tmp_path: Path, kind: str
+) -> None:
+    storage = LocalStorage(tmp_path / "kept")
+    (tmp_path / "kept" / ".step-1.part").mkdir(parents=True)
+    left = tmp_path / "kept" / ".step-1.part" / "a.bin"
+    other = tmp_path / "other"
+    other.write_bytes(b"mine")
+    if kind == "link":
+        left.symlink_to(other)
+    else:
+        left.write_bytes(b"half")
+
+    commit(storage, "step-1", b"whole")
+
+    assert read(storage, "step-1") == b"whole"
+    assert other.read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_no_file_leads_out_of_its_folder(tmp_path: Path, kind: str) -> None:
     storage = LocalStorage(tmp_path / "kept")
