@@ -69,6 +69,17 @@ def test_safetensors_reads_what_is_written_with_every_dtype(tmp_path: Path) -> N
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("length", range(1, 9))  # so of the header, which is filled up
+def test_every_tensor_begins_at_a_multiple_of_its_element(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "weights.safetensors"
+    tensors = {"a": torch.ones(3).bool(), "b": torch.ones(1), "c" * length: torch.ones(5).double()}
+
+    write_safetensors(path, Held(tensors))
+
+    for name, tensor in read_safetensors(path).tensors.items():
+        assert tensor.pieces[0].offset % ITEMSIZE[tensor.dtype] == 0, name
+
+
 def test_one_element_is_written_whatever_its_stride_is(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
 
