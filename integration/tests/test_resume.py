@@ -121,11 +121,13 @@ def test_a_hundred_steps_are_fifty_a_stop_and_fifty(tmp_path: Path, boxing: str)
 
 
 @pytest.mark.exhaustive
-def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planner", ["zero", "data_parallel"])
+def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path, planner: str) -> None:
     overrides = (
         *without("trainer.steps", "trainer.log_every"),
         *QUIET,
-        *DATA,
+        f"planner=manual/{planner}",
+        "cluster.axes=[data]",
         "boxing=torch",
         "trainer.steps=300",
         "trainer.log_every=50",
@@ -146,6 +148,12 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> Non
     assert run.returncode == 0, told
     begun = int(told.partition("going on after step ")[2].partition(",")[0])
     assert 80 <= begun < 300
+    if planner == "data_parallel":  # the other rank has all states, and saves them
+        assert f"the states so far are in checkpoints/step-{begun:08d}" in told
+        assert begun >= 100
+    else:
+        assert "the states are not saved: rank 1 alone held a part of" in " ".join(told.split())
+        assert begun % 20 == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [
         *range(1, 301)
