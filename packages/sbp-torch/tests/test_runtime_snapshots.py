@@ -394,10 +394,13 @@ def test_one_thread_copies_whatever_count_the_process_has_set() -> None:
     try:
         list(store.snapshot(0).pieces())
         store.close()
+        with ThreadPoolExecutor(1) as later:
+            counted = later.submit(torch.get_num_threads).result(20.0)
     finally:
         torch.set_num_threads(before)
 
     assert set(counts) == {1}
+    assert counted == 2
 
 
 def test_a_large_copy_has_pages_of_its_own() -> None:
