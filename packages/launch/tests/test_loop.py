@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from sbp_core.plugins import (
 from sbp_core.plugins.registry import PluginEntry
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.run.result import read_result
-from sbp_launch.settings.config import EvaluateConfig
+from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import phases, trainer
 from sbp_launch.trainer.callbacks import together
@@ -346,6 +347,17 @@ def test_a_budget_of_tokens_ends_the_run(tmp_path: Path) -> None:
     trainer.train(run_config(steps=None, tokens=50), registry(), tmp_path)
 
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_budget_of_tokens_is_refused_before_planning_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "plan_step", lambda *_: 1 / 0)
+    run = run_config(steps=None, tokens=50)
+    run = replace(run, model=PluginChoice(name="wide"), data=PluginChoice(name="rows"))
+
+    with pytest.raises(ConfigError, match=r"trainer\.tokens=50: the data have no tokens"):
+        trainer.train(run, registry(), tmp_path)
 
 
 def test_a_budget_of_time_ends_the_run_behind_the_step_that_reaches_it(

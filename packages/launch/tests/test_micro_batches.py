@@ -57,6 +57,7 @@ def test_a_step_that_fits_in_no_parts_is_refused() -> None:
         plan_fitting(run, lambda known: plan_step(known, program))
 
     assert "cluster.memory_bytes" in caught.value.where
+    assert "shard states" in caught.value.todo and "micro_batches" not in caught.value.todo
 
 
 def test_what_has_nothing_to_do_with_memory_is_told_at_once() -> None:

@@ -50,6 +50,20 @@ from sbp_launch.trainer.utilization import ModelWork
 _TICK_S = 1e-6
 
 
+def allowance_of(run: Run, program: Program) -> Allowance:
+    """Return the budget of a run, as its steps are counted against it.
+
+    Raises:
+        ConfigError: it is one of tokens, and the data have none.
+    """
+    settings, (unit, units) = run.config.trainer, program.counted
+    return settings.budget.counted(
+        step_samples=settings.batch_size,
+        step_tokens=units * settings.batch_size if unit == "tokens" else 0,
+        epoch_samples=program.cursor().order.num_samples,
+    )
+
+
 @dataclass(kw_only=True)
 class TrainingLoop:
     """Takes the steps of a run; `state` says at any time how far it is.
@@ -151,12 +165,7 @@ class TrainingLoop:
     @cached_property
     def allowance(self) -> Allowance:
         """The budget of the run."""
-        settings = self.run.config.trainer
-        return settings.budget.counted(
-            step_samples=settings.batch_size,
-            step_tokens=self._step_tokens,
-            epoch_samples=self._order.num_samples,
-        )
+        return allowance_of(self.run, self.program)
 
     def train(self) -> None:
         """Take all steps, and evaluate behind the last one.

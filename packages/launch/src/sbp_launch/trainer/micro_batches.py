@@ -56,7 +56,7 @@ def plan_fitting(run: Run, plan: Callable[[Run], Planned]) -> tuple[Run, Planned
         f"{problem.what}",
         where=problem.where,
         accepted=problem.accepted,
-        todo=problem.todo,
+        todo=problem.todo.replace("set trainer.micro_batches, ", ""),  # that has been tried
     ) from problem
 
 

@@ -35,7 +35,7 @@ from sbp_launch.trainer.checkpoints import (
     run_storage,
 )
 from sbp_launch.trainer.figures import Measured, StepMeter
-from sbp_launch.trainer.loop import TrainingLoop
+from sbp_launch.trainer.loop import TrainingLoop, allowance_of
 from sbp_launch.trainer.micro_batches import plan_fitting
 from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import EagerReference, Program, make_program
@@ -111,6 +111,7 @@ def train(
                 folder.mkdir(parents=True, exist_ok=True)
                 write_environment(folder, registry)
         program = make_program(run)
+        allowance_of(run, program)  # may be refused, too
         if resume is not None:
             resume.check_data(program.cursor().order)
             resume.check_states(program)
