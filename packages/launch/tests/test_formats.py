@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -78,6 +79,29 @@ def test_every_tensor_begins_at_a_multiple_of_its_element(tmp_path: Path, length
 
     for name, tensor in read_safetensors(path).tensors.items():
         assert tensor.pieces[0].offset % ITEMSIZE[tensor.dtype] == 0, name
+
+
+def test_a_file_is_durable_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        sync(descriptor)
+
+    def replaced(self: Path, target: Path) -> Path:
+        calls.append(f"replace {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+
+    write_safetensors(tmp_path / "x.safetensors", Held(x=torch.ones(3)))
+
+    wanted = ["sync x.safetensors.part", "replace x.safetensors", f"sync {tmp_path.name}"]
+    assert calls == wanted
 
 
 def test_one_element_is_written_whatever_its_stride_is(tmp_path: Path) -> None:
