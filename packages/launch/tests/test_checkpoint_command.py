@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sbp_core.boxing import volume
+from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
 from sbp_core.runtime import StatePiece
 from sbp_launch.checkpoint import LocalStorage, Metadata, commit, write_part
@@ -26,6 +27,7 @@ from sbp_launch.checkpoint.command.diff import deviation
 from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
+from sbp_launch.checkpoint.names import renamed
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.opening import look, manifest_of, open_tensors, read_index
 
@@ -477,6 +479,13 @@ def test_json_has_the_keys_that_are_documented(
     assert " ".join(answered(capsys, "prune", run, "--keep", 1)) == (
         "kept removed to_remove damaged_and_kept size_bytes"
     )
+
+
+def test_no_name_is_empty_and_none_stands_for_two() -> None:
+    with pytest.raises(ConfigError, match="would both be called"):
+        renamed({"x": "x"}, [("x", "")])
+    with pytest.raises(ConfigError, match=r"'b.x' and 'a.x' would both be called 'x'"):
+        renamed({"a.x": "a.x", "b.x": "b.x"}, [("a.", ""), ("b.", "")])
 
 
 def test_names_behind_one_beginning_are_told_apart(
