@@ -100,6 +100,7 @@ def trained(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return [{key: row[key] for key in kept if key in row} for row in map(json.loads, lines)]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("case", "stop"),
     [
