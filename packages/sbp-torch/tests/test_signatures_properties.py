@@ -40,6 +40,7 @@ def test_every_sum_of_products_is_cut_as_derived(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @_MANY
 @_sums_of_products
 def test_very_many_sums_of_products_are_cut_as_derived(
@@ -100,6 +101,7 @@ def test_every_reshape_is_cut_as_derived(shapes: tuple[list[int], list[int]], ax
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @_MANY
 @given(shapes=_reshapes(), axis=st.integers(2, 4))
 def test_very_many_reshapes_are_cut_as_derived(
@@ -136,6 +138,7 @@ def test_every_broadcast_is_cut_as_derived(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @_MANY
 @_broadcasts
 def test_very_many_broadcasts_are_cut_as_derived(
