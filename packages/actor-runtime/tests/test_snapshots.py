@@ -221,6 +221,7 @@ def test_a_compiled_segment_is_told_of_before_it_begins(monkeypatch: pytest.Monk
     monkeypatch.setattr("sbp_actor_runtime.session.segment_maker", lambda *_, **__: make_segment)
     taken = []
     with start(ALONE, compile="inductor") as session:
+        session.store.copier.device = SlowDevice([0.005])  # or all is copied before any update
         for index, loss in enumerate(losses):
             taken.append((session.snapshot(), session.state_dict()))
             assert torch.equal(run_step(session, ALONE, index), loss)

@@ -20,7 +20,7 @@ from sbp_core.placement import Placement
 from sbp_core.runtime import Snapshot, StatePiece
 from sbp_core.sbp import B, NdSbp, S
 from sbp_launch.checkpoint import background
-from sbp_launch.checkpoint.background import BackgroundSave
+from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.reading import Checkpoint
@@ -112,6 +112,19 @@ def test_a_checkpoint_is_there_behind_two_phases(tmp_path: Path) -> None:
 
     assert save.is_done
     assert_saved(tmp_path)
+
+
+def test_what_is_under_way_is_named_as_there_when_it_is(tmp_path: Path) -> None:
+    saves = BackgroundSaves()
+    save = saving(LocalStorage(tmp_path), alone())
+    saves.begin(save)
+    save._thread.join(WAIT_S)
+
+    assert saves.go_on() == ""
+    assert saves.name == "step-1"
+    save._thread.join(WAIT_S)
+    assert saves.go_on() == "step-1"
+    assert saves.name == ""
 
 
 def test_nothing_is_committed_before_all_processes_are_through(tmp_path: Path) -> None:
