@@ -245,12 +245,13 @@ def test_a_shard_that_ends_in_a_file_is_named_with_that_file(tmp_path: Path) -> 
     assert caught.value.where == (f"{file}, byte {member.offset_data + member.size - 1}",)
 
 
-def test_a_broken_header_in_a_shard_is_not_taken_for_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [b"sample0006.", b""])  # in the second header of a file, the first
+def test_a_broken_header_in_a_shard_is_not_taken_for_its_end(tmp_path: Path, name: bytes) -> None:
     file = one_shard(tmp_path)
     content = bytearray(file.read_bytes())
     with tarfile.open(file) as tar:
         begin = tar.getmember("sample0006.cls").offset
-    content[content.index(b"sample0006.", begin) + 3] ^= 1
+    content[content.index(name, begin) + 3] ^= 1
     file.write_bytes(content)
 
     with pytest.raises(ConfigError, match="no tar file that can be read") as caught:
