@@ -188,7 +188,7 @@ _TRAINED = TrainerState(step=3, samples=12, best=1.5, best_step=2, callbacks={"e
 
 def _use_cursor(value: object, where: str) -> None:
     found = DataCursor.from_json(value, where=where)
-    assert 0 <= found.place < found.order.num_samples
+    assert 0 <= found.position - found.epoch * found.order.num_samples < found.order.num_samples
     numbers = found.numbers(torch.arange(3).numpy())
     assert ((numbers >= 0) & (numbers < found.order.num_samples)).all()
 

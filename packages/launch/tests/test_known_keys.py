@@ -63,6 +63,13 @@ def test_a_key_that_lacks_a_letter_of_its_last_name_is_found(
     assert leaf in hint
 
 
+def test_a_slip_in_a_name_of_ours_is_none_in_one_of_other_trainers() -> None:
+    settings = [Setting(key="trainer.evaluate.batches"), Setting(key="trainer.batch_size")]
+
+    assert meant("batche", settings) == "did you mean 'trainer.evaluate.batches'?"
+    assert meant("batch", settings) == "did you mean 'trainer.batch_size'?"
+
+
 def test_what_other_trainers_call_our_settings_are_settings_of_ours() -> None:
     registry = discover()
     values = {group: {"name": ""} for group in GROUPS}

@@ -136,14 +136,18 @@ def _dataclass_of(hint: object) -> type | None:
     return next((one for one in parts if isinstance(one, type) and is_dataclass(one)), None)
 
 
-def ours_of(name: str) -> str:
+def ours_of(name: str, names: Iterable[str] = ()) -> str:
     """Return our key of what other trainers call so, or nearly so; `""` if none does.
+
+    Args:
+        name: What somebody wrote.
+        names: Last names of ours; one that is nearer is what was meant.
 
     >>> ours_of("gradient_cliping")
     'trainer.update.clip_norm'
     """
-    near = difflib.get_close_matches(name, OTHER_NAMES, n=1, cutoff=_ALIKE_OTHERS)
-    return OTHER_NAMES[near[0]] if near else ""
+    near = difflib.get_close_matches(name, [*names, *OTHER_NAMES], n=1, cutoff=_ALIKE_OTHERS)
+    return OTHER_NAMES.get(near[0], "") if near else ""
 
 
 def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
@@ -159,7 +163,7 @@ def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
     every = list(settings)
     leaf = key.rpartition(".")[2]
     found = [one for one in every if one.leaf == leaf]
-    if not found and (ours := ours_of(leaf)):
+    if not found and (ours := ours_of(leaf, [one.leaf for one in every])):
         found = [one for one in every if one.key == ours]
     if not found:
         near = difflib.get_close_matches(key, [one.key for one in every], n=1, cutoff=_ALIKE)
