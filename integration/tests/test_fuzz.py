@@ -31,7 +31,7 @@ for seed in range(int(sys.argv[1]), int(sys.argv[2])):
 
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - files.KINDS.keys()))
 def test_an_edited_file_is_used_or_refused(name: str, tmp_path: Path) -> None:
-    found = [try_edit(KINDS[name], seed, tmp_path) for seed in range(200)]
+    found = [try_edit(KINDS[name], seed, tmp_path) for seed in range(60)]
 
     assert [outcome for outcome in found if outcome.fault] == []
 

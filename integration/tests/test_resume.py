@@ -55,6 +55,7 @@ def test_processes_go_on_where_they_stopped_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(saved_states(tmp_path / "rest"), saved_states(tmp_path / "whole"))
 
 
+@pytest.mark.exhaustive
 def test_processes_start_from_weights_each_with_its_own_part(tmp_path: Path) -> None:
     one_step = (*without("trainer.steps", "trainer.evaluate.batches"), *DATA, *QUIET)
     one_step = (*one_step, "trainer.steps=1", "trainer.evaluate.batches=0", "boxing=torch")

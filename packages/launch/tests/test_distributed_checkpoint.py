@@ -185,6 +185,7 @@ def test_one_part_at_a_time_is_held_while_writing(
     assert_equal(IndexedTensors(read_distributed_checkpoint(tmp_path / "written")), wholes)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_load_what_is_written_into_sharded_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from dict_store import DictControlStore, elsewhere, lost, stores_of
 
 from sbp_core.boxing.processes import survivors
+from sbp_core.boxing.processes.control_store import StoreSilentError
 from sbp_core.boxing.processes.membership import Member
 from sbp_core.boxing.processes.survivors import Survivors
 from sbp_core.errors import BoxingError
@@ -101,6 +102,18 @@ def test_without_the_store_nobody_waits() -> None:
     here.trouble = lost()
 
     with pytest.raises(BoxingError, match="the control store is lost"):
+        Survivors.meet(here, 600.0)
+
+
+def test_a_store_that_is_silent_while_its_host_stands_still_is_not_waited_for() -> None:
+    here, _ = run_with(2)
+    here.members()
+    here.trouble = StoreSilentError("no answer")
+
+    with pytest.raises(BoxingError, match="cannot reach the ranks that are left"):
+        Survivors.meet(here, 0.1)  # it may answer yet
+    here._members[1] = ended(1)
+    with pytest.raises(BoxingError, match="cannot reach the ranks that are left"):
         Survivors.meet(here, 600.0)
 
 

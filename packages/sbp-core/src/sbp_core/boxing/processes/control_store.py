@@ -168,12 +168,12 @@ class ControlStore(ABC):
         except StoreSilentError:
             return None
 
-    def is_lost(self) -> bool:
-        """Say whether entries cannot be read any more."""
+    def is_lost(self, *, if_silent: bool = False) -> bool:
+        """Say whether entries cannot be read any more; `if_silent` is the answer if they may be."""
         try:
             self._get("failure")
         except StoreSilentError as error:
-            return isinstance(error, StoreLostError)
+            return if_silent or isinstance(error, StoreLostError)
         return False
 
     def acknowledge_failure(self) -> None:

@@ -48,7 +48,13 @@ class Survivors:
         """
         store.announce_survival()
         everyone = range(store.size)
-        store.wait_for(lambda: store.is_lost() or not _awaited(store, everyone), limit_s)
+
+        def over() -> bool:
+            # A store that is silent while a process stands still is most likely hosted by it.
+            stands_still = bool(_gone(store, everyone))
+            return store.is_lost(if_silent=stands_still) or not _awaited(store, everyone)
+
+        store.wait_for(over, limit_s)
         found = store.agree_on_survivors(json.dumps(store.survivors(everyone)))
         ranks = () if found is None else json.loads(found)
         if store.rank not in ranks:
