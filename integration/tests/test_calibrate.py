@@ -43,7 +43,6 @@ def test_a_plan_is_priced_with_what_was_measured_through_torch(tmp_path: Path) -
     # Sizes are left out where the machine is too busy for the time given, and no collective is.
     kinds = {str(sample.kind) for sample in cluster.calibration.samples}
     assert kinds == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "transfer"}
-    assert cluster.device.boxing_launch_s > 0
     assert "predicted time of a step" in said
 
 
