@@ -34,6 +34,9 @@ _CONNECT_S, _FIRST_S, _DEADLINE_S = 20.0, 8.0, 4.0
 #: Seconds that ranks may need from one of the first moments until they wait for each other.
 _WORK_S = 45.0
 
+#: Seconds that a rank may be stopped while others wait for it outside of a step.
+_STOPPED_S = 10.0
+
 #: Seconds that torchrun gives a rank that it ends, before it kills it.
 _TORCHRUN_S = 30.0
 
@@ -132,6 +135,8 @@ class TrainingOutcome:
             return 5.0
         if self.is_unknown:
             return _WORK_S + _CONNECT_S + 10.0 + (_TORCHRUN_S if self.way == "torchrun" else 0.0)
+        if self.moment.saves or self.moment is Moment.END:
+            return max(_DEADLINE_S, _STOPPED_S) + 10.0
         return (_FIRST_S if self.moment is Moment.FIRST_STEP else _DEADLINE_S) + 10.0
 
     @property

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,14 +11,16 @@ from dataclasses import replace
 
 import pytest
 from dict_store import DictControlStore, elsewhere, lost, stores_of
+from sleeping import ME, comes_to, member_of, sleeping
 
 from sbp_core.boxing.processes import connections as connections_module
 from sbp_core.boxing.processes import failure_detector as detector_module
+from sbp_core.boxing.processes import membership as members_module
 from sbp_core.boxing.processes.arrivals import Arrivals
-from sbp_core.boxing.processes.call import CollectiveCall
+from sbp_core.boxing.processes.call import CollectiveCall, wait_until
 from sbp_core.boxing.processes.connections import Connections
 from sbp_core.boxing.processes.failure_detector import FailureDetector, awaited
-from sbp_core.boxing.processes.membership import Member
+from sbp_core.boxing.processes.membership import Member, MemberState
 from sbp_core.boxing.processes.pending_calls import PendingCalls
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import BoxingStep
@@ -28,9 +28,14 @@ from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, Sbp
 
-ME = Member.of_this_process(0)
 #: A process id of a process that is there, but started at another time: it has ended.
 ENDED = replace(ME, rank=1, started=ME.started - 1)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with sleeping() as process:
+        yield process
 
 
 def only_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
@@ -146,6 +151,60 @@ def test_a_rank_that_deregistered_while_a_call_waits_for_it_is_named(
     assert detector.failure_reason() is None
 
 
+def stopped_looks(detector: FailureDetector, count: int) -> str:
+    """Let a detector look so often; return what it says behind the last look."""
+    reasons = [detector._find_stopped() for _ in range(count)]
+    assert reasons[:-1] == [None] * (count - 1)
+    return reasons[-1] or ""
+
+
+def test_a_rank_that_stays_stopped_while_a_call_waits_for_it_is_named(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    store = stores_of(3)[0]
+    other = member_of(sleeper)
+    detector, calls, _ = detector_of(store, other, replace(ME, rank=2))
+    sleeper.send_signal(signal.SIGSTOP)
+    assert comes_to(other, MemberState.STOPPED)
+
+    assert stopped_looks(detector, 60) == ""  # nobody waits for it
+    calls.begin(call_of(age_s=0.0))
+    assert stopped_looks(detector, 39) == ""
+    calls.end()
+    assert stopped_looks(detector, 1) == ""  # it was not waited for any more: counted anew
+    calls.begin(call_of(age_s=0.0))
+    reason = stopped_looks(detector, 40)
+
+    named = f"rank 1 (pid {sleeper.pid} on this host)"
+    assert reason == f"{named} is stopped by a signal, and has been for 10 s"
+
+
+def test_a_rank_that_a_debugger_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    detector, calls, _ = detector_of(stores_of(2)[0], replace(ME, rank=1))
+    monkeypatch.setattr(members_module, "_status", lambda pid: ("t", ME.started))
+    calls.begin(call_of(age_s=0.0))
+
+    assert stopped_looks(detector, 60) == ""
+    assert detector.describe([1]) == [f"rank 1 (pid {ME.pid} on this host): is held by a debugger"]
+
+
+def test_the_thread_looks_for_ranks_that_stay_stopped(
+    monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
+    monkeypatch.setattr(detector_module, "_STOPPED_LOOKS", 2)
+    detector, calls, learned = detector_of(stores_of(2)[0], member_of(sleeper))
+    sleeper.send_signal(signal.SIGSTOP)
+    calls.begin(call_of(age_s=0.0))
+
+    detector.start()
+    try:
+        told = wait_until(lambda: bool(learned), 20.0, first_pause_s=0.01, longest_pause_s=0.1)
+    finally:
+        detector.stop()
+
+    assert told and "is stopped by a signal" in learned[0]
+
+
 def test_silence_on_another_host_counts_when_a_connection_broke(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,23 +243,19 @@ def test_a_rank_is_described_by_what_its_process_does_and_where_it_was() -> None
     assert detector.describe([1])[0].endswith("is running; it waits in boxing step 'loss'")
 
 
-def test_a_stopped_rank_is_described_too_though_nobody_asked_about_it() -> None:
+def test_a_stopped_rank_is_described_too_though_nobody_asked_about_it(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     store, _, _ = stores_of(3)
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        detector, _, _ = detector_of(
-            store, replace(ME, rank=1), replace(ME, rank=2, pid=sleeper.pid, started=0)
-        )
-        assert len(detector.describe([1])) == 1
+    other = replace(member_of(sleeper), rank=2)
+    detector, _, _ = detector_of(store, replace(ME, rank=1), other)
+    assert len(detector.describe([1])) == 1
 
-        os.kill(sleeper.pid, signal.SIGSTOP)
-        assert store.wait_for(lambda: len(detector.describe([1])) == 2, 10.0)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert comes_to(other, MemberState.STOPPED)
 
-        said = f"rank 2 (pid {sleeper.pid} on this host): is stopped by a signal"
-        assert detector.describe([1])[1] == said
-    finally:
-        sleeper.kill()
-        sleeper.wait()
+    said = f"rank 2 (pid {sleeper.pid} on this host): is stopped by a signal"
+    assert detector.describe([1])[1] == said
 
 
 def test_the_thread_reports_where_a_long_call_waits_and_reads_of_a_failure(

@@ -5,38 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from dict_store import elsewhere
+from sleeping import ME, comes_to, member_of, sleeping
 
 from sbp_core.boxing.processes import membership as members
-from sbp_core.boxing.processes.call import wait_until
 from sbp_core.boxing.processes.membership import Member, MemberState, state_of
-
-ME = Member.of_this_process(0)
 
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def member_of(process: subprocess.Popen[bytes]) -> Member:
-    status = members._status(process.pid)
-    return replace(ME, rank=1, pid=process.pid, started=status[1] if status else 0)
-
-
-def comes_to(member: Member, state: MemberState) -> bool:
-    return wait_until(
-        lambda: state_of(member, ME) is state, 10.0, first_pause_s=1e-3, longest_pause_s=0.01
-    )
+    with sleeping() as process:
+        yield process
 
 
 def test_a_process_is_seen_to_run_stop_go_on_and_end(sleeper: subprocess.Popen[bytes]) -> None:

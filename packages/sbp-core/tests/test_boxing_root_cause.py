@@ -41,6 +41,10 @@ def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | 
             ],
             "rank 1 (pid 7 on this host): is stopped by a signal",
         ),
+        (
+            [CUT_SHORT + "rank 1 (pid 7 on this host) is stopped by a signal, and has been for 10 s"],
+            "rank 1 (pid 7 on this host) is stopped by a signal",
+        ),
         # One rank ends the job because of another.
         ([ABORT, LATE], "ranks that did not arrive: 1"),
         ([ABORT, SIGNAL], "prterun noticed"),

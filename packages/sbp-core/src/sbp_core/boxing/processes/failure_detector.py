@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sbp_core.boxing.processes.arrivals import Arrivals
@@ -33,6 +34,11 @@ _LONG_S = 0.2
 #: Seconds that a call may last after a rank that it needs has deregistered: what that rank has sent
 #: before may still be on its way.
 _GRACE_S = 2.0
+
+#: Looks in a row that see a rank stopped by a signal, while a call waits for it, before it counts
+#: as failed: 10 s, whatever the deadline of that call, as who writes a checkpoint may take long.
+#: Not seconds: when all of a host was suspended, this process did not look either.
+_STOPPED_LOOKS = 40
 
 #: Seconds between two heartbeats, for ranks on other hosts.
 _HEARTBEAT_S = 0.5
@@ -79,6 +85,8 @@ class FailureDetector:
         self._on_failure = on_failure
         #: When a rank was first seen to have deregistered, by rank.
         self._deregistered: dict[int, float] = {}
+        #: How often in a row a rank was seen to be stopped while a call waited for it.
+        self._stopped_looks: Counter[int] = Counter()
         self._lost_since: float | None = None
         self._reported = ""
         self._num_heartbeats = 0
@@ -153,7 +161,7 @@ class FailureDetector:
             if self._arrivals is not None:
                 self._arrivals.tell_overdue(_LONG_S)
             self._send_heartbeat()
-            reason = self.failure_reason()
+            reason = self.failure_reason() or self._find_stopped()
             if reason is not None:
                 self._on_failure(reason)
                 return
@@ -213,6 +221,23 @@ class FailureDetector:
                     return f"{self._name(rank)} has closed its boxing backend, and left"
         return None
 
+    def _find_stopped(self) -> str | None:
+        """Name a rank of this host that a signal has stopped, for whom a call of this rank waits.
+
+        To be called once every `INTERVAL_S`.
+        """
+        needed = {rank for call in self._calls.all() for rank in awaited(call)}
+        seen = {
+            member.rank
+            for member in self._here
+            if member.rank in needed and state_of(member, self._me) is MemberState.STOPPED
+        }
+        self._stopped_looks = Counter({rank: self._stopped_looks[rank] + 1 for rank in seen})
+        for rank, looks in self._stopped_looks.items():
+            if looks >= _STOPPED_LOOKS:
+                return f"{self._name(rank)} {STOPPED}, and has been for {looks * INTERVAL_S:g} s"
+        return None
+
     def _silent(self, ranks: Collection[int], listen_s: float) -> list[int]:
         """Return those of some ranks on other hosts whose heartbeat does not come for a while."""
         before = {rank: self._store.last_heartbeat(rank) for rank in ranks}
@@ -242,6 +267,7 @@ class FailureDetector:
 _STATES = {
     MemberState.RUNNING: "is running",
     MemberState.STOPPED: STOPPED,
+    MemberState.TRACED: "is held by a debugger",
     MemberState.ENDED: "has ended",
     MemberState.UNKNOWN: "cannot be seen from here",
 }

@@ -20,8 +20,14 @@ class MemberState(StrEnum):
 
     RUNNING = "running"
     STOPPED = "stopped"
+    TRACED = "traced"
     ENDED = "ended"
     UNKNOWN = "unknown"
+
+
+#: What processes do that do not run, by the letters of Linux. A debugger holds them for as long as
+#: somebody looks at them.
+_STATES = {"T": MemberState.STOPPED, "t": MemberState.TRACED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,7 @@ def state_of(member: Member, seen_from: Member) -> MemberState:
     letter, started = status
     if letter in "ZXx" or (member.started and started != member.started):
         return MemberState.ENDED
-    return MemberState.STOPPED if letter in "Tt" else MemberState.RUNNING
+    return _STATES.get(letter, MemberState.RUNNING)
 
 
 def _status(pid: int) -> tuple[str, int] | None:

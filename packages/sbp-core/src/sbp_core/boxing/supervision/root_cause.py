@@ -18,9 +18,9 @@ STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 #: What ranks say of others, the surest first. A rank that did not arrive may itself have waited for
 #: one that stands still, so what stands still goes before who is missing. `.*` is greedy: where
 #: rank 2 reports what rank 1 reported, the last name in the line is that of the cause.
-_STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\): (?:{STOPPED}|{SILENT})")
+_STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\):? (?:{STOPPED}|{SILENT})")
 #: The same of one that a signal has stopped, on the host of who says so.
-STOPPED_HERE = re.compile(rf"rank \d+ \(pid (?P<process>\d+) on this host\): {STOPPED}")
+STOPPED_HERE = re.compile(rf"rank \d+ \(pid (?P<process>\d+) on this host\):? {STOPPED}")
 _MISSED = re.compile(r"ranks that did not arrive: (?P<rank>\d+)")
 _FAILED = re.compile(r".*could not complete: (?=rank (?P<rank>\d+) (?:reported:|\(pid))")
 
