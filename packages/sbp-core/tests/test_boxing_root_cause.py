@@ -42,7 +42,7 @@ def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | 
             "rank 1 (pid 7 on this host): is stopped by a signal",
         ),
         (
-            [CUT_SHORT + "rank 1 (pid 7 on this host) is stopped by a signal, and has been for 10 s"],
+            [CUT_SHORT + "rank 1 (pid 7 on this host) is stopped by a signal, and for 10 s"],
             "rank 1 (pid 7 on this host) is stopped by a signal",
         ),
         # One rank ends the job because of another.
