@@ -1,0 +1,108 @@
+"""What `parallelize` and its step refuse, and what they say then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from plain_training import batch_of, loss_of, make_model, make_optimizer
+from torch import nn
+
+from sbp_core.errors import ConfigError, RunError, SbpLookupError, SbpTypeError, SbpValueError
+from sbp_launch import parallelize
+from sbp_torch.capture import UpdateOptions
+
+
+def refused(match, error=ConfigError, **given):
+    model = given.pop("model", None) or make_model()
+    optimizer = given.pop("optimizer", None) or make_optimizer(model)
+    batch = given.pop("batch", None) or batch_of(0)
+    with pytest.raises(error, match=match) as caught:
+        parallelize(model, loss_of, batch, optimizer, **given)
+    return str(caught.value)
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_starts():
+    refused("do not divide into micro_batches=3", micro_batches=3)
+    refused("micro_batches=0", micro_batches=0)
+    refused("batch_is='whole'", batch_is="whole")
+    refused("mesh=0 has no ranks", mesh=0)
+    refused("does not name the axes", mesh=(2, 2), axes=("data",))
+    refused("4 axes without names", mesh=(1, 1, 1, 2))
+    assert "did you mean 'osdp'" in refused("planner='osdpp'", planner="osdpp")
+    refused("planner.memory_byte", planner={"name": "osdp", "memory_byte": 1})
+    assert "set mesh=[4] axes=['data']" in refused("splits over", mesh=(2, 2), planner="osdp")
+    refused("planner is of type NoneType", SbpTypeError, planner=None)
+    refused("runtime is the class int", SbpTypeError, runtime=int)
+    refused("has no name", cluster={"cores": 2})
+    refused("which is an argument of its own", cluster={"name": "local", "mesh": [2]})
+    refused("connects one process a rank", boxing="torch", mesh=2)
+    refused("both given", clip_norm=1.0, update=UpdateOptions(clip_norm=2.0))
+    refused("both given", autocast="bfloat16", compile={"autocast": "float16"})
+    refused("autocast='int8'", autocast="int8")
+    refused("compile.bucket_byte", compile={"bucket_byte": 1})
+    refused("model is wrapped", SbpTypeError, model=nn.DataParallel(make_model()))
+    other = make_optimizer(make_model())
+    refused("a parameter that the model does not have", RuntimeError, optimizer=other)
+
+
+def test_states_that_do_not_fit_are_refused():
+    model = make_model()
+    step = parallelize(
+        model, loss_of, batch_of(0), make_optimizer(model), states={"0.wieght": torch.zeros(1)}
+    )
+    with pytest.raises(SbpLookupError, match="wieght"):
+        step.start()
+    with torch.device("meta"):
+        model = make_model()
+    step = parallelize(model, loss_of, batch_of(0), make_optimizer(model))
+    with pytest.raises(SbpValueError, match="has no values"):
+        step.start()
+
+
+def test_a_batch_that_does_not_fit_says_what_to_do():
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        with pytest.raises(SbpValueError, match="drop_last=True"):
+            step(batch_of(0, size=3))
+        with pytest.raises(SbpValueError, match="'y' is missing"):
+            step({"x": batch_of(0)["x"]})
+        with pytest.raises(SbpValueError, match="no scalar 'momentum'"):
+            step(batch_of(0), momentum=0.5)
+        with step.no_update(), pytest.raises(SbpValueError, match="leaves that out"):
+            step(batch_of(0), lr=0.5)
+        step(batch_of(0))  # none of that ended it
+
+
+@pytest.mark.parametrize(
+    ("environment", "mesh", "match"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "3"}, (2, 2), "4 ranks, and torchrun started 3 processes"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "torchrun started 2 processes"),
+    ],
+)
+def test_the_world_of_processes_has_to_fit(monkeypatch, environment, mesh, match):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    refused(match, mesh=mesh, boxing="local")
+
+
+def words_loss(model, batch):
+    return model(batch["words"]).square().mean()
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_a_step_that_fails_names_the_line_of_the_model(in_evaluation):
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    good = {"words": torch.zeros(4, dtype=torch.int64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with (
+        pytest.raises(RunError) as caught,
+        parallelize(model, words_loss, good, optimizer, mesh=2) as step,
+    ):
+        (step.evaluate if in_evaluation else step)({"words": torch.full((4,), 7)})
+
+    assert "module '0'" in caught.value.where[0] and Path(__file__).name in caught.value.where[0]
+    assert isinstance(caught.value.__cause__, IndexError)

@@ -1,0 +1,215 @@
+"""What a step of `parallelize` saves and loads, and what comes of it when that fails."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pkgutil
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from plain_training import (
+    LAYOUTS,
+    assert_trained_alike,
+    batch_of,
+    eager_step,
+    loss_of,
+    make_model,
+    make_optimizer,
+)
+from safetensors.torch import save_file
+
+from sbp_core.errors import ConfigError, RunError
+from sbp_launch import parallelize
+from sbp_launch.checkpoint import LocalStorage
+
+SAVES = "sbp_launch.checkpoint.background"
+CREATE = "sbp_launch.checkpoint.local._StagedLocal.create"
+
+
+def test_what_was_saved_goes_on_on_another_mesh(tmp_path):
+    def start(**layout):
+        model = make_model(dropout=0.5)
+        return parallelize(model, loss_of, batch_of(0), make_optimizer(model), **layout)
+
+    with start(mesh=2, planner="manual/zero") as step:
+        step(batch_of(0))
+        step.save(tmp_path)
+        wanted = float(step(batch_of(1)))
+
+    with start(mesh=(2, 2)) as step:
+        step.load(tmp_path)
+        assert step.steps_done == 1
+        assert abs(float(step(batch_of(1))) - wanted) <= 1e-9  # dropout draws what it would have
+        assert step.steps_done == 2
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"step-00000001", "strategy.yaml", "plan.txt"} <= names
+    with start() as step, pytest.raises(ConfigError, match="there is no folder"):
+        step.load(tmp_path / "elsewhere")
+
+
+def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_it_is_loaded(tmp_path, caplog):
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        kept = []
+        for index in range(2):
+            step(batch_of(index))
+            step.save(tmp_path)
+            kept.append(step.state_dict())
+        path = tmp_path / "step-00000002" / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+        with pytest.raises(ConfigError, match="step-00000002 is damaged: the xxh3_128 of tensor"):
+            step.load(path.parent)
+
+        assert step.steps_done == 2
+        torch.testing.assert_close(step.state_dict(), kept[1], rtol=0, atol=0)
+        step.load(tmp_path)
+        assert "step-00000002 is damaged" in caplog.text
+        assert step.steps_done == 1
+        torch.testing.assert_close(step.state_dict(), kept[0], rtol=0, atol=0)
+        (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+        with pytest.raises(ConfigError, match="none of the 2 checkpoints is whole"):
+            step.load(tmp_path)
+
+
+def test_a_checkpoint_is_written_while_steps_run(tmp_path):
+    def start(**layout):
+        model = make_model()
+        return parallelize(model, loss_of, batch_of(0), make_optimizer(model), **layout)
+
+    with start(mesh=2) as step:
+        step(batch_of(0))
+        step.save(tmp_path, wait=False)
+        states = [step.state_dict()]
+        step(batch_of(1))
+        step.save(tmp_path, wait=False)  # waits for the first if that is not there yet
+        states.append(step.state_dict())
+        step(batch_of(2))
+
+    for done, wanted in enumerate(states, 1):
+        with start() as step:
+            step.load(tmp_path / f"step-{done:08d}")
+            assert step.steps_done == done
+            torch.testing.assert_close(step.state_dict(), wanted, rtol=0, atol=0)
+
+
+def test_a_save_waits_for_the_one_before_and_logs_it(tmp_path, caplog, monkeypatch):
+    logged, writing = threading.Event(), f"{SAVES}.write_part"
+    write = pkgutil.resolve_name(writing)
+    monkeypatch.setattr(writing, lambda *given: logged.wait(20.0) and write(*given))
+    warn = logging.Logger.warning
+    monkeypatch.setattr(logging.Logger, "warning", lambda *given: (warn(*given), logged.set()))
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
+        step.save(tmp_path, wait=False)
+        step(batch_of(0))
+        step.save(tmp_path)
+
+    assert "waiting until the checkpoint step-00000000 is there" in caplog.text
+    assert {"step-00000000", "step-00000001"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_what_cannot_be_written_beside_steps_is_raised_by_a_later_one(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"{SAVES}.write_part", no_room)
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
+        step.save(tmp_path, wait=False)
+        with pytest.raises(RunError, match="step-00000000 cannot be written: No space left"):
+            for index in range(100):
+                step(batch_of(index))
+        step.save(tmp_path, wait=False)
+        with pytest.raises(RunError, match="cannot be written: No space left"):
+            step.finish_saving()
+        step(batch_of(0))
+    assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["between steps", "beside steps"])
+@pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
+def test_a_disk_that_takes_no_more_is_named_and_the_last_checkpoint_stays(
+    fault, wait, tmp_path, monkeypatch
+):
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    create = pkgutil.resolve_name(CREATE)
+    reason = {"full": errno.ENOSPC, "read-only": errno.EROFS}
+
+    @contextmanager
+    def failing(self, file):
+        with create(self, file) as opened:
+            yield opened
+            raise OSError(reason[fault], os.strerror(reason[fault]))
+
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        step(batch_of(0))
+        step.save(disk)
+        wanted = step.state_dict()
+        step(batch_of(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(CREATE, moved_before(create, disk, away) if fault == "gone" else failing)
+            with pytest.raises(RunError, match="step-00000002 cannot be written: ") as caught:
+                step.save(disk, wait=wait)
+                step.finish_saving()
+        words = "folder has gone" if fault == "gone" else os.strerror(reason[fault])
+        assert words in str(caught.value)
+        assert str(disk) in str(caught.value)
+        kept = away if fault == "gone" else disk
+        assert [path.name for path in kept.glob("*step-*")] == ["step-00000001"]
+        step.load(kept)
+        torch.testing.assert_close(step.state_dict(), wanted, rtol=0, atol=0)
+        step(batch_of(1))
+        step.save(kept, wait=wait)
+    assert {path.name for path in kept.glob("*step-*")} == {"step-00000001", "step-00000002"}
+
+
+def moved_before(call, folder, target):
+    """Return a function that moves a folder away before it calls another one."""
+
+    def moved(self, file):
+        if folder.exists():
+            folder.rename(target)
+        return call(self, file)
+
+    return moved
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["between steps", "beside steps"])
+def test_a_folder_that_another_program_saves_to_is_refused(wait, tmp_path):
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
+        with LocalStorage(tmp_path).claim():
+            with pytest.raises(ConfigError, match="another run writes its checkpoints"):
+                step.save(tmp_path, wait=wait)
+            assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        step.save(tmp_path, wait=wait)
+        step.finish_saving()
+        with LocalStorage(tmp_path).claim():  # which is free again
+            assert (tmp_path / "step-00000000").is_dir()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:4:2], ids=str)
+def test_a_step_starts_from_weights_of_a_file_as_plain_pytorch_does(layout, tmp_path):
+    model, eager = make_model(), make_model()
+    with torch.no_grad():
+        for value in (*eager.parameters(), *eager.buffers()):
+            value.add_(1)
+    save_file(eager.state_dict(), tmp_path / "weights.safetensors")
+    optimizer, eager_optimizer = make_optimizer(model), make_optimizer(eager)
+
+    with parallelize(model, loss_of, batch_of(0), optimizer, **layout) as step:
+        step.load_model(tmp_path / "weights.safetensors")
+        for index in range(2):
+            step(batch_of(index))
+            micro_batches = layout.get("micro_batches", 1)
+            eager_step(eager, eager_optimizer, batch_of(index), micro_batches=micro_batches)
+
+        assert_trained_alike(step, eager, eager_optimizer)
+        with pytest.raises(RunError, match="2 steps were taken"):
+            step.load_model(tmp_path / "weights.safetensors")
