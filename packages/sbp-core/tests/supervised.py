@@ -2,14 +2,37 @@
 
 import sys
 import textwrap
+from pathlib import Path
 
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.supervisor import Line
+
+#: Seconds that a program sleeps which is to be ended.
+LONG_S = 600
+
+#: The letter for the state of the process whose id is in a file; none before the file is there.
+STATE_OF = """
+        from pathlib import Path
+        def state():
+            pid = Path("{path}").read_text() if Path("{path}").exists() else ""
+            try:
+                return pid and Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                return "gone"
+"""
 
 
 def python(text: str, rank: int = 0, **environment: str) -> LaunchSpec:
     command = (sys.executable, "-c", textwrap.dedent(text))
     return LaunchSpec(command=command, ranks=(rank,), environment=environment)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 class Heard:
