@@ -8,6 +8,7 @@ Stability: internal.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,13 +16,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sbp_core.boxing import BoxingBackend
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, Compute, Instruction, PhysicalPlan, compile_plan
 from sbp_core.graph import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.runtime import BatchPart, Number, Session, StatePiece, state_slots
+from sbp_core.runtime import BatchPart, Number, Runtime, Session, StatePiece, state_slots
 from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -40,6 +42,7 @@ __all__ = [
     "CASES",
     "REFUSAL",
     "RuntimeCase",
+    "RuntimeSuitePart",
     "assert_pieces",
     "check_shards",
     "compile_case",
@@ -364,3 +367,23 @@ def check_shards(
                 whole = shard(whole, plan.stages[slot.stage], slot.sbp)[part.rank]
             what = f"{slot.name} of rank {part.rank}"
             assert_near(what, found[(slot.name, part.rank)], whole, tolerance)
+
+
+class RuntimeSuitePart(ABC):
+    """What every part of the suite needs: sessions of the runtime that is tried."""
+
+    @abstractmethod
+    def make_runtime(self) -> Runtime:
+        """Return the runtime; called for every session."""
+
+    def make_backend(self) -> BoxingBackend:
+        """Return a backend of one process, not yet open."""
+        return LocalBackend()
+
+    def start(
+        self, name: str, backend: BoxingBackend | None = None, plan: PhysicalPlan | None = None
+    ) -> Session:
+        """Start a case on its initial states, or another plan of that case."""
+        return self.make_runtime().start(
+            plan or compile_case(name), CASES[name].step.states, backend or self.make_backend()
+        )

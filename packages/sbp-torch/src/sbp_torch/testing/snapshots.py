@@ -6,7 +6,6 @@ Stability: stable.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError
-from sbp_core.runtime import Runtime, Session, Snapshot, StatePiece
+from sbp_core.runtime import Session, Snapshot, StatePiece
 from sbp_torch.testing.cases import (
     CASES,
+    RuntimeSuitePart,
     assert_pieces,
     compile_case,
     compile_forward,
@@ -36,20 +35,8 @@ from sbp_torch.testing.programs import assert_equal, raises
 __all__ = ["SnapshotCases"]
 
 
-class SnapshotCases(ABC):
+class SnapshotCases(RuntimeSuitePart):
     """What later steps, failures and the end do to a snapshot: nothing."""
-
-    @abstractmethod
-    def make_runtime(self) -> Runtime:
-        """Return the runtime; called for every session."""
-
-    @abstractmethod
-    def make_backend(self) -> BoxingBackend:
-        """Return a backend of one process, not yet open."""
-
-    def _start(self, name: str, plan: PhysicalPlan | None = None) -> Session:
-        states = CASES[name].step.states
-        return self.make_runtime().start(plan or compile_case(name), states, self.make_backend())
 
     def test_a_snapshot_keeps_what_later_steps_overwrite(self) -> None:
         """One before each step, all of them whole at the end; and the steps are as without them."""
@@ -65,7 +52,7 @@ class SnapshotCases(ABC):
     def _keep(self, name: str, plan: PhysicalPlan) -> None:
         taken: list[tuple[Snapshot, Mapping[str, Tensor]]] = []
         losses = []
-        with self._start(name, plan) as session:
+        with self.start(name, plan=plan) as session:
             for batch in CASES[name].step.batches:
                 taken += [(session.snapshot(), session.state_dict()) for _ in range(2)]
                 losses.append(session.step(batch, CASES[name].step.scalars).loss.clone())
@@ -79,7 +66,7 @@ class SnapshotCases(ABC):
     def test_a_snapshot_names_the_pieces_of_the_session(self) -> None:
         """Names, shapes, dtypes and bounds as `pieces` has them, each once."""
         for name in ("sharded states", "pipeline, 1F1B"):
-            with self._start(name) as session, session.snapshot() as snapshot:
+            with self.start(name) as session, session.snapshot() as snapshot:
                 found, wanted = (
                     sorted((p.name, p.shape, p.dtype, p.bounds) for p in of.pieces())
                     for of in (snapshot, session)
@@ -97,7 +84,7 @@ class SnapshotCases(ABC):
                 ]
 
         for name in ("sharded states", "pipeline with boxing threads"):
-            with self._start(name) as session, ThreadPoolExecutor(1) as reader:
+            with self.start(name) as session, ThreadPoolExecutor(1) as reader:
                 for batch, limit_bytes in zip(CASES[name].step.batches, (0, 300), strict=False):
                     states, snapshot = (
                         session.state_dict(),
@@ -114,7 +101,7 @@ class SnapshotCases(ABC):
     def test_a_released_snapshot_is_not_read(self) -> None:
         """RunError; the next one has its own values, whatever memory it lies in."""
         name = "sharded states"
-        with self._start(name) as session:
+        with self.start(name) as session:
             for batch in CASES[name].step.batches:
                 with session.snapshot() as snapshot:
                     states = session.state_dict()
@@ -175,7 +162,7 @@ class SnapshotCases(ABC):
         step = CASES[name].step
         forward = compile_forward(name, batch_size=3)
         with (
-            self._start(name) as training,
+            self.start(name) as training,
             self.make_runtime().start(forward, training) as evaluation,
         ):
             taken = []
@@ -190,7 +177,7 @@ class SnapshotCases(ABC):
         self, name: str, plan: PhysicalPlan | None = None
     ) -> Iterator[tuple[Session, dict[str, Tensor]]]:
         """Take a snapshot behind the first step; compare it with the states of then at the end."""
-        with self._start(name, plan) as session:
+        with self.start(name, plan=plan) as session:
             session.step(CASES[name].step.batches[0], CASES[name].step.scalars)
             states, snapshot = session.state_dict(), session.snapshot()
             yield session, states

@@ -1,0 +1,185 @@
+"""The part of the suite of runtimes that is about states; `testing.runtime` has the rest.
+
+Stability: stable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sbp_core.boxing import volume
+from sbp_core.errors import RunError, SbpLookupError, SbpValueError
+from sbp_core.runtime import Number, Session, lost_states
+from sbp_torch.testing.cases import (
+    CASES,
+    RuntimeSuitePart,
+    assert_pieces,
+    compile_case,
+    compile_forward,
+    forward_loss,
+    reference_run,
+    run_steps,
+)
+from sbp_torch.testing.programs import assert_equal, assert_near, raises
+
+__all__ = ["StateCases"]
+
+
+class StateCases(RuntimeSuitePart):
+    """How states are handed out, loaded, put together and shared."""
+
+    def test_states_are_handed_back_as_they_were_given(self) -> None:
+        """`state_dict` has the names and values that `start` was given, before any step."""
+        step = CASES["data and tensor parallel"].step
+        with self.start("data and tensor parallel") as session:
+            found = session.state_dict()
+
+        assert set(found) == set(step.states)
+        for name, value in step.states.items():
+            assert_equal(name, found[name], value)
+
+    def test_pieces_are_every_element_of_every_state_once(self) -> None:
+        """Put together they are `state_dict`; they are no copies."""
+        for name in ("sharded states", "data and tensor parallel", "pipeline, 1F1B"):
+            with self.start(name) as session:
+                run_steps(session, CASES[name].step)
+                pieces, wanted = list(session.pieces()), session.state_dict()
+                for piece in pieces:
+                    shards = [
+                        self._shard(session, piece.name, rank) for rank in session.local_ranks
+                    ]
+                    assert any(piece.value is shard for shard in shards), f"{piece.name}: a copy"
+            assert_pieces(pieces, wanted)
+
+    def test_pieces_can_be_dealt_out_among_ranks_that_are_left(self) -> None:
+        """What they hold together, each element once; what is lost with others is missing."""
+        for name in ("data parallel", "sharded states", "data and tensor parallel"):
+            left = [part.rank for part in compile_case(name).ranks][1:]
+            lost = lost_states(compile_case(name), left)
+            with self.start(name) as session:
+                run_steps(session, CASES[name].step)
+                wanted = session.state_dict()
+                pieces = list(session.pieces(among=left))
+            whole = {state: value for state, value in wanted.items() if state not in lost}
+            assert_pieces((piece for piece in pieces if piece.name in whole), whole)
+            for state in lost:
+                found = sum(volume(piece.bounds) for piece in pieces if piece.name == state)
+                assert found < wanted[state].numel(), f"what is lost of {state} is handed out"
+
+    def _shard(self, session: Session, name: str, rank: int) -> Tensor | Number | None:
+        try:
+            return session.shard(name, rank)
+        except SbpLookupError:
+            return None  # it is on another stage
+
+    def test_a_state_is_gathered_whole(self) -> None:
+        """For all ranks or one; a copy, equal to that of `state_dict`."""
+        for name in ("sharded states", "data and tensor parallel", "pipeline, 1F1B"):
+            last = compile_case(name).ranks[-1].rank
+            with self.start(name) as session:
+                run_steps(session, CASES[name].step)
+                wanted = session.state_dict()
+                for state, value in session.state_dict(to=last).items():
+                    assert_equal(state, value, wanted[state])
+                for state, value in wanted.items():
+                    for to in (None, last):
+                        whole = session.gather(state, to=to)
+                        assert whole is not None
+                        assert_equal(state, whole, value)
+                        whole.zero_()
+                for state, value in session.state_dict().items():
+                    assert_equal(state, value, wanted[state])
+                with raises(SbpLookupError, match="no state is called 'nobody'"):
+                    session.gather("nobody")
+                with raises(SbpLookupError, match="there is no rank 99"):
+                    session.state_dict(to=99)
+
+    def test_a_run_goes_on_from_saved_states(self) -> None:
+        """Two steps, and a third in a session that loads their states, equal three steps."""
+        step = CASES["sharded states"].step
+        with self.start("sharded states") as session:
+            for batch in step.batches[:2]:
+                session.step(batch, step.scalars)
+            saved = session.state_dict()
+        with self.start("sharded states") as session:
+            session.load_state_dict(saved)
+            loss = session.step(step.batches[2], step.scalars).loss
+
+        assert_equal("the loss of step 2", loss, reference_run("sharded states")[0][2])
+
+    def test_saved_states_are_copies(self) -> None:
+        """What `state_dict` returned does not change in later steps, nor they by changing it."""
+        step = CASES["data parallel"].step
+        with self.start("data parallel") as session:
+            saved = session.state_dict()
+            kept = {name: value.clone() for name, value in saved.items()}
+            session.step(step.batches[0], step.scalars)
+            unchanged = all(torch.equal(saved[name], value) for name, value in kept.items())
+            for value in session.state_dict().values():
+                value.zero_()
+            losses = [session.step(batch, step.scalars).loss for batch in step.batches[1:]]
+
+        assert unchanged, "a step changed states that were handed out"
+        for loss, wanted in zip(losses, reference_run("data parallel")[0][1:], strict=True):
+            assert_equal("a later loss", loss, wanted)
+
+    def test_unknown_or_missing_states_are_refused(self) -> None:
+        """SbpValueError from `start` and `load_state_dict`."""
+        states = dict(CASES["data parallel"].step.states)
+        del states["up.weight"]
+        with raises(SbpValueError, match="up.weight"):
+            self.make_runtime().start(compile_case("data parallel"), states, self.make_backend())
+        unknown = raises(SbpValueError, match="nobody")
+        with self.start("data parallel") as session, unknown:
+            session.load_state_dict({**session.state_dict(), "nobody": torch.zeros(1)})
+
+    def test_a_session_shares_the_states_of_another_as_they_are(self) -> None:
+        """A forward on what is being trained: no copy, the values of the moment."""
+        for name in ("sharded states", "data and tensor parallel"):
+            step, forward = CASES[name].step, compile_forward(name, batch_size=3)
+            batch = {key: value[:3] for key, value in step.batches[0].items()}
+            with self.start(name) as training:
+                with self.make_runtime().start(forward, training) as evaluation:
+                    for _ in range(2):
+                        states = training.state_dict()
+                        shard = evaluation.shard("up.weight", 0)
+                        assert shard is training.shard("up.weight", 0), "a copy"
+                        found = evaluation.step(batch, step.scalars).loss
+                        wanted = forward_loss(states, batch)
+                        assert_near(f"{name}: the loss of a forward", found, wanted, 1e-9)
+                        training.step(step.batches[0], step.scalars)
+                    assert set(evaluation.state_dict()) < set(states)
+                    with raises(RunError, match="belong to another session"):
+                        evaluation.load_state_dict(states)
+                training.step(step.batches[1], step.scalars)  # the backend is still open
+
+    def test_states_that_are_stored_otherwise_are_not_shared(self) -> None:
+        """SbpValueError names the state and both ways of storing it; training goes on."""
+        name = "sharded states"
+        other = compile_forward(name, batch_size=3, stored_as="B")
+        forward = compile_forward(name, batch_size=3)
+        with self.start(name) as training:
+            said = "stored as (B) on ranks [0, 1, 2, 3], and in the session"
+            with raises(SbpValueError, match=said):
+                self.make_runtime().start(other, training)
+            with (
+                self.make_runtime().start(forward, training) as evaluation,
+                raises(SbpValueError, match="the session has no state"),
+            ):
+                self.make_runtime().start(compile_case(name), evaluation)
+            run_steps(training, CASES[name].step)
+
+    def test_a_shard_that_is_not_there_is_refused(self) -> None:
+        """SbpLookupError for an unknown state, an unknown rank, and a state of another stage."""
+        with self.start("pipeline, 1F1B") as session:
+            parts = compile_case("pipeline, 1F1B").ranks
+            first, last = parts[0], parts[-1]
+            states = {slot.name for slot in last.slots} & session.state_dict().keys()
+            other = min(states - {slot.name for slot in first.slots})
+            with raises(SbpLookupError, match="did you mean"):
+                session.shard(other + "s", last.rank)
+            with raises(SbpLookupError, match="there is no rank 99"):
+                session.shard(other, 99)
+            with raises(SbpLookupError, match="another stage"):
+                session.shard(other, first.rank)
