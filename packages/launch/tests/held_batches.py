@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
-from sbp_core.graph import InputKind
+from sbp_core.compile import PhysicalPlan
 from sbp_core.placement import Placement
 from sbp_core.plugins import Factory, PluginEntry
-from sbp_core.sbp import NdSbp, local_shape
+from sbp_core.testing.plans import batch_plan
 from sbp_launch.data import SampleSource
 
 ENTRY = PluginEntry(
@@ -51,53 +50,6 @@ def source_of(data: Noting) -> SampleSource:
     return SampleSource(data=data, plugin=ENTRY, dtype=torch.float32)
 
 
-def plan_of(
-    stages: Sequence[Placement], tensors: Mapping[str, tuple[int, str, tuple[int, ...]]], count: int
-) -> PhysicalPlan:
-    """Return a plan with no actors, of batch tensors: name -> (stage, nd-SBP, shape).
-
-    Args:
-        stages: Of the plan.
-        tensors: Of one micro-batch.
-        count: Micro-batches.
-    """
-
-    def slots(rank: int) -> tuple[StateSlot, ...]:
-        return tuple(
-            StateSlot(
-                name=name,
-                kind=InputKind.BATCH,
-                shape=shape,
-                dtype="float32",
-                stage=stage,
-                sbp=NdSbp.parse(sbp),
-                local_shape=local_shape(
-                    shape,
-                    NdSbp.parse(sbp),
-                    stages[stage].mesh_shape,
-                    stages[stage].coordinate(rank),
-                ),
-            )
-            for name, (stage, sbp, shape) in tensors.items()
-            if rank in stages[stage]
-        )
-
-    ranks = sorted({rank for stage in stages for rank in stage.rank_list})
-    return PhysicalPlan(
-        graph_hash="",
-        planner="",
-        num_micro_batches=count,
-        ties={},
-        stages=tuple(stages),
-        steps=(),
-        links=(),
-        ranks=tuple(
-            RankPlan(rank=rank, slots=slots(rank), actors=(), registers=(), orders={})
-            for rank in ranks
-        ),
-    )
-
-
 LINE, PAIR = Placement([0, 1, 2, 3], ("data",)), Placement([0, 1], ("data",))
 GRID = Placement([[0, 1], [2, 3]], ("data", "tensor"))
 
@@ -130,4 +82,4 @@ def layout(name: str, size: int, count: int) -> PhysicalPlan:
     """Return the plan of a layout, with `count` micro-batches of `size` samples."""
     stages, (x_stage, x_sbp), (y_stage, y_sbp) = LAYOUTS[name]
     tensors = {"x": (x_stage, x_sbp, (size, 2)), "y": (y_stage, y_sbp, (size,))}
-    return plan_of(stages, tensors, count)
+    return batch_plan(stages, tensors, count)

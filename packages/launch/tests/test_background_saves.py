@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from trainable import registry, run_config
+from trainable import QUIET, registry, run_config
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.runtime import Snapshot
 from sbp_launch.checkpoint import Checkpoint, LocalStorage, background
 from sbp_launch.checkpoint.places import newest_first, step_name
 from sbp_launch.checkpoint.settings import CheckpointConfig
-from sbp_launch.settings.config import EvaluateConfig, RunConfig
+from sbp_launch.settings.config import RunConfig
 from sbp_launch.trainer import trainer
 from sbp_torch.runtime.reference import ReferenceSession
 
@@ -29,10 +29,7 @@ def config(
         ("data",),
         steps=steps,
         checkpoint=CheckpointConfig(every=every, keep=0, wait=wait, copy_bytes=copy_bytes),
-        evaluate=EvaluateConfig(batches=0),
-        sample_tokens=0,
-        plan_rows=0,
-        compare_steps=0,
+        **QUIET,
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_states import STATES, pieces_of, states_of_run
-from trainable import registry, run_config
+from trainable import QUIET, registry, run_config
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.placement import Placement
@@ -34,7 +34,7 @@ from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, save
 from sbp_launch.checkpoint.settings import CheckpointConfig
-from sbp_launch.settings.config import EvaluateConfig, RunConfig
+from sbp_launch.settings.config import RunConfig
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.checkpoints import RunCheckpoints
 
@@ -235,13 +235,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(
 
 
 def quiet(**changes: object) -> RunConfig:
-    return run_config(
-        steps=4,
-        evaluate=EvaluateConfig(batches=0),
-        sample_tokens=0,
-        compare_steps=0,
-        **changes,
-    )
+    return run_config(steps=4, **QUIET, **changes)
 
 
 def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(

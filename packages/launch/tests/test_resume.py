@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saved_states import STATES, pieces_of, save, save_whole, states_of_run
 from torch import Tensor
-from trainable import registry, run_config
+from trainable import QUIET, registry, run_config
 
 from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
@@ -29,21 +29,14 @@ from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import loop, trainer
 from sbp_torch.update_options import UpdateOptions
 
-QUIET = {
-    "evaluate": EvaluateConfig(batches=0),
-    "sample_tokens": 0,
-    "plan_rows": 0,
-    "compare_steps": 0,
-}
 
-
-def config(steps: int = 6, **changes: object) -> RunConfig:
+def config(**changes: object) -> RunConfig:
     """Return a run whose learning rate falls over 6 steps, with averages of the parameters."""
     trainer_settings = {
         "schedule": ScheduleConfig(decay="linear", warmup_steps=2),
         "update": UpdateOptions(clip_norm=1.0, ema_decay=0.9),
         **QUIET,
-        **{name: value for name, value in changes.items() if name not in ("mesh", "plugins")},
+        **{name: value for name, value in changes.items() if name != "mesh"},
     }
     mesh = changes.get("mesh", (2,))
     return run_config(mesh, ("data", "tensor")[: len(mesh)], steps=6, **trainer_settings)

@@ -31,6 +31,14 @@ from sbp_launch.trainer.program import Program, make_program
 
 SBP_API_VERSION = 1
 
+#: Settings of a trainer that does nothing but train.
+QUIET: Mapping[str, object] = {
+    "evaluate": EvaluateConfig(batches=0),
+    "sample_tokens": 0,
+    "plan_rows": 0,
+    "compare_steps": 0,
+}
+
 
 class FakeClock:
     """A clock that goes on by a second whenever somebody looks, and when told so."""

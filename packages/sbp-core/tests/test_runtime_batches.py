@@ -6,59 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
 from sbp_core.errors import SbpValueError
-from sbp_core.graph import InputKind
 from sbp_core.placement import Placement
 from sbp_core.runtime import batch_parts, local_samples
-from sbp_core.sbp import B, NdSbp, S, local_shape
+from sbp_core.sbp import B, NdSbp, S
+from sbp_core.testing.plans import batch_plan
 
 GRID = Placement([[0, 1], [2, 3]], ("data", "tensor"))
 
 
-def plan_of(
-    stages: list[Placement], tensors: dict[str, tuple[int, str, tuple[int, ...]]], count: int = 1
-) -> PhysicalPlan:
-    """Return a plan with no actors, of batch tensors: name -> (stage, nd-SBP, shape)."""
-
-    def slots(rank: int) -> tuple[StateSlot, ...]:
-        return tuple(
-            StateSlot(
-                name=name,
-                kind=InputKind.BATCH,
-                shape=shape,
-                dtype="float32",
-                stage=stage,
-                sbp=NdSbp.parse(sbp),
-                local_shape=local_shape(
-                    shape,
-                    NdSbp.parse(sbp),
-                    stages[stage].mesh_shape,
-                    stages[stage].coordinate(rank),
-                ),
-            )
-            for name, (stage, sbp, shape) in tensors.items()
-            if rank in stages[stage]
-        )
-
-    ranks = sorted({rank for stage in stages for rank in stage.rank_list})
-    return PhysicalPlan(
-        graph_hash="",
-        planner="",
-        num_micro_batches=count,
-        ties={},
-        stages=tuple(stages),
-        steps=(),
-        links=(),
-        ranks=tuple(
-            RankPlan(rank=rank, slots=slots(rank), actors=(), registers=(), orders={})
-            for rank in ranks
-        ),
-    )
-
-
 def test_a_part_is_the_slice_of_each_micro_batch() -> None:
-    plan = plan_of([GRID], {"x": (0, "S(0), B", (6, 3)), "one": (0, "B, B", ())}, count=2)
+    plan = batch_plan([GRID], {"x": (0, "S(0), B", (6, 3)), "one": (0, "B, B", ())}, count=2)
 
     parts = batch_parts(plan, [2])
 
@@ -73,8 +31,8 @@ def test_a_part_is_the_slice_of_each_micro_batch() -> None:
 def test_an_uneven_part_is_balanced_and_may_be_empty() -> None:
     line = Placement([0, 1, 2], ("data",))
 
-    five = plan_of([line], {"x": (0, "S(0)", (5,))})
-    two = plan_of([line], {"x": (0, "S(0)", (2,))})
+    five = batch_plan([line], {"x": (0, "S(0)", (5,))})
+    two = batch_plan([line], {"x": (0, "S(0)", (2,))})
 
     assert [local_samples(five, [rank]) for rank in range(3)] == [
         (range(2),),
@@ -87,7 +45,7 @@ def test_an_uneven_part_is_balanced_and_may_be_empty() -> None:
 
 def test_ranks_of_a_stage_hold_what_the_stage_reads() -> None:
     stages = [Placement([0, 1], ("data",)), Placement([2, 3], ("data",)), Placement([4], ("data",))]
-    plan = plan_of(stages, {"x": (0, "S(0)", (4, 2)), "y": (1, "S(0)", (4,))})
+    plan = batch_plan(stages, {"x": (0, "S(0)", (4, 2)), "y": (1, "S(0)", (4,))})
 
     held = [list(batch_parts(plan, [rank])) for rank in range(5)]
     assert held == [["x"], ["x"], ["y"], ["y"], []]
@@ -98,11 +56,11 @@ def test_ranks_of_a_stage_hold_what_the_stage_reads() -> None:
 def test_tensors_that_are_whole_do_not_count_beside_those_that_are_split() -> None:
     tensors = {"mask": (0, "B, B", (9,)), "x": (0, "S(0), S(1)", (4, 2))}
 
-    assert local_samples(plan_of([GRID], tensors), [1]) == (range(2),)
+    assert local_samples(batch_plan([GRID], tensors), [1]) == (range(2),)
 
 
 def test_tensors_that_are_split_differently_have_no_common_samples() -> None:
-    plan = plan_of([GRID], {"x": (0, "S(0), B", (4,)), "y": (0, "B, S(0)", (4,))})
+    plan = batch_plan([GRID], {"x": (0, "S(0), B", (4,)), "y": (0, "B, S(0)", (4,))})
 
     said = "of 'x' than of 'y': samples 0-1 of 4, and samples 2-3"
     with pytest.raises(SbpValueError, match=said):
@@ -111,7 +69,7 @@ def test_tensors_that_are_split_differently_have_no_common_samples() -> None:
 
 @given(st.integers(1, 4), st.integers(0, 9), st.sampled_from(["S(0), B", "B, S(0)", "S(0), S(0)"]))
 def test_the_parts_of_all_ranks_are_the_batch(count: int, size: int, sbp: str) -> None:
-    plan = plan_of([GRID], {"x": (0, sbp, (size, 2))}, count)
+    plan = batch_plan([GRID], {"x": (0, sbp, (size, 2))}, count)
 
     held = {
         rank: [sample for span in local_samples(plan, [rank]) for sample in span]
@@ -130,7 +88,7 @@ def test_the_parts_of_all_ranks_are_the_batch(count: int, size: int, sbp: str) -
 
 
 def test_a_split_of_another_dim_leaves_all_samples() -> None:
-    plan = plan_of([GRID], {"x": (0, str(NdSbp(S(1), B)), (4, 6))})
+    plan = batch_plan([GRID], {"x": (0, str(NdSbp(S(1), B)), (4, 6))})
 
     assert batch_parts(plan, [0])["x"].shape == (4, 6)
     assert batch_parts(plan, [0])["x"].is_whole

@@ -56,10 +56,10 @@ from sbp_core.memory.storage_view import (
     ResultLayout,
     StorageView,
     StridedLayout,
+    Value,
     contiguous,
 )
 
-Value = StorageView | Number
 Values = dict[str, Value]
 
 

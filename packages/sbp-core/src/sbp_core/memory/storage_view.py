@@ -45,6 +45,10 @@ class StorageView:
     storage_bytes: int
 
 
+#: What memory knows of a value: how it lies, or a host number itself.
+Value = StorageView | Number
+
+
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
     """How one result of an instruction lies in memory, and on whose storage.

@@ -32,17 +32,15 @@ from sbp_core.interpreter import Domain, Firing
 from sbp_core.interpreter.domain import V, Values
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary
 from sbp_core.memory.storage_view import (
-    Number,
     ResultLayout,
     StorageView,
     StridedLayout,
+    Value,
     contiguous,
 )
 from sbp_core.placement import Placement
 from sbp_core.plugins.tensor_library import tensor_library
 from sbp_core.sbp import NdSbp
-
-Value = StorageView | Number
 
 
 def installed_layouts() -> CallLayouts | None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
 from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
-from sbp_core.sbp import B, NdSbp
+from sbp_core.sbp import B, NdSbp, local_shape
 from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 from sbp_core.testing.graphs import Builder, cluster, mlp
 
-__all__ = ["LINE", "data_parallel_plan", "diamond", "pipeline_plan", "strategy_of"]
+__all__ = ["LINE", "batch_plan", "data_parallel_plan", "diamond", "pipeline_plan", "strategy_of"]
 
 LINE = Placement.grid((2,), ("data",))
 
@@ -114,3 +114,52 @@ def data_parallel_plan(options: CompileOptions | None = None) -> PhysicalPlan:
     request = PlanRequest(graph=graph, mesh=LINE, cluster=cluster())
     pins = {"batch": "S(0)", "parameters": "B"}
     return compile_plan(graph, infer_strategy(request, planner="test", pins=pins), options)
+
+
+def batch_plan(
+    stages: Sequence[Placement],
+    tensors: Mapping[str, tuple[int, str, tuple[int, ...]]],
+    count: int = 1,
+) -> PhysicalPlan:
+    """Return a plan with no actors, of batch tensors.
+
+    Args:
+        stages: Of the plan.
+        tensors: Of one micro-batch: name -> (stage, nd-SBP, shape).
+        count: Micro-batches.
+    """
+
+    def slots(rank: int) -> tuple[StateSlot, ...]:
+        return tuple(
+            StateSlot(
+                name=name,
+                kind=InputKind.BATCH,
+                shape=shape,
+                dtype="float32",
+                stage=stage,
+                sbp=NdSbp.parse(sbp),
+                local_shape=local_shape(
+                    shape,
+                    NdSbp.parse(sbp),
+                    stages[stage].mesh_shape,
+                    stages[stage].coordinate(rank),
+                ),
+            )
+            for name, (stage, sbp, shape) in tensors.items()
+            if rank in stages[stage]
+        )
+
+    ranks = sorted({rank for stage in stages for rank in stage.rank_list})
+    return PhysicalPlan(
+        graph_hash="",
+        planner="",
+        num_micro_batches=count,
+        ties={},
+        stages=tuple(stages),
+        steps=(),
+        links=(),
+        ranks=tuple(
+            RankPlan(rank=rank, slots=slots(rank), actors=(), registers=(), orders={})
+            for rank in ranks
+        ),
+    )
