@@ -121,6 +121,33 @@ def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
     return found
 
 
+def with_dependents(packages: Iterable[Package]) -> list[Package]:
+    """Return packages, and those that declare them, for their tests too, by any number of steps."""
+    wanted = set(packages)
+    return [
+        package
+        for package in PACKAGES
+        if package in wanted or wanted & {*needed_of(package, package.test_dependencies)}
+    ]
+
+
+def touched_packages(paths: Iterable[str]) -> list[Package]:
+    """Return the packages whose tests a change may break.
+
+    Args:
+        paths: Of the files that it touches, from the root of the repository. What all packages
+            share, such as this file, touches all of them; integration and documents touch none.
+    """
+    touched: set[Package] = set()
+    for path in paths:
+        top, _, rest = path.partition("/")
+        if top == "packages":
+            touched |= {one for one in PACKAGES if one.name == rest.partition("/")[0]}
+        elif path in ("noxfile.py", "pyproject.toml"):
+            return PACKAGES
+    return with_dependents(touched)
+
+
 def pip_install(
     session: nox.Session, *arguments: str, constraints: Sequence[str] = (TORCH,)
 ) -> None:
@@ -233,7 +260,7 @@ def train(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
     """Everything that CI needs, in one environment."""
-    install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, with_tests=True)
+    install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
     check_style(session)
     check_types(session)
     for package in PACKAGES:
@@ -241,6 +268,28 @@ def tests(session: nox.Session) -> None:
     run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
     try_example_plugin(session)
     check_links(session)
+
+
+@nox.session(reuse_venv=True)
+def changed(session: nox.Session) -> None:
+    """The tests of what differs from `-- BASE` (origin/main), of what builds on it; integration."""
+    (base,) = session.posargs or ["origin/main"]
+    git: dict[str, Any] = {"external": True, "silent": True, "log": False}
+    ancestor = str(session.run("git", "merge-base", base, "HEAD", **git)).strip()
+    listed = [
+        session.run("git", "diff", "--name-only", ancestor, **git),
+        session.run("git", "ls-files", "--others", "--exclude-standard", **git),
+    ]
+    paths = [path for text in listed for path in str(text).splitlines()]
+    packages = touched_packages(paths)
+    names = ", ".join(package.name for package in packages)
+    session.log(f"{len(paths)} files differ from {ancestor[:8]}; packages: {names or 'none'}")
+    if not paths:
+        return
+    install_all(session, GRIFFE, "nox", with_tests=True)
+    for package in packages:
+        run_pytest(session, package.folder, *package.quick)
+    run_integration(session, *QUICK, *ON_ALL_CORES)
 
 
 def add_tests_session(package: Package) -> None:
@@ -328,7 +377,7 @@ def build(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def integration(session: nox.Session) -> None:
     """The quick tests that know several packages."""
-    install_all(session, TRANSFORMERS, GRIFFE, with_tests=True)
+    install_all(session, TRANSFORMERS, GRIFFE, "nox", with_tests=True)
     run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
 
 

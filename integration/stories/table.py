@@ -231,7 +231,7 @@ STORIES = (
             "milliseconds by operator": (
                 Missing("a step has a predicted time, operators have not"),
             ),
-            "32 layers for 64 devices, on a laptop": (Missing("planned, not yet tried as a test"),),
+            "32 layers for 64 devices, on a laptop": (integration("test_stories_plan"),),
             "why not this alternative; the difference of two plans": (
                 Missing("two strategy files are compared by hand"),
             ),
@@ -294,11 +294,15 @@ STORIES = (
             ),
             "the lowest versions that are declared": (nox("lowest"),),
             "the oldest and the newest Python": (
-                Missing("sessions run on the Python that started nox alone"),
+                nox("alone(sbp-core)", "-P", "3.11"),
+                nox("alone(sbp-core)", "-P", "3.13"),
+                Missing("packages with PyTorch on another Python than that of nox"),
             ),
             "the core needs no MPI, CUDA or CuPy": (nox("lint"),),
             "nox finds the packages by itself": (nox("lint"),),
-            "only packages that a change touches": (Missing("all are tested each time"),),
+            "only packages that a change touches, then all together": (
+                integration("test_noxfile"),
+            ),
         },
     ),
     story(

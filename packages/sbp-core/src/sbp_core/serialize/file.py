@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -136,6 +137,8 @@ def file_within(
     path = folder.joinpath(*parts)
     try:
         home, found = folder.resolve(), path.resolve()
+        if found.is_symlink():  # from Python 3.13 on, links in a circle are left as they are
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     except (OSError, RuntimeError) as cause:  # links in a circle, a name that is too long
         raise error(f"{shown(name)} cannot be found: {cause}", where=where, todo=todo) from cause
     if not found.is_relative_to(home) or found == home:

@@ -1,0 +1,57 @@
+"""Which packages a change touches, as the session `changed` of nox tests them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def noxfile() -> Iterator[ModuleType]:
+    pytest.importorskip("nox", reason="sessions that test integration install nox")
+    spec = importlib.util.spec_from_file_location("noxfile_of_sbp", ROOT / "noxfile.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for their annotations
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def touched(noxfile: ModuleType, *paths: str) -> list[str]:
+    return [package.name for package in noxfile.touched_packages(paths)]
+
+
+def test_what_the_core_changes_touches_every_package(noxfile: ModuleType) -> None:
+    assert touched(noxfile, "packages/sbp-core/src/sbp_core/sbp.py") == [
+        package.name for package in noxfile.PACKAGES
+    ]
+
+
+def test_a_plugin_that_nobody_declares_touches_itself_alone(noxfile: ModuleType) -> None:
+    assert touched(noxfile, "packages/planner/src/sbp_planner/plugin.py") == ["planner"]
+
+
+def test_packages_that_only_tests_need_count_too(noxfile: ModuleType) -> None:
+    touching = touched(noxfile, "packages/sbp-torch/README.md")
+
+    # Their tests run plans, which they themselves only make.
+    assert {"sbp-aten", "planner", "sbp-torch"} <= {*touching}
+    assert "sbp-core" not in touching
+
+
+def test_integration_and_documents_touch_no_package(noxfile: ModuleType) -> None:
+    assert touched(noxfile, "integration/soak.py", "docs/pins.md", "README.md") == []
+
+
+def test_what_all_share_touches_all(noxfile: ModuleType) -> None:
+    assert touched(noxfile, "docs/pins.md", "noxfile.py") == [
+        package.name for package in noxfile.PACKAGES
+    ]
