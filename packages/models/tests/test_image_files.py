@@ -308,3 +308,26 @@ def test_digits_are_scaled_by_whole_numbers_and_fit_a_model() -> None:
     )
     with pytest.raises(ConfigError, match=r"data\.image_size=8, and model=vit takes 16"):
         VitConfig(image_size=16).check_beside({"data": DigitsConfig()})
+
+
+@pytest.mark.parametrize("kind", ["image_folder", "webdataset"])
+def test_images_of_which_none_are_held_out_are_refused(tmp_path: Path, kind: str) -> None:
+    root = write_folders(tmp_path / "x") if kind == "image_folder" else write_shards(tmp_path / "x")
+
+    with pytest.raises(ConfigError, match="60 samples, and none for the split 'validation'"):
+        if kind == "image_folder":
+            image_folder.build(ImageFolderConfig(path=str(root), held_out=0.0))
+        else:
+            webdataset.build(WebDatasetConfig(path=str(root), held_out=0.0))
+
+
+def test_a_shard_that_is_cut_off_while_it_is_used_is_named_with_the_byte(tmp_path: Path) -> None:
+    file = one_shard(tmp_path)
+    data = webdataset.build(WebDatasetConfig(path=str(file), image_size=8, held_out=0.3))
+    last = data.num_samples() - 1
+    file.write_bytes(file.read_bytes()[:600])
+
+    with pytest.raises(ConfigError, match="has been cut off since it was listed") as caught:
+        data.samples(np.array([last]))
+
+    assert caught.value.where[0].startswith(f"{file}, byte ")

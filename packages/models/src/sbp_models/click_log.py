@@ -24,7 +24,7 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_models.configs import ClickLogConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of
-from sbp_models.splits import checked_numbers, size_of
+from sbp_models.splits import SplitDataset
 
 #: The files that are read in a folder.
 SUFFIXES = frozenset({".csv", ".parquet"})
@@ -33,7 +33,7 @@ SUFFIXES = frozenset({".csv", ".parquet"})
 MISSING = 0
 
 
-class ClickLog:
+class ClickLog(SplitDataset):
     """Logged clicks. Fulfils `sbp_torch.kinds.Dataset`.
 
     Args:
@@ -58,18 +58,11 @@ class ClickLog:
     ) -> None:
         self._dense, self._sparse, self._clicks = dense, sparse, clicks
         self._cut = len(clicks) - round(held_out * len(clicks))
-        self._splits = {"train": self._cut, "validation": len(clicks) - self._cut}
-        self._label = label
-        for split, size in self._splits.items():
-            if not size:
-                raise ConfigError(
-                    f"{label} has {len(clicks)} rows, and none for the split {split!r}",
-                    accepted="more rows, or another data.held_out",
-                )
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many rows a split has."""
-        return size_of(self._splits, split, where=self._label)
+        super().__init__(
+            {"train": self._cut, "validation": len(clicks) - self._cut},
+            label=f"clicks of {label}",
+            accepted="more rows, or another data.held_out",
+        )
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -80,7 +73,7 @@ class ClickLog:
             `dense`, float32 (n, numbers); `sparse`, int64 (n, features, 1), below the rows of the
             feature; `clicks`, float32 (n,), 0 or 1.
         """
-        found = checked_numbers(numbers, self._splits, split, where=self._label)
+        found = self._checked(numbers, split)
         rows = found + (self._cut if split == "validation" else 0)
         return {
             "dense": torch.from_numpy(self._dense[rows]),
@@ -90,9 +83,8 @@ class ClickLog:
 
     def describe(self) -> str:
         """Return one line: how many rows, numbers and features there are."""
-        counts = ", ".join(f"{size:,} {split}" for split, size in self._splits.items())
         return (
-            f"clicks of {self._label}: {counts}; {self._dense.shape[1]} numbers, "
+            f"{self._label}: {self._counts()}; {self._dense.shape[1]} numbers, "
             f"{self._sparse.shape[1]} features, {self._clicks.mean():.1%} clicked"
         )
 

@@ -15,24 +15,20 @@ import torch
 
 from sbp_models.configs import ClicksConfig
 from sbp_models.counter_based_random import key_of, members, normal, uniform
-from sbp_models.splits import checked_numbers, made_up_splits, size_of
+from sbp_models.splits import SplitDataset, made_up_splits
 
 #: Standard deviation of the logit of a click.
 LOGIT_STD = 2.0
 
 
-class Clicks:
+class Clicks(SplitDataset):
     """Samples and whether they were clicked on. Fulfils `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: ClicksConfig) -> None:
         self._config = config
-        self._splits = made_up_splits(config.num_samples)
+        super().__init__(made_up_splits(config.num_samples), label=self.describe())
         rule = key_of(config.seed, "rule")
         self._weights = normal(rule, np.arange(config.num_dense, dtype=np.uint64))
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many samples a split has."""
-        return size_of(self._splits, split, where=self.describe())
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -44,7 +40,7 @@ class Clicks:
             (n, features, bag), below the rows of the feature; `clicks`, float32 (n,), 0 or 1.
         """
         config = self._config
-        checked = checked_numbers(numbers, self._splits, split, where=self.describe())
+        checked = self._checked(numbers, split)
         samples = checked.astype(np.uint64)
         dense = normal(key_of(config.seed, split, "dense"), members(samples, config.num_dense))
         picks = [

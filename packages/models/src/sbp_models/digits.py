@@ -17,13 +17,13 @@ import torch
 
 from sbp_models.configs import DigitsConfig
 from sbp_models.extras import library
-from sbp_models.splits import checked_numbers, size_of
+from sbp_models.splits import SplitDataset
 
 #: One image of so many is held out.
 _HELD_OUT_EVERY = 10
 
 
-class Digits:
+class Digits(SplitDataset):
     """Images of digits, and which digits they are. Fulfils `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: DigitsConfig) -> None:
@@ -36,11 +36,8 @@ class Digits:
         self._labels = found.target.astype(np.int64)
         held = np.arange(len(images)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
         self._rows = {"train": np.flatnonzero(~held), "validation": np.flatnonzero(held)}
-        self._splits = {split: len(rows) for split, rows in self._rows.items()}
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many images a split has."""
-        return size_of(self._splits, split, where=self.describe())
+        sizes = {split: len(rows) for split, rows in self._rows.items()}
+        super().__init__(sizes, label="handwritten digits of scikit-learn")
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -51,7 +48,7 @@ class Digits:
             `images`, float32 (n, channels, image_size, image_size), in [-1, 1]; `labels`, int64
             (n,).
         """
-        found = checked_numbers(numbers, self._splits, split, where=self.describe())
+        found = self._checked(numbers, split)
         rows = self._rows[split][found]
         return {
             "images": torch.from_numpy(self._images[rows]),
@@ -60,8 +57,7 @@ class Digits:
 
     def describe(self) -> str:
         """Return one line: how many images there are."""
-        counts = ", ".join(f"{size:,} {split}" for split, size in self._splits.items())
-        return f"handwritten digits of scikit-learn: {counts}, 10 classes"
+        return f"{self._label}: {self._counts()}, 10 classes"
 
 
 def build(config: DigitsConfig) -> Digits:

@@ -19,32 +19,31 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_models.configs import HfDatasetConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of
-from sbp_models.splits import checked_numbers, size_of
+from sbp_models.splits import SplitDataset
 
 
-class HfDataset:
+class HfDataset(SplitDataset):
     """Rows as tensors. Fulfils `sbp_torch.kinds.Dataset`.
 
     Args:
         splits: `train` and `validation`: a `datasets.Dataset`, and which of its rows.
         columns: Column by name in a batch.
         label: What `describe` calls it.
+
+    Raises:
+        ConfigError: a split has no rows.
     """
 
     def __init__(
         self, splits: Mapping[str, tuple[Any, range]], columns: Mapping[str, str], label: str
     ) -> None:
-        self._columns, self._label = dict(columns), label
+        self._columns = dict(columns)
         self._rows = {split: rows for split, (_, rows) in splits.items()}
-        self._splits = {split: len(rows) for split, rows in self._rows.items()}
+        super().__init__({split: len(rows) for split, rows in self._rows.items()}, label=label)
         self._data = {
             split: data.select_columns(list(dict.fromkeys(columns.values()))).with_format("torch")
             for split, (data, _) in splits.items()
         }
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many rows a split has."""
-        return size_of(self._splits, split, where=self._label)
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -54,7 +53,7 @@ class HfDataset:
         Raises:
             ConfigError: a column has no numbers, or rows of different lengths.
         """
-        found = checked_numbers(numbers, self._splits, split, where=self._label)
+        found = self._checked(numbers, split)
         rows = self._data[split][(found + self._rows[split].start).tolist()]
         for name, column in self._columns.items():
             value = rows[column]
@@ -72,8 +71,7 @@ class HfDataset:
 
     def describe(self) -> str:
         """Return one line: how many rows there are, and the columns."""
-        counts = ", ".join(f"{size:,} {split}" for split, size in self._splits.items())
-        return f"{self._label}: {counts}; columns {', '.join(self._columns.values())}"
+        return f"{self._label}: {self._counts()}; columns {', '.join(self._columns.values())}"
 
 
 def build(config: HfDatasetConfig) -> HfDataset:
@@ -110,11 +108,7 @@ def build(config: HfDatasetConfig) -> HfDataset:
             "train": (loaded, range(cut)),
             "validation": (loaded, range(cut, len(loaded))),
         }
-    for split, (data, rows) in splits.items():
-        if not rows:
-            raise ConfigError(
-                f"data.path={config.path} has no row for the split {split!r}", accepted="more rows"
-            )
+    for data, _ in splits.values():
         _check_columns(config, data.column_names)
     first = splits["train"][0].column_names
     columns = config.columns or {name: name for name in first}

@@ -9,21 +9,15 @@ their names, so that images that come later change nothing for the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs import ImageFolderConfig
-from sbp_models.local_files import files_of, is_held_out, read_bytes
-from sbp_models.pictures import SUFFIXES, Pictures
-from sbp_models.splits import checked_numbers, size_of
+from sbp_models.local_files import files_of, is_held_out
+from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
 
 
-class ImageFolder:
+class ImageFolder(ImageFiles):
     """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`.
 
     Raises:
@@ -31,26 +25,17 @@ class ImageFolder:
     """
 
     def __init__(self, config: ImageFolderConfig) -> None:
+        pictures = Pictures(config, needed_by="data=image_folder")
         root = Path(config.path).expanduser()
-        self._pictures = Pictures(
-            image_size=config.image_size, channels=config.channels, needed_by="data=image_folder"
-        )
         splits = [root / "train", root / "validation"]
         if all(folder.is_dir() for folder in splits):
-            self._files = {folder.name: _images(folder) for folder in splits}
+            files = {folder.name: _images(folder) for folder in splits}
         else:
-            images = _images(root)
-            held = [
-                is_held_out(file.relative_to(root).as_posix(), config.held_out)
-                for file, _ in images
-            ]
-            pairs = list(zip(images, held, strict=True))
-            self._files = {
-                "train": [image for image, out in pairs if not out],
-                "validation": [image for image, out in pairs if out],
-            }
-        self.classes = sorted({name for own in self._files.values() for _, name in own})
-        self._label = f"images of {config.path}"
+            files = {"train": [], "validation": []}
+            for file, name in _images(root):
+                held = is_held_out(file.relative_to(root).as_posix(), config.held_out)
+                files["validation" if held else "train"].append((file, name))
+        self.classes = sorted({name for own in files.values() for _, name in own})
         if len(self.classes) > config.num_classes:
             raise ConfigError(
                 f"data.path={config.path} has {len(self.classes)} folders of images, and "
@@ -58,44 +43,23 @@ class ImageFolder:
                 accepted=f"data.num_classes >= {len(self.classes)}",
                 todo="set model.num_classes, which data.num_classes follows",
             )
-        for split, own in self._files.items():
-            if not own:
-                raise ConfigError(
-                    f"data.path={config.path} has no image for the split {split!r}",
-                    accepted="more images, or folders `train` and `validation` with images",
-                    todo="raise data.held_out" if split == "validation" else "",
-                )
-        self._splits = {split: len(own) for split, own in self._files.items()}
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many images a split has."""
-        return size_of(self._splits, split, where=self._label)
-
-    def samples(
-        self, numbers: npt.NDArray[np.int64], split: str = "train"
-    ) -> Mapping[str, torch.Tensor]:
-        """Return images of `train` or `validation`.
-
-        Returns:
-            `images`, float32 (n, channels, image_size, image_size), in [-1, 1]; `labels`, int64
-            (n,).
-
-        Raises:
-            ConfigError: a file cannot be read, or is no whole image: names the byte.
-        """
-        found = checked_numbers(numbers, self._splits, split, where=self._label)
-        asked = [self._files[split][number] for number in found]
-        images = [self._pictures.decoded(read_bytes(file), str(file)) for file, _ in asked]
-        labels = [self.classes.index(name) for _, name in asked]
-        return {"images": torch.stack(images), "labels": torch.tensor(labels)}
+        labels = {name: label for label, name in enumerate(self.classes)}
+        super().__init__(
+            {
+                split: [StoredImage(file=file, label=labels[name]) for file, name in own]
+                for split, own in files.items()
+            },
+            pictures,
+            label=f"images of {config.path}",
+            accepted="more images, a larger data.held_out, or folders `train` and `validation`",
+        )
 
     def describe(self) -> str:
         """Return one line: how many images and classes there are."""
-        counts = ", ".join(f"{size:,} {split}" for split, size in self._splits.items())
-        return f"{self._label}: {counts}, {len(self.classes)} classes"
+        return f"{super().describe()}, {len(self.classes)} classes"
 
 
-def _images(folder: Path) -> Sequence[tuple[Path, str]]:
+def _images(folder: Path) -> list[tuple[Path, str]]:
     """Return the images below the folders of a folder, and the name of their class."""
     found = []
     for file in files_of(folder, key="data.path", suffixes=SUFFIXES):

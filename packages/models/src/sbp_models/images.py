@@ -15,18 +15,18 @@ import torch
 
 from sbp_models.configs import ImagesConfig
 from sbp_models.counter_based_random import below, key_of, members, normal, uniform
-from sbp_models.splits import checked_numbers, made_up_splits, size_of
+from sbp_models.splits import SplitDataset, made_up_splits
 
 #: Periods of the stripes across an image.
 PERIODS = 4
 
 
-class StripedImages:
+class StripedImages(SplitDataset):
     """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`."""
 
     def __init__(self, config: ImagesConfig) -> None:
         self._config = config
-        self._splits = made_up_splits(config.num_samples)
+        super().__init__(made_up_splits(config.num_samples), label=self.describe())
         classes = np.arange(config.num_classes)
         angles = np.pi * classes / config.num_classes
         across = 2 * np.pi * PERIODS * np.arange(config.image_size) / config.image_size
@@ -36,10 +36,6 @@ class StripedImages:
         )
         counts = members(classes.astype(np.uint64), config.channels)
         self._colours = 2 * uniform(key_of(config.seed, "colours"), counts) - 1
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many samples a split has."""
-        return size_of(self._splits, split, where=self.describe())
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -51,7 +47,7 @@ class StripedImages:
             about 1; `labels`, int64 (n,).
         """
         config = self._config
-        checked = checked_numbers(numbers, self._splits, split, where=self.describe())
+        checked = self._checked(numbers, split)
         samples = checked.astype(np.uint64)
         labels = below(key_of(config.seed, split, "label"), samples, config.num_classes)
         shifts = np.pi / 2 * uniform(key_of(config.seed, split, "shift"), samples)

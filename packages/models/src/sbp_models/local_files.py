@@ -54,19 +54,35 @@ def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Pa
     return sorted(found, key=lambda file: file.relative_to(path).parts)
 
 
-def read_bytes(file: Path, *, key: str = "") -> bytes:
-    """Return what a file holds.
+def read_bytes(
+    file: Path, *, key: str = "", begin: int = 0, size_bytes: int | None = None
+) -> bytes:
+    """Return what a file holds, or a part of it.
+
+    Args:
+        file: To read.
+        key: The setting that names it, for messages.
+        begin: First byte to read.
+        size_bytes: To read; all that follow if None.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or ends before.
     """
     try:
-        return file.read_bytes()
+        with file.open("rb") as opened:
+            opened.seek(begin)
+            found = opened.read(-1 if size_bytes is None else size_bytes)
     except OSError as error:
         raise ConfigError(
             f"{f'{key}=' if key else ''}{file} cannot be read: {error.strerror}",
+            where=f"{file}, byte {begin}" if begin else "",
             accepted="a file that this user may read",
         ) from error
+    if size_bytes is not None and len(found) < size_bytes:
+        raise ConfigError(
+            f"{file} has been cut off since it was listed", where=f"{file}, byte {begin}"
+        )
+    return found
 
 
 def is_held_out(name: str, part: float) -> bool:

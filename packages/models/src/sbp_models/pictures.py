@@ -1,16 +1,26 @@
-"""Images of files as tensors, decoded by Pillow; an image that is broken is named with the byte."""
+"""Images of files as tensors, decoded by Pillow, and the base of the data sets of such images.
+
+An image that is broken is named with the byte.
+"""
 
 from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError
+from sbp_models.configs import ImageFilesConfig
 from sbp_models.extras import library
+from sbp_models.local_files import read_bytes
+from sbp_models.splits import SplitDataset
 
 #: Formats that are decoded, and the suffixes of their files: none of them runs a program.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
@@ -24,18 +34,18 @@ class Pictures:
     """Decodes images to one size.
 
     Args:
-        image_size: Height and width, in pixels.
-        channels: 3 for colours, 1 for grey.
+        config: Their size and channels.
         needed_by: Option that needs it, such as `data=image_folder`.
 
     Raises:
         ConfigError: Pillow is not installed.
     """
 
-    def __init__(self, *, image_size: int, channels: int, needed_by: str) -> None:
+    def __init__(self, config: ImageFilesConfig, *, needed_by: str) -> None:
         self._image: Any = library("PIL.Image", extra="images", needed_by=needed_by)
         self._ops: Any = library("PIL.ImageOps", extra="images", needed_by=needed_by)
-        self._size, self._mode = (image_size, image_size), "RGB" if channels == 3 else "L"
+        self._size = (config.image_size, config.image_size)
+        self._mode = "RGB" if config.channels == 3 else "L"
 
     def decoded(self, content: bytes, name: str, begin: int = 0) -> torch.Tensor:
         """Return an image scaled to the size on its shorter side, and cut in the middle.
@@ -80,3 +90,76 @@ class Pictures:
             )
         found = np.asarray(picture, dtype=np.float32).reshape(*self._size, -1)
         return torch.from_numpy(found.transpose(2, 0, 1) / np.float32(127.5) - 1).contiguous()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredImage:
+    """An image in a file, and its class.
+
+    Args:
+        file: That it is in.
+        label: The number of its class.
+        name: Of a member of `file`, for messages; empty if it is the file itself.
+        begin: Its first byte in `file`.
+        size_bytes: Its bytes from there on; None for all.
+    """
+
+    file: Path
+    label: int
+    name: str = ""
+    begin: int = 0
+    size_bytes: int | None = None
+
+
+class ImageFiles(SplitDataset):
+    """Images that are decoded when they are asked for. Fulfils `sbp_torch.kinds.Dataset`.
+
+    Args:
+        images: Those of each split.
+        pictures: Decodes them.
+        label: What `describe` calls them.
+        accepted: What a data set with an empty split should have been.
+
+    Raises:
+        ConfigError: a split has no images.
+    """
+
+    def __init__(
+        self,
+        images: Mapping[str, Sequence[StoredImage]],
+        pictures: Pictures,
+        *,
+        label: str,
+        accepted: str,
+    ) -> None:
+        sizes = {split: len(own) for split, own in images.items()}
+        super().__init__(sizes, label=label, accepted=accepted)
+        self._images, self._pictures = images, pictures
+
+    def samples(
+        self, numbers: npt.NDArray[np.int64], split: str = "train"
+    ) -> Mapping[str, torch.Tensor]:
+        """Return images of `train` or `validation`.
+
+        Returns:
+            `images`, float32 (n, channels, image_size, image_size), in [-1, 1]; `labels`, int64
+            (n,).
+
+        Raises:
+            ConfigError: a file cannot be read, or an image is not whole: names the byte.
+        """
+        asked = [self._images[split][number] for number in self._checked(numbers, split)]
+        images = [
+            self._pictures.decoded(
+                read_bytes(image.file, begin=image.begin, size_bytes=image.size_bytes),
+                f"{image.file}, file {image.name}" if image.name else str(image.file),
+                image.begin,
+            )
+            for image in asked
+        ]
+        labels = torch.tensor([image.label for image in asked])
+        return {"images": torch.stack(images), "labels": labels}
+
+    def describe(self) -> str:
+        """Return one line: what the images are, and how many."""
+        return f"{self._label}: {self._counts()}"

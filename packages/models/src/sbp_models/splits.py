@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from sbp_core.errors import SbpValueError, unknown_name
+from sbp_core.errors import ConfigError, SbpValueError, unknown_name
 
 #: Samples of the train split for each one that is held out, of data sets that are made up.
 TRAIN_PER_HELD_OUT = 20
@@ -18,38 +18,57 @@ def made_up_splits(num_samples: int) -> dict[str, int]:
     return {"train": num_samples, "validation": -(-num_samples // TRAIN_PER_HELD_OUT)}
 
 
-def size_of(splits: Mapping[str, int], split: str, *, where: str) -> int:
-    """Return how many samples a split has.
+class SplitDataset:
+    """The base of the data sets: they know how many samples each of their splits has.
 
     Args:
-        splits: The samples of each split.
-        split: Its name.
-        where: What the data set is called.
+        sizes: The samples of each split.
+        label: What messages call the data set.
+        accepted: What a data set with an empty split should have been.
 
     Raises:
-        SbpLookupError: no such split.
+        ConfigError: a split has no samples.
     """
-    if split not in splits:
-        raise unknown_name("split", split, splits, where=where)
-    return splits[split]
 
+    def __init__(
+        self, sizes: Mapping[str, int], *, label: str, accepted: str = "more samples"
+    ) -> None:
+        self._sizes, self._label = dict(sizes), label
+        for split, size in sizes.items():
+            if not size:
+                raise ConfigError(
+                    f"{label}: {sum(sizes.values())} samples, and none for the split {split!r}",
+                    accepted=accepted,
+                )
 
-def checked_numbers(
-    numbers: npt.ArrayLike, splits: Mapping[str, int], split: str, *, where: str
-) -> npt.NDArray[np.int64]:
-    """Return the numbers of samples of a split as an array: int64 (n,).
+    def num_samples(self, split: str = "train") -> int:
+        """Return how many samples a split has.
 
-    Raises:
-        SbpLookupError: no such split.
-        SbpValueError: it has no sample of one of the numbers.
-    """
-    size = size_of(splits, split, where=where)
-    found = np.asarray(numbers, dtype=np.int64).reshape(-1)
-    outside = (found < 0) | (found >= size)
-    if outside.any():
-        raise SbpValueError(
-            f"split {split!r} has no sample {found[outside][0]}",
-            where=where,
-            accepted=f"numbers in 0 to {size - 1}",
-        )
-    return found
+        Raises:
+            SbpLookupError: no such split.
+        """
+        if split not in self._sizes:
+            raise unknown_name("split", split, self._sizes, where=self._label)
+        return self._sizes[split]
+
+    def _checked(self, numbers: npt.ArrayLike, split: str) -> npt.NDArray[np.int64]:
+        """Return the numbers of samples of a split as an array: int64 (n,).
+
+        Raises:
+            SbpLookupError: no such split.
+            SbpValueError: it has no sample of one of the numbers.
+        """
+        size = self.num_samples(split)
+        found = np.asarray(numbers, dtype=np.int64).reshape(-1)
+        outside = (found < 0) | (found >= size)
+        if outside.any():
+            raise SbpValueError(
+                f"split {split!r} has no sample {found[outside][0]}",
+                where=self._label,
+                accepted=f"numbers in 0 to {size - 1}",
+            )
+        return found
+
+    def _counts(self) -> str:
+        """Return how many samples each split has, for people."""
+        return ", ".join(f"{size:,} {split}" for split, size in self._sizes.items())

@@ -32,7 +32,7 @@ from sbp_core.units import format_bytes
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
 from sbp_models.configs.text import VOCABULARY
 from sbp_models.counter_based_random import hashes, key_of, members
-from sbp_models.splits import checked_numbers, size_of
+from sbp_models.splits import SplitDataset
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ NOT_LIBRARY = frozenset(
 )
 
 
-class ByteText:
+class ByteText(SplitDataset):
     """A text as bytes; a token is a byte. Fulfils `sbp_torch.kinds.TextDataset`.
 
     Args:
@@ -91,7 +91,6 @@ class ByteText:
         self._stride = {"next": context, "masked": context, "continue": 2 * context}[task]
         self._context, self._task = context, task
         self._seed = seed
-        self._label = f"{label}: {len(files)} file{'s' if len(files) != 1 else ''}"
         shortest = min(map(len, self._texts.values()))
         if shortest < self._window:
             needed = int(self._window / SPLITS["validation"]) + 1
@@ -101,14 +100,12 @@ class ByteText:
                 accepted=f"about {needed} bytes or more",
                 todo="give more text, or a smaller data.context",
             )
-        self._splits = {
+        sizes = {
             split: (len(part) - self._window) // self._stride + 1
             for split, part in self._texts.items()
         }
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many windows a split has."""
-        return size_of(self._splits, split, where=self._label)
+        files_of = f"{len(files)} file{'s' if len(files) != 1 else ''}"
+        super().__init__(sizes, label=f"{label}: {files_of}")
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -118,7 +115,7 @@ class ByteText:
         Returns:
             `tokens` and `targets`, int64 (n, context) each; see the module docstring.
         """
-        found = checked_numbers(numbers, self._splits, split, where=self._label)
+        found = self._checked(numbers, split)
         places = found[:, None] * self._stride + np.arange(self._window)
         windows = self._texts[split][places].astype(np.int64)
         if self._task == "masked":

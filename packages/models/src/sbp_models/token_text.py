@@ -26,7 +26,7 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_models.configs import TokensConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of, read_bytes
-from sbp_models.splits import checked_numbers, size_of
+from sbp_models.splits import SplitDataset
 
 #: The part of the tokens that is held out.
 HELD_OUT = 0.05
@@ -38,7 +38,7 @@ NO_TARGET = -100
 _AT_ONCE = 1000
 
 
-class TokenText:
+class TokenText(SplitDataset):
     """Packed documents. Fulfils `sbp_torch.kinds.TextDataset`.
 
     Args:
@@ -67,7 +67,6 @@ class TokenText:
         stream = np.concatenate([np.empty(0, np.int32), *parts])
         cut = len(stream) - round(HELD_OUT * len(stream))
         self._streams = {"train": stream[:cut], "validation": stream[cut:]}
-        self._label = f"{label}: {len(parts)} document{'s' if len(parts) != 1 else ''}"
         shortest = min(map(len, self._streams.values()))
         if shortest < context + 1:
             raise ConfigError(
@@ -76,11 +75,10 @@ class TokenText:
                 accepted=f"about {int((context + 1) / HELD_OUT) + 1} tokens or more",
                 todo="give more text, or a smaller data.context",
             )
-        self._splits = {split: (len(own) - 1) // context for split, own in self._streams.items()}
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many windows a split has."""
-        return size_of(self._splits, split, where=self._label)
+        super().__init__(
+            {split: (len(own) - 1) // context for split, own in self._streams.items()},
+            label=f"{label}: {len(parts)} document{'s' if len(parts) != 1 else ''}",
+        )
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -90,7 +88,7 @@ class TokenText:
         Returns:
             `tokens` and `targets`, int64 (n, context) each; see the module docstring.
         """
-        found = checked_numbers(numbers, self._splits, split, where=self._label)
+        found = self._checked(numbers, split)
         places = found[:, None] * self._context + np.arange(self._context + 1)
         windows = self._streams[split][places].astype(np.int64)
         tokens, targets = windows[:, :-1], windows[:, 1:]

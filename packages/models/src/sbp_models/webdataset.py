@@ -10,19 +10,13 @@ are decoded when they are asked for. Nothing is unpickled and nothing unpacked.
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs import WebDatasetConfig
-from sbp_models.local_files import files_of, is_held_out
-from sbp_models.pictures import SUFFIXES, Pictures
-from sbp_models.splits import checked_numbers, size_of
+from sbp_models.local_files import files_of, is_held_out, read_bytes
+from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
 
 #: Bytes of a block of a tar file, of which headers and zeros at the end have some.
 _BLOCK = 512
@@ -31,18 +25,7 @@ _BLOCK = 512
 _MOST_LABEL_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """Where the image of a sample lies, and its class."""
-
-    shard: Path
-    name: str
-    begin: int
-    size: int
-    label: int
-
-
-class WebDataset:
+class WebDataset(ImageFiles):
     """Images and their classes. Fulfils `sbp_torch.kinds.Dataset`.
 
     Raises:
@@ -50,61 +33,22 @@ class WebDataset:
     """
 
     def __init__(self, config: WebDatasetConfig) -> None:
-        self._pictures = Pictures(
-            image_size=config.image_size, channels=config.channels, needed_by="data=webdataset"
-        )
+        pictures = Pictures(config, needed_by="data=webdataset")
         shards = files_of(Path(config.path).expanduser(), key="data.path", suffixes={".tar"})
-        self._label = f"{len(shards)} shard{'s' if len(shards) != 1 else ''} of {config.path}"
-        self._images: dict[str, list[_Image]] = {"train": [], "validation": []}
+        images: dict[str, list[StoredImage]] = {"train": [], "validation": []}
         for shard in shards:
             for key, image in _samples(shard, config.num_classes):
                 held = is_held_out(f"{shard.name} {key}", config.held_out)
-                self._images["validation" if held else "train"].append(image)
-        for split, own in self._images.items():
-            if not own:
-                raise ConfigError(
-                    f"data.path={config.path} has no sample for the split {split!r}",
-                    accepted="more samples",
-                    todo="raise data.held_out" if split == "validation" else "",
-                )
-        self._splits = {split: len(own) for split, own in self._images.items()}
-
-    def num_samples(self, split: str = "train") -> int:
-        """Return how many images a split has."""
-        return size_of(self._splits, split, where=self._label)
-
-    def samples(
-        self, numbers: npt.NDArray[np.int64], split: str = "train"
-    ) -> Mapping[str, torch.Tensor]:
-        """Return images of `train` or `validation`.
-
-        Returns:
-            `images`, float32 (n, channels, image_size, image_size), in [-1, 1]; `labels`, int64
-            (n,).
-
-        Raises:
-            ConfigError: a shard cannot be read, or an image is not whole: names the byte.
-        """
-        found = checked_numbers(numbers, self._splits, split, where=self._label)
-        asked = [self._images[split][number] for number in found]
-        images = [
-            self._pictures.decoded(
-                _read(image.shard, image.begin, image.size),
-                f"{image.shard}, file {image.name}",
-                image.begin,
-            )
-            for image in asked
-        ]
-        labels = torch.tensor([image.label for image in asked])
-        return {"images": torch.stack(images), "labels": labels}
-
-    def describe(self) -> str:
-        """Return one line: how many shards and samples there are."""
-        counts = ", ".join(f"{size:,} {split}" for split, size in self._splits.items())
-        return f"{self._label}: {counts}"
+                images["validation" if held else "train"].append(image)
+        super().__init__(
+            images,
+            pictures,
+            label=f"{len(shards)} shard{'s' if len(shards) != 1 else ''} of {config.path}",
+            accepted="more samples, or another data.held_out",
+        )
 
 
-def _samples(shard: Path, num_classes: int) -> Iterator[tuple[str, _Image]]:
+def _samples(shard: Path, num_classes: int) -> Iterator[tuple[str, StoredImage]]:
     """Yield the samples of a shard with their names."""
     files: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in _members(shard):
@@ -125,8 +69,12 @@ def _samples(shard: Path, num_classes: int) -> Iterator[tuple[str, _Image]]:
         image, label = own[images[0]], own[".cls"]
         yield (
             key,
-            _Image(
-                shard, image.name, image.offset_data, image.size, _class(shard, label, num_classes)
+            StoredImage(
+                file=shard,
+                label=_class(shard, label, num_classes),
+                name=image.name,
+                begin=image.offset_data,
+                size_bytes=image.size,
             ),
         )
 
@@ -147,8 +95,10 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
                     )
                 yield member
         # tarfile may take a broken header for the end, and leave out all that follows.
-        if any(_read(shard, end, _BLOCK, may_be_less=True)):
-            raise tarfile.ReadError("the header of a file is none")
+        with shard.open("rb") as opened:
+            opened.seek(end)
+            if any(opened.read(_BLOCK)):
+                raise tarfile.ReadError("the header of a file is none")
     except (OSError, tarfile.TarError) as error:
         raise ConfigError(
             f"{shard} is no tar file that can be read: {error}",
@@ -158,7 +108,8 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _class(shard: Path, member: tarfile.TarInfo, num_classes: int) -> int:
-    content = _read(shard, member.offset_data, min(member.size, _MOST_LABEL_BYTES))
+    size_bytes = min(member.size, _MOST_LABEL_BYTES)
+    content = read_bytes(shard, begin=member.offset_data, size_bytes=size_bytes)
     text = content.decode("ascii", errors="replace").strip()
     if not text.isdecimal() or not text.isascii() or int(text) >= num_classes:
         raise ConfigError(
@@ -170,22 +121,6 @@ def _class(shard: Path, member: tarfile.TarInfo, num_classes: int) -> int:
             else "",
         )
     return int(text)
-
-
-def _read(shard: Path, begin: int, size: int, *, may_be_less: bool = False) -> bytes:
-    try:
-        with shard.open("rb") as file:
-            file.seek(begin)
-            found = file.read(size)
-    except OSError as error:
-        raise ConfigError(
-            f"{shard} cannot be read: {error.strerror}", where=f"{shard}, byte {begin}"
-        ) from error
-    if len(found) < size and not may_be_less:
-        raise ConfigError(
-            f"{shard} has been cut off since it was listed", where=f"{shard}, byte {begin}"
-        )
-    return found
 
 
 def build(config: WebDatasetConfig) -> WebDataset:

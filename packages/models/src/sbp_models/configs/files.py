@@ -62,16 +62,15 @@ class TokensConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFolderConfig:
-    """Settings of the data set `image_folder`.
+class ImageFilesConfig:
+    """Settings that data sets of images in files share.
 
     Args:
-        path: A folder with a folder of images for each class; or with `train` and `validation`,
-            which have these.
+        path: Of the file or folder.
         image_size: Height and width to which images are scaled and cut, in pixels.
         channels: 3 for colours, 1 for grey.
-        num_classes: Classes that the model knows; the folders may be fewer.
-        held_out: Part of the images to hold out, where there is no folder `validation`.
+        num_classes: Classes that the model knows; the images may be of fewer.
+        held_out: Part of the images to hold out.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -88,6 +87,24 @@ class ImageFolderConfig:
         check_positive(self, "image_size", "num_classes")
         check_fractions(self, "held_out")
         _check_channels(self.channels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFolderConfig(ImageFilesConfig):
+    """Settings of the data set `image_folder`.
+
+    Its `path` is a folder with a folder of images for each class; or with `train` and
+    `validation`, which have these, and then nothing else is held out.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebDatasetConfig(ImageFilesConfig):
+    """Settings of the data set `webdataset`.
+
+    Its `path` is a `.tar` file, or a folder with such files ("shards"): of each sample an image
+    and a file `.cls` of the same name, which says its class.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,32 +204,3 @@ class HfDatasetConfig:
     def __post_init__(self) -> None:
         _check_given(self, "path", "train", "validation")
         check_fractions(self, "held_out")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WebDatasetConfig:
-    """Settings of the data set `webdataset`.
-
-    Args:
-        path: A `.tar` file, or a folder with such files ("shards"): of each sample an image and a
-            file `.cls` of the same name, which says its class.
-        image_size: Height and width to which images are scaled and cut, in pixels.
-        channels: 3 for colours, 1 for grey.
-        num_classes: Classes.
-        held_out: Part of the samples to hold out.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
-
-    path: str
-    image_size: int = 32
-    channels: int = 3
-    num_classes: int = 10
-    held_out: float = 0.05
-
-    def __post_init__(self) -> None:
-        _check_given(self, "path")
-        check_positive(self, "image_size", "num_classes")
-        check_fractions(self, "held_out")
-        _check_channels(self.channels)
