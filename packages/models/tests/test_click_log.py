@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,66 @@ def test_columns_that_do_not_fit_the_model_are_refused() -> None:
         DlrmConfig(num_dense=3, rows=(6, 5)).check_beside({"data": config(Path("x"))})
     with pytest.raises(ConfigError, match="has tables of"):
         DlrmConfig(num_dense=2, rows=(6, 4)).check_beside({"data": config(Path("x"))})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_rows_of_a_cache_are_those_in_memory(tmp_path: Path, kind: str) -> None:
+    file, cache = written(tmp_path, kind), tmp_path / "cache"
+
+    found = [build(config(file, cache=one)) for one in (None, str(cache), str(cache))]
+
+    assert len(list(cache.glob("clicks-*/records.bin"))) == 1
+    wanted = everything(found[0])
+    for other in found[1:]:
+        given = everything(other)
+        assert all(torch.equal(given[name], wanted[name]) for name in wanted)
+    assert len({data.describe() for data in found}) == 1
+    assert "34.0% clicked" in found[0].describe()
+
+
+def test_other_columns_have_rows_of_their_own_and_another_part_held_out_has_not(
+    tmp_path: Path,
+) -> None:
+    file, cache = written(tmp_path, "parquet"), str(tmp_path / "cache")
+
+    build(config(file, cache=cache))
+    build(config(file, cache=cache, held_out=0.5))
+    assert len(list(tmp_path.glob("cache/clicks-*/records.bin"))) == 1
+    build(config(file, cache=cache, log=False))
+    build(config(file, cache=cache, rows=(6, 6)))
+
+    assert len(list(tmp_path.glob("cache/clicks-*/records.bin"))) == 3
+
+
+def test_a_log_without_rows_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, "csv", 1)
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+
+    for cache in (None, str(tmp_path / "cache")):
+        with pytest.raises(ConfigError, match="0 samples, and none for the split 'train'"):
+            build(config(file, cache=cache))
+
+
+@pytest.mark.parametrize("size", [70_000])
+def test_a_row_group_is_read_in_batches_and_rows_counted_over_them(
+    tmp_path: Path, size: int
+) -> None:
+    labels = np.zeros(size, np.int8)
+    labels[size - 5] = 3  # behind the first batch of the only group
+    table = arrow.table({"label": labels, "I1": np.arange(size), "C1": np.arange(size)})
+    file = tmp_path / "log.parquet"
+    parquet.write_table(table, file)
+
+    with pytest.raises(ConfigError, match="has the label 3") as caught:
+        build(config(file, dense=("I1",), sparse=("C1",), rows=(size,)))
+
+    assert caught.value.where == (f"{file}, row {size - 5} (from 0, without a header)",)
+
+
+@pytest.mark.parametrize("name", [b"other", b"label"])
+def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path: Path, name: bytes) -> None:
+    file = written(tmp_path, "parquet")
+    file.write_bytes(file.read_bytes().replace(name, b"\xff" * len(name)))
+
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        build(config(file))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from tokenizers import Tokenizer
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs import BertConfig, GptConfig, TokensConfig
-from sbp_models.token_text import NO_TARGET, TokenText, build, documents
+from sbp_models.text_files import pieces
+from sbp_models.token_text import NO_TARGET, TokenText, build
 from sbp_torch.testing.data import DatasetConformance
 
 TEXT = "the quick brown fox jumps over a lazy dog and runs on until it is night"
@@ -75,7 +77,15 @@ class Letters:
 
 
 def packed(parts: Sequence[Sequence[int]], context: int) -> TokenText:
-    return TokenText(parts, tokenizer=Letters(), end=99, context=context, label="numbers")
+    stream = np.array([token for part in parts for token in [*part, 99]], np.uint16)
+    return TokenText(
+        stream,
+        num_documents=len(parts),
+        tokenizer=Letters(),
+        end=99,
+        context=context,
+        label="numbers",
+    )
 
 
 @given(
@@ -120,7 +130,11 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
     lines = [json.dumps({"body": f"text {number}", "id": 3}) for number in range(3)]
     file.write_text("\n".join([*lines, "", ""]), "utf-8")
 
-    assert list(documents(file, "body")) == ["text 0", "text 1", "text 2"]
+    found = list(pieces([file], "body"))
+
+    assert [piece.text for piece in found] == ["text 0", "text 1", "text 2"]
+    assert all(piece.is_last for piece in found)
+    assert found[-1].read_bytes == file.stat().st_size - 1
 
 
 @pytest.mark.parametrize(
@@ -132,6 +146,7 @@ def test_lines_of_json_are_documents(tmp_path: Path) -> None:
         (b"[1]\n", "without the text", "line 1, byte 0"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "no UTF-8", "byte 24"),
         (b"[" * 200_000, "no JSON", "line 1"),
+        (b'{"text": "a\\ud800"}', "half of a character", "line 1, byte 0"),
     ],
 )
 def test_a_broken_line_is_named_with_its_byte(
@@ -141,7 +156,7 @@ def test_a_broken_line_is_named_with_its_byte(
     file.write_bytes(content)
 
     with pytest.raises(ConfigError, match=says) as caught:
-        list(documents(file, "text"))
+        list(pieces([file], "text"))
 
     assert caught.value.where[0].startswith(f"{file}, {where}")
 
@@ -190,3 +205,115 @@ def test_a_model_that_knows_too_few_tokens_is_refused_before_the_tokenizer_is_lo
         ConfigError, match="learns masked tokens, and data=tokens asks for the next"
     ):
         BertConfig(vocabulary=1000).check_beside({"data": config})
+
+
+@given(st.text("aä€😀\n", max_size=60), st.integers(5, 20))
+def test_a_long_document_comes_in_pieces_that_end_with_a_line_where_one_does(
+    text: str, piece_bytes: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        plain, lines = Path(folder, "a.txt"), Path(folder, "a.jsonl")
+        plain.write_bytes(text.encode())
+        lines.write_text(json.dumps({"text": text}), "utf-8")
+
+        found = list(pieces([plain], "text", piece_bytes=piece_bytes))
+        of_line = list(pieces([lines], "text", piece_bytes=piece_bytes))
+
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.is_last for piece in found] == [False] * (len(found) - 1) + [True]
+    assert [piece.text for piece in of_line] == [piece.text for piece in found]
+    for piece in found[:-1]:
+        size_bytes = len(piece.text.encode())
+        assert piece_bytes - 4 < size_bytes <= piece_bytes or piece.text.endswith("\n")
+
+
+def test_a_byte_that_is_no_utf8_is_named_where_it_is_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"line\n" * 10 + b"ab\xff")
+
+    with pytest.raises(ConfigError, match="no UTF-8") as caught:
+        list(pieces([file], "text", piece_bytes=8))
+
+    assert caught.value.where == (f"{file}, byte 52",)
+
+
+def test_tokens_of_a_cache_are_those_in_memory(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path)
+    (texts / "more.jsonl").write_text('{"text": ""}\n{"text": "quick"}\n' * 30, "utf-8")
+    cache = tmp_path / "cache"
+
+    found = [make(tmp_path, texts, cache=one) for one in (None, str(cache), str(cache))]
+
+    assert len(list(cache.glob("tokens-*/records.bin"))) == 1
+    for split in ("train", "validation"):
+        numbers = np.arange(found[0].num_samples(split))
+        wanted = found[0].samples(numbers, split)
+        for other in found[1:]:
+            given = other.samples(numbers, split)
+            assert all(torch.equal(given[name], wanted[name]) for name in wanted)
+    assert len({data.describe() for data in found}) == 1
+
+
+def test_documents_are_cut_as_each_alone_is(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path, 30)
+    data = make(tmp_path, texts, context=1)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+
+    found = [data.samples(np.arange(data.num_samples(s)), s) for s in ("train", "validation")]
+
+    stream: list[int] = []
+    for file in sorted(texts.iterdir()):
+        stream += [*tokenizer.encode(file.read_text(), add_special_tokens=False).ids, 0]
+    cut = len(stream) - round(0.05 * len(stream))
+    assert tokenizer.token_to_id(END) == 0
+    assert found[0]["tokens"].flatten().tolist() == stream[: cut - 1]
+    assert found[1]["tokens"].flatten().tolist() == stream[cut:-1]
+
+
+@pytest.mark.parametrize("setting", ["end", "tokenizer"])
+def test_other_settings_have_tokens_of_their_own(tmp_path: Path, setting: str) -> None:
+    texts, cache = write_texts(tmp_path), tmp_path / "cache"
+    make(tmp_path, texts, cache=str(cache))
+
+    if setting == "end":
+        make(tmp_path, texts, cache=str(cache), end="a")
+    else:
+        file = Path(train_tokenizer(tmp_path))
+        file.write_text(file.read_text() + "\n")
+        build(TokensConfig(path=str(texts), tokenizer=str(file), context=8, cache=str(cache)))
+
+    assert len(list(cache.glob("tokens-*/records.bin"))) == 2
+
+
+def test_a_tokenizer_that_says_how_long_texts_are_cuts_them_whole(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path)
+    wanted = make(tmp_path, texts).describe()
+    file = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=300)
+    tokenizer.save(str(file))
+
+    found = build(TokensConfig(path=str(texts), tokenizer=str(file), context=8))
+
+    assert found.describe() == wanted
+
+
+def test_what_a_tokenizer_of_many_tokens_cuts_takes_four_bytes_a_token(tmp_path: Path) -> None:
+    words = {f"w{number}": number for number in range(2**16 + 10)}
+    tokenizer = Tokenizer(tokenizers.models.WordLevel({END: 2**16 + 10, **words}, "w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "many.json"))
+    (tmp_path / "a.txt").write_text(" ".join(f"w{2**16 - 20 + n % 30}" for n in range(400)))
+
+    data = build(
+        TokensConfig(
+            path=str(tmp_path / "a.txt"),
+            tokenizer=str(tmp_path / "many.json"),
+            context=4,
+            cache=str(tmp_path / "cache"),
+        )
+    )
+
+    tokens = data.samples(np.arange(10))["tokens"].flatten().tolist()
+    assert tokens == [2**16 - 20 + n % 30 for n in range(40)]

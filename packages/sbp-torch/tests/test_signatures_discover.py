@@ -21,9 +21,10 @@ from sbp_core.errors import (  # noqa: E402 - after the check that torch is ther
 from sbp_core.graph.ir import Ref, TensorType  # noqa: E402
 from sbp_core.sbp import B, P, S  # noqa: E402
 from sbp_core.signatures import OpCall, derive  # noqa: E402
+from sbp_core.user_cache import cache_folder  # noqa: E402
 from sbp_torch.signatures.candidates import candidates  # noqa: E402
 from sbp_torch.signatures.discovery import discover, discover_call  # noqa: E402
-from sbp_torch.signatures.discovery_cache import Discovery, cache_folder  # noqa: E402
+from sbp_torch.signatures.discovery_cache import Discovery  # noqa: E402
 from sbp_torch.signatures.verification import call_of  # noqa: E402
 
 LIBRARY = torch.library.Library("sbp_discover_tests", "DEF")
@@ -330,15 +331,15 @@ def test_the_cache_is_where_the_user_keeps_caches(
 
     discover("aten.neg.default", real(2))
 
-    assert cache_folder() == tmp_path / "sbp" / "signatures"
-    assert len(list(cache_folder().iterdir())) == 1
+    assert cache_folder("signatures") == tmp_path / "sbp" / "signatures"
+    assert len(list(cache_folder("signatures").iterdir())) == 1
 
 
 @pytest.mark.parametrize("value", ["", "relative/folder"])
 def test_the_default_cache_is_below_home(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", value)
 
-    assert cache_folder() == Path.home() / ".cache" / "sbp" / "signatures"
+    assert cache_folder("signatures") == Path.home() / ".cache" / "sbp" / "signatures"
 
 
 def test_candidates_that_agree_come_first() -> None:

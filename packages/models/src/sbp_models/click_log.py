@@ -4,8 +4,8 @@
     1,     3,  ,   a9, 17             sparse  a9 hashed to the rows of its table, 17 as it is
     0,     ,   7,  b2, 4              clicks  label
 
-All files are read when the data set is built, a part at a time, and kept in memory: 4 bytes for a
-number or category. The last rows are held out, as logs go on in time.
+All files are read when the data set is built, once and a part at a time: `record_cache` keeps the
+rows, 4 bytes for a number or category. The last rows are held out, as logs go on in time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_models.configs import ClickLogConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of
+from sbp_models.record_cache import Chunk, Recipe, load_records
 from sbp_models.splits import SplitDataset
 
 #: The files that are read in a folder.
 SUFFIXES = frozenset({".csv", ".parquet"})
+
+#: Rows of a Parquet file that are read at once, and bytes of each of its columns.
+_ROWS_AT_ONCE = 2**16
+_BUFFER_BYTES = 2**20
 
 #: Row of the table that a category which is missing has.
 MISSING = 0
@@ -37,9 +42,8 @@ class ClickLog(SplitDataset):
     """Logged clicks. Fulfils `sbp_torch.kinds.Dataset`.
 
     Args:
-        dense: float32 (rows, numbers).
-        sparse: int32 (rows, features).
-        clicks: float32 (rows,).
+        records: Of `dtype_of`, one a row.
+        num_clicked: How many rows were clicked on.
         held_out: Part of the rows that is held out: the last ones.
         label: What `describe` calls it.
 
@@ -49,17 +53,16 @@ class ClickLog(SplitDataset):
 
     def __init__(
         self,
-        dense: npt.NDArray[np.float32],
-        sparse: npt.NDArray[np.int32],
-        clicks: npt.NDArray[np.float32],
+        records: npt.NDArray[Any],
         *,
+        num_clicked: int,
         held_out: float,
         label: str,
     ) -> None:
-        self._dense, self._sparse, self._clicks = dense, sparse, clicks
-        self._cut = len(clicks) - round(held_out * len(clicks))
+        self._records, self._num_clicked = records, num_clicked
+        self._cut = len(records) - round(held_out * len(records))
         super().__init__(
-            {"train": self._cut, "validation": len(clicks) - self._cut},
+            {"train": self._cut, "validation": len(records) - self._cut},
             label=f"clicks of {label}",
             accepted="more rows, or another data.held_out",
         )
@@ -75,17 +78,20 @@ class ClickLog(SplitDataset):
         """
         found = self._checked(numbers, split)
         rows = found + (self._cut if split == "validation" else 0)
+        records = self._records[rows]
         return {
-            "dense": torch.from_numpy(self._dense[rows]),
-            "sparse": torch.from_numpy(self._sparse[rows].astype(np.int64)[:, :, None]),
-            "clicks": torch.from_numpy(self._clicks[rows]),
+            "dense": torch.from_numpy(np.ascontiguousarray(records["dense"])),
+            "sparse": torch.from_numpy(records["sparse"].astype(np.int64)[:, :, None]),
+            "clicks": torch.from_numpy(np.ascontiguousarray(records["clicks"])),
         }
 
     def describe(self) -> str:
         """Return one line: how many rows, numbers and features there are."""
+        fields = self._records.dtype
         return (
-            f"{self._label}: {self._counts()}; {self._dense.shape[1]} numbers, "
-            f"{self._sparse.shape[1]} features, {self._clicks.mean():.1%} clicked"
+            f"{self._label}: {self._counts()}; {fields['dense'].shape[0]} numbers, "
+            f"{fields['sparse'].shape[0]} features, "
+            f"{self._num_clicked / len(self._records):.1%} clicked"
         )
 
 
@@ -94,44 +100,74 @@ def build(config: ClickLogConfig) -> ClickLog:
 
     Raises:
         ConfigError: a file is broken (names the byte), or has not the columns or values.
+        RunError: the cache cannot be written.
     """
     arrow = library("pyarrow", extra="clicks", needed_by="data=click_log")
-    reader = _Reader(arrow, config)
     files = files_of(Path(config.path).expanduser(), key="data.path", suffixes=SUFFIXES)
-    parts = [part for file in files for part in reader.parts(file)]
-    empty = (
-        np.empty((0, len(config.dense)), np.float32),
-        np.empty((0, len(config.sparse)), np.int32),
-        np.empty(0, np.float32),
+    recipe = Recipe(
+        kind="clicks",
+        files=files,
+        settings={
+            name: getattr(config, name) for name in ("label", "dense", "sparse", "rows", "log")
+        },
+        dtype=dtype_of(config),
+        chunks=_Reader(arrow, config, files).chunks,
     )
-    dense, sparse, clicks = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
-    return ClickLog(dense, sparse, clicks, held_out=config.held_out, label=config.path)
+    records = load_records(recipe, config.cache)
+    return ClickLog(
+        records.values,
+        num_clicked=records.counts.get("clicked", 0),
+        held_out=config.held_out,
+        label=config.path,
+    )
 
 
-_Part = tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]
+def dtype_of(config: ClickLogConfig) -> np.dtype[Any]:
+    """Return what is kept of a row: what a sample takes lies side by side."""
+    return np.dtype(
+        [
+            ("dense", "<f4", (len(config.dense),)),
+            ("sparse", "<i4", (len(config.sparse),)),
+            ("clicks", "<f4"),
+        ]
+    )
 
 
 class _Reader:
-    """Reads files part by part, as arrays."""
+    """Reads files part by part, as records."""
 
-    def __init__(self, arrow: Any, config: ClickLogConfig) -> None:
-        self.arrow, self.config = arrow, config
+    def __init__(self, arrow: Any, config: ClickLogConfig, files: Sequence[Path]) -> None:
+        self.arrow, self.config, self.files = arrow, config, files
         self.columns = [config.label, *config.dense, *config.sparse]
+        self.dtype = dtype_of(config)
         #: Rows of the file that have been read before.
         self.row = 0
 
-    def parts(self, file: Path) -> Iterator[_Part]:
-        self.row = 0
-        batches = self._csv(file) if file.suffix.lower() == ".csv" else self._parquet(file)
-        for batch in batches:
-            yield self._arrays(file, batch)
-            self.row += batch.num_rows
+    def chunks(self) -> Iterator[Chunk]:
+        before = 0
+        for file in self.files:
+            self.row = 0
+            batches = self._csv(file) if file.suffix.lower() == ".csv" else self._parquet(file)
+            for batch, read_bytes in batches:
+                records = self._records(file, batch)
+                self.row += batch.num_rows
+                yield Chunk(
+                    records=records,
+                    counts={"clicked": int(np.count_nonzero(records["clicks"]))},
+                    read_bytes=before + read_bytes,
+                )
+            before += file.stat().st_size
 
-    def _parquet(self, file: Path) -> Iterator[Any]:
+    def _parquet(self, file: Path) -> Iterator[tuple[Any, int]]:
+        """Yield batches of a file, and its bytes that have been read by then."""
         parquet = library("pyarrow.parquet", extra="clicks", needed_by="data=click_log")
         try:
-            opened = parquet.ParquetFile(file, page_checksum_verification=True)
-        except (self.arrow.ArrowException, OSError) as error:
+            # Buffered and not read ahead: a row group may be as large as the file.
+            opened = parquet.ParquetFile(
+                file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER_BYTES
+            )
+            names = opened.schema_arrow.names
+        except (self.arrow.ArrowException, OSError, ValueError) as error:
             size = file.stat().st_size
             raise ConfigError(
                 f"{file} is no Parquet file that can be read: {error}",
@@ -139,11 +175,17 @@ class _Reader:
                 accepted="whole Parquet files",
             ) from error
         with opened:
-            self._check_columns(file, opened.schema_arrow.names)
+            self._check_columns(file, names)
+            num_rows, size_bytes = opened.metadata.num_rows, file.stat().st_size
             for group in range(opened.num_row_groups):
                 try:
-                    yield opened.read_row_group(group, columns=self.columns)
-                except (self.arrow.ArrowException, OSError) as error:
+                    for batch in opened.iter_batches(
+                        _ROWS_AT_ONCE, row_groups=[group], columns=self.columns
+                    ):
+                        # The share of the rows is near enough to that of the bytes.
+                        read_rows = self.row + batch.num_rows
+                        yield batch, size_bytes * read_rows // max(num_rows, read_rows)
+                except (self.arrow.ArrowException, OSError, ValueError) as error:
                     raise self._broken_group(file, opened, group, error) from error
 
     def _broken_group(self, file: Path, opened: Any, group: int, error: Exception) -> ConfigError:
@@ -154,13 +196,14 @@ class _Reader:
             column = metadata.column(index)
             try:
                 opened.read_row_group(group, columns=[column.path_in_schema])
-            except (self.arrow.ArrowException, OSError):
+            except (self.arrow.ArrowException, OSError, ValueError):
                 begin = column.dictionary_page_offset or column.data_page_offset
                 where = f"{file}, row group {group}, column {column.path_in_schema}, byte {begin}"
                 break
         return ConfigError(f"{file} is broken: {error}", where=where, accepted="whole files")
 
-    def _csv(self, file: Path) -> Iterator[Any]:
+    def _csv(self, file: Path) -> Iterator[tuple[Any, int]]:
+        """Yield batches of a file, and its bytes that have been read by then."""
         csv_library = library("pyarrow.csv", extra="clicks", needed_by="data=click_log")
         names = _header(file)
         self._check_columns(file, names)
@@ -170,8 +213,12 @@ class _Reader:
             include_columns=self.columns, column_types=types, strings_can_be_null=True
         )
         try:
-            with csv_library.open_csv(file, convert_options=options) as reader:
-                yield from reader
+            with (
+                file.open("rb", buffering=0) as opened,
+                csv_library.open_csv(opened, convert_options=options) as reader,
+            ):
+                for batch in reader:
+                    yield batch, opened.tell()
         except (self.arrow.ArrowException, OSError) as error:
             raise ConfigError(
                 f"{file} is broken: {error}",
@@ -194,7 +241,7 @@ class _Reader:
                         todo=f"did you mean {near}?" if near else "",
                     )
 
-    def _arrays(self, file: Path, table: Any) -> _Part:
+    def _records(self, file: Path, table: Any) -> npt.NDArray[Any]:
         config = self.config
         clicks = self._numbers(file, table, config.label)
         wrong = ~((clicks == 0) | (clicks == 1))
@@ -213,11 +260,11 @@ class _Reader:
             self._categories(table.column(name), rows, name)
             for name, rows in zip(config.sparse, config.rows, strict=True)
         ]
-        return (
-            np.stack(dense, axis=1).astype(np.float32),
-            np.stack(sparse, axis=1),
-            clicks.astype(np.float32),
-        )
+        records = np.empty(len(clicks), self.dtype)
+        records["dense"] = np.stack(dense, axis=1)
+        records["sparse"] = np.stack(sparse, axis=1)
+        records["clicks"] = clicks
+        return records
 
     def _numbers(self, file: Path, table: Any, name: str) -> npt.NDArray[np.float64]:
         """Return a column as numbers: NaN where it has none."""

@@ -7,14 +7,14 @@ the one before, so it is not asked for (`context` 6; `|` is the end of a documen
     tokens     the cat sat | a  dog        targets    cat sat |  -100 dog ran
     tokens     ran |  the ...              targets    |  -100 ...
 
-A document is a text file, or a line of a `.jsonl` file. All of it is cut when the data set is
-built, and its tokens are kept in memory, 4 bytes each.
+All of it is cut when the data set is built, once: `record_cache` keeps the tokens, 2 bytes each if
+the tokenizer knows at most 65,536.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_models.configs import TokensConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of, read_bytes
+from sbp_models.record_cache import Chunk, Recipe, load_records
 from sbp_models.splits import SplitDataset
+from sbp_models.text_files import PIECE_BYTES, Piece, pieces
 
 #: The part of the tokens that is held out.
 HELD_OUT = 0.05
@@ -34,15 +36,19 @@ HELD_OUT = 0.05
 #: The target where nothing is asked for, as in `torch.nn.functional.cross_entropy`.
 NO_TARGET = -100
 
-#: Documents that are cut at once, on all cores.
+#: Most documents that are cut at once, on all cores.
 _AT_ONCE = 1000
+
+#: Letters from which no more documents are waited for: each takes about 100 bytes while it is cut.
+_LETTERS_AT_ONCE = 2**20
 
 
 class TokenText(SplitDataset):
     """Packed documents. Fulfils `sbp_torch.kinds.TextDataset`.
 
     Args:
-        documents: Tokens of each, in order.
+        stream: Tokens of all documents, integers (n,), each document with `end` behind it.
+        num_documents: How many there are.
         tokenizer: A `tokenizers.Tokenizer`.
         end: Token behind each document.
         context: Tokens of one sample.
@@ -54,8 +60,9 @@ class TokenText(SplitDataset):
 
     def __init__(
         self,
-        documents: Iterable[Sequence[int]],
+        stream: npt.NDArray[Any],
         *,
+        num_documents: int,
         tokenizer: Any,
         end: int,
         context: int,
@@ -63,8 +70,6 @@ class TokenText(SplitDataset):
     ) -> None:
         self._tokenizer, self._end, self._context = tokenizer, end, context
         self.vocabulary = int(tokenizer.get_vocab_size(with_added_tokens=True))
-        parts = [np.array([*document, end], dtype=np.int32) for document in documents]
-        stream = np.concatenate([np.empty(0, np.int32), *parts])
         cut = len(stream) - round(HELD_OUT * len(stream))
         self._streams = {"train": stream[:cut], "validation": stream[cut:]}
         shortest = min(map(len, self._streams.values()))
@@ -77,7 +82,7 @@ class TokenText(SplitDataset):
             )
         super().__init__(
             {split: (len(own) - 1) // context for split, own in self._streams.items()},
-            label=f"{label}: {len(parts)} document{'s' if len(parts) != 1 else ''}",
+            label=f"{label}: {num_documents} document{'s' if num_documents != 1 else ''}",
         )
 
     def samples(
@@ -117,9 +122,10 @@ def build(config: TokensConfig) -> TokenText:
 
     Raises:
         ConfigError: a file cannot be read or is broken (with the byte), or there is too little.
+        RunError: the cache cannot be written.
     """
     tokenizers = library("tokenizers", extra="tokens", needed_by="data=tokens")
-    tokenizer = _tokenizer(tokenizers, config.tokenizer)
+    tokenizer, digest = _tokenizer(tokenizers, config.tokenizer)
     vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if config.end not in vocabulary:
         near = nearest(config.end, vocabulary)
@@ -129,96 +135,76 @@ def build(config: TokensConfig) -> TokenText:
             accepted=f"a token, such as {', '.join(special[:5])}" if special else "a token of it",
             todo=f"did you mean {near}?" if near else "set data.end to what ends a document",
         )
-    texts = documents(Path(config.path).expanduser(), config.field)
+    end = vocabulary[config.end]
+    files = files_of(Path(config.path).expanduser(), key="data.path")
+    dtype = np.dtype("<u2" if max(vocabulary.values()) < 2**16 else "<u4")
+    recipe = Recipe(
+        kind="tokens",
+        files=files,
+        settings={
+            "tokenizer": digest,
+            "tokenizers": tokenizers.__version__,
+            "end": config.end,
+            "field": config.field,
+            "piece_bytes": PIECE_BYTES,
+        },
+        dtype=dtype,
+        chunks=lambda: _cut(tokenizer, pieces(files, config.field), end, dtype),
+    )
+    records = load_records(recipe, config.cache)
     return TokenText(
-        _cut(tokenizer, texts),
+        records.values,
+        num_documents=records.counts.get("documents", 0),
         tokenizer=tokenizer,
-        end=vocabulary[config.end],
+        end=end,
         context=config.context,
         label=config.path,
     )
 
 
-def documents(path: Path, field: str) -> Iterator[str]:
-    """Yield the documents of a file, or of every file below a folder.
+def _cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) -> Iterator[Chunk]:
+    """Yield the tokens of documents, each with `end` behind it."""
+    waiting: list[Piece] = []
+    waiting_letters = 0
 
-    Args:
-        path: Of the file or folder.
-        field: What holds the text in a line of a `.jsonl` file.
+    def cut() -> Chunk:
+        texts = [piece.text for piece in waiting]
+        parts = []
+        for piece, one in zip(
+            waiting, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
+            parts.append(np.array(one.ids, dtype))
+            if piece.is_last:
+                parts.append(np.array([end], dtype))
+        return Chunk(
+            records=np.concatenate(parts),
+            counts={"documents": sum(piece.is_last for piece in waiting)},
+            read_bytes=waiting[-1].read_bytes,
+        )
 
-    Raises:
-        ConfigError: a file cannot be read, is no UTF-8 or no JSON: names the byte or line.
-    """
-    for file in files_of(path, key="data.path"):
-        content = read_bytes(file)
-        if file.suffix == ".jsonl":
-            yield from _lines(file, content, field)
-        else:
-            yield _text(file, content)
-
-
-def _text(file: Path, content: bytes, begin: int = 0) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file} is no UTF-8 text: {error.reason} {content[error.start :][:4]!r}",
-            where=f"{file}, byte {begin + error.start}",
-            accepted="text in UTF-8",
-        ) from error
-
-
-def _lines(file: Path, content: bytes, field: str) -> Iterator[str]:
-    begin = 0
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            where = f"{file}, line {number}, byte {begin}"
-            try:
-                value = json.loads(_text(file, line, begin))
-            except (ValueError, RecursionError) as error:
-                if isinstance(error, ConfigError):
-                    raise
-                at = getattr(error, "pos", 0)
-                raise ConfigError(
-                    f"{file} has a line that is no JSON: {error}",
-                    where=f"{file}, line {number}, byte {begin + at}",
-                    accepted=f'a JSON object a line, such as {{"{field}": "..."}}',
-                ) from error
-            if not isinstance(value, dict) or not isinstance(value.get(field), str):
-                known = ", ".join(map(str, value)) if isinstance(value, dict) else ""
-                raise ConfigError(
-                    f"{file} has a line without the text {field!r}",
-                    where=where,
-                    accepted=f'a JSON object a line, such as {{"{field}": "..."}}',
-                    todo=f"set data.field to one of {known}" if known else "",
-                )
-            yield value[field]
-        begin += len(line) + 1
+    for piece in found:
+        waiting.append(piece)
+        waiting_letters += len(piece.text)
+        if len(waiting) == _AT_ONCE or waiting_letters >= _LETTERS_AT_ONCE:
+            yield cut()
+            waiting.clear()
+            waiting_letters = 0
+    if waiting:
+        yield cut()
 
 
-def _cut(tokenizer: Any, texts: Iterable[str]) -> Iterator[Sequence[int]]:
-    """Yield the tokens of each text."""
-    waiting: list[str] = []
-
-    def cut() -> Iterator[Sequence[int]]:
-        for found in tokenizer.encode_batch(waiting, add_special_tokens=False):
-            yield found.ids
-        waiting.clear()
-
-    for text in texts:
-        waiting.append(text)
-        if len(waiting) == _AT_ONCE:
-            yield from cut()
-    yield from cut()
-
-
-def _tokenizer(tokenizers: Any, path: str) -> Any:
+def _tokenizer(tokenizers: Any, path: str) -> tuple[Any, str]:
+    """Return a tokenizer that cuts whole texts, and a hash of its file."""
     file = Path(path).expanduser()
     content = read_bytes(file, key="data.tokenizer")
     try:
-        return tokenizers.Tokenizer.from_buffer(content)
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more special
         raise ConfigError(
             f"data.tokenizer={path} is no tokenizer: {error}",
             accepted="a tokenizer.json, as the library tokenizers and Hugging Face write it",
         ) from error
+    # Some files say both, for models that are asked for short texts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, blake2b(content, digest_size=16).hexdigest()

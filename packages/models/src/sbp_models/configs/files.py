@@ -18,6 +18,11 @@ def _check_given(config: object, *names: str) -> None:
             raise ConfigError(f"{name} is empty", todo=f"set data.{name}")
 
 
+def _check_cache(cache: str | None) -> None:
+    if cache == "":
+        raise ConfigError("cache is empty", accepted="a folder, or null", todo="set data.cache")
+
+
 def _check_channels(channels: int) -> None:
     if channels not in (1, 3):
         raise ConfigError(f"channels={channels} are neither grey nor colours", accepted="1, 3")
@@ -34,6 +39,8 @@ class TokensConfig:
         end: Token that is put behind each document.
         field: What holds the text in a line of a `.jsonl` file.
         context: Tokens of one sample.
+        cache: Folder for the tokens; if None, those of less than 16 MiB of files are kept in
+            memory, and others in the cache folder of the user.
 
     Raises:
         ConfigError: a setting is empty, or `context` is not positive.
@@ -44,10 +51,12 @@ class TokensConfig:
     end: str = "<|endoftext|>"
     field: str = "text"
     context: int = 128
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         _check_given(self, "path", "tokenizer", "end", "field")
         check_positive(self, "context")
+        _check_cache(self.cache)
 
     @property
     def vocabulary(self) -> int | None:
@@ -149,6 +158,8 @@ class ClickLogConfig:
         label: Column that says whether one clicked: 0 or 1.
         log: Whether numbers x are taken as log(1 + x), those below 0 as 0, as of counts.
         held_out: Part of the rows to hold out: the last ones.
+        cache: Folder for the rows; if None, those of less than 16 MiB of files are kept in memory,
+            and others in the cache folder of the user.
 
     Raises:
         ConfigError: a setting is out of range, or columns and rows do not fit each other.
@@ -161,6 +172,7 @@ class ClickLogConfig:
     label: str = "label"
     log: bool = True
     held_out: float = 0.05
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         _check_given(self, "path", "label", "dense", "sparse")
@@ -178,6 +190,7 @@ class ClickLogConfig:
                 accepted="one integer >= 1 for each column of data.sparse",
             )
         check_fractions(self, "held_out")
+        _check_cache(self.cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,9 @@ from sbp_core.exports import make_callable
 from sbp_core.graph import Argument, Ref, map_refs
 from sbp_core.sbp import B, Sbp
 from sbp_core.signatures import OpCall, Signature1d
+from sbp_core.user_cache import cache_folder
 from sbp_torch.signatures.candidates import Inputs, candidates
-from sbp_torch.signatures.discovery_cache import ORIGIN, CacheEntry, Discovery, cache_folder
+from sbp_torch.signatures.discovery_cache import ORIGIN, CacheEntry, Discovery
 from sbp_torch.signatures.isolate import (
     Completed,
     Crash,
@@ -151,7 +152,7 @@ def _kept(
     entry = None
     if cache is not False:
         entry = CacheEntry.of(
-            cache_folder() if cache is True else cache,
+            cache_folder("signatures") if cache is True else cache,
             call,
             schema=str(overload(call.op)),
             torch=torch.__version__,

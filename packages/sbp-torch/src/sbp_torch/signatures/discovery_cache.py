@@ -1,7 +1,6 @@
 """What was found out about an operator by execution, and where it is kept between runs.
 
-This module holds values and files; `discover` finds. It is the only one of the package that reads
-the environment (`XDG_CACHE_HOME`).
+This module holds values and files; `discover` finds.
 """
 
 from __future__ import annotations
@@ -100,13 +99,6 @@ class Discovery:
             crashed=int(value["crashed"]),
             complete=bool(value["complete"]),
         )
-
-
-def cache_folder() -> Path:
-    """Return the folder of this user for discovered signatures, as the XDG standard says."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "sbp" / "signatures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

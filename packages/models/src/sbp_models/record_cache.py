@@ -1,0 +1,376 @@
+"""Records that a data set makes of its files once, and then reads in any order: tokens, clicks.
+
+Those of small files are kept in memory. Others are written while they are made, chunk by chunk,
+and mapped into memory from then on. An entry of the cache is a folder of this name and content:
+
+    KIND-HASH/records.bin     the records one behind the other, and nothing else
+    KIND-HASH/about.json      what they are made of, and how many there are
+    KIND-HASH.lock            held by the process that makes them; others of its host wait
+
+The hash is that of all that the records depend on: the format, the settings, and path, size and
+time of change of each file, but not its content, which would have to be read. An entry is written
+aside and renamed when it is durable. One that is not what it should be is made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import secrets
+import shutil
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from glob import escape
+from hashlib import blake2b
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sbp_core.errors import ConfigError, RunError, SbpError, SbpValueError
+from sbp_core.serialize import dump, load, parse, read_text
+from sbp_core.units import format_bytes, format_seconds
+from sbp_core.user_cache import cache_folder
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of files whose records are not kept in memory.
+IN_MEMORY_BYTES = 16 * 2**20
+
+#: Raised whenever records of the same files and settings become others.
+FORMAT = 1
+
+#: Seconds between two lines that say how far the making has come.
+_TOLD_EVERY_S = 10.0
+
+_RECORDS, _ABOUT = "records.bin", "about.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some records, in order.
+
+    Args:
+        records: One-dimensional.
+        counts: What is counted over all records, such as documents.
+        read_bytes: Of the files, that have been read by now.
+    """
+
+    records: npt.NDArray[Any]
+    counts: Mapping[str, int]
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Records:
+    """All records: one-dimensional, in memory or mapped; and what was counted over them."""
+
+    values: npt.NDArray[Any]
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What is kept beside records.
+
+    Args:
+        key: Hash of all that they depend on.
+        num_records: How many there are.
+        record_bytes: Size of each.
+        counts: What was counted over them.
+        made_of: The settings and files, for people.
+    """
+
+    key: str
+    num_records: int
+    record_bytes: int
+    counts: Mapping[str, int]
+    made_of: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if min(self.num_records, *self.counts.values(), 0) < 0:
+            raise SbpValueError(f"{self.num_records} records, counts {dict(self.counts)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What records are made of, and how.
+
+    Args:
+        kind: What they are, for names of entries: `tokens`.
+        files: In order.
+        settings: What else they depend on, as JSON.
+        dtype: Of a record.
+        chunks: Makes them; called if they are not there.
+    """
+
+    kind: str
+    files: Sequence[Path]
+    settings: Mapping[str, Any]
+    dtype: np.dtype[Any]
+    chunks: Callable[[], Iterable[Chunk]]
+
+
+def load_records(recipe: Recipe, cache: str | None) -> Records:
+    """Return records from memory, from the cache, or made now.
+
+    Args:
+        recipe: What they are made of.
+        cache: The folder to keep them in. If None, those of small files are kept in memory, and
+            others in the cache folder of the user.
+
+    Raises:
+        ConfigError: as of `recipe.chunks`; or a file is changed meanwhile.
+        RunError: the cache cannot be written, such as on a full disk.
+    """
+    sources = _sources(recipe.files)
+    total_bytes = sum(size for _, size, _ in sources)
+    if cache is None and total_bytes < IN_MEMORY_BYTES:
+        chunks = list(recipe.chunks())
+        empty = np.empty(0, recipe.dtype)
+        return Records(
+            values=np.concatenate([empty, *(chunk.records for chunk in chunks)]),
+            counts=_total(chunk.counts for chunk in chunks),
+        )
+    folder = cache_folder("data") if cache is None else Path(cache).expanduser()
+    entry = _Entry(recipe, folder, sources)
+    found = entry.load()
+    if found is None:
+        with _alone(entry) as is_locked:
+            # It may have been made while this process waited.
+            found = entry.load() or entry.make(total_bytes, is_locked)
+    return found
+
+
+class _Entry:
+    """The place of records in a cache folder."""
+
+    def __init__(self, recipe: Recipe, folder: Path, sources: list[tuple[str, int, int]]) -> None:
+        self.recipe, self.folder, self.sources = recipe, folder, sources
+        made_of = [FORMAT, recipe.kind, str(recipe.dtype), recipe.settings, sources]
+        self.key = blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=32).hexdigest()
+        self.path = folder / f"{recipe.kind}-{self.key[:32]}"
+
+    def load(self) -> Records | None:
+        """Return what is stored; None if nothing usable is. Logs what cannot be used."""
+        if not self.path.exists():
+            return None
+        try:
+            text = read_text(self.path / _ABOUT)
+            about = load(parse(text), About)
+            if about.key != self.key or about.record_bytes != self.recipe.dtype.itemsize:
+                raise SbpValueError("it is of other files or settings")
+            values = _mapped(self.path / _RECORDS, self.recipe.dtype, about.num_records)
+        except (OSError, SbpError) as error:
+            logger.warning("%s is damaged, and is made again: %s", self.path, error)
+            return None
+        logger.info("%s are read from %s", self.recipe.kind, self.path)
+        return Records(values=values, counts=about.counts)
+
+    def make(self, total_bytes: int, is_locked: bool) -> Records:
+        """Make the records, and put them in place at once or not at all."""
+        mine = f".{self.path.name}.{platform.node()}-"
+        aside = self.folder / f"{mine}{os.getpid()}-{secrets.token_hex(4)}.part"
+        try:
+            with self.writing():
+                if is_locked:  # what a killed process of this host has left
+                    for left in self.folder.glob(f"{escape(mine)}*.part"):
+                        shutil.rmtree(left, ignore_errors=True)
+                aside.mkdir()
+            about = self._fill(aside, total_bytes)
+            with self.writing():
+                self._commit(aside, about)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        found = self.load()
+        if found is None:
+            raise RunError(
+                f"{self.path} has been damaged since it was written", todo="look at the disk"
+            )
+        return found
+
+    def _fill(self, aside: Path, total_bytes: int) -> About:
+        """Write the records; return what is to be kept beside them."""
+        progress = _Progress(self.recipe.kind, total_bytes)
+        counts: Counter[str] = Counter()
+        num_records = 0
+        with self.writing():
+            file = (aside / _RECORDS).open("xb", buffering=0)
+        with file:
+            for chunk in self.recipe.chunks():
+                with self.writing():
+                    _write(file, chunk.records)
+                num_records += len(chunk.records)
+                counts.update(chunk.counts)
+                progress.tell(chunk.read_bytes)
+            with self.writing():
+                os.fsync(file.fileno())
+        if _sources(self.recipe.files) != self.sources:
+            raise ConfigError(
+                "a file of the data was changed while it was read",
+                where=str(self.recipe.files[0]),
+                accepted="files that stay what they are",
+                todo="try again when they are complete",
+            )
+        logger.info(
+            "made %s in %s: %s in %s",
+            self.recipe.kind,
+            format_seconds(progress.seconds()),
+            format_bytes(num_records * self.recipe.dtype.itemsize),
+            self.path,
+        )
+        return About(
+            key=self.key,
+            num_records=num_records,
+            record_bytes=self.recipe.dtype.itemsize,
+            counts=dict(counts),
+            made_of={
+                **self.recipe.settings,
+                "first_file": self.sources[0][0],
+                "num_files": len(self.sources),
+            },
+        )
+
+    def _commit(self, aside: Path, about: About) -> None:
+        text = json.dumps(dump(about, About), indent=1)
+        with (aside / _ABOUT).open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(aside)
+        try:
+            aside.rename(self.path)
+        except OSError:
+            if not self.path.exists():
+                raise
+            # What is there is damaged; or, where files cannot be locked, another process made it.
+            if self.load() is None:
+                shutil.rmtree(self.path)
+                aside.rename(self.path)
+        _sync(self.folder)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Name the cache where it cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"the {self.recipe.kind} of the data cannot be kept in {self.folder}: "
+                f"{error.strerror or error}",
+                accepted="a folder that this user may write to, with room for all of them",
+                todo="make room, or name another folder: data.cache=FOLDER",
+            ) from error
+
+
+class _Progress:
+    """Says now and then how far the making has come."""
+
+    def __init__(self, kind: str, total_bytes: int) -> None:
+        self._kind, self._total_bytes = kind, total_bytes
+        self._begun = self._told = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the seconds since the begin."""
+        return time.monotonic() - self._begun
+
+    def tell(self, read_bytes: int) -> None:
+        """Log what has been read, if that was not done just before."""
+        now = time.monotonic()
+        if now - self._told < _TOLD_EVERY_S:
+            return
+        self._told = now
+        logger.info(
+            "making %s: %.0f%%, %s of %s",
+            self._kind,
+            100 * read_bytes / max(self._total_bytes, 1),
+            format_bytes(read_bytes),
+            format_bytes(self._total_bytes),
+        )
+
+
+@contextmanager
+def _alone(entry: _Entry) -> Iterator[bool]:
+    """Wait until no other process of this host makes an entry; yield whether it is locked."""
+    with entry.writing():
+        entry.folder.mkdir(parents=True, exist_ok=True)
+        file = entry.path.with_name(f"{entry.path.name}.lock").open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process makes %s; this one waits for it", entry.path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: all make it, and one is kept
+            yield False
+            return
+        yield True
+
+
+def _sources(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return path, size in bytes and time of change of each file."""
+    found = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be read: {error.strerror}",
+                accepted="a file that this user may read",
+            ) from error
+        # Not resolved, as that looks at each folder on the way: slow where there are many files.
+        found.append((str(file.absolute()), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """Return the records of a file, mapped.
+
+    Raises:
+        OSError: it cannot be opened.
+        SbpValueError: it is no plain file of that size.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != count * dtype.itemsize:
+            raise SbpValueError(
+                f"it has {status.st_size} bytes",
+                where=str(path),
+                accepted=f"{count * dtype.itemsize} bytes: {count} records of {dtype.itemsize}",
+            )
+        if not count:  # nothing can be mapped
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(count,)))
+
+
+def _write(file: FileIO, records: npt.NDArray[Any]) -> None:
+    rest = np.ascontiguousarray(records).view(np.uint8).data
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for some in counts:
+        found.update(some)
+    return dict(found)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder would survive a power cut."""
+    with suppress(OSError):  # some file systems of networks cannot
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

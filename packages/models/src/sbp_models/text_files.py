@@ -1,0 +1,152 @@
+"""The documents of text files: read as a stream, so that no file has to fit in memory.
+
+A document is a text file, or a line of a `.jsonl` file. One of more than `PIECE_BYTES` comes in
+pieces, which end at the last line that fits; or, where no line does, between two characters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+from sbp_core.errors import ConfigError
+from sbp_core.units import format_bytes
+
+#: Most bytes of a piece.
+PIECE_BYTES = 4 * 2**20
+
+#: Most bytes of a line of a `.jsonl` file, which has to be read as a whole.
+MOST_LINE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A piece of a document.
+
+    Args:
+        text: Of the piece.
+        is_last: Whether the document ends behind it.
+        read_bytes: Of the files, that have been read by now.
+    """
+
+    text: str
+    is_last: bool
+    read_bytes: int
+
+
+def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Yield the documents of files in order, each in one piece or more.
+
+    Args:
+        files: To read.
+        field: What holds the text in a line of a `.jsonl` file.
+        piece_bytes: Most bytes of a piece.
+
+    Raises:
+        ConfigError: a file cannot be read, is no UTF-8 or no JSON: names the byte or line.
+    """
+    before = 0
+    for file in files:
+        at = 0
+        try:
+            with file.open("rb") as opened:
+                if file.suffix == ".jsonl":
+                    for text, end in _lines(file, opened.readline, field):
+                        at = end
+                        content = text.encode("utf-8")
+                        for _, part, is_last in _cut(BytesIO(content).read, piece_bytes):
+                            yield Piece(
+                                text=part.decode("utf-8"), is_last=is_last, read_bytes=before + at
+                            )
+                else:
+                    for begin, part, is_last in _cut(opened.read, piece_bytes):
+                        at = begin + len(part)
+                        text = _text(file, part, begin)
+                        yield Piece(text=text, is_last=is_last, read_bytes=before + at)
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be read: {error.strerror}",
+                where=f"{file}, byte {at}" if at else "",
+                accepted="a file that this user may read",
+            ) from error
+        before += at
+
+
+def _cut(read: Callable[[int], bytes], piece_bytes: int) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield the first byte and the content of each piece, and whether it is the last one."""
+    begin, rest = 0, b""
+    while block := read(piece_bytes):
+        rest += block
+        while len(rest) > piece_bytes:
+            # Behind the last end of a line; else before a byte that begins a character.
+            end = rest.rfind(b"\n", 0, piece_bytes) + 1 or piece_bytes
+            while end > 1 and rest[end] & 0xC0 == 0x80 and piece_bytes - end < 3:
+                end -= 1
+            yield begin, rest[:end], False
+            begin, rest = begin + end, rest[end:]
+    yield begin, rest, True
+
+
+def _text(file: Path, content: bytes, begin: int) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is no UTF-8 text: {error.reason} {content[error.start :][:4]!r}",
+            where=f"{file}, byte {begin + error.start}",
+            accepted="text in UTF-8",
+        ) from error
+
+
+def _lines(file: Path, read_line: Callable[[int], bytes], field: str) -> Iterator[tuple[str, int]]:
+    """Yield the text of each line of a `.jsonl` file, and the byte behind the line."""
+    begin = number = 0
+    while line := read_line(MOST_LINE_BYTES + 1):
+        number += 1
+        if line.strip():
+            where = f"{file}, line {number}, byte {begin}"
+            if len(line) > MOST_LINE_BYTES:
+                raise ConfigError(
+                    f"{file} has a line of more than {format_bytes(MOST_LINE_BYTES)}",
+                    where=where,
+                    accepted="shorter lines, or text files, which may be as long as you like",
+                )
+            yield _field(file, line, begin, where, field), begin + len(line)
+        begin += len(line)
+
+
+def _field(file: Path, line: bytes, begin: int, where: str, field: str) -> str:
+    """Return the text of a line."""
+    accepted = f'a JSON object a line, such as {{"{field}": "..."}}'
+    try:
+        value = json.loads(_text(file, line.rstrip(b"\n"), begin))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        at = getattr(error, "pos", 0)
+        raise ConfigError(
+            f"{file} has a line that is no JSON: {error}",
+            where=f"{where.rpartition(' ')[0]} {begin + at}",
+            accepted=accepted,
+        ) from error
+    if not isinstance(value, dict) or not isinstance(value.get(field), str):
+        known = ", ".join(map(str, value)) if isinstance(value, dict) else ""
+        raise ConfigError(
+            f"{file} has a line without the text {field!r}",
+            where=where,
+            accepted=accepted,
+            todo=f"set data.field to one of {known}" if known else "",
+        )
+    text: str = value[field]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{file} has a line with half of a character: {text[error.start]!a}",
+            where=where,
+            accepted="text that can be written in UTF-8",
+        ) from error
+    return text
