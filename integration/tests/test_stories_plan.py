@@ -22,7 +22,7 @@ def test_32_layers_are_planned_for_64_devices(tmp_path: Path) -> None:
         "cluster.device=cuda",
         "planner=manual/tensor_parallel",
         "trainer.batch_size=64",
-        "hydra.run.dir=plan",
+        "out=strategy.yaml",
     ]
 
     done = subprocess.run(
@@ -42,4 +42,4 @@ def test_32_layers_are_planned_for_64_devices(tmp_path: Path) -> None:
     assert "planner manual: 64 ranks, 1 micro-batch" in lines
     assert any(line.startswith("predicted time of a step: ") for line in lines)
     assert any(line.startswith("memory of a rank at its peak: ") for line in lines)
-    assert (tmp_path / "plan" / "strategy.yaml").exists()
+    assert (tmp_path / "strategy.yaml").stat().st_size > 0
