@@ -12,6 +12,7 @@ ABORT = "MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD"
 SIGNAL = "prterun noticed that process rank 1 with PID 29877 on node vm exited on"
 CUT_SHORT = "sbp_core.errors.BoxingError: boxing step 'step 3' could not complete: "
 LATE = "boxing step 'step 3' waited 3 s; ranks that did not arrive: 1"
+NOT_WRITTEN = "the checkpoint step-2 cannot be written: rank 1 says: ValueError: no"
 PATTERNS = (r"process rank (?P<rank>\d+) with PID", r"MPI_ABORT was invoked on rank (?P<rank>\d+)")
 
 
@@ -48,6 +49,9 @@ def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | 
         # One rank ends the job because of another.
         ([ABORT, LATE], "ranks that did not arrive: 1"),
         ([ABORT, SIGNAL], "prterun noticed"),
+        # Who waited for a checkpoint may end the job before who could not write it.
+        ([f"sbp-train: rank 2 (pid 9): {NOT_WRITTEN}", ABORT], "rank 1 says: ValueError: no"),
+        ([NOT_WRITTEN.replace("1", "2"), LATE], "ranks that did not arrive: 1"),
     ],
 )
 def test_the_rank_is_found_that_the_others_missed(lines: list[str], words: str) -> None:
@@ -61,6 +65,10 @@ def test_who_ended_the_job_is_named_if_nobody_says_more() -> None:
     assert found("loss is not a number", ABORT) == ("2", ABORT)
 
 
+def test_a_checkpoint_that_a_later_one_makes_up_for_is_no_cause() -> None:
+    assert found(f"WARNING saves: step-2 is not saved: {NOT_WRITTEN}", ABORT) == ("2", ABORT)
+
+
 def test_nobody_is_named_without_a_word() -> None:
     assert found("step 3", "rank 1 is fine", CUT_SHORT + "connection reset by peer") is None
 
@@ -69,6 +77,8 @@ def test_a_single_rank_names_another_that_it_waited_for_but_not_itself() -> None
     assert found(LATE, ABORT, ranks=(0,)) == ("1", "ranks that did not arrive: 1")
     assert found(LATE, ABORT, ranks=(1,)) is None
     assert found(CUT_SHORT + "rank 1 reported: ValueError: no", ranks=(1,)) is None
+    assert found(NOT_WRITTEN, ranks=(0,)) == ("1", "rank 1 says: ValueError: no")
+    assert found(NOT_WRITTEN, ranks=(1,)) is None
     assert found("rank 1 (pid 7 on this host): is stopped by a signal", ranks=(1,)) is None
 
 

@@ -151,7 +151,8 @@ class Session(ABC):
         Returns at once. What the next update overwrites is copied aside by one thread, which the
         first snapshot starts, while that step computes, in the order in which its update needs it.
         The update of a state waits for the copies of that state only, and makes those that nobody
-        has begun. What no update overwrites is not copied. A runtime may copy all of it at once.
+        has begun. What no update overwrites is not copied. A runtime may copy all of it at once,
+        as the reference runtime does: then a limit means nothing to it.
 
         Called between steps; nothing is sent. Processes that save together call it between the same
         two steps.

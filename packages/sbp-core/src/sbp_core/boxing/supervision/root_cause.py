@@ -23,6 +23,9 @@ _STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\):? (?:{STOPPED}|{SILENT})")
 STOPPED_HERE = re.compile(rf"rank \d+ \(pid (?P<process>\d+) on this host\):? {STOPPED}")
 _MISSED = re.compile(r"ranks that did not arrive: (?P<rank>\d+)")
 _FAILED = re.compile(r".*could not complete: (?=rank (?P<rank>\d+) (?:reported:|\(pid))")
+#: What ends ranks that only wait for one which cannot write its part of a checkpoint. A warning
+#: ends nobody: that one is made up for by a later checkpoint.
+_NOT_WRITTEN = re.compile(r"(?!WARNING ).*cannot be written: (?=rank (?P<rank>\d+) says:)")
 
 #: Characters of a line that are quoted.
 _LONGEST = 200
@@ -42,6 +45,7 @@ class RootCauseFinder:
         self._own = str(spec.ranks[0]) if len(spec.ranks) == 1 else ""
         self._standing_still: tuple[str, str] | None = None
         self._reported: tuple[str, str] | None = None
+        self._not_written: tuple[str, str] | None = None
         self._lost: dict[int, tuple[str, str]] = {}
 
     def read(self, line: str) -> None:
@@ -55,6 +59,10 @@ class RootCauseFinder:
             if failed and failed["rank"] != self._own:
                 words = line[failed.start() if missed else failed.end() :]
                 self._reported = failed["rank"], words[:_LONGEST]
+        not_written = _NOT_WRITTEN.match(line)
+        if self._not_written is None and not_written and not_written["rank"] != self._own:
+            words = line[not_written.end() :]
+            self._not_written = not_written["rank"], words[:_LONGEST]
         for number, pattern in enumerate(self._patterns):
             if number not in self._lost and (lost := pattern.search(line)):
                 self._lost[number] = lost["rank"], line.strip()[:_LONGEST]
@@ -65,5 +73,6 @@ class RootCauseFinder:
         return (
             self._standing_still
             or self._reported
+            or self._not_written
             or (self._lost[min(self._lost)] if self._lost else None)
         )
