@@ -39,6 +39,7 @@ def app(toys: Path, tmp_path: Path, programs: ForkedPrograms) -> Callable[..., O
         *arguments: str,
         config: str = "config",
         fail: bool = False,
+        refuse: str = "",
         warn: bool = False,
         defaults: bool = False,
         overwrites: bool = False,
@@ -59,6 +60,7 @@ def app(toys: Path, tmp_path: Path, programs: ForkedPrograms) -> Callable[..., O
             CHILD.format(
                 config=config,
                 fail=fail,
+                refuse=refuse,
                 warn=warn,
                 build=build,
                 overwrites=overwrites,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from trainable import registry
 
 from sbp_core.collection import collection_paused
 from sbp_core.errors import CaptureError
@@ -60,7 +61,10 @@ def test_what_is_offered_is_loaded_while_it_is_paused(
     assert gc.isenabled()
 
 
-def test_parallelize_pauses_it_while_it_plans_and_no_longer() -> None:
+def test_parallelize_pauses_it_while_it_plans_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sbp_launch.parallelize.choices.discover", registry)
     gc.enable()
     seen = []
 
@@ -70,7 +74,14 @@ def test_parallelize_pauses_it_while_it_plans_and_no_longer() -> None:
 
     model = nn.Linear(2, 2)
     with pytest.raises(CaptureError, match="seen"):
-        parallelize(model, loss, torch.ones(2, 2), torch.optim.SGD(model.parameters()))
+        parallelize(
+            model,
+            loss,
+            torch.ones(2, 2),
+            torch.optim.SGD(model.parameters()),
+            planner="even",
+            runtime="reference",
+        )
 
     assert set(seen) == {False}
     assert gc.isenabled()

@@ -14,6 +14,7 @@ from sbp_core.cluster import Cluster
 from sbp_core.compile import check_strategy
 from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
+from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, memory_bound
 from sbp_core.plugins import discover
 from sbp_core.strategy import Strategy
@@ -53,15 +54,17 @@ def test_the_softmax_of_a_single_rank_stays_one_operator(
 def test_softmaxes_are_in_parts_only_where_their_classes_are_split(
     pins: dict[str, str], is_one_operator: bool
 ) -> None:
-    model, planners = nn.Linear(64, 65536), discover()
+    model = nn.Linear(64, 65536)
     settings = PlanSettings(
-        mesh=Placement.grid((2,), ("data",)), cluster=planners.make("cluster", "local")(2)
+        mesh=Placement.grid((2,), ("data",)), cluster=discover().make("cluster", "local")(2)
     )
-    planner = planners.make("planner", "manual", {"pins": pins})
     optimizer = torch.optim.SGD(model.parameters())
     captured = capture_training(model, many_classes, torch.ones(4, 64), optimizer, settings)
 
-    graph, strategy = captured.planned(lambda graph: planner.plan(settings.request(graph)))
+    def planned(graph: LogicalGraph) -> Strategy:
+        return infer_strategy(settings.request(graph), planner="test", pins=pins)
+
+    graph, strategy = captured.planned(planned)
 
     assert (SOFTMAX in {node.op for node in graph.nodes}) == is_one_operator
     compiled(graph, strategy, settings)
@@ -83,10 +86,10 @@ def on_two_ranks() -> tuple[Planned, Callable[[int], Cluster]]:
         return cluster
 
     settings = PlanSettings(mesh=Placement.grid((2,), ("data",)), cluster=cluster_of(10**9))
-    planner = plugins.make("planner", "manual", {"pins": {"*": "B"}})
     optimizer = torch.optim.SGD(model.parameters())
     graph = capture_training(model, many_classes, torch.ones(4, 3), optimizer, settings).graph
-    return compiled(graph, planner.plan(settings.request(graph)), settings), cluster_of
+    strategy = infer_strategy(settings.request(graph), planner="test", pins={"*": "B"})
+    return compiled(graph, strategy, settings), cluster_of
 
 
 @pytest.mark.parametrize(("missing", "is_predicted"), [(0, False), (1, True)])

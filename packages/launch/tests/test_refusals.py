@@ -123,6 +123,8 @@ def test_an_option_is_found_by_its_own_name_and_by_that_of_others(option: str, m
 
 
 def test_what_others_call_our_options_leads_to_options_that_exist() -> None:
+    for package in ("sbp_boxing_torch", "sbp_models", "sbp_planner"):
+        pytest.importorskip(package)  # which have these options
     catalog = make_catalog(discover())
     names = {
         group: [one.rpartition("/")[2] for one in catalog.options(group)]
@@ -130,9 +132,7 @@ def test_what_others_call_our_options_leads_to_options_that_exist() -> None:
     }
 
     lost = [
-        asked
-        for asked, name in OTHER_OPTIONS.items()
-        if (group := asked.partition("=")[0]) in names and name not in names[group]
+        asked for asked, name in OTHER_OPTIONS.items() if name not in names[asked.partition("=")[0]]
     ]
 
     assert lost == []

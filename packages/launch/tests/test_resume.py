@@ -306,6 +306,22 @@ def test_what_a_folder_had_goes_when_there_is_a_new_checkpoint(tmp_path: Path) -
     assert newest_first(LocalStorage(tmp_path / "checkpoints")) == [step_name(3)]
 
 
+def test_runs_that_only_print_otherwise_do_not_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config()
+    printing = {"compare_steps": 1, "sample_tokens": 3, "log_every": 1, "plan_rows": 5}
+    trainer.train(run, registry(), tmp_path / "quiet")
+    trainer.train(config(**printing), registry(), tmp_path / "loud")
+    trainer.train(config(prefetch=0), registry(), tmp_path / "other")
+    capsys.readouterr()
+
+    assert main(["diff", str(tmp_path / "quiet"), str(tmp_path / "loud"), "--all"]) == 0
+    assert "setting" not in capsys.readouterr().out
+    assert main(["diff", str(tmp_path / "quiet"), str(tmp_path / "other"), "--all"]) == 1
+    assert "config_hash" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("every", "steps", "seconds"),
     [

@@ -144,3 +144,35 @@ def test_what_is_only_shown_or_refused_makes_no_folder(app: App) -> None:
 
     assert [outcome.code for outcome in outcomes] == [0, 0, 2, 2, 0]
     assert outcomes[0].made == []
+
+
+@pytest.mark.parametrize("folder", ["run", "'${now:%Y} run'"])
+def test_a_run_that_is_refused_before_it_begins_leaves_nothing(app: App, folder: str) -> None:
+    outcome = app(f"hydra.run.dir={folder}", overwrites=True, refuse="early")
+
+    assert outcome.code == 2
+    assert "it goes on in other data" in outcome.err
+    assert outcome.made == []
+
+
+def test_what_refused_settings_would_have_replaced_stays(app: App, tmp_path: Path) -> None:
+    going_on = "trainer.overwrite=true"
+    run = app("trainer.steps=7", "hydra.run.dir=run", overwrites=True).folder / "run"
+    (run / "metrics.jsonl").write_text("of the run")
+    (run / "environment.json").write_text("of the run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    outcome = app("trainer.steps=9", going_on, "hydra.run.dir=run", overwrites=True, refuse="early")
+
+    assert outcome.code == 2
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert b"trainer.steps=7" in before[run / ".hydra" / "overrides.yaml"]
+
+
+def test_a_run_that_had_begun_keeps_its_settings(app: App) -> None:
+    failed = app("hydra.run.dir=failed", overwrites=True, fail=True)
+    planned = app("hydra.run.dir=planned", overwrites=True, refuse="late")
+
+    assert (failed.code, planned.code) == (1, 2)
+    for name in ("failed", "planned"):
+        assert (planned.folder / name / "config.yaml").is_file()

@@ -117,6 +117,12 @@ def task(config, registry, run_folder):
     if {fail!r} and (not {goes_on!r} or config.trainer.steps == 1):
         from sbp_core.errors import PlanError
         raise PlanError("it does not fit", where="rank 3")
+    if {refuse!r}:
+        from sbp_core.errors import ConfigError
+        (run_folder / "environment.json").write_text("refused")
+        if {refuse!r} == "late":
+            (run_folder / "plan.txt").write_text("planned")
+        raise ConfigError("it goes on in other data")
     if {stopped_by!r} and config.trainer.steps == 1:
         sys.exit(128 + {stopped_by!r})
     print(json.dumps({{

@@ -12,7 +12,8 @@ import re
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from sbp_core.plugins import blame, discover
 from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
 from sbp_launch.run.file import save_run
-from sbp_launch.run.folder import check_unused, make_folder, take_folder, writing
+from sbp_launch.run.folder import FolderBefore, check_unused, make_folder, take_folder, writing
 from sbp_launch.run.run import make_console
 from sbp_launch.settings.catalog import PRIMARY, Catalog, make_catalog
 from sbp_launch.settings.check import in_use
@@ -86,6 +87,7 @@ def _run(app: Application[ConfigT]) -> int:
         raise unknown_flag(unknown[0], parser)
     registry = discover()
     catalog = make_catalog(registry, options.config_dir)
+    before = None
     if options.shell_completion:
         words = catalog.complete(os.environ.get("COMP_LINE", ""))
         if words is not None:
@@ -104,12 +106,13 @@ def _run(app: Application[ConfigT]) -> int:
                 else render_help(app, composed, catalog)
             )
             return 0
-        sys.argv += _check_jobs(app, catalog, options)
+        before, overrides = _check_jobs(app, catalog, options)
+        sys.argv += overrides
     for problem in registry.problems:
         sys.stderr.write(f"{app.name}: warning: a plugin is left out: {problem}\n")
     finished: list[SweepJob] = []
     try:
-        with searching(registry.config_folders()):
+        with _restoring(before), searching(registry.config_folders()):
             hydra.main(
                 config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
             )(_job(app, catalog, finished))()
@@ -125,11 +128,13 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
     return [text for text in arguments if text not in overrides] + overrides
 
 
-def _check_jobs(app: Application[Any], catalog: Catalog, options: Namespace) -> list[str]:
+def _check_jobs(
+    app: Application[Any], catalog: Catalog, options: Namespace
+) -> tuple[FolderBefore | None, list[str]]:
     """Check every job that the command line asks for; one that is only shown must just compose.
 
     Returns:
-        Overrides to add: the folder that was made for the run.
+        What the folder of a single run was before, and overrides to add, which name it.
 
     Raises:
         ConfigError: something is wrong with one of them, or with their folder.
@@ -145,14 +150,18 @@ def _check_jobs(app: Application[Any], catalog: Catalog, options: Namespace) -> 
         if not options.cfg and not options.info:
             checked = app.check(read(config, catalog), catalog.registry)
     if config is None or checked is None or app.may_overwrite is None:
-        return []
+        return None, []
     # The jobs of a sweep have folders of their own in it.
-    overwrite = sweep or app.may_overwrite(checked)
-    return _take_folder(config, "sweep" if sweep else "run", overwrite=overwrite)
+    if sweep:
+        return None, _take_folder(config, "sweep", overwrite=True)[1]
+    before, more = _take_folder(config, "run", overwrite=app.may_overwrite(checked))
+    return before if app.reads_folder_alone else None, more
 
 
-def _take_folder(config: DictConfig, mode: str, *, overwrite: bool) -> list[str]:
-    """Make the folder of a run or a sweep, and return the override that names it.
+def _take_folder(
+    config: DictConfig, mode: str, *, overwrite: bool
+) -> tuple[FolderBefore, list[str]]:
+    """Make the folder of a run or a sweep; return what it was, and the override that names it.
 
     A folder that is named for the time is made anew, as others may start in the same second.
 
@@ -165,10 +174,23 @@ def _take_folder(config: DictConfig, mode: str, *, overwrite: bool) -> list[str]
     wanted = Path(str(node.dir))
     named = OmegaConf.to_container(node, resolve=False)
     if "${now" not in str(named["dir"] if isinstance(named, dict) else ""):
+        before = FolderBefore.of(wanted)
         take_folder(wanted, overwrite=overwrite)
-        return []
-    quoted = str(make_folder(wanted)).replace("'", "\\'")
-    return [f"hydra.{mode}.dir='{quoted}'"]
+        return before, []
+    made = make_folder(wanted)
+    quoted = str(made).replace("'", "\\'")
+    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir='{quoted}'"]
+
+
+@contextmanager
+def _restoring(before: FolderBefore | None) -> Iterator[None]:
+    """Leave nothing of a run that is refused in the block."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code == BAD_CONFIG and before is not None:
+            before.restore()
+        raise
 
 
 def _job(

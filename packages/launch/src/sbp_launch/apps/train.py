@@ -83,6 +83,7 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
         check=partial(check_train, world=world),
         task=train,
         may_overwrite=lambda config: config.trainer.overwrite or config.trainer.resume == AUTO,
+        reads_folder_alone=world.size == 1,
         sweep_goes_on=True,
     )
 

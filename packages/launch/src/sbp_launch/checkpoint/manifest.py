@@ -157,7 +157,7 @@ class Metadata:
         trainer: What the trainer keeps over steps, as it writes it.
         settings: Of the update and the schedule, by key: what a run that goes on should share.
         graph_hash: Of the captured step.
-        config_hash: Of the settings that the run was started with.
+        config_hash: Of the settings that the run was started with, but for those of what it prints.
         versions: Of Python and packages, by name.
     """
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -24,6 +26,15 @@ RUN_FILES = (
     "tensorboard",
     "trace.json",
     "result.json",
+)
+
+#: What is written of a run before it begins: Hydra's files, its settings, and where it runs.
+_FIRST_FILES = (
+    ".hydra/config.yaml",
+    ".hydra/hydra.yaml",
+    ".hydra/overrides.yaml",
+    "config.yaml",
+    "environment.json",
 )
 
 #: The folder of what each process of a run writes, in the run folder.
@@ -73,7 +84,7 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
     Raises:
         ConfigError: it does, and they may not.
     """
-    found = [name for name in RUN_FILES if _is_left(folder / name)]
+    found = _left(folder)
     if found and not overwrite:
         raise ConfigError(
             f"the run folder {folder} holds an earlier run: {', '.join(found)}",
@@ -83,11 +94,66 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
         )
 
 
+def _left(folder: Path) -> list[str]:
+    """Return the files and folders that a run has left."""
+    return [name for name in RUN_FILES if _is_left(folder / name)]
+
+
 def _is_left(path: Path) -> bool:
     """Whether a run has left a file, or something in a folder that is not hidden."""
     if path.is_dir():
         return any(not inside.name.startswith(".") for inside in path.iterdir())
     return path.exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderBefore:
+    """A run folder as it was before a run, as far as runs write there before they begin.
+
+    A run that is refused leaves it so: `sbp-train resume=RUN` takes the settings that it finds
+    there, which would be those that were refused.
+
+    Args:
+        folder: The run folder.
+        is_new: Whether it was not there.
+        run_files: What an earlier run had left.
+        first_files: What is in each of those that are written first; None if it was not there.
+    """
+
+    folder: Path
+    is_new: bool
+    run_files: frozenset[str]
+    first_files: Mapping[Path, bytes | None]
+
+    @classmethod
+    def of(cls, folder: Path) -> FolderBefore:
+        """Look at a folder.
+
+        Raises:
+            ConfigError: something in it cannot be read.
+        """
+        paths = [folder / name for name in _FIRST_FILES]
+        with _refusing(folder):
+            return cls(
+                folder=folder,
+                is_new=not folder.exists(),
+                run_files=frozenset(_left(folder)),
+                first_files={path: path.read_bytes() if path.exists() else None for path in paths},
+            )
+
+    def restore(self) -> None:
+        """Make the folder what it was, unless a run has begun there in the meantime."""
+        if not self.run_files.issuperset(_left(self.folder)):
+            return
+        with suppress(OSError):  # why the run was refused matters more
+            if self.is_new:
+                shutil.rmtree(self.folder)
+                return
+            for path, content in self.first_files.items():
+                if content is not None:
+                    path.write_bytes(content)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 def as_typed(folder: Path) -> str:

@@ -344,6 +344,7 @@ class Application(Generic[ConfigT]):
         groups: The config groups that it has; empty for all.
         may_overwrite: Whether, by its config, it may use a folder that holds an earlier run; None
             for a command that leaves no run folder.
+        reads_folder_alone: Whether no process that was started beside it reads the run folder.
         sweep_goes_on: Whether the other runs of a sweep are done when one has failed, and all are
             told of in one table.
     """
@@ -356,4 +357,5 @@ class Application(Generic[ConfigT]):
     usage: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     may_overwrite: Callable[[ConfigT], bool] | None = None
+    reads_folder_alone: bool = True
     sweep_goes_on: bool = False

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
 
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from sbp_launch.data import DataCursor
 from sbp_launch.planning import Planned
 from sbp_launch.run.environment import versions
 from sbp_launch.run.run import Run
-from sbp_launch.trainer.saved_settings import hash_of, settings_of
+from sbp_launch.trainer.saved_settings import config_hash, settings_of
 from sbp_launch.trainer.team import Team
 
 logger = logging.getLogger(__name__)
@@ -70,9 +69,7 @@ class RunCheckpoints:
         resumed_here = run.config.trainer.resume == AUTO
         self._saved_step = first_step if resumed_here and first_step else -1
         self._graph_hash = graph_hash(planned.graph)
-        # Whether a run was stopped is no part of what it is.
-        trainer = replace(run.config.trainer, resume=None, other_data=False, overwrite=False)
-        self._config_hash = hash_of(asdict(replace(run.config, trainer=trainer)))
+        self._config_hash = config_hash(run.config)
         self._versions = versions()
         #: What is written while steps go on, and the step that it is of.
         self._saves, self._saving_step = BackgroundSaves(), -1

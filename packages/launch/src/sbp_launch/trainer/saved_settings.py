@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
 from sbp_launch.run.run import Run
+from sbp_launch.settings.config import RunConfig
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -59,6 +60,24 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _shown(value: Any) -> str:
     text = value if value and isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def config_hash(config: RunConfig) -> str:
+    """Return a hash of what a run is: equal for runs that differ only in what they print.
+
+    Nor is it a part of that whether the run was stopped.
+    """
+    trainer = replace(
+        config.trainer,
+        resume=None,
+        other_data=False,
+        overwrite=False,
+        compare_steps=0,
+        sample_tokens=0,
+        log_every=1,
+        plan_rows=0,
+    )
+    return hash_of(asdict(replace(config, trainer=trainer)))
 
 
 def hash_of(value: Any) -> str:
