@@ -112,3 +112,15 @@ def test_the_command_line_refuses_before_anything_is_planned(app, tmp_path: Path
     assert "the command line: out=strategy.txt" in done.err
     assert not done.torch
     assert done.made == []
+
+
+def test_other_plans_of_a_sweep_are_made_when_one_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    applications = []
+    monkeypatch.setattr(plan, "run", applications.append)
+
+    with pytest.raises(SystemExit):
+        plan.main()
+
+    assert applications[0].sweep_goes_on

@@ -132,6 +132,7 @@ def main() -> None:
         config_name="plan",
         check=check_plan,
         task=_plan,
+        sweep_goes_on=True,
     )
     sys.exit(run(app))
 

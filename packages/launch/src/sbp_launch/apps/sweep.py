@@ -1,5 +1,7 @@
 """What came of the runs of `--multirun`: one table, also if some of them have failed.
 
+Runs of `sbp-plan` have no numbers: it says which of them have a plan.
+
 run  optimizer.lr  steps  loss    held-out  best            tokens/s  folder
 0    0.001         100    2.4101  2.4272    2.4272          14,452    0
 1    0.1           3      nan                                         1
@@ -59,22 +61,23 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
     results = [read_result(job.folder) for job in jobs]
     keys = _varied(jobs)
     parent = Path(os.path.commonpath([job.folder.parent for job in jobs]))
-    rates = [one.rate for one in results if one is not None]
-    unit = next((one.unit for one in results if one is not None), "samples")
+    measured = [one for one in results if one is not None]
+    heads = _NUMBERS if measured else ()  # plans have none
+    if any(one.rate for one in measured):
+        heads = (*heads, f"{measured[0].unit}/s")
     table = Table(box=_BOX, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("run", justify="right")
     for key in keys:
         table.add_column(key, overflow="fold", min_width=min(len(key), _KEY))
-    for head in (*_NUMBERS, *([f"{unit}/s"] if any(rates) else [])):
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("folder", overflow="fold")
     for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
         values = dict(text.partition("=")[::2] for text in job.overrides)
-        cells = _cells(result)[: None if any(rates) else -1]
         table.add_row(
             str(number),
             *(values.get(key, "") for key in keys),
-            *cells,
+            *_cells(result)[: len(heads)],
             str(job.folder.relative_to(parent)),
         )
     console.print(f"\nthe runs of {as_typed(parent)}:", highlight=False, soft_wrap=True)
