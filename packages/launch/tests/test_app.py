@@ -193,11 +193,14 @@ def test_a_run_that_fails_exits_with_1_and_its_message_alone(app: App) -> None:
     assert outcome.err.strip() == "sbp-toy: it does not fit\n  in rank 3"
 
 
-def test_warnings_of_libraries_bear_their_own_names(app: App) -> None:
+def test_warnings_of_libraries_bear_their_own_names_and_data_say_how_far_they_are(app: App) -> None:
     outcome = app(warn=True)
 
     assert outcome.code == 0, outcome.err
-    assert outcome.err.strip() == "WARNING a.library: it is odd"
+    assert outcome.err.splitlines() == [
+        "WARNING a.library: it is odd",
+        "INFO sbp_models.record_cache: making tokens: 3%",
+    ]
     assert "it is" not in outcome.out
 
 

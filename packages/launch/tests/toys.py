@@ -112,6 +112,7 @@ def task(config, registry, run_folder):
         import logging
         logging.getLogger("a.library").info("it is busy")
         logging.getLogger("a.library").warning("it is odd")
+        logging.getLogger("sbp_models.record_cache").info("making tokens: 3%")
     if {build!r}:
         registry.make({build!r}, getattr(config, {build!r}).name)
     if {fail!r} and (not {goes_on!r} or config.trainer.steps == 1):

@@ -144,7 +144,9 @@ def load_records(recipe: Recipe, cache: str | None) -> Records:
     folder = cache_folder("data") if cache is None else Path(cache).expanduser()
     entry = _Entry(recipe, folder, sources)
     found = entry.load()
-    if found is None:
+    if found is not None:
+        logger.info("%s are read from %s", recipe.kind, entry.path)
+    else:
         with _alone(entry) as is_locked:
             # It may have been made while this process waited.
             found = entry.load() or entry.make(total_bytes, is_locked)
@@ -173,7 +175,6 @@ class _Entry:
         except (OSError, SbpError) as error:
             logger.warning("%s is damaged, and is made again: %s", self.path, error)
             return None
-        logger.info("%s are read from %s", self.recipe.kind, self.path)
         return Records(values=values, counts=about.counts)
 
     def make(self, total_bytes: int, is_locked: bool) -> Records:
