@@ -149,7 +149,7 @@ def build(config: TokensConfig) -> TokenText:
             "piece_bytes": PIECE_BYTES,
         },
         dtype=dtype,
-        chunks=lambda: _cut(tokenizer, pieces(files, config.field), end, dtype),
+        chunks=lambda: cut(tokenizer, pieces(files, config.field), end, dtype),
     )
     records = load_records(recipe, config.cache)
     return TokenText(
@@ -162,12 +162,19 @@ def build(config: TokensConfig) -> TokenText:
     )
 
 
-def _cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) -> Iterator[Chunk]:
-    """Yield the tokens of documents, each with `end` behind it."""
+def cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) -> Iterator[Chunk]:
+    """Yield the tokens of documents.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer`.
+        found: The documents, in pieces.
+        end: Token that is put behind each document.
+        dtype: Of the tokens.
+    """
     waiting: list[Piece] = []
     waiting_letters = 0
 
-    def cut() -> Chunk:
+    def chunk() -> Chunk:
         texts = [piece.text for piece in waiting]
         parts = []
         for piece, one in zip(
@@ -186,11 +193,11 @@ def _cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any])
         waiting.append(piece)
         waiting_letters += len(piece.text)
         if len(waiting) == _AT_ONCE or waiting_letters >= _LETTERS_AT_ONCE:
-            yield cut()
+            yield chunk()
             waiting.clear()
             waiting_letters = 0
     if waiting:
-        yield cut()
+        yield chunk()
 
 
 def _tokenizer(tokenizers: Any, path: str) -> tuple[Any, str]:
