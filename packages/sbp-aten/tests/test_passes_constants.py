@@ -137,16 +137,19 @@ def test_host_arithmetic_on_numbers_is_done_at_once() -> None:
     assert [node.args for node in made.nodes] == [(Ref("x"), (1 - 0.9) ** 2)]
 
 
-def test_host_arithmetic_that_fails_is_left_to_the_run() -> None:
+@pytest.mark.parametrize(("op", "arguments"), [("truediv", (1, 0)), ("pow", (-2.0, 0.5))])
+def test_host_arithmetic_that_fails_is_left_to_the_run(
+    op: str, arguments: tuple[float, float]
+) -> None:
     b = Builder()
-    b.nodes = [_host("a", "truediv", 1, 0)]
+    b.nodes = [_host("a", op, *arguments)]
     b.types["a"] = ScalarType()
     b.add_input("x", InputKind.BATCH, (2,))
     b.op("y", "mul.Tensor", (Ref("x"), Ref("a")), (2,))
     b.outputs.append(GraphOutput(name="y", kind=OutputKind.METRIC, value="y"))
 
     assert [node.op for node in fold_constants(b.graph()).nodes] == [
-        "host.truediv",
+        f"host.{op}",
         "aten.mul.Tensor",
     ]
 

@@ -298,3 +298,26 @@ def test_powers_of_the_host_are_those_of_python(base: float, exponent: int) -> N
 def test_a_power_of_the_host_takes_no_time() -> None:
     with pytest.raises(OverflowError):
         operator_of("host.pow")(10, 10**18)
+
+
+def test_a_broken_power_of_a_number_below_zero_is_refused() -> None:
+    assert operator_of("host.pow")(-2, 3) == -8
+
+    with pytest.raises(ValueError, match=r"math domain error: -2.0 \*\* 0.5"):
+        operator_of("host.pow")(-2.0, 0.5)
+
+
+@pytest.mark.parametrize("op", ["host.mul", "host.pow"])
+def test_numbers_of_the_host_do_not_grow_beyond_floats(op: str) -> None:
+    number: int | float = 3
+
+    for _ in range(100):  # each would double the digits, or have a hundred times as many
+        try:
+            number = operator_of(op)(number, number if op == "host.mul" else 100)
+        except OverflowError:
+            break
+        if isinstance(number, float):
+            break
+        assert number < 2**1025
+    else:
+        pytest.fail("they grow on")

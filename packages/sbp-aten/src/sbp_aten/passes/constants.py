@@ -232,9 +232,11 @@ def _host_number(node: Node) -> Argument:
     if not all(isinstance(part, int | float) for part in node.args):
         return None
     try:
-        return function(*node.args)
+        found = function(*node.args)
     except ArithmeticError:
         return None
+    # A broken power of a number below 0 is refused when it runs.
+    return found if isinstance(found, int | float) else None
 
 
 _HOST: Mapping[str, Callable[..., Any]] = {

@@ -22,20 +22,38 @@ from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.ra
 from sbp_torch.ops import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
 from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
 
-#: Exponents up to which integers have exact powers.
-_LONG = 1000
+#: Bits that integers may have before they go on as floats: about as many as the largest float.
+_LONG = 1024
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Return a power; of integers, too, one that is no larger than floats are."""
-    is_long = isinstance(base, int) and isinstance(exponent, int) and abs(exponent) > _LONG
-    return float(base) ** exponent if is_long else base**exponent
+    """Return a power, which is real; of integers, too, one that is no larger than floats are.
+
+    Raises:
+        ValueError: a broken power of a number below 0.
+        ArithmeticError: a power of 0 below 0, or a power that no float can be.
+    """
+    is_whole = isinstance(base, int) and isinstance(exponent, int)
+    if is_whole and int(base).bit_length() * abs(exponent) > _LONG:
+        base = float(base)
+    found: Number | complex = base**exponent
+    if isinstance(found, complex):
+        raise ValueError(f"math domain error: {base} ** {exponent} is no real number")
+    return found
+
+
+def _product(one: Number, other: Number) -> Number:
+    """Return a product; of integers, too, one that is no larger than floats are."""
+    is_whole = isinstance(one, int) and isinstance(other, int)
+    if is_whole and int(one).bit_length() + int(other).bit_length() > _LONG:
+        one = float(one)
+    return one * other
 
 
 _HOST: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
-    "mul": operator.mul,
+    "mul": _product,
     "truediv": operator.truediv,
     "pow": _power,
     "neg": operator.neg,
