@@ -149,7 +149,8 @@ class ActorSession(Session):
         self.together = BetweenSteps(plan, self.store, backend, config.deadline_s)
         #: Whether all processes are known to run the same plan.
         self.has_agreed = False
-        #: The states at the beginning of a step; `store.values` until the step is committed.
+        #: The states at the beginning of a step; `store.values` until the step is committed, and
+        #: after one that has failed.
         self.states_before: dict[int, Values] = {}
         self.failure: RunError | None = None
         self.closed = False
@@ -237,6 +238,7 @@ class ActorSession(Session):
             raise
         if failed:
             raise self._root_cause(failed)
+        self.states_before = {}  # or `load_state_dict` could not let go of what it replaces
         if is_undone:
             raise self._undo(reports)
         return StepResult(outputs=results)

@@ -211,13 +211,20 @@ class Session(ABC):
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state. Each process calls it, and cuts what its ranks hold.
 
+        One state after the other is replaced, and the old one is let go of before the new one is
+        read or cut: old and new ones are not held together, but for what a snapshot keeps.
+
         Args:
-            states: Whole tensors by name; or a mapping that makes each when it is asked for, of
-                which a process asks for those that its ranks hold a part of, or one that reads
-                parts of them, such as a file.
+            states: Whole tensors by name, in a `dict`; or a mapping that makes each when it is
+                asked for, of which a process asks for those that its ranks hold a part of, or one
+                that reads parts of them, such as a file.
 
         Raises:
-            SbpValueError: a state is missing, unknown, or of another shape or dtype.
+            SbpValueError: a state is missing, unknown, or of another shape or dtype. The states are
+                as they were, unless the mapping only makes them when they are asked for.
+            Exception: what the mapping raises, such as for a damaged file. If some states were
+                replaced by then, there are none: steps, and all that hands states out, raise a
+                `RunError` that says so, until others are loaded.
         """
 
     @abstractmethod

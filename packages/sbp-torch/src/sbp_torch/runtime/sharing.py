@@ -128,7 +128,8 @@ class SharedStates(StateStore):
         """Leave copies to the other session."""
 
     def commit(self, values: object) -> None:
-        """Drop new values: the states are another session's."""
+        """Drop new values: the states are another session's, which may replace them now."""
+        self.values = {rank: {} for rank in self.values}
 
     def load(self, states: Mapping[str, Tensor]) -> None:
         """Refuse to replace what belongs to another session.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbp_core.boxing import Bounds, bounds_of
 from sbp_core.compile import PhysicalPlan, StateSlot
-from sbp_core.errors import SbpLookupError, SbpTypeError, SbpValueError
+from sbp_core.errors import RunError, SbpLookupError, SbpTypeError, SbpValueError, words_of
 from sbp_core.runtime import StatePiece, StateSlice, known_state, state_owners, state_slots
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
@@ -64,6 +64,8 @@ class StateStore:
         self.values: dict[int, Values] = {rank: {} for rank in ranks}
         #: Of the states that a host number stands for, as they were last given.
         self.tied_dtypes: dict[str, torch.dtype] = {}
+        #: Why there are no states, if what was loaded last has replaced only some; else empty.
+        self._lost_by = ""
 
     @cached_property
     def slots(self) -> Mapping[str, StateSlot]:
@@ -76,7 +78,17 @@ class StateStore:
         return tuple(tied for name in self.slots for tied in self._names_of(name))
 
     def refresh(self) -> None:
-        """See what the states are now, if they are those of another session."""
+        """See that there are states, and what they are now, if they are those of another session.
+
+        Raises:
+            RunError: there are none.
+        """
+        if self._lost_by:
+            raise RunError(
+                f"there are no states: others were loaded in their place, and {self._lost_by}",
+                accepted="states that were loaded to the end",
+                todo="call load_state_dict() with others, or start a new session from a checkpoint",
+            )
 
     def commit(self, values: dict[int, Values]) -> None:
         """Let new states of all ranks take force."""
@@ -112,12 +124,16 @@ class StateStore:
         return self.values[rank][name]
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Cut whole states into every local rank's parts.
+        """Cut whole states into every local rank's parts, in place of those that are there.
 
         They are taken one at a time, in the order of the mapping, and let go of before the next is
         asked for: a mapping that makes them on demand, such as `DeferredStates`, never needs to
-        hold two. Of such a mapping, states that no local rank holds are not asked for at all; and
-        of one that is read in parts, only those that a local rank holds.
+        hold two. So are those that they replace: beside the parts of the local ranks there is one
+        state at most. Of a mapping that makes them on demand, states that no local rank holds are
+        not asked for at all; and of one that is read in parts, only those that a local rank holds.
+
+        What is refused is refused before anything is replaced, as far as the mapping can be asked
+        for it. What fails behind that, such as a file that cannot be read, leaves no states.
 
         Raises:
             SbpValueError: a state is missing, unknown, or of another shape or dtype; tied states
@@ -131,26 +147,51 @@ class StateStore:
             for tied in self._names_of(name)
         }
         self._check_names(states, slots, numbers)
-        new: dict[int, Values] = {rank: {} for rank in self.values}
-        dtypes: dict[str, torch.dtype] = {}
-        found: dict[str, dict[str, Number]] = defaultdict(dict)
         held_here = self._held(slots)
+        if any(self.values.values()):  # else there is nothing to be kept from harm
+            self._check_forms(states, held_here)
+        read, dtypes = self._read_numbers(states, numbers)
+        # Others keep the mappings that were here: snapshots, and steps.
+        values = {rank: dict(held) for rank, held in self.values.items()}
+        try:
+            self._lost_by, self.values = "that was interrupted", values
+            self._replace(states, held_here, values)
+            for held in values.values():
+                held |= read
+            self.tied_dtypes, self._lost_by = dtypes, ""
+        except BaseException as error:
+            self._lost_by = words_of(error)
+            raise
+
+    def _replace(
+        self, states: Mapping[str, Tensor], names: Collection[str], values: Mapping[int, Values]
+    ) -> None:
+        """Replace states of which a local rank has a part, one after the other."""
+
+        def let_go(name: str) -> None:
+            for held in values.values():
+                held.pop(name, None)
+
         if isinstance(states, ReadInParts):
-            for name in held_here:
-                self._read(slots[name], states, new)
-            held_here = set()
-        for name, whole in _each(states, numbers.keys() | held_here):
-            if name in numbers:
-                found[numbers[name]][name] = _one_number(name, whole)
-                dtypes[name] = whole.dtype
-            else:
-                self._cut(slots[name], whole, new)
+            for name in names:
+                let_go(name)
+                self._read(self.slots[name], states, values)
+            return
+        for name, whole in _each(states, names):
+            let_go(name)
+            self._cut(self.slots[name], whole, values)
             del whole  # before the next is made
-        for name, values in found.items():
-            number = _tied_number(name, values)
-            for held in new.values():
-                held[name] = number
-        self.values, self.tied_dtypes = new, dtypes
+
+    def _read_numbers(
+        self, states: Mapping[str, Tensor], numbers: Mapping[str, str]
+    ) -> tuple[dict[str, Number], dict[str, torch.dtype]]:
+        """Return the host numbers, by slot, and the dtypes that they were given in, by state."""
+        found: dict[str, dict[str, Number]] = defaultdict(dict)
+        dtypes: dict[str, torch.dtype] = {}
+        for name, value in _each(states, numbers):
+            found[numbers[name]][name] = _one_number(name, value)
+            dtypes[name] = value.dtype
+        return {name: _tied_number(name, values) for name, values in found.items()}, dtypes
 
     def _held(self, slots: Mapping[str, StateSlot]) -> set[str]:
         """Return the states, but for host numbers, of which a local rank has a part."""
@@ -180,6 +221,15 @@ class StateStore:
                 f"the plan has no state called {unknown[0]!r}",
                 accepted=", ".join(sorted(slots)[:6]) + ", ...",
             )
+
+    def _check_forms(self, states: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Refuse states of another shape or dtype, of a mapping that has them, or knows them."""
+        for name in names:
+            slot = self.slots[name]
+            if isinstance(states, ReadInParts):
+                check_tensor(name, states.like(name), slot.shape, slot.dtype)
+            elif isinstance(states, dict):
+                check_tensor(name, states[name], slot.shape, slot.dtype)
 
     def _cut(self, slot: StateSlot, whole: Tensor, new: Mapping[int, Values]) -> None:
         """Add the local ranks' parts of a state; each is a tensor of its own."""

@@ -38,6 +38,7 @@ from sbp_torch.testing.cases import (
     shards_of,
     too_large,
 )
+from sbp_torch.testing.loading import LoadingCases
 from sbp_torch.testing.programs import assert_equal, assert_near, one_device_run, raises
 from sbp_torch.testing.snapshots import SnapshotCases
 from sbp_torch.testing.states import StateCases
@@ -45,7 +46,7 @@ from sbp_torch.testing.states import StateCases
 __all__ = ["RuntimeConformance"]
 
 
-class RuntimeConformance(StateCases, SnapshotCases):
+class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
     """What every runtime must do. See the module's docstring for how to use it."""
 
     #: Whether the runtime moves bytes through the backend that it is given.

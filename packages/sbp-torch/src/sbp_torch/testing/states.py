@@ -27,7 +27,7 @@ __all__ = ["StateCases"]
 
 
 class StateCases(RuntimeSuitePart):
-    """How states are handed out, loaded, put together and shared."""
+    """How states are handed out, put together and shared; `testing.loading` has how they are loaded."""
 
     def test_states_are_handed_back_as_they_were_given(self) -> None:
         """`state_dict` has the names and values that `start` was given, before any step."""
@@ -95,19 +95,6 @@ class StateCases(RuntimeSuitePart):
                 with raises(SbpLookupError, match="there is no rank 99"):
                     session.state_dict(to=99)
 
-    def test_a_run_goes_on_from_saved_states(self) -> None:
-        """Two steps, and a third in a session that loads their states, equal three steps."""
-        step = CASES["sharded states"].step
-        with self.start("sharded states") as session:
-            for batch in step.batches[:2]:
-                session.step(batch, step.scalars)
-            saved = session.state_dict()
-        with self.start("sharded states") as session:
-            session.load_state_dict(saved)
-            loss = session.step(step.batches[2], step.scalars).loss
-
-        assert_equal("the loss of step 2", loss, reference_run("sharded states")[0][2])
-
     def test_saved_states_are_copies(self) -> None:
         """What `state_dict` returned does not change in later steps, nor they by changing it."""
         step = CASES["data parallel"].step
@@ -123,16 +110,6 @@ class StateCases(RuntimeSuitePart):
         assert unchanged, "a step changed states that were handed out"
         for loss, wanted in zip(losses, reference_run("data parallel")[0][1:], strict=True):
             assert_equal("a later loss", loss, wanted)
-
-    def test_unknown_or_missing_states_are_refused(self) -> None:
-        """SbpValueError from `start` and `load_state_dict`."""
-        states = dict(CASES["data parallel"].step.states)
-        del states["up.weight"]
-        with raises(SbpValueError, match="up.weight"):
-            self.make_runtime().start(compile_case("data parallel"), states, self.make_backend())
-        unknown = raises(SbpValueError, match="nobody")
-        with self.start("data parallel") as session, unknown:
-            session.load_state_dict({**session.state_dict(), "nobody": torch.zeros(1)})
 
     def test_a_session_shares_the_states_of_another_as_they_are(self) -> None:
         """A forward on what is being trained: no copy, the values of the moment."""
