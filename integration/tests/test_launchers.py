@@ -246,3 +246,25 @@ def test_slurm_jobs_are_submitted_here_to_this_machine(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 3
     assert "step 3/3" in done.stdout
     assert list((tmp_path / "run" / "logs" / "slurm").glob("*_log.out"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
+def test_a_job_whose_time_is_almost_up_saves_and_stops(tmp_path: Path) -> None:
+    settings = (
+        *(setting for setting in SMALL if not setting.startswith("trainer.steps")),
+        *DATA,
+        "boxing=torch",
+        "launcher=slurm",
+        "launcher.cluster=local",
+        "launcher.timeout_min=2",
+        "trainer.steps=1000000",
+        "hydra.run.dir=run",
+    )
+
+    done = started([sys.executable, "-m", "sbp_launch.apps.train", *settings], tmp_path)
+
+    assert "stopped by SIGUSR1; the states so far are in checkpoints/step-" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert "failed: exit code 138" in done.stdout

@@ -58,6 +58,16 @@ def test_hosts_get_equal_parts_of_the_ranks(
         Slurm(SlurmConfig(nodes=3)).launch_specs(request(tmp_path))
 
 
+def test_a_job_whose_time_is_almost_up_is_told_by_the_signal_that_stops_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "find_spec", lambda name: object())
+
+    (spec,) = Slurm(SlurmConfig()).launch_specs(request(tmp_path))
+
+    assert spec.environment == {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}
+
+
 def test_ranks_forget_who_started_the_command(tmp_path: Path) -> None:
     class Backend(LocalBackend):
         def launch_specs(self, num_ranks, command):  # type: ignore[no-untyped-def]

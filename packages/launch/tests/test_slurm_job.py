@@ -141,7 +141,8 @@ def test_a_task_tells_its_rank_what_torchrun_would(
     place = SimpleNamespace(**hosts, global_rank=3, local_rank=1)
     made_up = SimpleNamespace(JobEnvironment=lambda: place)
     monkeypatch.setattr(slurm_job, "_submitit", lambda: made_up)
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    heard: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: heard.append(number))
     monkeypatch.setenv("SLURM_PROCID", "3")
     program = (
         "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w')); sys.exit(5)"
@@ -154,3 +155,4 @@ def test_a_task_tells_its_rank_what_torchrun_would(
     assert (found["RANK"], found["WORLD_SIZE"]) == ("3", "4")
     assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("1", "2")
     assert found["MASTER_ADDR"] == "gpu1" and found["SLURM_PROCID"] == ""
+    assert set(heard) == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}

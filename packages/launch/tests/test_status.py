@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from sbp_core.testing.interrupts import hears_signals
-from sbp_launch.run.status import StatusSignal
+from sbp_launch.run.status import StatusSignal, outlive_status_signal
 from sbp_launch.world import World
 
 WORLD = World(rank=1, size=2, local_rank=1, local_size=2)
@@ -128,6 +130,42 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
             assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+@hears_signals()
+@pytest.mark.parametrize(
+    ("module", "inner"), [("apps.train", "_run"), ("launching.rank", "run_rank")]
+)
+def test_a_process_outlives_the_signal_before_its_ranks_have_begun(module: str, inner: str) -> None:
+    program = (
+        f"import os, signal, sys\n"
+        f"from sbp_launch.{module} import main\n"
+        f"module = sys.modules['sbp_launch.{module}']\n"
+        f"module.{inner} = lambda *_: os.kill(os.getpid(), signal.SIGUSR2) or 7\n"
+        f"sys.argv[1:] = ['runs/first', '80']\n"
+        f"main()\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 7, done.stderr
+    assert "there is nothing to tell yet" in done.stderr
+
+
+@hears_signals()
+def test_what_hears_or_ignores_the_signal_already_still_does() -> None:
+    def heard(number: int, frame: object) -> None:
+        """Hear it."""
+
+    for handler in (signal.SIG_IGN, heard):
+        before = signal.signal(signal.SIGUSR2, handler)
+        try:
+            outlive_status_signal()
+            assert signal.getsignal(signal.SIGUSR2) == handler
+        finally:
+            signal.signal(signal.SIGUSR2, before)
 
 
 def test_in_another_thread_than_the_main_one_nothing_is_heard(tmp_path: Path) -> None:

@@ -172,6 +172,8 @@ class Slurm:
                 ),
                 ranks=tuple(range(request.num_ranks)),
                 forwards_signals=True,
+                # It would send SIGUSR2, which asks ranks what they are at, when time is almost up.
+                environment={"SUBMITIT_PREEMPT_SIGNAL": "USR1"},
                 failure_patterns=(r"task (?P<rank>\d+) of the job failed",),
             ),
         )

@@ -4,7 +4,8 @@
 
 The launcher `slurm` starts this beside the app. submitit writes the batch script and keeps its
 files in `FOLDER/logs/slurm`; what rank 0 writes is passed on. A first signal is passed on to the
-ranks, which stop behind a step; a second one cancels the job.
+ranks, which stop behind a step; a second one cancels the job. Slurm sends SIGUSR1 before it takes
+the hosts away, and the ranks stop for it likewise.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def run_task(command: Sequence[str]) -> int:
         def pass_on(number: int, frame: FrameType | None) -> None:
             process.send_signal(number)
 
-        for number in _PASSED_ON:
+        for number in (*_PASSED_ON, signal.SIGUSR2):
             signal.signal(number, pass_on)
         return process.wait()
 
@@ -150,7 +151,7 @@ def main() -> None:
     job = Job(Path(folder), json.loads(settings), command)
     for number in _PASSED_ON:
         signal.signal(number, job.stop)
-    # What asks the ranks what they are at would end the job: to submitit it says that time is up.
+    # This program has nothing to tell; `scancel --signal=USR2 JOB` asks the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(job.wait())
 

@@ -20,6 +20,7 @@ import threading
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 from sbp_core.runtime import Session
@@ -27,6 +28,21 @@ from sbp_launch.world import World
 
 #: SIGUSR1 asks a run to stop, as Slurm does. Windows lacks both.
 _NAME = "SIGUSR2"
+
+
+def outlive_status_signal() -> None:
+    """Let SIGUSR2, which would end the program, do nothing until a `StatusSignal` hears it.
+
+    Who asks a run may do so when some of its processes have not come to their step yet.
+    """
+    number = getattr(signal, _NAME, None)
+    if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+        signal.signal(number, _not_begun)
+
+
+def _not_begun(number: int, frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, b"sbp-train: there is nothing to tell yet, or no more\n")
 
 
 class StatusSignal:
