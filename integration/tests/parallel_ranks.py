@@ -7,7 +7,9 @@ its own shards, and prints what it found as a line of JSON.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from programs import MODEL, batch, expected_shard, loss_of, make_optimizer, regi
 from sbp_core.errors import SbpError
 from sbp_core.runtime import local_samples
 from sbp_launch import parallelize
+from sbp_launch.parallelize import ParallelStep
 from sbp_launch.world import World
 from sbp_torch.deferred_init import deferred
 
@@ -196,28 +199,46 @@ def on_rank_0_alone(rank: int) -> str:
 
 def damaged(rank: int, folder: Path) -> dict[str, Any]:
     """Load checkpoints of which one is damaged where only rank 1 reads; return what is said."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given, said = {"x": torch.ones(2, 64)}, {}
-    with parallelize(model, square, given, optimizer, planner="manual/zero") as step:
+    given = {"x": torch.ones(2, 64)}
+
+    def started() -> ParallelStep:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return parallelize(model, square, given, optimizer, planner="manual/zero")
+
+    def said(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except SbpError as error:
+            return str(error)
+        return ""
+
+    newest = folder / "step-00000002"
+    with started() as step:
         for _ in range(2):
             step(given)
             step.save(folder)
-        newest = folder / "step-00000002"
+        own = newest
+        if rank == 1:  # as on a disk of its own
+            own = Path(shutil.copytree(newest, folder / "copy" / newest.name))
+            (own / "manifest.json").write_text("{}")
+        step.state_dict()  # both are here
+        found: dict[str, Any] = {"manifest": said(lambda: step.load(own))}
         if rank == 1:
             path = newest / "rank-00001.safetensors"
             path.write_bytes(path.read_bytes()[:-1] + b"?")
-        step.state_dict()  # both are here
-        for what, call in (("load", lambda: step.load(newest)), ("step", lambda: step(given))):
-            try:
-                call()
-            except SbpError as error:
-                said[what] = str(error)
+        before = step.state_dict()
+        found["load"] = said(lambda: step.load(newest))
+        after = step.state_dict()
+        found["kept"] = all(torch.equal(after[name], before[name]) for name in before)
+    with started() as step:
+        found["load first"] = said(lambda: step.load(newest))
+        found["step"] = said(lambda: step(given))
         step.load(folder)
-        done = step.steps_done
-        found = [float(step(given)) for _ in range(2)]
-    return {"said": said, "goes on behind": done, "losses": found}
+        found["goes on behind"] = step.steps_done
+        found["losses"] = [float(step(given)) for _ in range(2)]
+    return found
 
 
 def square(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:

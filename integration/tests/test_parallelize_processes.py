@@ -100,9 +100,16 @@ def test_a_checkpoint_that_one_process_finds_damaged_is_passed_over_by_all(
     found = [ranks_of(boxing, layouts)[rank]["damaged"] for rank in (0, 1)]
 
     damage = "the checkpoint step-00000002 is damaged: the xxh3_128 of tensor '"
-    assert found[0]["said"]["load"].startswith(f"rank 1 says: {damage}")
-    assert found[1]["said"]["load"].startswith(damage)
+    for load in ("load", "load first"):
+        assert sorted("says: " in one[load] for one in found) == [False, True]
+        assert all(damage in one[load] for one in found)
+        assert all("step-00000002/rank-00001.safetensors" in one[load] for one in found)
+    manifest = "the manifest does not end in its checksum\n  in "
+    assert found[0]["manifest"].startswith(f"rank 1 says: {manifest}")
+    assert found[1]["manifest"].startswith(manifest)
+    assert all("copy/step-00000002/manifest.json" in one["manifest"] for one in found)
     for one in found:
-        assert one["said"]["step"].startswith("this parallel step has no states")
+        assert one["kept"]
+        assert one["step"].startswith("this parallel step has no states")
         assert one["goes on behind"] == 1
     assert found[0]["losses"] == found[1]["losses"]

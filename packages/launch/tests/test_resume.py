@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +20,20 @@ from saved_states import STATES, pieces_of, save, save_whole, states_of_run
 from torch import Tensor
 from trainable import QUIET, registry, run_config
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, SbpError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_launch.checkpoint import Checkpoint, LocalStorage
 from sbp_launch.checkpoint.command.app import main
-from sbp_launch.checkpoint.manifest import DamagedError
+from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
+from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import loop, trainer
+from sbp_launch.trainer.resume import Resume
 from sbp_torch.update_options import UpdateOptions
 
 
@@ -211,6 +218,65 @@ def test_a_manifest_that_is_cut_is_skipped_too_and_without_any_that_is_whole_not
         manifest.write_bytes(b"")
     with pytest.raises(ConfigError, match="none of the 2 checkpoints is whole"):
         trainer.train(resumed(run), registry(), tmp_path)
+
+
+def agreed(tmp_path: Path, cut: Mapping[int, Collection[int]]) -> list[tuple[str, list[str]]]:
+    """Return what two processes, each with a disk of its own, go on from, and what they warn of.
+
+    Args:
+        tmp_path: For the disks.
+        cut: The steps of checkpoints whose manifest is cut, by process.
+    """
+    barrier, texts = threading.Barrier(2), dict[int, str]()
+
+    def process(rank: int) -> tuple[str, list[str]]:
+        def gather(text: str) -> list[str]:
+            texts[rank] = text
+            barrier.wait(20.0)
+            found = [texts[one] for one in (0, 1)]
+            barrier.wait(20.0)
+            return found
+
+        root = tmp_path / str(rank)
+        storage = LocalStorage(root)
+        pieces = pieces_of(STATES, Placement([0], ("rank",)), NdSbp(B))
+        for step in (2, 4, 6):
+            save(storage, step_name(step), pieces, Metadata(step=step, seed=0))
+        for step in cut.get(rank, ()):
+            (root / step_name(step) / "manifest.json").write_text("{}")
+        warnings: list[str] = []
+        run: Any = SimpleNamespace(
+            config=config(), folder=root, say=lambda lines: None, warn=warnings.append
+        )
+        session: Any = SimpleNamespace(load_state_dict=dict)
+        try:
+            resume = Resume(run, storage, newest_first(storage))
+            resume.agree(session, Processes(rank=rank, ranks=(0, 1), gather=gather))
+        except SbpError as error:
+            barrier.abort()
+            return str(error), warnings
+        return resume.states.checkpoint.name, warnings
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(process, (0, 1), timeout=60.0))
+
+
+def test_a_manifest_that_one_process_finds_damaged_is_named_by_all_and_passed_over(
+    tmp_path: Path,
+) -> None:
+    (first, told), (second, own) = agreed(tmp_path / "newest", {1: [6]})
+
+    assert first == second == step_name(4)
+    place = tmp_path / "newest" / "1" / step_name(6) / "manifest.json"
+    assert len(told) == len(own) == 1
+    assert told[0].startswith("rank 1 says: the manifest does not end in its checksum")
+    assert str(place) in told[0] and str(place) in own[0]
+
+    # Each has one of its own that is damaged.
+    (first, told), (second, own) = agreed(tmp_path / "two", {1: [6], 0: [4]})
+    assert first == second == step_name(2)
+    assert [text.startswith("rank") for text in told] == [True, False]
+    assert [text.startswith("rank") for text in own] == [False, True]
 
 
 def test_auto_without_a_checkpoint_says_that_it_begins(

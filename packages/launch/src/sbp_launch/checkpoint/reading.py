@@ -98,19 +98,32 @@ class Checkpoint(Tensors):
         """Where it is, for people."""
         return self._storage.place(self.name)
 
-    def verify(self, tell: Callable[[int], None] = lambda _: None) -> None:
-        """Read everything.
+    def verify(
+        self, tell: Callable[[int], None] = lambda _: None, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Read everything, or a share of it.
 
         Args:
             tell: Is told the bytes of every piece that was read.
+            share: Which of how many, about equal in bytes, that together are everything.
 
         Raises:
             DamagedError: something is damaged; names the file and the tensor.
         """
-        for name, saved in self.manifest.tensors.items():
-            for piece in saved.pieces:
+        index, count = share
+        pieces = [
+            (name, saved, piece)
+            for name, saved in self.manifest.tensors.items()
+            for piece in saved.pieces
+        ]
+        total = sum(saved.piece_bytes(piece) for _, saved, piece in pieces)
+        before = 0
+        for name, saved, piece in pieces:
+            size_bytes = saved.piece_bytes(piece)
+            if min(count - 1, before * count // max(1, total)) == index:
                 self._held(name, saved, piece)
-                tell(saved.piece_bytes(piece))
+                tell(size_bytes)
+            before += size_bytes
 
     def close(self) -> None:
         """Close the files; they are opened again if something is read."""

@@ -35,11 +35,13 @@ class Processes:
         rank: The lowest rank of this process.
         ranks: That of every process, in order; the first commits.
         gather: Returns a text of every process, in order; all of them call it at the same time.
+        elsewhere: How one saves to another place, for messages.
     """
 
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     gather: Callable[[str], Sequence[str]] = lambda text: [text]
+    elsewhere: str = "name another folder"
 
     @property
     def is_first(self) -> bool:
@@ -70,7 +72,7 @@ class Processes:
             raise RunError(
                 f"{what}: {_said(problem)}",
                 where=where,
-                todo="make room, or name another place: hydra.run.dir=FOLDER",
+                todo=f"make room, or {self.elsewhere}",
             ) from problem
         for rank, text in zip(self.ranks, texts, strict=True):
             if text:
@@ -134,15 +136,84 @@ def remove(storage: Storage, names: Iterable[str]) -> None:
             logger.warning("%s is not removed: %s", storage.place(name), error.strerror or error)
 
 
+def open_together(storage: Storage, name: str, processes: Processes) -> Checkpoint:
+    """Open a checkpoint in every process; all of them call this.
+
+    Raises:
+        DamagedError: its manifest, or a file, is missing or damaged, here or for another process.
+        ConfigError: the processes open different checkpoints.
+        BoxingError: another process has failed, or did not come.
+    """
+    opened, problem = None, None
+    try:
+        opened = Checkpoint(storage, name)
+    except DamagedError as error:
+        problem = error
+    if (found := damage_of_any(processes, name, problem)) is not None:
+        raise found
+    assert opened is not None, "else there is a problem"
+    return opened
+
+
+def verify_together(checkpoint: Checkpoint, processes: Processes) -> None:
+    """Read all of a checkpoint, each process a share of it; all of them call this.
+
+    Raises:
+        DamagedError: something of it is damaged.
+        BoxingError: another process has failed, or did not come.
+    """
+    problem = None
+    try:
+        with checkpoint:
+            share = processes.ranks.index(processes.rank), len(processes.ranks)
+            checkpoint.verify(share=share)
+    except DamagedError as error:
+        problem = error
+    if (found := damage_of_any(processes, checkpoint.name, problem)) is not None:
+        raise found
+
+
+def damage_of_any(
+    processes: Processes, read: str, problem: DamagedError | None
+) -> DamagedError | None:
+    """Return what is damaged, here or for another process; None if nothing is. All call this.
+
+    Args:
+        processes: All of them.
+        read: What this one has read.
+        problem: What it has found damaged in that, if anything.
+
+    Raises:
+        ConfigError: the processes have read different checkpoints.
+        BoxingError: another process has failed, or did not come.
+    """
+    texts = processes.gather(f"{read}\n{_said(problem) if problem else ''}")
+    for rank, text in zip(processes.ranks, texts, strict=True):
+        found, _, said = text.partition("\n")
+        if found != read:
+            raise ConfigError(
+                f"rank {rank} reads {found}, and rank {processes.rank} {read}",
+                accepted="one checkpoint for all",
+                todo="name a folder that all hosts share",
+            )
+        if said and problem is None:
+            return DamagedError(f"rank {rank} says: {said}")
+    return problem
+
+
 class ReadTogether(Tensors):
     """A checkpoint that every process reads its part of, until all know whether it is whole.
 
     What is damaged is read as zeros, and `problem` says so: a process that stopped at it would
     leave the others waiting. Nobody may go on with it before `agree`.
+
+    Args:
+        checkpoint: Open.
+        reading: Called before a part is read; names and shapes are known without.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, reading: Callable[[], None] = lambda: None) -> None:
+        self.checkpoint, self._reading = checkpoint, reading
         self.problem: DamagedError | None = None
 
     @property
@@ -156,6 +227,7 @@ class ReadTogether(Tensors):
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return a part of a state, or zeros in its place."""
+        self._reading()
         try:
             if self.problem is None:
                 return self.checkpoint.part(name, bounds)
@@ -170,21 +242,9 @@ class ReadTogether(Tensors):
             ConfigError: the processes have read different checkpoints.
             BoxingError: another process has failed, or did not come.
         """
-        manifest = self.checkpoint.manifest
-        own = f"{self.checkpoint.name} of step {manifest.metadata.step}"
-        texts = processes.gather(f"{own}\n{_said(self.problem) if self.problem else ''}")
         self.checkpoint.close()
-        for rank, text in zip(processes.ranks, texts, strict=True):
-            found, _, problem = text.partition("\n")
-            if found != own:
-                raise ConfigError(
-                    f"rank {rank} reads {found}, and rank {processes.rank} {own}",
-                    accepted="one checkpoint for all",
-                    todo="name a folder that all hosts share",
-                )
-            if problem and self.problem is None:
-                return DamagedError(f"rank {rank} says: {problem}")
-        return self.problem
+        step = self.checkpoint.manifest.metadata.step
+        return damage_of_any(processes, f"{self.checkpoint.name} of step {step}", self.problem)
 
 
 def _said(error: Exception) -> str:

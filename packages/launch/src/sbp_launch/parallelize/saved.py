@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
+from sbp_core.plugins import Storage
 from sbp_core.runtime import Session
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import find_checkpoints, step_name
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
-from sbp_launch.checkpoint.saving import Processes, ReadTogether, save
+from sbp_launch.checkpoint.saving import (
+    Processes,
+    ReadTogether,
+    open_together,
+    save,
+    verify_together,
+)
 from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.parallelize.agreement import Gather
 from sbp_launch.planning.flow import Planned
@@ -25,16 +32,20 @@ from sbp_launch.world import World
 
 logger = logging.getLogger(__name__)
 
+#: How a step saves to another place, for messages.
+_ELSEWHERE = "save to another folder: step.save(FOLDER)"
+
 
 def processes_of(world: World, gather: Gather | None) -> Processes:
     """Return the processes of a step, as checkpoints know them."""
     if gather is None:
-        return Processes()
+        return Processes(elsewhere=_ELSEWHERE)
 
     def texts(text: str) -> list[str]:
         return list(gather("a checkpoint", text).values())
 
-    return Processes(rank=world.rank, ranks=tuple(range(world.size)), gather=texts)
+    ranks = tuple(range(world.size))
+    return Processes(rank=world.rank, ranks=ranks, gather=texts, elsewhere=_ELSEWHERE)
 
 
 class StepSaves:
@@ -66,7 +77,7 @@ class StepSaves:
 
         def begin() -> None:
             if self._processes.is_first:
-                claim.enter_context(storage.claim())
+                claim.enter_context(_claimed(storage))
                 write_plan(folder, self._planned)
 
         with claim:
@@ -136,22 +147,48 @@ class StepSaves:
             logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
 
 
+@contextmanager
+def _claimed(storage: Storage) -> Iterator[None]:
+    """Keep others from writing to a storage.
+
+    Raises:
+        ConfigError: another program does already.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(storage.claim())
+        except ConfigError as error:
+            raise ConfigError(
+                error.what,
+                where=error.where,
+                accepted=error.accepted,
+                todo=f"wait for it, stop it, or {_ELSEWHERE}",
+            ) from error
+        yield
+
+
 def load_step(
     path: Path,
     session: Session,
     seed: int,
     processes: Processes,
-    replacing: Callable[[], None] = lambda: None,
+    *,
+    keeps: bool,
+    replacing: Callable[[], None],
 ) -> int:
     """Load the newest whole checkpoint that a path means; all processes call it.
+
+    States are replaced one after the other, so that old and new ones are not held together. What is
+    damaged is found when some are replaced already, unless all is read once before that.
 
     Args:
         path: Of one, or of a folder of them, of which damaged ones are passed over with a warning.
         session: Whose states are replaced.
         seed: Of the step.
         processes: Of the step.
-        replacing: Called before states are replaced by what another process may find damaged: if
-            this function raises behind that, the session has no states until it is given others.
+        keeps: Whether the states are to be kept if a checkpoint is damaged: it is read twice.
+        replacing: Called before states are replaced: if this function raises behind that, the
+            session has no states until it is given others.
 
     Returns:
         The step that the checkpoint is of.
@@ -160,20 +197,21 @@ def load_step(
         ConfigError: there is none, it does not fit, or was saved with another seed.
         DamagedError: the only one is damaged.
     """
-    storage, names = find_checkpoints(path)
+    found: list[tuple[Storage, list[str]]] = []
+    processes.agree(
+        lambda: found.append(find_checkpoints(path)), "no checkpoint can be loaded", str(path)
+    )
+    ((storage, names),) = found
     for name in names:
         try:
-            checkpoint = Checkpoint(storage, name)
+            checkpoint = open_together(storage, name, processes)
             _check_seed(checkpoint, seed)
-            if len(processes.ranks) == 1:
-                with checkpoint:
-                    session.load_state_dict(checkpoint)
-            else:
-                replacing()
-                states = ReadTogether(checkpoint)
-                session.load_state_dict(states)
-                if (problem := states.agree(processes)) is not None:
-                    raise problem
+            if keeps:
+                verify_together(checkpoint, processes)
+            states = ReadTogether(checkpoint, replacing)
+            session.load_state_dict(states)
+            if (problem := states.agree(processes)) is not None:
+                raise problem
         except DamagedError as error:
             if len(names) == 1:
                 raise

@@ -346,8 +346,10 @@ class ParallelStep:
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, perhaps of another mesh; all processes call it.
 
-        Each process reads, and verifies, what its ranks hold. If that is damaged, the states are as
-        they were; where each rank is a process, there are none then until others are loaded.
+        Each process reads, and verifies, what its ranks hold; states are replaced one after the
+        other. Before that, of a step that has been taken, all is read and verified once: if it is
+        damaged, the states are as they were. Without a step taken there are none then, until others
+        are loaded.
 
         Args:
             path: Of a checkpoint; or of a folder that has some, such as that of a run of
@@ -358,14 +360,21 @@ class ParallelStep:
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
         self.finish_saving()
-        processes = processes_of(self.world, self._gather)
+        session = self._started
 
         def replacing() -> None:
             self._has_damaged_states = True  # until all processes have read theirs whole
 
-        done = load_step(Path(path), self._started, self._engine.seed, processes, replacing)
+        done = load_step(
+            Path(path),
+            session,
+            self._engine.seed,
+            processes_of(self.world, self._gather),
+            keeps=session.steps_done > 0 and not self._has_damaged_states,
+            replacing=replacing,
+        )
         self._has_damaged_states = False
-        self._first_step = done - self.session.steps_done
+        self._first_step = done - session.steps_done
 
     def load_model(self, path: str | Path) -> None:
         """Start from weights, by the model's own names; all processes call it.

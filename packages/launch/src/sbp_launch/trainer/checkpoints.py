@@ -28,6 +28,9 @@ from sbp_launch.trainer.team import Team
 
 logger = logging.getLogger(__name__)
 
+#: How a run saves to another place, for messages.
+ELSEWHERE = "name another place: hydra.run.dir=FOLDER"
+
 #: What is kept of a run whose loss is no number, apart from the checkpoints to go on from.
 _NOT_FINITE = "not-finite"
 
@@ -260,8 +263,9 @@ class RunCheckpoints:
 def processes_of(run: Run, team: Team) -> Processes:
     """Return the processes of a run, as checkpoints know them."""
     if run.world.size == 1:
-        return Processes(gather=team.gather)
-    return Processes(rank=run.world.rank, ranks=tuple(range(run.world.size)), gather=team.gather)
+        return Processes(gather=team.gather, elsewhere=ELSEWHERE)
+    ranks = tuple(range(run.world.size))
+    return Processes(rank=run.world.rank, ranks=ranks, gather=team.gather, elsewhere=ELSEWHERE)
 
 
 def place_of(run: Run, storage: Storage, name: str) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.errors import ConfigError, SbpValueError, words_of
 from sbp_core.plugins import Storage, TrainerState
 from sbp_core.runtime import Session
 from sbp_core.serialize import load
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
-from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first, step_of
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
 from sbp_launch.checkpoint.saving import Processes, ReadTogether
 from sbp_launch.data import DataCursor, SampleOrder
@@ -39,6 +39,8 @@ class Resume:
     def __init__(self, run: Run, storage: Storage, names: list[str]) -> None:
         self._run, self._storage, self._names = run, storage, list(names)
         self._num_given = len(names)
+        #: What was said of the checkpoint that was passed over last.
+        self._skipped_last = ""
         self.states = self._next()
 
     @classmethod
@@ -134,13 +136,43 @@ class Resume:
         Raises:
             ConfigError: none is whole.
         """
+        self._follow_others(session, processes)
         while (problem := self.states.agree(processes)) is not None:
             self._skip(problem)
-            self.states = self._next()
-            with self.fitting():
-                session.load_state_dict(self.states)
+            self._load_next(session)
+            self._follow_others(session, processes)
         self._run.say([f"going on after step {self.metadata.step}, from {self._place}"])
         return self._trainer_state()
+
+    def _follow_others(self, session: Session, processes: Processes) -> None:
+        """Take the checkpoint that the others have, if these have found a newer one damaged.
+
+        Each process has opened what was whole for it, by itself: before the session, nobody can be
+        asked. Where they differ for another reason, `ReadTogether.agree` says so.
+
+        Raises:
+            ConfigError: none is whole.
+        """
+        while True:
+            texts = processes.gather(f"{self.states.checkpoint.name}\n{self._skipped_last}")
+            said = {
+                rank: text.partition("\n")[::2]
+                for rank, text in zip(processes.ranks, texts, strict=True)
+            }
+            behind = min(said, key=lambda rank: step_of(said[rank][0]) or 0)
+            (name, why), names = said[behind], {name for name, _ in said.values()}
+            if len(names) == 1 or not why:
+                return
+            if name != self.states.checkpoint.name:
+                self._skip(DamagedError(f"rank {behind} says: {why}"))
+                taken = step_of(name) or 0
+                self._names = [one for one in self._names if (step_of(one) or 0) <= taken]
+                self._load_next(session)
+
+    def _load_next(self, session: Session) -> None:
+        self.states = self._next()
+        with self.fitting():
+            session.load_state_dict(self.states)
 
     def _trainer_state(self) -> TrainerState:
         """Return where the trainer was; of a step of `parallelize`, as if it had been this one.
@@ -183,6 +215,7 @@ class Resume:
         """
         if self._num_given == 1:
             raise error
+        self._skipped_last = words_of(error)
         where = f" ({error.where[0]})" if error.where else ""
         self._run.warn(f"{error.what}{where}; it is passed over")
 

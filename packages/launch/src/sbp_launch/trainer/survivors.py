@@ -25,6 +25,7 @@ from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.planning.report import counted
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import SAVING
+from sbp_launch.trainer.checkpoints import ELSEWHERE
 from sbp_launch.trainer.loop import TrainingLoop
 from sbp_launch.trainer.team import DEADLINE_S
 
@@ -78,6 +79,7 @@ def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
         rank=run.world.rank,
         ranks=left.ranks,
         gather=lambda text: left.gather(text, DEADLINE_S),
+        elsewhere=ELSEWHERE,
     )
     storage = loop.checkpoints.storage
     with ExitStack() as held:

@@ -27,7 +27,7 @@ __all__ = ["StateCases"]
 
 
 class StateCases(RuntimeSuitePart):
-    """How states are handed out, put together and shared; `testing.loading` has how they are loaded."""
+    """How states are handed out, put together and shared."""
 
     def test_states_are_handed_back_as_they_were_given(self) -> None:
         """`state_dict` has the names and values that `start` was given, before any step."""
