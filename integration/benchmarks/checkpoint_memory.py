@@ -1,4 +1,4 @@
-"""Measure the memory that saving and loading take beside the states: two processes.
+"""Measure the memory that saving and loading take beside the states: two processes, and one.
 
     python integration/benchmarks/checkpoint_memory.py [--mib 1024]
 
@@ -10,9 +10,13 @@ and owns half of them. Ways, in this order:
     limit       steps while a thread writes, from copies of 240 MiB at most, as in runs
     all         steps while a thread writes, from copies of all that is overwritten
     load        a session of another plan, ZeRO-1, starts from that checkpoint
+    again       that session, behind a step, loads the checkpoint in place of its states
+    alone       one process with both ranks starts from the checkpoint, behind all that
+    again alone that session, behind a step, loads the checkpoint in place of its states
 
 Printed is the most resident memory of a process (Linux) while it is at it: beyond what a step takes
-for saving, beyond the shards of the new session for loading; of the process that takes more. Also
+for saving, beyond the shards of the new session for loading, and beyond what is there already for
+loading again; of the process that takes more. Also
 the steps that a save took, and how long its longest was. Nothing is asserted.
 """
 
@@ -34,6 +38,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import PhysicalPlan
 from sbp_core.plugins import discover
 from sbp_core.runtime import Session
 from sbp_core.units import format_bytes, format_seconds
@@ -47,6 +53,7 @@ from sbp_launch.checkpoint import (
     save,
     step_name,
 )
+from sbp_torch.boxing import LocalBackend
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from matrix import Ours
@@ -129,6 +136,37 @@ class Saves:
         return memory("VmHWM"), len(self.step_s), max(self.step_s)
 
 
+def load(
+    registry: Any,
+    plan: PhysicalPlan,
+    backend: BoxingBackend,
+    batch: Mapping[str, Tensor],
+    folder: Path,
+    found: Found,
+    where: str,
+) -> int:
+    """Start a session from the checkpoint, and load it again; return the bytes of its shards."""
+    with Checkpoint(LocalStorage(folder), step_name(1)) as checkpoint:
+        forget_most()
+        before = memory("VmRSS")
+        began = time.perf_counter()
+        with registry.make("runtime", "actor", {}).start(plan, checkpoint, backend) as session:
+            took_s, most = time.perf_counter() - began, memory("VmHWM")
+            held = (
+                session.shard(name, rank) for name in checkpoint for rank in session.local_ranks
+            )
+            shards = sum(value.nbytes for value in held if isinstance(value, Tensor))
+            found[where.strip() or "load"] = (most - before - shards, 0, took_s)
+            session.step(batch, {"lr": LEARNING_RATE})
+            forget_most()
+            before = memory("VmRSS")
+            began = time.perf_counter()
+            session.load_state_dict(checkpoint)
+            took_s = time.perf_counter() - began
+            found[f"again{where}"] = (memory("VmHWM") - before, 0, took_s)
+    return shards
+
+
 def work(rank: int, mib: int, folder: str, told: Any) -> None:
     """Measure in one process."""
     torch.set_num_threads(1)
@@ -157,16 +195,11 @@ def work(rank: int, mib: int, folder: str, told: Any) -> None:
         ours = Ours(preset="manual/zero1", boxing="torch")
         _, plan = start_session(ours, "plan", model, registry, store, stack=stack)
     gc.collect()
-    with Checkpoint(LocalStorage(Path(folder)), step_name(1)) as checkpoint:
-        backend = make_backend(registry, "torch", "load", store)
-        forget_most()
-        before = memory("VmRSS")
-        began = time.perf_counter()
-        with registry.make("runtime", "actor", {}).start(plan, checkpoint, backend) as session:
-            took_s, most = time.perf_counter() - began, memory("VmHWM")
-            held = (session.shard(name, rank) for name in checkpoint)
-            shards = sum(value.nbytes for value in held if isinstance(value, Tensor))
-        found["load"] = (most - before - shards, 0, took_s)
+    backend, batch = make_backend(registry, "torch", "load", store), model.batch_of(0)
+    shards = load(registry, plan, backend, batch, Path(folder), found, "")
+    dist.barrier()
+    if rank == 0:
+        load(registry, plan, LocalBackend(), batch, Path(folder), found, " alone")
     told.put((shards, found))
     dist.barrier()
     dist.destroy_process_group()
@@ -189,10 +222,11 @@ def main() -> None:
         parts = [told.get() for _ in processes]
         for process in processes:
             process.join()
-    print(f"{'way':8}{'memory':>12}{'steps':>8}{'longest':>12}")
-    for way in parts[0][1]:
-        size, steps, longest_s = map(max, zip(*(found[way] for _, found in parts), strict=True))
-        print(f"{way:8}{format_bytes(size):>12}{steps:>8}{format_seconds(longest_s):>12}")
+    print(f"{'way':12}{'memory':>12}{'steps':>8}{'longest':>12}")
+    for way in max((found for _, found in parts), key=len):
+        told_of = [found[way] for _, found in parts if way in found]
+        size, steps, longest_s = map(max, zip(*told_of, strict=True))
+        print(f"{way:12}{format_bytes(size):>12}{steps:>8}{format_seconds(longest_s):>12}")
     print(f"shards of a process that loads: {format_bytes(max(shards for shards, _ in parts))}")
 
 
