@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,3 +196,39 @@ def test_ranks_that_read_no_batch_load_nothing_and_know_the_cursor() -> None:
     assert data.asked == []
     assert [batch.values for batch in found] == [{}] * 3
     assert found[-1].end.position == 12
+
+
+class Augmenting(Noting):
+    """Augmented, `y` is 1000 times the epoch and the number."""
+
+    def augment(self, samples: Any, numbers: Any, epochs: Any) -> dict[str, torch.Tensor]:
+        assert torch.equal(samples["y"], -torch.from_numpy(numbers))
+        return {**samples, "y": torch.from_numpy(1000 * epochs + numbers)}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rows"),
+    [("one rank", [0], slice(4)), ("data", [0], slice(2)), ("data", [1], slice(2, 4))],
+)
+def test_samples_are_augmented_by_their_epochs_whatever_ranks_there_are(
+    name: str, ranks: list[int], rows: slice
+) -> None:
+    order = SampleOrder(num_samples=10)
+    begin = DataCursor(position=7, order=order)  # so the batch goes over the border of two epochs
+    part = LocalPart(layout(name, 4, 1), ranks)
+
+    with BatchLoader(source_of(Augmenting(10)), "train", begin, 4, part) as loader:
+        found = loader.next()
+
+    wanted = order.numbers(np.arange(7, 11)) + np.array([0, 0, 0, 1000])
+    assert found.values["y"].tolist() == wanted[rows].tolist()
+
+
+def test_held_out_samples_are_not_augmented() -> None:
+    cursor = DataCursor(order=SampleOrder(num_samples=10))
+    part = LocalPart(layout("one rank", 4, 1), [0])
+
+    with BatchLoader(source_of(Augmenting(10)), "validation", cursor, 4, part) as loader:
+        found = loader.next()
+
+    assert (found.values["y"] <= 0).all()

@@ -163,3 +163,43 @@ def test_an_error_of_ours_stays_what_it_is_and_names_the_sample() -> None:
     assert isinstance(found, ConfigError)
     assert found.where == ("a.txt, byte 12", "sample 7 of split 'held' of data 'mine'")
     assert found.accepted == "whole files"
+
+
+class AugmentsTo:
+    """Augments to what is given, or raises it."""
+
+    def __init__(self, found: object) -> None:
+        self.found = found
+
+    def num_samples(self, split: str = "train") -> int:
+        return 9
+
+    def samples(self, numbers: Any, split: str = "train") -> dict[str, torch.Tensor]:
+        return {"x": torch.from_numpy(numbers)}
+
+    def augment(self, samples: Any, numbers: Any, epochs: Any) -> Any:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+    def describe(self) -> str:
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, "returned None, not a mapping name -> tensor"),
+        ({"x": torch.ones(3)}, "'x' has the shape \\(3,\\)"),
+        (ValueError("no pixels"), "failed at samples 4, 5 of split 'train': ValueError: no pixels"),
+    ],
+)
+def test_what_augments_to_no_samples_is_named(found: object, says: str) -> None:
+    data: Any = AugmentsTo(found)
+    source = SampleSource(data=data, plugin=ENTRY, dtype=torch.float64)
+
+    with pytest.raises(PluginError, match=says) as caught:
+        source.load(np.array([4, 5]), "train", np.array([0, 1]))
+
+    assert caught.value.where[0] == "my_package.data:build, method augment"
+    assert source.load(np.array([4, 5]), "train")["x"].tolist() == [4, 5]

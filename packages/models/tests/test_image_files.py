@@ -6,7 +6,9 @@ import io
 import struct
 import tarfile
 import zlib
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,17 @@ from PIL import Image
 
 from sbp_core.errors import ConfigError
 from sbp_models import digits, image_folder, webdataset
-from sbp_models.configs import DigitsConfig, ImageFolderConfig, VitConfig, WebDatasetConfig
+from sbp_models.configs import (
+    AugmentConfig,
+    DigitsConfig,
+    ImageFolderConfig,
+    VitConfig,
+    WebDatasetConfig,
+)
 from sbp_torch.testing.data import DatasetConformance
+
+#: Where an image of a border of one pixel may be cut.
+PLACES = list(product(range(3), repeat=2))
 
 
 def picture(number: int, width: int = 12, height: int = 10, kind: str = "PNG") -> bytes:
@@ -56,7 +67,8 @@ class TestImageFolder(DatasetConformance):
         self.root = write_folders(tmp_path)
 
     def make_dataset(self) -> image_folder.ImageFolder:
-        config = ImageFolderConfig(path=str(self.root), image_size=8, held_out=0.2)
+        augment = AugmentConfig(flip=True, pad=2)
+        config = ImageFolderConfig(path=str(self.root), image_size=8, held_out=0.2, augment=augment)
         return image_folder.build(config)
 
 
@@ -331,3 +343,70 @@ def test_a_shard_that_is_cut_off_while_it_is_used_is_named_with_the_byte(tmp_pat
         data.samples(np.array([last]))
 
     assert caught.value.where[0].startswith(f"{file}, byte ")
+
+
+def augmented(root: Path, numbers: list[int], epochs: list[int], **settings: Any) -> torch.Tensor:
+    config = ImageFolderConfig(path=str(root), image_size=8, augment=AugmentConfig(**settings))
+    data = image_folder.build(config)
+    asked = np.array(numbers)
+    found = data.augment(data.samples(asked), asked, np.array(epochs))
+    assert torch.equal(found["labels"], data.samples(asked)["labels"])
+    return found["images"]
+
+
+def test_images_are_as_they_are_unless_they_are_to_be_augmented(tmp_path: Path) -> None:
+    root, numbers = write_folders(tmp_path), list(range(20))
+
+    plain = image_folder.build(ImageFolderConfig(path=str(root), image_size=8))
+
+    wanted = plain.samples(np.array(numbers))["images"]
+    assert torch.equal(augmented(root, numbers, [0, 1] * 10), wanted)
+
+
+def test_each_image_is_mirrored_in_about_half_of_the_epochs(tmp_path: Path) -> None:
+    root = write_folders(tmp_path)
+    plain = augmented(root, [7, 9] * 100, [0] * 200)
+
+    found = augmented(root, [7, 9] * 100, [place // 2 for place in range(200)], flip=True)
+
+    is_same = (found == plain).all((1, 2, 3))
+    is_mirrored = (found == plain.flip(-1)).all((1, 2, 3))
+    assert (is_same ^ is_mirrored).all()
+    for one in (is_same[::2], is_same[1::2]):
+        assert 30 < one.sum() < 70
+    assert not torch.equal(is_same[::2], is_same[1::2])
+
+
+def test_images_are_cut_anywhere_from_a_border_of_grey(tmp_path: Path) -> None:
+    root = write_folders(tmp_path)
+    plain = augmented(root, [3] * 200, [0] * 200)
+
+    found = augmented(root, [3] * 200, list(range(200)), pad=1)
+
+    padded = torch.nn.functional.pad(plain[0], (1, 1, 1, 1))
+    windows = {(top, left): padded[:, top : top + 8, left : left + 8] for top, left in PLACES}
+    seen = {p for image in found for p, cut in windows.items() if torch.equal(image, cut)}
+    assert seen == set(PLACES)
+    assert all(any(torch.equal(image, cut) for cut in windows.values()) for image in found)
+
+
+def test_what_is_drawn_depends_on_seed_epoch_and_sample_alone(tmp_path: Path) -> None:
+    root = write_folders(tmp_path)
+    together = augmented(root, [1, 2, 3, 1, 2, 3], [0, 0, 0, 1, 1, 1], flip=True, pad=3)
+
+    alone = [
+        augmented(root, [number], [epoch], flip=True, pad=3)
+        for epoch in (0, 1)
+        for number in (1, 2, 3)
+    ]
+
+    assert torch.equal(torch.cat(alone), together)
+    assert not torch.equal(together[:3], together[3:])
+    other = augmented(root, [1, 2, 3, 1, 2, 3], [0, 0, 0, 1, 1, 1], flip=True, pad=3, seed=1)
+    assert not torch.equal(other, together)
+
+
+@pytest.mark.parametrize("settings", [{"pad": -1}, {"seed": -1}])
+def test_settings_of_augmentation_that_are_negative_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="=-1 is negative"):
+        AugmentConfig(**settings)

@@ -125,6 +125,36 @@ class ForgetsCapitals(Counts):
         return super().encode(text.lower())
 
 
+class Adds(Counts):
+    """In epoch `e`, a token is `e` more."""
+
+    def augment(
+        self, samples: Mapping[str, Tensor], numbers: Numbers, epochs: Numbers
+    ) -> Mapping[str, Tensor]:
+        return {"tokens": samples["tokens"] + torch.from_numpy(epochs)[:, None]}
+
+
+class TestAdds(DatasetConformance):
+    splits = ("train", "validation")
+
+    def make_dataset(self) -> Dataset:
+        return Adds()
+
+
+class AddsThePlace(Adds):
+    def augment(
+        self, samples: Mapping[str, Tensor], numbers: Numbers, epochs: Numbers
+    ) -> Mapping[str, Tensor]:
+        return super().augment(samples, numbers, np.arange(len(numbers)))
+
+
+class AddsFloats(Adds):
+    def augment(
+        self, samples: Mapping[str, Tensor], numbers: Numbers, epochs: Numbers
+    ) -> Mapping[str, Tensor]:
+        return {"tokens": samples["tokens"].double()}
+
+
 Test = Callable[[DatasetConformance], None]
 Suite = DatasetConformance
 
@@ -140,6 +170,8 @@ BROKEN: list[tuple[Callable[[], Dataset], Test]] = [
     (IsEmpty, Suite.test_every_split_has_samples),
     (Grows, Suite.test_every_split_has_samples),
     (SaysTooMuch, Suite.test_the_description_is_one_line),
+    (AddsThePlace, Suite.test_what_an_epoch_makes_of_a_sample_depends_on_these_two_alone),
+    (AddsFloats, Suite.test_what_an_epoch_makes_of_a_sample_depends_on_these_two_alone),
     (ForgetsCapitals, Suite.test_text_comes_back_from_its_tokens),
 ]
 

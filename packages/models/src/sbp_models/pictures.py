@@ -18,6 +18,7 @@ import torch
 
 from sbp_core.errors import ConfigError
 from sbp_models.configs import ImageFilesConfig
+from sbp_models.counter_based_random import below, key_of
 from sbp_models.extras import library
 from sbp_models.local_files import read_bytes
 from sbp_models.splits import SplitDataset
@@ -46,6 +47,7 @@ class Pictures:
         self._ops: Any = library("PIL.ImageOps", extra="images", needed_by=needed_by)
         self._size = (config.image_size, config.image_size)
         self._mode = "RGB" if config.channels == 3 else "L"
+        self._augment = config.augment
 
     def decoded(self, content: bytes, name: str, begin: int = 0) -> torch.Tensor:
         """Return an image scaled to the size on its shorter side, and cut in the middle.
@@ -91,6 +93,34 @@ class Pictures:
         found = np.asarray(picture, dtype=np.float32).reshape(*self._size, -1)
         return torch.from_numpy(found.transpose(2, 0, 1) / np.float32(127.5) - 1).contiguous()
 
+    def augmented(
+        self,
+        images: torch.Tensor,
+        numbers: npt.NDArray[np.int64],
+        epochs: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Return images as their epochs have them: (n, channels, height, width), as they come.
+
+        What is drawn for an image depends on the seed, its number and its epoch only.
+        """
+        config = self._augment
+        (height, width), pad = self._size, config.pad
+        if not (config.flip or pad):
+            return images
+        padded = torch.nn.functional.pad(images, (pad, pad, pad, pad))
+        found = torch.empty_like(images)
+        for epoch in np.unique(epochs).tolist():
+            here = np.flatnonzero(epochs == epoch)
+            counts = numbers[here].astype(np.uint64)
+            tops, lefts, flips = (
+                below(key_of(config.seed, what, epoch), counts, bound).tolist()
+                for what, bound in (("top", 2 * pad + 1), ("left", 2 * pad + 1), ("flip", 2))
+            )
+            for row, top, left, flip in zip(here.tolist(), tops, lefts, flips, strict=True):
+                cut = padded[row, :, top : top + height, left : left + width]
+                found[row] = cut.flip(-1) if config.flip and flip else cut
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredImage:
@@ -112,7 +142,9 @@ class StoredImage:
 
 
 class ImageFiles(SplitDataset):
-    """Images that are decoded when they are asked for. Fulfils `sbp_torch.kinds.Dataset`.
+    """Images that are decoded when they are asked for.
+
+    Fulfils `sbp_torch.kinds.AugmentedDataset`.
 
     Args:
         images: Those of each split.
@@ -159,6 +191,15 @@ class ImageFiles(SplitDataset):
         ]
         labels = torch.tensor([image.label for image in asked])
         return {"images": torch.stack(images), "labels": labels}
+
+    def augment(
+        self,
+        samples: Mapping[str, torch.Tensor],
+        numbers: npt.NDArray[np.int64],
+        epochs: npt.NDArray[np.int64],
+    ) -> Mapping[str, torch.Tensor]:
+        """Return images mirrored and cut as their epochs have it, and their labels as they are."""
+        return {**samples, "images": self._pictures.augmented(samples["images"], numbers, epochs)}
 
     def describe(self) -> str:
         """Return one line: what the images are, and how many."""

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-__all__ = ["Dataset", "LanguageModel", "OptimizerFactory", "TextDataset", "TrainableModel"]
+__all__ = [
+    "AugmentedDataset",
+    "Dataset",
+    "LanguageModel",
+    "OptimizerFactory",
+    "TextDataset",
+    "TrainableModel",
+]
 
 
 class TrainableModel(Protocol):
@@ -46,7 +53,8 @@ class Dataset(Protocol):
 
     A sample is a pure function of its split and number. Which samples a step takes, in which order,
     and which process asks for which of them is not decided here, so a data set knows no epoch, no
-    batch and no rank. It is asked by one thread at a time, which need not be the one that made it.
+    batch and no rank (but see `AugmentedDataset`). It is asked by one thread at a time, which need
+    not be the one that made it.
     """
 
     def num_samples(self, split: str = "train") -> int:
@@ -93,6 +101,34 @@ class TextDataset(Dataset, Protocol):
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens."""
+        ...
+
+
+@runtime_checkable
+class AugmentedDataset(Dataset, Protocol):
+    """A data set that makes something else of a sample in each epoch, such as mirrored images.
+
+    Only samples to train on are augmented; evaluation takes them as they are.
+    """
+
+    def augment(
+        self,
+        samples: Mapping[str, torch.Tensor],
+        numbers: npt.NDArray[np.int64],
+        epochs: npt.NDArray[np.int64],
+    ) -> Mapping[str, torch.Tensor]:
+        """Return samples as the run takes them: each a pure function of its number and its epoch.
+
+        So a run that was stopped, or goes on with other ranks, takes what it would have taken.
+
+        Args:
+            samples: Of the first split, as `samples` returns them.
+            numbers: Their numbers, int64 (n,).
+            epochs: The epoch of each, int64 (n,), from 0; a batch may have several.
+
+        Returns:
+            The same names, shapes and dtypes.
+        """
         ...
 
 

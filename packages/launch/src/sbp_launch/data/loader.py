@@ -127,7 +127,9 @@ class BatchLoader:
     def _load(self) -> LocalBatch:
         begin, end = self._cursor, self._cursor.advanced(self._batch_size)
         rows = self._part.rows
-        loaded = self._source.load(begin.numbers(rows), self._split) if len(rows) else {}
+        loaded: dict[str, Tensor] = {}
+        if len(rows):
+            loaded = self._source.load(begin.numbers(rows), self._split, begin.epochs(rows))
         values = self._part.cut(loaded)
         if self._pinned:
             values = {name: value.pin_memory() for name, value in values.items()}

@@ -116,6 +116,14 @@ class DataCursor:
         """
         return self.order.numbers(self.position + rows)
 
+    def epochs(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the epoch, from 0, of some samples of the batch that begins here.
+
+        Args:
+            rows: int64 (n,), of the batch.
+        """
+        return (self.position + rows) // self.order.num_samples
+
     def to_json(self) -> object:
         """Return all of it as a JSON value, which `from_json` reads."""
         return {"position": self.position, "order": asdict(self.order)}

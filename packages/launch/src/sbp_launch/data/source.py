@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from sbp_core.errors import PluginError, SbpError, words_of
 from sbp_core.plugins import PluginEntry
-from sbp_torch.kinds import Dataset
+from sbp_torch.kinds import AugmentedDataset, Dataset
 
 _METHODS = ("num_samples", "samples", "describe")
 
@@ -65,12 +65,19 @@ class SampleSource:
             raise self._returned(found, "an integer >= 1", "num_samples", told)
         return found
 
-    def load(self, numbers: npt.NDArray[np.int64], split: str) -> dict[str, Tensor]:
+    def load(
+        self,
+        numbers: npt.NDArray[np.int64],
+        split: str,
+        epochs: npt.NDArray[np.int64] | None = None,
+    ) -> dict[str, Tensor]:
         """Return samples in the order asked for, their floating parts in the dtype of the model.
 
         Args:
             numbers: int64 (n,), n >= 1.
             split: Of which they are.
+            epochs: In which each is taken, int64 (n,); those of `train` are then augmented, if the
+                data set does that.
 
         Raises:
             PluginError: the data set returns something else, or fails with an error of its own.
@@ -78,7 +85,7 @@ class SampleSource:
         """
         return {
             name: value.to(self.dtype) if value.is_floating_point() else value
-            for name, value in self._load(numbers, split).items()
+            for name, value in self._load(numbers, split, epochs).items()
         }
 
     def fingerprint(self, split: str) -> str:
@@ -98,21 +105,41 @@ class SampleSource:
             state.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return state.hexdigest()
 
-    def _load(self, numbers: npt.NDArray[np.int64], split: str) -> Mapping[str, Tensor]:
+    def _load(
+        self,
+        numbers: npt.NDArray[np.int64],
+        split: str,
+        epochs: npt.NDArray[np.int64] | None = None,
+    ) -> Mapping[str, Tensor]:
         """Return samples as the data set returns them, checked; raises as `load`."""
         with self._lock:
             try:
                 found = self.data.samples(numbers, split)
             except Exception as error:
                 raise self._failure(error, numbers, split) from error
+            self._check(found, numbers, "samples")
+            if epochs is None or split != "train" or not isinstance(self.data, AugmentedDataset):
+                return found
+            try:
+                found = self.data.augment(found, numbers, epochs)
+            except Exception as error:
+                raise self._error(error, numbers, split, "augment") from error
+            self._check(found, numbers, "augment")
+            return found
+
+    def _check(self, found: object, numbers: npt.NDArray[np.int64], by: str) -> None:
+        """Refuse what is no tensors of so many samples.
+
+        Raises:
+            PluginError: names the method that has returned it.
+        """
         if not (isinstance(found, Mapping) and all(map(torch.is_tensor, found.values()))):
-            raise self.plugin.returned(found, "a mapping name -> tensor", by="samples")
+            raise self.plugin.returned(found, "a mapping name -> tensor", by=by)
         for name, value in found.items():
             if value.shape[:1] != (len(numbers),):
                 accepted = f"tensors whose dim 0 is the {len(numbers)} samples asked for"
                 told = f"{name!r} has the shape {tuple(value.shape)}"
-                raise self._returned(value, accepted, "samples", told)
-        return found
+                raise self._returned(value, accepted, by, told)
 
     def _returned(self, found: object, accepted: str, by: str, told: str) -> PluginError:
         error = self.plugin.returned(found, accepted, by=by)
@@ -130,6 +157,12 @@ class SampleSource:
             except Exception as alone:
                 found, numbers = alone, number
                 break
+        return self._error(found, numbers, split, "samples")
+
+    def _error(
+        self, found: Exception, numbers: npt.NDArray[np.int64], split: str, by: str
+    ) -> SbpError:
+        """Return the error to raise for one that a method has raised, with the samples."""
         named = ", ".join(map(str, numbers[:3].tolist())) + (", ..." if len(numbers) > 3 else "")
         sample = f"{'sample' if len(numbers) == 1 else 'samples'} {named} of split {split!r}"
         if isinstance(found, SbpError):
@@ -139,6 +172,6 @@ class SampleSource:
         return PluginError(
             f"data {self.plugin.name!r} of {self.plugin.distribution} {self.plugin.version} failed "
             f"at {sample}: {words_of(found)}",
-            where=f"{self.plugin.factory.build}, method samples",
+            where=f"{self.plugin.factory.build}, method {by}",
             todo="mend the data or the plugin",
         )

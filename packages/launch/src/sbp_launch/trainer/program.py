@@ -114,7 +114,8 @@ class Program:
         Raises:
             SbpError: a sample cannot be loaded; names it.
         """
-        return self.source.load(cursor.numbers(np.arange(batch_size)), split)
+        rows = np.arange(batch_size)
+        return self.source.load(cursor.numbers(rows), split, cursor.epochs(rows))
 
     def example(self, batch_size: int) -> dict[str, Tensor]:
         """Return what has the shapes of a batch of the train split: one sample again and again."""

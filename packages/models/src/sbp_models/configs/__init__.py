@@ -9,6 +9,7 @@ Stability: internal.
 from sbp_models.configs.clicks import ClicksConfig
 from sbp_models.configs.dlrm import DlrmConfig
 from sbp_models.configs.files import (
+    AugmentConfig,
     ClickLogConfig,
     DigitsConfig,
     HfDatasetConfig,
@@ -30,6 +31,7 @@ from sbp_models.configs.text import StdlibConfig, TextConfig, TextTask, text_tas
 from sbp_models.configs.vision import ResnetConfig, VitConfig
 
 __all__ = [
+    "AugmentConfig",
     "BertConfig",
     "ClickLogConfig",
     "ClicksConfig",

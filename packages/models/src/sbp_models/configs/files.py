@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_models.configs.checks import check_fractions, check_positive
+from sbp_models.configs.checks import (
+    check_fractions,
+    check_not_negative,
+    check_positive,
+    check_seed,
+)
 
 
 def _check_given(config: object, *names: str) -> None:
@@ -71,6 +76,28 @@ class TokensConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AugmentConfig:
+    """What is made of images in each epoch of training.
+
+    Args:
+        flip: Whether each is mirrored, left to right, in half of the epochs.
+        pad: Pixels of grey that are put around it before it is cut to its size again, anywhere.
+        seed: Of what is drawn.
+
+    Raises:
+        ConfigError: a setting is negative.
+    """
+
+    flip: bool = False
+    pad: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "pad")
+        check_seed(self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFilesConfig:
     """Settings that data sets of images in files share.
 
@@ -80,6 +107,7 @@ class ImageFilesConfig:
         channels: 3 for colours, 1 for grey.
         num_classes: Classes that the model knows; the images may be of fewer.
         held_out: Part of the images to hold out.
+        augment: What is made of those to train on.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -90,6 +118,7 @@ class ImageFilesConfig:
     channels: int = 3
     num_classes: int = 10
     held_out: float = 0.05
+    augment: AugmentConfig = AugmentConfig()
 
     def __post_init__(self) -> None:
         _check_given(self, "path")

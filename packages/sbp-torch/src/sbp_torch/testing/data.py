@@ -5,7 +5,7 @@
         def make_dataset(self):
             return build(MyConfig())
 
-A data set that also fulfils `TextDataset` is checked as one.
+A data set that also fulfils `TextDataset` or `AugmentedDataset` is checked as one.
 
 Stability: stable.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import SbpError
-from sbp_torch.kinds import Dataset, TextDataset
+from sbp_torch.kinds import AugmentedDataset, Dataset, TextDataset
 from sbp_torch.testing.programs import assert_equal, raises
 
 __all__ = ["DatasetConformance"]
@@ -131,6 +131,25 @@ class DatasetConformance(ABC):
         text = self.make_dataset().describe()
         assert text.strip(), "the description is empty"
         assert len(text.splitlines()) == 1, f"the description has several lines: {text!r}"
+
+    def test_what_an_epoch_makes_of_a_sample_depends_on_these_two_alone(self) -> None:
+        """Whatever else is in the batch; nothing but values changes."""
+        data, other = self.make_dataset(), self.make_dataset()
+        if not isinstance(data, AugmentedDataset) or not isinstance(other, AugmentedDataset):
+            raise SkipTest("this data set does not augment")
+        numbers = np.array(self.numbers(data, self.splits[0]) * 2)
+        epochs = np.arange(len(numbers)) * 3 // len(numbers)
+        samples = data.samples(numbers, self.splits[0])
+        before = {name: value.clone() for name, value in samples.items()}
+        together = data.augment(samples, numbers, epochs)
+        assert {n: (v.shape, v.dtype) for n, v in together.items()} == {
+            n: (v.shape, v.dtype) for n, v in before.items()
+        }, "augmented samples have other names, shapes or dtypes"
+        for row in reversed(range(len(numbers))):
+            at = slice(row, row + 1)
+            alone = {name: value[at] for name, value in before.items()}
+            for name, value in other.augment(alone, numbers[at], epochs[at]).items():
+                assert_equal(f"{name}, augmented alone", value, together[name][at])
 
     def test_text_comes_back_from_its_tokens(self) -> None:
         """Tokens are numbers below the vocabulary, in samples too."""
