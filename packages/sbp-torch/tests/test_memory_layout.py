@@ -197,6 +197,16 @@ def test_an_operator_that_cannot_run_on_fake_tensors_is_named() -> None:
         Layouts().call(entry, 0, {"x": _placed(0, 2, 3)}.__getitem__)
 
 
+@pytest.mark.parametrize("name", ["_softmax_backward_data", "_log_softmax_backward_data"])
+def test_a_gradient_of_another_shape_than_the_output_is_refused(name: str) -> None:
+    entry = _call(f"aten.{name}.default", Ref("g"), Ref("y"), -1, torch.float32)
+    output = _placed(0, 4, 3)
+
+    assert _one(entry, g=_placed(1, 4, 3), y=output).layout.shape == (4, 3)
+    with pytest.raises(PlanError, match=r"shapes: \(\), \(4, 3\)"):
+        _one(entry, g=_placed(1), y=output)
+
+
 def test_calls_are_alike_wherever_in_a_packed_buffer_their_arguments_lie() -> None:
     layouts = Layouts()
     entry = _call("aten.t.default", Ref("w"))

@@ -39,6 +39,12 @@ _MEAN_LOSSES = {
     "aten.smooth_l1_loss_backward.default",
 }
 
+#: Their kernels take a gradient of the shape of the output only, which fake ones do not ask for.
+_GRADIENTS_LIKE_OUTPUTS = {
+    "aten._log_softmax_backward_data.default",
+    "aten._softmax_backward_data.default",
+}
+
 
 class Layouts:
     """How the results of calls lie in memory, by the layouts of their arguments."""
@@ -106,6 +112,7 @@ class Layouts:
         """Call the operator on fake tensors that lie as the arguments do."""
         with torch.no_grad(), unlogged_failures():
             try:
+                _check_gradient(entry, given)
                 with nullcontext() if _is_empty_loss(entry, given) else self._mode:
                     arguments = _tensors(given)
                     return _described(_run(entry, rank, arguments, steps), given, arguments)
@@ -246,6 +253,24 @@ def _is_empty_loss(entry: Instruction, given: dict[str, StorageView | Number]) -
     views = [value for value in given.values() if isinstance(value, StorageView)]
     sizes = [prod(view.layout.shape) for view in views]
     return entry.op in _MEAN_LOSSES and 0 in sizes and max(sizes) <= 1
+
+
+def _check_gradient(entry: Instruction, given: dict[str, StorageView | Number]) -> None:
+    """See that a gradient has the shape of the output, where only kernels with data ask for it.
+
+    Raises:
+        PlanError: it has another one.
+    """
+    if entry.op not in _GRADIENTS_LIKE_OUTPUTS:
+        return
+    views = [given.get(ref.name) for ref in refs(entry.args[:2])]
+    shapes = {view.layout.shape for view in views if isinstance(view, StorageView)}
+    if len(shapes) > 1:
+        raise PlanError(
+            f"{entry.op} has a gradient and an output of other shapes: "
+            f"{', '.join(map(str, sorted(shapes)))}",
+            accepted="a gradient of the shape of the output",
+        )
 
 
 def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
