@@ -191,12 +191,15 @@ class _StagedLocal:
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
         """Write a file, and sync it."""
+        # Here and not above: whoever lists plugins needs no numpy.
+        from sbp_launch.checkpoint.direct import DirectFile
+
         self.storage.make()
         self.path.mkdir(exist_ok=True)
         path = self.path / file
         path.unlink(missing_ok=True)
         try:
-            with path.open("xb") as opened:
+            with DirectFile(path) as opened:
                 yield opened
                 opened.flush()
                 os.fsync(opened.fileno())
