@@ -74,6 +74,30 @@ def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_it_is_loaded(tm
         (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
         with pytest.raises(ConfigError, match="none of the 2 checkpoints is whole"):
             step.load(tmp_path)
+        torch.testing.assert_close(step.state_dict(), kept[0], rtol=0, atol=0)
+
+
+def test_a_step_that_was_not_taken_has_no_states_where_what_it_loads_is_damaged(tmp_path):
+    def start():
+        model = make_model()
+        return parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2)
+
+    with start() as step:
+        step(batch_of(0))
+        step.save(tmp_path / "whole")
+        step.save(tmp_path / "damaged")
+        wanted = step.state_dict()
+    path = tmp_path / "damaged" / "step-00000001" / "rank-00000.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    with start() as step:
+        with pytest.raises(ConfigError, match="step-00000001 is damaged"):
+            step.load(tmp_path / "damaged")
+        with pytest.raises(RunError, match="this parallel step has no states"):
+            step(batch_of(0))
+        step.load(tmp_path / "whole")
+        torch.testing.assert_close(step.state_dict(), wanted, rtol=0, atol=0)
 
 
 def test_a_checkpoint_is_written_while_steps_run(tmp_path):
@@ -160,6 +184,7 @@ def test_a_disk_that_takes_no_more_is_named_and_the_last_checkpoint_stays(
         words = "folder has gone" if fault == "gone" else os.strerror(reason[fault])
         assert words in str(caught.value)
         assert str(disk) in str(caught.value)
+        assert caught.value.todo == "make room, or save to another folder: step.save(FOLDER)"
         kept = away if fault == "gone" else disk
         assert [path.name for path in kept.glob("*step-*")] == ["step-00000001"]
         step.load(kept)
@@ -185,8 +210,9 @@ def test_a_folder_that_another_program_saves_to_is_refused(wait, tmp_path):
     model = make_model()
     with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
         with LocalStorage(tmp_path).claim():
-            with pytest.raises(ConfigError, match="another run writes its checkpoints"):
+            with pytest.raises(ConfigError, match="another run writes its checkpoints") as caught:
                 step.save(tmp_path, wait=wait)
+            assert caught.value.todo.endswith("or save to another folder: step.save(FOLDER)")
             assert [path.name for path in tmp_path.iterdir()] == [".lock"]
         step.save(tmp_path, wait=wait)
         step.finish_saving()

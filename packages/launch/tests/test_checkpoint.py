@@ -191,6 +191,25 @@ def test_a_flipped_byte_anywhere_names_the_file_and_the_tensor(tmp_path: Path, f
     verify(tmp_path)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 50])
+def test_shares_of_a_checkpoint_that_are_verified_are_all_of_it(tmp_path: Path, count: int) -> None:
+    found = save_whole(tmp_path, "step-1")
+    sizes = [
+        tensor.piece_bytes(piece)
+        for tensor in found.manifest.tensors.values()
+        for piece in tensor.pieces
+    ]
+    read: list[list[int]] = []
+
+    with found:
+        for index in range(count):
+            read.append([])
+            found.verify(read[-1].append, share=(index, count))
+
+    assert [size for share in read for size in share] == sizes
+    assert max(map(sum, read)) <= sum(sizes) / count + max(sizes)
+
+
 def test_a_damaged_tensor_is_refused_when_a_part_of_it_is_read(tmp_path: Path) -> None:
     found = save_whole(tmp_path, "step-1")
     piece = found.manifest.tensors["weight"].pieces[0]

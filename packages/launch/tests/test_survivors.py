@@ -21,11 +21,10 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import TrainerState
 from sbp_core.runtime import StatePiece, state_owners
 from sbp_core.sbp import B, NdSbp, S
-from sbp_launch.checkpoint import saving
+from sbp_launch.checkpoint import saving, survivors
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.reading import Checkpoint
-from sbp_launch.trainer import survivors
 from sbp_launch.trainer.survivors import save_with_survivors
 
 MESH = Placement.grid((3,), ("data",))

@@ -10,8 +10,9 @@ Nobody goes on before all know how it ended. Each process reads and writes its o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -228,6 +229,17 @@ class ReadTogether(Tensors):
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return a part of a state, or zeros in its place."""
         self._reading()
+        return self._read(name, bounds) if bounds else self._scalars[name].clone()
+
+    @cached_property
+    def _scalars(self) -> Mapping[str, Tensor]:
+        """The states without dims: of several that ranks keep as one number, none is zero alone."""
+        found = {name: self._read(name, ()) for name in self.names if not self.like(name).dim()}
+        if self.problem is None:
+            return found
+        return {name: torch.zeros_like(value) for name, value in found.items()}
+
+    def _read(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         try:
             if self.problem is None:
                 return self.checkpoint.part(name, bounds)

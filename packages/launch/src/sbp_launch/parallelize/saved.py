@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from sbp_core.boxing import SurvivingRanks
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import Storage
@@ -24,7 +25,9 @@ from sbp_launch.checkpoint.saving import (
     verify_together,
 )
 from sbp_launch.checkpoint.settings import COPY_BYTES
+from sbp_launch.checkpoint.survivors import claimed_from_the_lost, pieces_left
 from sbp_launch.parallelize.agreement import Gather
+from sbp_launch.parallelize.joining import DEADLINE_S
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.output import write_plan
 from sbp_launch.run.environment import versions
@@ -86,14 +89,47 @@ class StepSaves:
             if not wait:
                 self._claim = claim.pop_all()
 
-    def _write(self, storage: LocalStorage, session: Session, step: int, *, wait: bool) -> None:
-        metadata = Metadata(
+    def save_left(self, folder: Path, session: Session, step: int, left: SurvivingRanks) -> None:
+        """Save a checkpoint with the processes that are left, as another has ended; each calls it.
+
+        Raises:
+            RunError: the states are not those of one step, a part of them is lost, or they cannot
+                be written.
+            ConfigError: another program saves to this folder.
+            BoxingError: another process has ended, too, or did not come.
+        """
+        if self._saves.name:
+            logger.warning("the checkpoint %s is not saved: a rank has ended", self._saves.name)
+        self._saves.abandon()
+        self._claim.close()
+        pieces, _ = pieces_left(self._planned.plan, session, left, step, DEADLINE_S)
+        processes = Processes(
+            rank=self._processes.rank,
+            ranks=left.ranks,
+            gather=lambda text: left.gather(text, DEADLINE_S),
+            elsewhere=_ELSEWHERE,
+        )
+        storage = LocalStorage(folder)
+        with ExitStack() as held:
+
+            def begin() -> None:
+                if processes.is_first:
+                    held.enter_context(claimed_from_the_lost(storage))
+                    write_plan(folder, self._planned)
+
+            processes.agree(begin, "what is left cannot be written", str(folder))
+            save(storage, step_name(step), self._metadata(step), pieces, processes)
+
+    def _metadata(self, step: int) -> Metadata:
+        return Metadata(
             step=step,
             seed=self._seed,
             graph_hash=graph_hash(self._planned.graph),
             versions=versions(),
         )
-        given = storage, step_name(step), metadata
+
+    def _write(self, storage: LocalStorage, session: Session, step: int, *, wait: bool) -> None:
+        given = storage, step_name(step), self._metadata(step)
         if wait:
             save(*given, session.pieces(), self._processes)
         else:

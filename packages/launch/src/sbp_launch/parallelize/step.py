@@ -13,12 +13,14 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import BatchIs, Session, batch_parts, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights
+from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.parallelize.agreement import Gather, compare_batches
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.forward import Forwards
@@ -58,6 +60,7 @@ class ParallelStep:
         self._given_states = states
         self._forwards = Forwards(program, planned, engine, degree)
         self._session: Session | None = None
+        self._backend: BoxingBackend | None = None
         self._first_step, self._updates, self._is_over = 0, True, False
         self._scalars = UpdateScalars(program.optimizer, program.update)
         #: Gathers texts of the ranks of other processes, between steps.
@@ -93,7 +96,7 @@ class ParallelStep:
         except BaseException as error:
             session.__exit__(type(error), error, error.__traceback__)
             raise
-        self._session, self._given_states = session, None
+        self._session, self._backend, self._given_states = session, backend, None
         processes = processes_of(self.world, self._gather)
         self._saves = StepSaves(self._planned, self._engine.seed, processes)
         return self
@@ -320,6 +323,9 @@ class ParallelStep:
         Each process writes what its ranks own, and nothing is sent. The checkpoint is whole and on
         the disk when this returns, or it is not there; those of other steps stay.
 
+        Behind a step that has failed because a process has ended, those that are left call it: they
+        save the states of the last whole step if they hold all of them, as with data parallelism.
+
         Args:
             folder: Is made if it is not there.
             wait: If not, a thread writes the checkpoint while later steps run, from copies of the
@@ -327,11 +333,20 @@ class ParallelStep:
                 is through. The next `save` waits for it, and logs that.
 
         Raises:
-            RunError: it cannot be written. Without `wait`, a later step raises that, in all
-                processes the same one, or `finish_saving`, the next `save` or the end of the block.
+            RunError: it cannot be written, or a part of the states is lost. Without `wait`, a later
+                step raises that, in all processes the same one, or `finish_saving`, the next `save`
+                or the end of the block.
         """
         session = self.session
         assert self._saves is not None, "the step is started"
+        backend = self._backend
+        if backend is not None and backend.spans_processes and backend.failure_reason():
+            left = backend.survivors(MEET_S)
+            try:
+                self._saves.save_left(Path(folder), session, self.steps_done, left)
+            finally:
+                left.leave()
+            return
         self._saves.save(Path(folder), session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
