@@ -229,6 +229,50 @@ def _edit_order(plan: Json, random: Random) -> None:
         next(actor for actor in part["actors"] if actor["name"] == moved)["thread"] = "another"
 
 
+def _edit_overwriting(plan: Json, random: Random) -> None:
+    """Let states be overwritten that were not, or somebody look at one without being waited for."""
+    kinds = [_overwrite, _look, _wait_less]
+    for edit in random.sample(kinds, random.randint(1, len(kinds))):
+        edit(plan, random)
+
+
+def _overwrite(plan: Json, random: Random) -> None:
+    """Let an actor, on one rank or on all, overwrite more of the states that it writes."""
+    numbers = {s["name"] for part in plan["ranks"] for s in part["slots"] if s["sbp"] is None}
+    actor = random.choice([actor for actor in _actors(plan) if actor.get("writes")])
+    states = [state for state, _ in actor["writes"] if state not in numbers]
+    chosen = random.sample(states, random.randint(1, len(states)))
+    everywhere = random.random() < 0.7
+    for other in _actors(plan):
+        if other is actor or (everywhere and other["name"] == actor["name"]):
+            other["in_place"] = list(dict.fromkeys([*other.get("in_place", []), *chosen]))
+            if other["type"] == "Compute":
+                other["reads"] = list(dict.fromkeys([*other.get("reads", []), *chosen]))
+
+
+def _look(plan: Json, random: Random) -> None:
+    """Let an actor more look at a state: anywhere in the order of a thread, or on its own."""
+    part = random.choice(plan["ranks"])
+    state = random.choice([s for s in part["slots"] if s["kind"] == "parameter"])
+    thread = random.choice([*part["orders"], "another"])
+    found = {"op": "aten.neg.default", "args": [{"ref": state["name"]}], "outputs": ["seen"]}
+    part["actors"].append({
+        "type": "Compute", "name": "look", "stage": state["stage"], "phase": "optimizer",
+        "rate": "step", "thread": thread, "reads": [state["name"]], "outputs": [],
+        "emits": [["seen", "seen"]], "instructions": [found],
+    })  # fmt: skip
+    order = part["orders"].setdefault(thread, [])
+    order.insert(random.randint(0, len(order)), ["look", 0])
+
+
+def _wait_less(plan: Json, random: Random) -> None:
+    """Remove what only says that an actor has fired: one such register of a rank, or all."""
+    part = random.choice(plan["ranks"])
+    tokens = [register for register in part["registers"] if not register.get("keys")]
+    gone = tokens if random.random() < 0.5 else [random.choice(tokens)]
+    part["registers"] = [register for register in part["registers"] if register not in gone]
+
+
 def _edit_link(plan: Json, random: Random) -> None:
     link, other = random.choice(plan["links"]), random.choice(plan["links"])
     kind = random.randrange(4)
@@ -279,5 +323,5 @@ def _edit_whole(plan: Json, random: Random) -> None:
 _EDITS: Sequence[Callable[[Json, Random], None]] = (
     _edit_operator, _edit_argument, _edit_argument, _edit_reference, _edit_step, _edit_step,
     _edit_use_of_step, _edit_actor, _edit_actor, _edit_register, _edit_order, _edit_link,
-    _edit_slot, _edit_whole,
+    _edit_overwriting, _edit_overwriting, _edit_slot, _edit_whole,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -20,9 +21,18 @@ from torch import nn
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.cluster import Cluster
-from sbp_core.compile import PLAN, Compute, PhysicalPlan, compile_plan
+from sbp_core.compile import (
+    PLAN,
+    Actor,
+    CompileOptions,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    compile_plan,
+)
 from sbp_core.errors import SbpError
-from sbp_core.infer import infer_strategy
+from sbp_core.graph import Ref, map_refs
+from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest, discover
 from sbp_core.runtime import Number, Runtime, batch_slots, state_slots
@@ -85,13 +95,20 @@ def plans() -> Sequence[bytes]:
     graph = prepare_step(capture(model, _loss, batch, torch.optim.AdamW(model.parameters())), 2)
     found = list(files.KINDS["plan"].originals())
     line, square = Placement.grid((2,), ("data",)), Placement.grid((2, 2), ("data", "tensor"))
-    for mesh, pins in (
-        (line, {"batch": "S(0)"}),
-        (line, {"batch": "B", "*.weight": "S(0)"}),
-        (square, {"batch": "S(0), B", "qkv.weight": "B, S(0)", "head.weight": "S(1), S(0)"}),
+    usual, beside = CompileOptions(), CompileOptions(in_place_states=False, boxing_thread=True)
+    cut: Mapping[str, PinValue] = {
+        "batch": "S(0), B",
+        "qkv.weight": "B, S(0)",
+        "head.weight": "S(1), S(0)",
+    }
+    for mesh, pins, options in (
+        (line, {"batch": "S(0)"}, usual),
+        (line, {"batch": "B", "*.weight": "S(0)"}, usual),
+        (line, {"batch": "S(0)", "*.weight": "S(0)"}, beside),
+        (square, cut, usual),
     ):
         asked = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(mesh.size))
-        plan = compile_plan(graph, infer_strategy(asked, planner="fuzz", pins=pins))
+        plan = compile_plan(graph, infer_strategy(asked, planner="fuzz", pins=pins), options)
         found.append(json.dumps(PLAN.dump(plan)).encode())
     return found
 
@@ -112,11 +129,41 @@ def run_plan(path: Path) -> None:
     if not _is_small(plan):
         return
     found = [_ran(plan, name) for name in ("reference", "actor")]
-    if any(isinstance(one, SbpError) for one in found):
+    if any(isinstance(one, SbpError) for one in found) or not _is_defined(plan):
         # What one of them refuses for its values, the other might not come to.
         return
-    if _is_defined(plan) and not _are_equal(*found):
+    if not _are_equal(*found):
         raise NotRunError("the runtimes come to different values")
+    if not _are_equal(found[0], _ran(_beside(plan), "reference")):
+        raise NotRunError("values depend on which states are overwritten in place")
+
+
+def _beside(plan: PhysicalPlan) -> PhysicalPlan:
+    """Return the plan with new states beside the old ones: nothing that it does may depend on that.
+
+    before: w <- mul_(w, 2)       after: c = clone(w); w <- mul_(c, 2)
+    """
+    ranks = (replace(part, actors=tuple(map(_on_copies, part.actors))) for part in plan.ranks)
+    return replace(plan, ranks=tuple(ranks))
+
+
+def _on_copies(actor: Actor) -> Actor:
+    """Return an actor that writes over copies of states."""
+    if not isinstance(actor, Compute):
+        return replace(actor, in_place=()) if actor.in_place else actor
+    copies = {state: f"copy of {state}" for state in actor.in_place if state in actor.reads}
+
+    def copied(ref: Ref) -> Ref:
+        return Ref(copies.get(ref.name, ref.name))
+
+    calls = [
+        Instruction(op="aten.clone.default", args=(Ref(state),), outputs=(copy,))
+        for state, copy in copies.items()
+    ]
+    for call in actor.instructions:
+        kwargs = {name: map_refs(value, copied) for name, value in call.kwargs.items()}
+        calls.append(replace(call, args=map_refs(call.args, copied), kwargs=kwargs))
+    return replace(actor, in_place=(), instructions=tuple(calls))
 
 
 def _ran(plan: PhysicalPlan, name: str) -> Mapping[str, torch.Tensor] | SbpError:

@@ -22,10 +22,11 @@ from actor_plans import (
 
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
+from sbp_core.check import check
 from sbp_core.compile import COMMIT
 from sbp_core.compile.physical import Compute, Instruction, PhysicalPlan
-from sbp_core.errors import RunError
-from sbp_core.graph.ir import Rate, Ref
+from sbp_core.errors import PlanError, RunError
+from sbp_core.graph.ir import InputKind, Phase, Rate, Ref
 from sbp_core.memory import predict_memory
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
@@ -199,3 +200,48 @@ def test_the_peak_is_as_predicted_and_lower() -> None:
     for rank, memory in predict_memory(plan).ranks.items():
         assert meter.peak(rank) == memory.peak
         assert memory.peak < usual.ranks[rank].peak
+
+
+def _looking_beside(plan: PhysicalPlan) -> PhysicalPlan:
+    """Let rank 0 look at a parameter on a thread of its own, once the gate is open."""
+    part = plan.by_rank[0]
+    state = next(slot.name for slot in part.slots if slot.kind is InputKind.PARAMETER)
+    calls = (
+        Instruction(op=operator("wait_at_gate"), args=(Ref(state),), outputs=("waited",)),
+        Instruction(op="aten.sum.default", args=(Ref(state),), outputs=("seen",)),
+    )
+    look = Compute(
+        name="look", stage=0, phase=Phase.OPTIMIZER, rate=Rate.STEP, thread="beside",
+        reads=(state,), emits=(("seen", "seen"),), instructions=calls,
+    )  # fmt: skip
+    orders = {**part.orders, "beside": (("look", 0),)}
+    changed = replace(part, actors=(*part.actors, look), orders=orders)
+    return replace(plan, ranks=tuple(changed if p is part else p for p in plan.ranks))
+
+
+def _seen(plan: PhysicalPlan, *, late: bool) -> float:
+    """Return what the looking actor sees, before the other threads are through or behind them."""
+    gate.clear()
+    step = training_step(DATA)
+    with start(DATA, plan) as session, ThreadPoolExecutor(1) as caller:
+        began = caller.submit(session.step, step.batches[0], step.scalars)
+        if late:
+            before = session.workers[0, "beside"]
+            others = [worker for worker in session.workers.values() if worker is not before]
+            assert wait_until(
+                lambda: all(len(worker.order) == worker.place + 1 for worker in others)
+            )
+            assert wait_until(lambda: all(not worker.current_actor for worker in others))
+        gate.set()
+        return began.result().outputs["seen"].item()
+
+
+def test_a_plan_whose_results_depend_on_timing_is_refused() -> None:
+    # The check accepted it once: the actor saw the old parameter or the new one, as it came.
+    raced, whole = _looking_beside(_in_place()), _looking_beside(_beside())
+
+    assert _seen(raced, late=True) != _seen(whole, late=True) == _seen(whole, late=False)
+    with pytest.raises(PlanError, match="overwritten in place before all are through") as caught:
+        check(raced, types=False)
+    assert "'look' of rank 0" in caught.value.where[1]
+    check(whole, types=False)

@@ -112,6 +112,24 @@ def test_an_operator_that_cannot_be_called_is_refused(
     assert "rank 0" in str(refused.value)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_an_operator_that_hands_on_its_argument_is_refused_if_no_rule_says_so(
+    training: bool,
+) -> None:
+    def edit(plan: Json) -> None:
+        call = one(calls(plan, "aten.relu.default"))
+        call.update(op="aten.dropout.default", args=[*call["args"], 0.5, training])
+
+    plan = edited(data_parallel_plan(), edit)
+
+    if training:
+        check(plan)
+        return
+    # It is the argument itself, so what wrote over it in place would write over that.
+    with pytest.raises(PlanError, match=r"aten.dropout.default hands on .* itself"):
+        check(plan)
+
+
 def _another_dtype(plan: Json) -> None:
     for step in plan["steps"]:
         step["dtype"] = "int32"

@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sbp_core.boxing.step import StepKind
+from sbp_core.compile.hazards import verify_overwriting
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import (
     Accumulate,
@@ -83,7 +84,8 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
         PlanError: a part is none that there can be (see `compile.plan_spec`), actors, registers and
             links do not fit together, an actor is missing from the orders, the plan would deadlock
             (with the cycle), or a register would overflow; an operator is none that plans may name,
-            or does not take what it is given.
+            or does not take what it is given; a state is overwritten before all are through with
+            its old value, whatever the timing (see `compile.hazards`).
     """
     verify_plan(plan)
     for part in plan.ranks:
@@ -110,7 +112,7 @@ def _replayed(
     """Replay a step, and return what it showed.
 
     Raises:
-        PlanError: it comes to a stand.
+        PlanError: it comes to a stand, or a state is overwritten too early.
     """
     if not replay.run():
         raise PlanError(
@@ -118,7 +120,8 @@ def _replayed(
             where=_cycle(replay),
             todo="raise in_flight of the stages named, or plan again",
         )
-    return CheckReport(num_firings=domain.num_firings, occupancy=domain.occupancy)
+    verify_overwriting(plan, domain.firings)
+    return CheckReport(num_firings=len(domain.firings), occupancy=domain.occupancy)
 
 
 def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Actor) -> None:

@@ -70,6 +70,14 @@ def written_arguments(op: str, num_results: int) -> tuple[int, ...]:
     return () if form is None else form.over[:num_results]
 
 
+def written_keys(entry: Instruction) -> tuple[str, ...]:
+    """Return the keys that an instruction in place writes over, in the order of its results."""
+    places = [argument for _, argument in _places(entry.args)]
+    over = written_arguments(entry.op, len(entry.outputs))
+    written = [places[at] for at in over if at < len(places)]
+    return tuple(argument.name for argument in written if isinstance(argument, Ref))
+
+
 class Overwriting:
     """The rewriting of all segments of a plan; ranks that share instructions share the new ones.
 

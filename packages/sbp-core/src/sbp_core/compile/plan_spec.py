@@ -7,13 +7,13 @@ it rely on what is checked here; that it comes to an end is checked by replaying
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.boxing.step_spec import verify_step
 from sbp_core.compile.liveness import keys_out
-from sbp_core.compile.overwriting import is_in_place, written_arguments
+from sbp_core.compile.overwriting import is_in_place, written_keys
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
@@ -25,7 +25,7 @@ from sbp_core.compile.physical import (
     StateSlot,
 )
 from sbp_core.errors import PlanError, SbpValueError
-from sbp_core.graph.ir import ITEMSIZE, Argument, InputKind, Ref, refs
+from sbp_core.graph.ir import ITEMSIZE, InputKind, Rate, Ref, refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import local_shape
@@ -49,6 +49,7 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
        A boxing actor takes one shard, an accumulation the parts that it sums; they make what they
        say, and nothing else leaves them.
        What an instruction writes over is a state that the actor overwrites, or of its own making.
+       States are overwritten by actors that fire once a step.
     6. Links lead from an actor that sends to one that receives the same, once.
     7. What ranks hold by one name is one graph input, and who holds a part of a state has a plan.
        Actors write states that their rank holds, one actor each; so it is with results. Ties stand
@@ -221,6 +222,13 @@ def _check_writes(part: RankPlan, actor: Actor, where: str) -> None:
             where=where,
             accepted="states that this rank holds; in place some tensors of those that it writes",
         )
+    if actor.in_place and actor.rate is not Rate.STEP:
+        raise PlanError(
+            f"overwrites {actor.in_place[0]!r} in place for each micro-batch",
+            where=where,
+            accepted="states in place by actors of rate 'step'; others leave in_place empty, and "
+            "their last value is put in force behind the step",
+        )
 
 
 def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
@@ -246,7 +254,14 @@ def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
             raise _unknown(used - known, f"{instruction.op} uses", where)
         if instruction.op == LOCAL_BOX:
             _check_local_box(plan, instruction.args, where)
-        known.update(instruction.outputs)
+        for name in instruction.outputs:
+            if name in known:
+                raise PlanError(
+                    f"{instruction.op} makes {name!r}, which is there already",
+                    where=where,
+                    accepted="another name for each value of a segment",
+                )
+            known.add(name)
     return known
 
 
@@ -255,17 +270,15 @@ def _check_overwriting(actor: Compute, where: str) -> None:
 
     before: y = add_(x, 1)    x is taken from a register, or read and not in `in_place`: refused
     """
-    own = set(actor.in_place)
+    # By a register comes what others hold, under whatever name.
+    own = set(actor.in_place).difference(actor.inputs)
     for instruction in actor.instructions:
         if not is_in_place(instruction.op):
             # What looks at somebody else's memory is not the segment's own.
             if not (instruction.op == LOCAL_BOX or is_view(instruction.op)):
                 own.update(instruction.outputs)
             continue
-        over = written_arguments(instruction.op, len(instruction.outputs))
-        places = list(_flat(instruction.args))
-        written = [places[at] for at in over if at < len(places)]
-        names = [place.name for place in written if isinstance(place, Ref)]
+        names = written_keys(instruction)
         if len(names) != max(1, len(instruction.outputs)) or not own.issuperset(names):
             raise PlanError(
                 f"{instruction.op} writes over {', '.join(names) or 'nothing that it may'}",
@@ -273,14 +286,6 @@ def _check_overwriting(actor: Compute, where: str) -> None:
                 accepted="operators with a form in place, on states that the actor overwrites",
             )
         own.update(instruction.outputs)
-
-
-def _flat(args: Iterable[Argument]) -> Iterator[Argument]:
-    for argument in args:
-        if isinstance(argument, tuple):
-            yield from argument
-        else:
-            yield argument
 
 
 def _unknown(names: set[str], what: str, where: str) -> PlanError:

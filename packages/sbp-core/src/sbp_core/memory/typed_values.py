@@ -13,9 +13,11 @@ from typing import cast
 from sbp_core.boxing.slices import bounds_of
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.liveness import keys_in, keys_out
+from sbp_core.compile.overwriting import is_in_place
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
+    ActorId,
     Collective,
     Compute,
     Instruction,
@@ -27,7 +29,7 @@ from sbp_core.compile.physical import (
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError, SbpError, SbpLookupError
 from sbp_core.graph.ir import InputKind, Ref, TensorType
-from sbp_core.graph.primitives import CLONE, MULTIPLY
+from sbp_core.graph.primitives import CLONE, LOCAL_BOX, MULTIPLY
 from sbp_core.interpreter import Domain, Firing
 from sbp_core.interpreter.domain import V, Values
 from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary
@@ -41,6 +43,7 @@ from sbp_core.memory.storage_view import (
 from sbp_core.placement import Placement
 from sbp_core.plugins.tensor_library import tensor_library
 from sbp_core.sbp import NdSbp
+from sbp_core.signatures.views import is_view
 
 
 def installed_layouts() -> CallLayouts | None:
@@ -56,17 +59,17 @@ class CountedFillings(Domain[V]):
     """A domain that counts firings, and how full registers get.
 
     Attributes:
-        num_firings: Of all ranks.
+        firings: Of all ranks, in the order of the replay.
         occupancy: Most fillings that were alive, by (rank, register).
     """
 
     def __init__(self) -> None:
-        self.num_firings = 0
+        self.firings: list[ActorId] = []
         self.occupancy: dict[tuple[int, str], int] = {}
 
     def fired(self, firing: Firing[Actor], game: TokenGame) -> None:
         """Count the fillings of what an actor fills; nobody else can have made them more."""
-        self.num_firings += 1
+        self.firings.append(firing.id)
         # `TokenGame.waits` lets nobody start without credit. That the count is looked at here, too,
         # makes the bound a result of the replay, and no assumption.
         for register in game.plan.by_rank[firing.rank].outputs_of[firing.actor.name]:
@@ -151,11 +154,20 @@ class TypedValues(CountedFillings[Value]):
                 accepted="a name for each value that it makes",
             )
         given, fresh = keys_in(entry), dict[int, int]()
+        may_alias = entry.op == LOCAL_BOX or is_view(entry.op) or is_in_place(entry.op)
         made: list[Value] = []
         for one in found:
             if not isinstance(one, ResultLayout):
                 made.append(one)
             elif one.source >= 0:
+                if not may_alias:
+                    # What may be overwritten, and when, is proved by what rules say of views.
+                    raise PlanError(
+                        f"{entry.op} hands on {given[one.source]!r} itself, which no rule says",
+                        where=where,
+                        accepted="operators that make new tensors, and those of which rules say "
+                        "that they make views",
+                    )
                 source = values[given[one.source]]
                 assert isinstance(source, StorageView), "a view looks at a tensor"
                 made.append(StorageView(one.layout, source.storage, source.storage_bytes))

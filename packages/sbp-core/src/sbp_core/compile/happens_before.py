@@ -1,0 +1,248 @@
+"""Which firings of a step are over when an actor begins, whatever the timing: vector clocks.
+
+Firings of one thread follow each other; who takes from a register begins when it was filled; who
+receives, when the message was sent; and nobody leaves an all-reduce before all have come to it.
+Nothing else is counted: of other collectives, and of transfers, a rank need not wait for those that
+have nothing for it.
+
+    thread (0, compute)   f |1   2| reduce |3   4| update |5        moments of each thread
+    thread (1, compute)   f |1   2| reduce |3   4| update |5
+                                                   the clock when `update` of rank 0 begins:
+                                                   5 of its own thread, 3 of the other one
+
+The n-th firing of a thread begins at moment 2n - 1 and is over at 2n. A clock has the last moment
+of each thread that has been for certain. Ranks share what they know of each other until they part,
+so a clock is an array for all threads, and the few numbers of its own rank beside it.
+
+Source: Mattern, Virtual time and global states of distributed systems, 1989.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sbp_core.boxing.slices import transfer_pieces
+from sbp_core.boxing.step import StepKind
+from sbp_core.compile.physical import (
+    Actor,
+    ActorId,
+    Collective,
+    PhysicalPlan,
+    RankPlan,
+    Register,
+    Send,
+)
+from sbp_core.graph.ir import Rate
+
+#: A moment of each thread of all ranks.
+Moments: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What has been when something begins.
+
+    Args:
+        others: Moments of the threads of all ranks; those of its own rank may be older than `own`.
+        first: The number of the first thread of its own rank.
+        own: Moments of the threads of its own rank.
+    """
+
+    others: Moments
+    first: int
+    own: tuple[int, ...]
+
+    def has_been(self, thread: int, moment: int) -> bool:
+        """Whether a moment of a thread has been."""
+        at = thread - self.first
+        if 0 <= at < len(self.own):
+            return moment <= self.own[at]
+        return bool(moment <= self.others[thread])
+
+
+class HappensBefore:
+    """The clocks of one step of a plan.
+
+    Args:
+        plan: That comes to its end.
+        firings: All of a step, in any order in which they may happen; those of a collective behind
+            each other.
+        wanted: Actors that fire once, whose clocks are kept.
+    """
+
+    def __init__(
+        self, plan: PhysicalPlan, firings: Iterable[ActorId], wanted: Collection[ActorId]
+    ) -> None:
+        self.plan = plan
+        self._clocks: dict[ActorId, Clock] = {}
+        names = [(part.rank, thread) for part in plan.ranks for thread in part.orders]
+        #: The numbers of threads; those of one rank follow each other.
+        self._numbers = {thread: number for number, thread in enumerate(names)}
+        self._first = {rank: self._numbers[rank, thread] for rank, thread in reversed(names)}
+        nothing = np.zeros(len(names), dtype=np.int64)
+        #: What each thread knows: of all ranks, and of the threads of its own.
+        self._others: dict[tuple[int, str], Moments] = dict.fromkeys(names, nothing)
+        self._own = {
+            (part.rank, thread): [0] * len(part.orders)
+            for part in plan.ranks
+            for thread in part.orders
+        }
+        #: The moment at which the last firing of an actor so far began.
+        self._began: dict[ActorId, int] = {}
+        self._index: dict[ActorId, int] = defaultdict(lambda: -1)
+        self._waits = {
+            (part.rank, name): waits for part in plan.ranks for name, waits in _waits(part).items()
+        }
+        self._hears = _messages(plan)
+        #: What is known at the end of each firing, of actors for whose clock somebody asks.
+        self._ends: dict[ActorId, list[Clock]] = {
+            (rank, producer.name): []
+            for (rank, _), waits in self._waits.items()
+            for producer, _ in waits
+        }
+        self._ends |= {sender: [] for senders in self._hears.values() for sender in senders}
+        #: Who has come to a collective for which all wait, and how many are awaited.
+        come: list[tuple[ActorId, Actor]] = []
+        num_awaited = 0
+        for actor_id in firings:
+            actor = plan.by_rank[actor_id[0]].by_name[actor_id[1]]
+            clock = self._begin(actor_id, actor)
+            if actor_id in wanted:
+                self._clocks[actor_id] = clock
+            if not (isinstance(actor, Collective) and self._waits_for_all(actor)):
+                self._end(actor_id, actor, clock.others)
+                continue
+            if not come:
+                num_awaited = len(plan.steps[actor.step].group(actor_id[0]))
+            come.append((actor_id, actor))
+            if len(come) == num_awaited:
+                everybody = self._met([one for one, _ in come])
+                for one, its_actor in come:
+                    self._end(one, its_actor, everybody)
+                come = []
+
+    def clock(self, actor_id: ActorId) -> Clock:
+        """Return what has been when an actor begins its only firing; it was `wanted`."""
+        return self._clocks[actor_id]
+
+    def over(self, actor_id: ActorId) -> tuple[int, int] | None:
+        """Return the thread and moment from which on an actor is through with all its firings.
+
+        None if nobody waits for the end of what it has begun.
+        """
+        rank, name = actor_id
+        part = self.plan.by_rank[rank]
+        actor = part.by_name[name]
+        if not actor.overlaps:
+            return self._numbers[rank, actor.thread], self._began[actor_id] + 1
+        # A collective that has begun is over when somebody takes its result, so before that one's
+        # firing. Only who takes each result knows of all firings.
+        takers = [
+            part.by_name[consumer]
+            for register in part.outputs_of[name]
+            if register.rate is actor.rate and not register.carries
+            for consumer in register.consumers
+        ]
+        takers.sort(key=lambda taker: (taker.thread != actor.thread, self._began[rank, taker.name]))
+        if not takers:
+            return None
+        return self._numbers[rank, takers[0].thread], self._began[rank, takers[0].name]
+
+    def _begin(self, actor_id: ActorId, actor: Actor) -> Clock:
+        """Let an actor wait for what it takes, and begin; return what has been by then."""
+        rank, thread = actor_id[0], (actor_id[0], actor.thread)
+        self._index[actor_id] = index = self._index[actor_id] + 1
+        own, others = self._own[thread], self._others[thread]
+        for producer, register in self._waits.get(actor_id, ()):
+            filling = self._filling(producer, register, index)
+            if filling >= 0:
+                end = self._ends[rank, producer.name][filling]
+                others = _later(others, end.others)
+                own[:] = map(max, own, end.own)
+        for sender in self._hears.get(actor_id, ()):
+            end = self._ends[sender][index]
+            others = _later(others, end.others).copy()
+            _note(others, end.first, end.own)
+        self._others[thread] = others
+        at = self._numbers[thread] - self._first[rank]
+        own[at] += 1  # what the thread did before is over
+        self._began[actor_id] = own[at]
+        return Clock(others, self._first[rank], tuple(own))
+
+    def _end(self, actor_id: ActorId, actor: Actor, others: Moments) -> None:
+        """Let an actor end its firing, by which it knows of all ranks what is given."""
+        rank, thread = actor_id[0], (actor_id[0], actor.thread)
+        own, at = self._own[thread], self._numbers[thread] - self._first[rank]
+        own[at] += 1
+        if not actor.overlaps:
+            self._others[thread] = others
+        if actor_id in self._ends:
+            self._ends[actor_id].append(Clock(others, self._first[rank], tuple(own)))
+
+    def _met(self, actor_ids: Sequence[ActorId]) -> Moments:
+        """Return what all know that have come to a collective."""
+        threads = [(rank, self.plan.by_rank[rank].by_name[n].thread) for rank, n in actor_ids]
+        known = {id(self._others[thread]): self._others[thread] for thread in threads}
+        met: Moments = np.maximum.reduce(list(known.values()))
+        for rank, thread in threads:
+            _note(met, self._first[rank], self._own[rank, thread])
+        return met
+
+    def _waits_for_all(self, actor: Collective) -> bool:
+        step = self.plan.steps[actor.step]
+        return step.kind is StepKind.ALL_REDUCE and 0 not in step.shape
+
+    def _filling(self, producer: Actor, register: Register, index: int) -> int:
+        """Return which firing of a producer fills what a consumer takes; -1 if none of the step."""
+        if register.rate is Rate.STEP:
+            return producer.num_firings(self.plan.num_micro_batches) - 1
+        return index - bool(register.carries)
+
+
+def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:
+    """Return for each actor of a rank whose ends it waits for, beside what its thread did before.
+
+    What has begun and goes on beside its thread is among them.
+    """
+    found: dict[str, list[tuple[Actor, Register]]] = defaultdict(list)
+    for register in part.registers:
+        producer = part.by_name[register.producer]
+        for name in register.consumers:
+            if producer.overlaps or part.by_name[name].thread != producer.thread:
+                found[name].append((producer, register))
+    return found
+
+
+def _messages(plan: PhysicalPlan) -> Mapping[ActorId, list[ActorId]]:
+    """Return for each receive the sends, on other ranks, that have something for it."""
+    found: dict[ActorId, list[ActorId]] = defaultdict(list)
+    pairs: dict[int, set[tuple[int, int]]] = {}
+    for link in plan.links:
+        (rank, name), (receiver, _) = link.sender, link.receiver
+        actor = plan.by_rank[rank].by_name[name]
+        assert isinstance(actor, Send), "a link leads from one that sends"
+        if actor.step not in pairs:
+            pieces = transfer_pieces(plan.steps[actor.step])
+            pairs[actor.step] = {(piece.sender, piece.receiver) for piece in pieces}
+        if rank != receiver and (rank, receiver) in pairs[actor.step]:
+            found[link.receiver].append(link.sender)
+    return found
+
+
+def _later(one: Moments, other: Moments) -> Moments:
+    """Return the later moment of each thread; one of the two itself if that is it."""
+    if one is other or (other <= one).all():
+        return one
+    return other if (one <= other).all() else np.maximum(one, other)
+
+
+def _note(moments: Moments, first: int, own: Sequence[int]) -> None:
+    """Note what a rank knows of its own threads."""
+    at = slice(first, first + len(own))
+    moments[at] = np.maximum(moments[at], own)

@@ -1,0 +1,309 @@
+"""No state is overwritten before all are through with its old value: write-after-read hazards.
+
+What `Actor.in_place` says is an optimisation: what a step makes must not depend on it. So wherever
+a state is overwritten on a rank, whatever else looks at its memory as it was before
+
+    reads the state, or a view of it that came by a register        on the same rank
+    boxes it, or takes what boxing has made of it                   on any rank
+
+is through before the overwriting actor begins (`happens_before`). Inside of that actor it is so
+instruction by instruction. And what outlives the step, results and states that are put in force
+behind it, lies in no memory that is overwritten: the next step would change it.
+
+    optimizer.0.0      t = view(w); n = norm(t); a = mul_(w, ..); b = neg(a)      t before mul_ only
+
+Threads of one process hand each other what they have as it is. So what boxing makes may lie in the
+memory of each shard that it is made of, on whatever rank.
+
+One step stands for all: a step begins on the ranks of a process when the last one is through on
+all of them, and processes share no memory. So whoever reads a new value has it before it is
+overwritten by the next step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sbp_core.compile.happens_before import Clock, HappensBefore
+from sbp_core.compile.instruction_hazards import SegmentHazards
+from sbp_core.compile.liveness import keys_out
+from sbp_core.compile.physical import (
+    Accumulate,
+    Actor,
+    ActorId,
+    Collective,
+    Compute,
+    PhysicalPlan,
+    RankPlan,
+    Receive,
+    Send,
+)
+from sbp_core.errors import PlanError
+
+
+def verify_overwriting(plan: PhysicalPlan, firings: Sequence[ActorId]) -> None:
+    """Prove that nobody looks at a state when it is overwritten, or expects the old value later.
+
+    Args:
+        plan: That `plan_spec` accepts, and that comes to its end.
+        firings: All of a step, in an order in which they may happen; those of a collective behind
+            each other.
+
+    Raises:
+        PlanError: names the actor that overwrites a state, and the one that looks at it.
+    """
+    overwriting = {
+        (part.rank, actor.name) for part in plan.ranks for actor in part.actors if actor.in_place
+    }
+    if not overwriting:
+        return
+    lookers = _Lookers(plan, dict.fromkeys(firings))
+    before = HappensBefore(plan, firings, overwriting)
+    for state in lookers.states.values():
+        for memory in state.after.reached():
+            for actor_id, what in memory.leaves:
+                raise _outlives(state, actor_id, what)
+        clock = before.clock(state.writer)
+        for memory in state.reached():
+            for actor_id, what in memory.leaves:
+                raise _outlives(state, actor_id, what)
+            for looker in memory.late(before, clock):
+                if looker.actor_id != state.writer or looker.last >= state.at:
+                    raise _too_late(state, looker.actor_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Looker:
+    """An actor that looks at memory.
+
+    Args:
+        actor_id: The actor.
+        last: The number of its last instruction that does.
+    """
+
+    actor_id: ActorId
+    last: int
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """The memory of some states as it is before they are overwritten, or after.
+
+    Args:
+        lookers: Who looks at it.
+        leaves: Results and states that lie in it behind the step, with the actors they leave.
+        boxed: What boxing has made of it, and may lie in it.
+    """
+
+    lookers: list[_Looker] = field(default_factory=list)
+    leaves: list[tuple[ActorId, str]] = field(default_factory=list)
+    boxed: list[_Memory] = field(default_factory=list)
+    _checked: tuple[Clock, list[_Looker]] | None = None
+
+    def reached(self) -> Iterator[_Memory]:
+        """Yield it, and all that may lie in it by boxing."""
+        met, todo = {id(self)}, [self]
+        while todo:
+            yield (one := todo.pop())
+            new = [other for other in one.boxed if id(other) not in met]
+            met.update(map(id, new))
+            todo += new
+
+    def late(self, before: HappensBefore, clock: Clock) -> list[_Looker]:
+        """Return who may look at it when something of a clock begins."""
+        # Behind a commit all ranks know the same of each other, so this is asked once a commit: who
+        # is through for all is so for each.
+        if self._checked is None or self._checked[0].others is not clock.others:
+            known = Clock(clock.others, 0, ())
+            self._checked = clock, [one for one in self.lookers if _is_late(one, before, known)]
+        return [one for one in self._checked[1] if _is_late(one, before, clock)]
+
+
+def _is_late(looker: _Looker, before: HappensBefore, clock: Clock) -> bool:
+    over = before.over(looker.actor_id)
+    return over is None or not clock.has_been(*over)
+
+
+@dataclass(slots=True, eq=False)
+class _State(_Memory):
+    """The memory of one state of one rank before it is overwritten.
+
+    Args:
+        name: Of the state.
+        writer: The actor that overwrites it.
+        at: The number of the instruction that does so first.
+        after: Its memory from then on.
+    """
+
+    name: str = ""
+    writer: ActorId = (0, "")
+    at: int = 0
+    after: _Memory = field(default_factory=_Memory)
+
+
+#: Of each key that lies in memory that is overwritten somewhere, in which.
+_Places = Mapping[str, frozenset[_Memory]]
+
+
+class _Lookers:
+    """Who looks at the memory of overwritten states.
+
+    Attributes:
+        states: What is overwritten, by rank and name.
+
+    Args:
+        plan: See `verify_overwriting`.
+        actor_ids: All actors, each behind those that it takes something of, and those of a
+            collective behind each other.
+    """
+
+    def __init__(self, plan: PhysicalPlan, actor_ids: Iterable[ActorId]) -> None:
+        self.plan = plan
+        self.states = {
+            (part.rank, name): _State(name=name, writer=(part.rank, actor.name))
+            for part in plan.ranks
+            for actor in part.actors
+            for name in actor.in_place
+        }
+        #: What actors put into registers, by rank, actor and key.
+        self._made: dict[tuple[int, str, str], frozenset[_Memory]] = {}
+        #: What collectives make, of all ranks of a group as soon as the first one comes.
+        self._boxed: dict[ActorId, frozenset[_Memory]] = {}
+        self._senders: dict[ActorId, list[ActorId]] = defaultdict(list)
+        for link in plan.links:
+            self._senders[link.receiver].append(link.sender)
+        self._sent: dict[ActorId, frozenset[_Memory]] = {}
+        self._segments: dict[object, SegmentHazards] = {}
+        for actor_id in actor_ids:
+            part = plan.by_rank[actor_id[0]]
+            actor = part.by_name[actor_id[1]]
+            self._look(part, actor, self._taken(part, actor))
+
+    def _taken(self, part: RankPlan, actor: Actor) -> dict[str, frozenset[_Memory]]:
+        """Return the memory of what an actor takes and reads."""
+        found: dict[str, frozenset[_Memory]] = {}
+        for register in part.inputs_of[actor.name]:
+            # What a carried state is, in a step, is put in force behind it, so it lies in no such
+            # memory: see `_leave`.
+            for key in () if register.carries else register.keys:
+                if made := self._made.get((part.rank, register.producer, key)):
+                    found[key] = found.get(key, frozenset()) | made
+        for key in actor.reads:
+            if state := self.states.get((part.rank, key)):
+                found[key] = frozenset((state,))
+        return found
+
+    def _look(self, part: RankPlan, actor: Actor, taken: _Places) -> None:
+        """Note what an actor looks at, and in which memory lies what it makes."""
+        actor_id = part.rank, actor.name
+        made: _Places
+        if isinstance(actor, Compute):
+            made = self._compute(actor_id, actor, taken) if taken or actor.in_place else {}
+        elif isinstance(actor, Accumulate):
+            self._note(actor_id, taken.values(), 0)
+            # The part of the last micro-batch is handed on as it is.
+            made = {t: taken[p] for p, t, how in actor.accumulates if how is None and p in taken}
+        elif isinstance(actor, Send):
+            self._note(actor_id, taken.values(), 0)
+            self._sent[actor_id] = frozenset().union(*taken.values())
+            made = {}
+        else:
+            # What goes over a state is copied behind the firing.
+            for name in actor.in_place:
+                self.states[part.rank, name].at = 1
+            boxed = self._box(actor_id, actor, taken)
+            self._note(actor_id, (boxed,), 1 if actor.in_place else 0)
+            made = {actor.makes: boxed}
+        for key, memory in made.items():
+            if memory:
+                self._made[part.rank, actor.name, key] = memory
+        self._leave(actor_id, actor, made)
+
+    def _note(self, actor_id: ActorId, places: Iterable[Iterable[_Memory]], last: int) -> None:
+        for memory in frozenset().union(*places):
+            memory.lookers.append(_Looker(actor_id, last))
+
+    def _leave(self, actor_id: ActorId, actor: Actor, made: _Places) -> None:
+        """Note what outlives the step."""
+        gone = [(f"the result {name!r}", key) for name, key in actor.emits]
+        gone += [(f"the state {s!r}", key) for s, key in actor.writes if s not in actor.in_place]
+        for what, key in gone:
+            for memory in made.get(key, ()):
+                memory.leaves.append((actor_id, what))
+
+    def _box(
+        self, actor_id: ActorId, actor: Collective | Receive, taken: _Places
+    ) -> frozenset[_Memory]:
+        """Return the memory of what boxing makes of the shards of all ranks that take part."""
+        rank, name = actor_id
+        if isinstance(actor, Receive):
+            sent = (self._sent.get(sender, frozenset()) for sender in self._senders[actor_id])
+            return _boxed(frozenset().union(*taken.values(), *sent))
+        if actor_id not in self._boxed:
+            parts = [self.plan.by_rank[r] for r in self.plan.steps[actor.step].group(rank)]
+            shards = [self._taken(part, part.by_name[name]).values() for part in parts]
+            boxed = _boxed(
+                frozenset(memory for places in shards for one in places for memory in one)
+            )
+            self._boxed |= dict.fromkeys(((part.rank, name) for part in parts), boxed)
+        return self._boxed[actor_id]
+
+    def _compute(self, actor_id: ActorId, actor: Compute, taken: _Places) -> _Places:
+        """Note what a segment looks at; return the memory of what leaves it."""
+        # Ranks share their instructions, which the plan keeps alive.
+        shared = tuple(map(id, actor.instructions)), frozenset(taken)
+        what = (*shared, keys_out(actor), actor.writes, actor.in_place)
+        if what not in self._segments:
+            self._segments[what] = SegmentHazards(actor, taken, actor_id[0])
+        segment = self._segments[what]
+        for name, at in segment.overwrites.items():
+            self.states[actor_id[0], name].at = at
+        for key, last in segment.last.items():
+            own = self.states.get((actor_id[0], key)) if key in actor.in_place else None
+            self._note(actor_id, (taken[key] - {own},), last)
+        return {
+            key: frozenset().union(
+                *(
+                    (self.states[actor_id[0], name].after,) if is_new else taken[name]
+                    for name, is_new in names
+                )
+            )
+            for key, names in segment.leaving.items()
+        }
+
+
+def _boxed(memory: frozenset[_Memory]) -> frozenset[_Memory]:
+    """Return the memory of what is made of shards that lie in some memory."""
+    if not memory:
+        return memory
+    made = _Memory()
+    for one in memory:
+        one.boxed.append(made)
+    return frozenset((made,))
+
+
+def _outlives(state: _State, actor_id: ActorId, what: str) -> PlanError:
+    return PlanError(
+        f"{what} may lie in the memory of {state.name!r}, which is overwritten in place",
+        where=(_named(state.writer, "which overwrites it"), _named(actor_id, "which hands it out")),
+        accepted="results and states in memory of their own",
+        todo=f"take {state.name!r} out of in_place of {state.writer[1]!r}",
+    )
+
+
+def _too_late(state: _State, actor_id: ActorId) -> PlanError:
+    looks = "itself looks at it" if actor_id == state.writer else "which may look at it then"
+    return PlanError(
+        f"{state.name!r} is overwritten in place before all are through with its old value",
+        where=(_named(state.writer, "which overwrites it"), _named(actor_id, looks)),
+        accepted="an order of their thread, or registers, or an all-reduce of both ranks, by which "
+        "the one that overwrites it comes later",
+        todo=f"take {state.name!r} out of in_place of {state.writer[1]!r}, or let a register "
+        "without keys lead to it",
+    )
+
+
+def _named(actor_id: ActorId, what: str) -> str:
+    return f"actor {actor_id[1]!r} of rank {actor_id[0]}, {what}"
