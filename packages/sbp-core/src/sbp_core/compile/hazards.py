@@ -16,8 +16,8 @@ Threads of one process hand each other what they have as it is. So what boxing m
 memory of each shard that it is made of, on whatever rank.
 
 One step stands for all: a step begins on the ranks of a process when the last one is through on
-all of them, and processes share no memory. So whoever reads a new value has it before it is
-overwritten by the next step.
+all of them, and processes share no memory, as they send copies. So whoever reads a new value has
+had it before the next step overwrites it.
 """
 
 from __future__ import annotations
