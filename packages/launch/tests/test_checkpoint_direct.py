@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sbp_launch.checkpoint import direct
 from sbp_launch.checkpoint.direct import GATHERED_BYTES, DirectFile
+from sbp_launch.checkpoint.local import LocalStorage
 
 DATA = os.urandom(2 * GATHERED_BYTES + 777)
 
@@ -45,11 +46,12 @@ def test_what_is_written_in_any_parts_is_in_the_file(
     assert path.read_bytes() == DATA[: starts[-1]]
 
 
-def test_whole_blocks_are_not_in_the_page_cache_and_the_rest_may_be(tmp_path: Path) -> None:
-    with DirectFile(tmp_path / "a.bin") as file:
+def test_whole_blocks_of_a_checkpoint_are_not_in_the_page_cache_and_the_rest_may_be(
+    tmp_path: Path,
+) -> None:
+    with LocalStorage(tmp_path).stage("step-1").create("a.bin") as file:
         file.write(DATA)
-        file.flush()
-        os.fsync(file.fileno())
+    written = Path(file.name)
     (tmp_path / "cached.bin").write_bytes(DATA)
 
     try:
@@ -57,9 +59,9 @@ def test_whole_blocks_are_not_in_the_page_cache_and_the_rest_may_be(tmp_path: Pa
     except OSError as error:
         pytest.skip(f"this file system does not say what is cached: {error}")
 
-    assert is_cached(tmp_path / "a.bin", len(DATA) - 1)
-    assert not is_cached(tmp_path / "a.bin", 0)
-    assert not is_cached(tmp_path / "a.bin", 2 * GATHERED_BYTES - 1)
+    assert is_cached(written, len(DATA) - 1)
+    assert not is_cached(written, 0)
+    assert not is_cached(written, 2 * GATHERED_BYTES - 1)
 
 
 def is_cached(path: Path, offset: int) -> bool:

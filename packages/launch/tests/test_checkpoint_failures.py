@@ -27,7 +27,7 @@ from sbp_core.errors import ConfigError, RunError
 from sbp_core.placement import Placement
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp
-from sbp_launch.checkpoint import direct, local
+from sbp_launch.checkpoint import local
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.places import newest_first
@@ -79,7 +79,7 @@ class FailingAt:
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         for owner, name in (
             (Path, "mkdir"),
-            (direct, "DirectFile"),
+            (local, "DirectFile"),
             (Path, "rename"),
             (local.os, "fsync"),
             (local, "sync"),

@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import StagedFolder, Storage, StorageFactory
+from sbp_launch.checkpoint.direct import DirectFile
 
 #: The file that makes a folder a committed one.
 MANIFEST_FILE = "manifest.json"
@@ -191,9 +192,6 @@ class _StagedLocal:
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
         """Write a file, and sync it."""
-        # Here and not above: whoever lists plugins needs no numpy.
-        from sbp_launch.checkpoint.direct import DirectFile
-
         self.storage.make()
         self.path.mkdir(exist_ok=True)
         path = self.path / file
