@@ -210,14 +210,27 @@ def _scaled(call: OpCall, dim: int, dependences: tuple[Dependence, ...]) -> Nota
     )
 
 
+def _softmax_backward(call: OpCall) -> Notation:
+    """`_softmax_backward_data(gradient, output, dim, input dtype)`: all are of one shape."""
+    dims = fresh_dims(len(call.outputs[0].shape))
+    at = wrap_dim(argument(call, 2, "dim"), len(dims))
+    return Notation(
+        inputs=(dims, dims),
+        outputs=(dims,),
+        dependences=(linear(0),),
+        whole=frozenset(name for dim in dims[at : at + 1] for name in dim),
+        why=_SOFTMAX,
+    )
+
+
 RULES = {
     "aten._fused_rms_norm.default": Rule(_layer_norm),
     "aten._fused_rms_norm_backward.default": Rule(_rms_norm_backward),
     "aten._log_softmax.default": along(1, why=_SOFTMAX),
-    "aten._log_softmax_backward_data.default": along(2, "dim", linear(0), why=_SOFTMAX),
+    "aten._log_softmax_backward_data.default": Rule(_softmax_backward),
     "aten._safe_softmax.default": along(1, why=_SOFTMAX),
     "aten._softmax.default": along(1, why=_SOFTMAX),
-    "aten._softmax_backward_data.default": along(2, "dim", linear(0), why=_SOFTMAX),
+    "aten._softmax_backward_data.default": Rule(_softmax_backward),
     "aten._weight_norm_interface.default": Rule(_weight_norm),
     "aten._weight_norm_interface_backward.default": Rule(_weight_norm_backward),
     "aten.native_group_norm.default": Rule(_group_norm, _counted(0, 3)),

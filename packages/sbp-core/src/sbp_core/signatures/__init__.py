@@ -25,7 +25,7 @@ from sbp_core.signatures.arguments import (
 from sbp_core.signatures.axes import combine, continuations, enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
-from sbp_core.signatures.derive import Derivation, derivation, derive, work_flop
+from sbp_core.signatures.derive import Derivation, check_shapes, derivation, derive, work_flop
 from sbp_core.signatures.explain import Explanation, explain_call
 from sbp_core.signatures.library import CallLibrary, call_library
 from sbp_core.signatures.localize import localize
@@ -107,6 +107,7 @@ __all__ = [
     "broadcast_shape",
     "broadcasting",
     "call_key",
+    "check_shapes",
     "check_signature",
     "combine",
     "continuations",

@@ -185,6 +185,17 @@ def work_flop(call: OpCall, *, rules: RuleRegistry | None = None) -> float:
     return float(max((prod(entry.shape) for entry in counted), default=0))
 
 
+def check_shapes(call: OpCall, *, rules: RuleRegistry | None = None) -> None:
+    """See that the shapes of a call are those of what its operator means.
+
+    Kernels that compute gradients take it for granted; some write beyond memory where it is not so.
+
+    Raises:
+        SignatureError: they are not, or the operator has no rule.
+    """
+    label_sizes(call, _notation((rules or installed_rules()).rule(call), call))
+
+
 def label_sizes(call: OpCall, notation: Notation) -> dict[str, int]:
     """Return the extent of each label that the shapes determine.
 
