@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sbp_aten.views import VIEWS
@@ -65,3 +66,22 @@ def test_states_and_metrics_lie_in_memory_of_their_own() -> None:
     # A view of a parameter is made in the step and may stay one.
     assert values["row"] == "s"
     assert unalias_outputs(graph) is graph
+
+
+@pytest.mark.parametrize(
+    ("op", "argument"),
+    [
+        ("_unsafe_view", [8]),
+        ("unsafe_chunk", 2),
+        ("unsafe_split", 2),
+        ("unsafe_split_with_sizes", [1, 3]),
+    ],
+)
+def test_what_looks_at_its_argument_without_saying_so_is_a_view(op: str, argument: object) -> None:
+    x = torch.zeros(4, 2)
+
+    made = getattr(torch.ops.aten, op)(x, argument)
+
+    for one in made if isinstance(made, list) else [made]:
+        assert one.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert op in VIEWS

@@ -1,6 +1,6 @@
 """Which of ATen's operators look at their argument instead of making a new tensor.
 
-Every kind of operator whose schema says that a result may alias an argument, and one that does so
+Every kind of operator whose schema says that a result may alias an argument, and those that do so
 without saying it.
 
 Stability: internal.
@@ -23,5 +23,5 @@ _DECLARED = frozenset(
 )
 
 #: Kinds (`view` of `aten.view.default`) of operators whose results may lie in the memory of their
-#: arguments. `_unsafe_view` does so without a word.
-VIEWS = _DECLARED | {"_unsafe_view"}
+#: arguments. The unsafe ones do so without a word.
+VIEWS = _DECLARED | {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
