@@ -31,6 +31,7 @@ def calibrate(folder: Path, *arguments: str) -> Cluster:
     return Cluster.load(folder / "cluster.json")
 
 
+@pytest.mark.exhaustive  # 30 s; packages/launch tests each part of it
 def test_a_plan_is_priced_with_what_was_measured_through_torch(tmp_path: Path) -> None:
     cluster = calibrate(tmp_path, "boxing=torch")
     plan = ["cluster=measured", "planner=manual/data_parallel", "trainer.plan_rows=1"]

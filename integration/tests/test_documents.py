@@ -13,9 +13,28 @@ from documents.page import Report, run_page
 from documents.pages import ROOT, pages
 from forked import run_command
 
+#: Pages that take 10 to 35 s each: the session `docs` runs them, too.
+_LONG = {
+    "docs/checkpoints.md",
+    "docs/parallelize.md",
+    "docs/reading-a-plan.md",
+    "packages/launch/README.md",
+    "packages/models/README.md",
+    "packages/planner/README.md",
+}
+
+
+def _marked() -> list[object]:
+    """Return all pages, the long ones for the exhaustive session."""
+    assert {*pages()} >= _LONG
+    return [
+        pytest.param(page, marks=pytest.mark.exhaustive) if page in _LONG else page
+        for page in pages()
+    ]
+
 
 @pytest.mark.timeout(900)  # a page is many commands
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", _marked())
 def test_what_a_page_shows_is_what_happens(page: str) -> None:
     code, printed = run_command(["documents", page, "--times"], ROOT / "integration")
 
