@@ -121,18 +121,8 @@ def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
     return found
 
 
-def with_dependents(packages: Iterable[Package]) -> list[Package]:
-    """Return packages, and those that declare them, for their tests too, by any number of steps."""
-    wanted = set(packages)
-    return [
-        package
-        for package in PACKAGES
-        if package in wanted or wanted & {*needed_of(package, package.test_dependencies)}
-    ]
-
-
 def touched_packages(paths: Iterable[str]) -> list[Package]:
-    """Return the packages whose tests a change may break.
+    """Return the packages whose tests a change may break: its own, and all that declare these.
 
     Args:
         paths: Of the files that it touches, from the root of the repository. What all packages
@@ -145,7 +135,11 @@ def touched_packages(paths: Iterable[str]) -> list[Package]:
             touched |= {one for one in PACKAGES if one.name == rest.partition("/")[0]}
         elif path in ("noxfile.py", "pyproject.toml"):
             return PACKAGES
-    return with_dependents(touched)
+    return [
+        package
+        for package in PACKAGES
+        if package in touched or touched & {*needed_of(package, package.test_dependencies)}
+    ]
 
 
 def pip_install(

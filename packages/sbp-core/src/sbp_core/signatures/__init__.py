@@ -25,8 +25,9 @@ from sbp_core.signatures.arguments import (
 from sbp_core.signatures.axes import combine, continuations, enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.check import check_signature
-from sbp_core.signatures.derive import Derivation, check_shapes, derivation, derive, work_flop
+from sbp_core.signatures.derive import Derivation, derivation, derive, work_flop
 from sbp_core.signatures.explain import Explanation, explain_call
+from sbp_core.signatures.extents import check_shapes
 from sbp_core.signatures.library import CallLibrary, call_library
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.notation import (
