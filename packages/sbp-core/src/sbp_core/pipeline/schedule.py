@@ -1,0 +1,120 @@
+"""A schedule of a pipeline: which rank holds which stages, and what it does in which order.
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+
+from sbp_core.errors import SbpValueError
+from sbp_core.pipeline.action import Action, ActionKind
+
+_LAST_USE = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+"""With these ends what a forward has left for its backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSchedule:
+    """The order of the actions of each rank, for one step of `num_micro_batches`.
+
+    Args:
+        name: The policy that it follows.
+        num_micro_batches: Micro-batches of a step.
+        placement: For each rank of the pipeline the stages that it holds, ascending.
+        orders: For each rank its actions in their order.
+        flushes: Whether all micro-batches of a step end before the next step begins. Where not,
+            the orders are those of a run of `num_micro_batches` from its first to its last, and
+            the next ones would follow without a gap.
+        micro_batches_per_update: So many micro-batches go into one update of the weights.
+
+    Raises:
+        SbpValueError: A stage lies on no rank or on two; an action is missing, repeated, or on a
+            rank that does not hold its stage.
+    """
+
+    name: str
+    num_micro_batches: int
+    placement: tuple[tuple[int, ...], ...]
+    orders: tuple[tuple[Action, ...], ...]
+    flushes: bool = True
+    micro_batches_per_update: int
+
+    def __post_init__(self) -> None:
+        held = sorted(stage for stages in self.placement for stage in stages)
+        if held != list(range(len(held))) or len(self.placement) != len(self.orders):
+            raise SbpValueError(
+                f"schedule {self.name!r} places the stages {held} on {len(self.placement)} ranks, "
+                f"and has orders for {len(self.orders)}",
+                accepted="each of the stages 0, 1, 2, ... on one rank, and an order for each rank",
+            )
+        for rank, (stages, order) in enumerate(zip(self.placement, self.orders, strict=True)):
+            self._check_order(rank, stages, order)
+
+    def _check_order(self, rank: int, stages: tuple[int, ...], order: tuple[Action, ...]) -> None:
+        given = Counter(order)
+        for stage in stages:
+            for micro_batch in range(self.num_micro_batches):
+                whole = Action(stage, ActionKind.BACKWARD, micro_batch)
+                halves = (
+                    Action(stage, ActionKind.INPUT_GRADIENT, micro_batch),
+                    Action(stage, ActionKind.WEIGHT_GRADIENT, micro_batch),
+                )
+                given.subtract((Action(stage, ActionKind.FORWARD, micro_batch),))
+                given.subtract((whole,) if whole in given else halves)
+        wrong = [f"{action} {-count:+}" for action, count in given.items() if count]
+        if wrong:
+            raise SbpValueError(
+                f"schedule {self.name!r} has actions too often or too seldom: "
+                f"{', '.join(wrong[:8])}",
+                where=f"the order of rank {rank}, which holds the stages {stages}",
+                accepted="for each stage and micro-batch one F, and one B or one I and one W",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the pipeline has."""
+        return len(self.placement)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into: chunks of all ranks together."""
+        return sum(map(len, self.placement))
+
+    @property
+    def num_chunks(self) -> int:
+        """The most stages that a rank holds."""
+        return max(map(len, self.placement))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is split into the gradients of inputs and of weights."""
+        return any(
+            action.kind is ActionKind.WEIGHT_GRADIENT for order in self.orders for action in order
+        )
+
+    def rank_of(self) -> tuple[int, ...]:
+        """Return for each stage the rank that holds it."""
+        ranks = [0] * self.num_stages
+        for rank, stages in enumerate(self.placement):
+            for stage in stages:
+                ranks[stage] = rank
+        return tuple(ranks)
+
+    def live(self, rank: int) -> Fraction:
+        """Return the most activations alive on a rank, in those of one rank's whole part.
+
+        What a chunk keeps for its backward lives from the begin of its F to the end of its B or
+        W, and counts as one part of as many as the rank holds. A rank does one action at a time,
+        so the order alone says how many there are.
+        """
+        alive = most = 0
+        for action in self.orders[rank]:
+            if action.kind is ActionKind.FORWARD:
+                alive += 1
+                most = max(most, alive)
+            elif action.kind in _LAST_USE:
+                alive -= 1
+        return Fraction(most, len(self.placement[rank]))
