@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from sbp_core.placement import Placement
@@ -100,20 +101,22 @@ class ManualConfig:
     Args:
         pins: Pattern -> SBP, in the order in which they apply; see `sbp_core.infer.pins`.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
-        schedule: How many micro-batches may be in flight on each of several stages: `1f1b` allows
-            `num_stages - stage`, `gpipe` all.
+        pipeline: The schedule of several stages; see `sbp_core.pipeline`.
+        chunks: How many stages each position of the axis `pipe` holds; None for as many as the
+            schedule needs.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
     """
 
     pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     stage_patterns: tuple[tuple[str, ...], ...] = ()
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    pipeline: str = "1f1b"
+    chunks: int | None = None
     needs_axes: tuple[str, ...] = ()
     fits: str = ""
 
     def __post_init__(self) -> None:
-        _check_stages(self.schedule, self.stage_patterns)
+        _check_stages(self.pipeline, self.chunks, self.stage_patterns)
         if self.pins:
             _check_pins(self.pins, "pins")
 
@@ -167,29 +170,34 @@ class InferConfig:
         tries: Name -> pins, as of `ManualConfig`; what they leave open is inferred. Pins that
             cannot be read are refused when they are tried.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
-        schedule: As of `ManualConfig`.
+        pipeline, chunks: As of `ManualConfig`.
     """
 
     tries: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
         default_factory=lambda: {"batch": {"batch": "S(0)"}}
     )
     stage_patterns: tuple[tuple[str, ...], ...] = ()
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    pipeline: str = "1f1b"
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
-        _check_stages(self.schedule, self.stage_patterns)
+        _check_stages(self.pipeline, self.chunks, self.stage_patterns)
         if not self.tries:
             raise ConfigError("tries={} tries nothing", accepted="pins by name, one set or more")
 
 
-def _check_stages(schedule: str, stage_patterns: Sequence[Sequence[str]]) -> None:
+def _check_stages(
+    pipeline: str, chunks: int | None, stage_patterns: Sequence[Sequence[str]]
+) -> None:
     """Refuse what says nothing of stages.
 
     Raises:
         ConfigError: so it does.
     """
-    if schedule not in ("1f1b", "gpipe"):
-        raise ConfigError(f"schedule={schedule!r}", accepted="1f1b, gpipe")
+    if pipeline not in SCHEDULES:
+        raise ConfigError(f"pipeline={pipeline!r}", accepted=nearest(pipeline, SCHEDULES))
+    if chunks is not None and chunks < 1:
+        raise ConfigError(f"chunks={chunks}", accepted="1 or more, or null")
     for stage, patterns in enumerate(stage_patterns):
         if not patterns or not all(patterns):
             raise ConfigError(

@@ -15,12 +15,11 @@ from math import inf
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.infer import PinValue, infer_strategy, stage_placements, step_time_s
+from sbp_core.infer import PinValue, infer_strategy, pipelined, step_time_s
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.configs import InferConfig
-from sbp_planner.manual import in_flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +65,19 @@ class InferPlanner:
         return replace(made[best], report={**made[best].report, **report})
 
     def _infer(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
-        num_stages = len(stage_placements(request.mesh))
-        schedule = self.config.schedule
+        config = self.config
+        stages = pipelined(
+            request.mesh, config.pipeline, request.graph.num_micro_batches, config.chunks
+        )
         return infer_strategy(
             request,
             planner="infer",
             pins=pins,
-            stage_patterns=self.config.stage_patterns,
-            in_flight=in_flight(schedule, num_stages, request.graph.num_micro_batches),
-            report={"schedule": schedule} if num_stages > 1 else {},
+            stage_patterns=config.stage_patterns,
+            stages=stages.stages,
+            in_flight=stages.in_flight,
+            orders=stages.orders,
+            report={"pipeline": stages.name} if len(stages.stages) > 1 else {},
         )
 
 

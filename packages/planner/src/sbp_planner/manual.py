@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.infer import PINS, infer_strategy, one_forward_one_backward, stage_placements
+from sbp_core.infer import PINS, infer_strategy, pipelined
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig, check_axes, fit_any
@@ -24,22 +24,24 @@ class ManualPlanner:
         """Return the cheapest strategy that keeps the pins.
 
         Raises:
-            ConfigError: a pin or a stage pattern cannot be meant, nothing fulfils the pins, or the
-                mesh lacks an axis that the preset needs.
+            ConfigError: a pin or a stage pattern cannot be meant, nothing fulfils the pins, the
+                mesh lacks an axis that the preset needs, or its schedule is none for the mesh.
             PlanError: nothing fulfils the stages.
         """
         mesh, fits = request.mesh, self.config.fits
         check_axes(self.config.needs_axes, mesh.mesh_shape, mesh.axes)
-        num_stages = len(stage_placements(mesh))
-        quotas = in_flight(self.config.schedule, num_stages, request.graph.num_micro_batches)
+        config = self.config
+        stages = pipelined(mesh, config.pipeline, request.graph.num_micro_batches, config.chunks)
         try:
             return infer_strategy(
                 request,
                 planner="manual",
                 pins=self.config.pins,
-                stage_patterns=self.config.stage_patterns,
-                in_flight=quotas,
-                report={"schedule": self.config.schedule} if num_stages > 1 else {},
+                stage_patterns=config.stage_patterns,
+                stages=stages.stages,
+                in_flight=stages.in_flight,
+                orders=stages.orders,
+                report={"pipeline": stages.name} if len(stages.stages) > 1 else {},
             )
         except (ConfigError, PlanError) as error:
             if PINS not in error.where:
@@ -51,16 +53,6 @@ class ManualPlanner:
                 accepted=error.accepted,
                 todo=f"choose a preset for any model: {fit_any()}" if fits else error.todo,
             ) from error
-
-
-def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Return how many micro-batches each stage may have between forward and backward.
-
-    Source: GPipe (Huang et al., NeurIPS 2019) keeps all; for 1F1B see `one_forward_one_backward`.
-    """
-    if schedule == "gpipe":
-        return (num_micro_batches,) * num_stages
-    return one_forward_one_backward(num_stages, num_micro_batches)
 
 
 def build(config: ManualConfig) -> ManualPlanner:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import SbpValueError
+from sbp_core.pipeline import Action, PipelineSchedule
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Document, Form, Lines
@@ -182,6 +183,10 @@ class Strategy:
         num_micro_batches: Micro-batches of one step.
         in_flight: For each stage, how many micro-batches may be between its forward and its
             backward: `num_micro_batches` everywhere is GPipe, `num_stages - stage` is 1F1B.
+        orders: For each set of ranks that hold the same stages, by their first stage, the order of
+            their forward and backward work, such as `0F0 0F1 0B0`: stage, F(orward), B(ackward) or
+            I(nput gradient) and W(eight gradient), micro-batch. Empty: what the quotas allow, as
+            early as they do.
         regather: Patterns (`*`, `?`) of the parameters that are boxed anew for the backward phase;
             the boxed copy of any other one lives from its forward use to its last backward use.
             `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
@@ -195,6 +200,7 @@ class Strategy:
     stages: tuple[Placement, ...]
     num_micro_batches: int
     in_flight: tuple[int, ...]
+    orders: tuple[str, ...] = ()
     regather: tuple[str, ...] = ("*",)
     report: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Storage]
@@ -210,6 +216,47 @@ class Strategy:
             raise SbpValueError(
                 f"num_micro_batches={self.num_micro_batches}", accepted="an integer >= 1"
             )
+
+        if self.orders:
+            self._pipeline()
+
+    @property
+    def actions(self) -> Mapping[int, tuple[Action, ...]]:
+        """The order of the actions of each rank; empty if the quotas decide."""
+        if not self.orders:
+            return {}
+        pipeline = self._pipeline()
+        orders = dict(zip(pipeline.placement, pipeline.orders, strict=True))
+        return {rank: orders[stages] for rank, stages in self._stages_of().items()}
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input gradients and weight gradients are fired apart."""
+        return any("W" in order for order in self.orders)
+
+    def _stages_of(self) -> dict[int, tuple[int, ...]]:
+        """Return the stages of each rank, ascending."""
+        found: dict[int, tuple[int, ...]] = {}
+        for stage, placement in enumerate(self.stages):
+            for rank in placement.rank_list:
+                found[rank] = (*found.get(rank, ()), stage)
+        return found
+
+    def _pipeline(self) -> PipelineSchedule:
+        """Return the schedule that `orders` says.
+
+        Raises:
+            SbpValueError: it is none: an action is no action, too often or missing, or there is not
+                one order for each set of ranks.
+        """
+        placement = tuple(sorted(set(self._stages_of().values())))
+        return PipelineSchedule(
+            name="orders",
+            num_micro_batches=self.num_micro_batches,
+            placement=placement,
+            orders=tuple(tuple(map(Action.parse, order.split())) for order in self.orders),
+            micro_batches_per_update=self.num_micro_batches,
+        )
 
     def is_regathered(self, parameter: str) -> bool:
         """Whether a parameter is boxed anew for the backward phase."""

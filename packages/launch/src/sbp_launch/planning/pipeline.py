@@ -57,6 +57,8 @@ def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[Module
 def _schedule(strategy: Strategy) -> str:
     """Return the name of what the quotas of the stages make, with the quotas if it has none."""
     stages, micro_batches = len(strategy.stages), strategy.num_micro_batches
+    if strategy.orders:
+        return str(strategy.report.get("pipeline", "of its own order"))
     if micro_batches == 1:
         return "one after the other"
     if strategy.in_flight == one_forward_one_backward(stages, micro_batches):

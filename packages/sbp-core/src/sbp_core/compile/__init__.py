@@ -1,8 +1,9 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
-In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `segments` (with `levels`,
-`program`, `cuts`, `instructions`, `registers`), `donation` (with `dataflow`, `overwriting`),
-`commit`, `order` (with `token_game`). `early_receives` says what a thread asks for ahead of that.
+In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `backward_parts`,
+`segments` (with `levels`, `program`, `cuts`, `instructions`, `registers`), `donation` (with
+`dataflow`, `overwriting`), `commit`, `order` (with `turns`, `token_game`). `early_receives` says
+what a thread asks for ahead of that.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -12,6 +13,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
+from sbp_core.compile.backward_parts import split_backward
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
@@ -96,7 +98,10 @@ def compile_plan(
     """
     options = options or CompileOptions()
     lowered = bucket(graph, lower(graph, strategy), options.bucket_bytes, options.cluster)
+    if strategy.splits_backward:
+        lowered = split_backward(lowered)
     plan = form_plan(graph, strategy, lowered, options)
     if options.in_place_states:
         plan = donate_states(plan)
-    return order_firings(insert_commit(plan, boxing_thread(options), options.cluster))
+    plan = insert_commit(plan, boxing_thread(options), options.cluster)
+    return order_firings(plan, strategy.actions)

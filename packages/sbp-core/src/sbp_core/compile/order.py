@@ -2,7 +2,8 @@
 
 Sends go first, since another rank waits for them; then forward firings, then older micro-batches,
 so the quotas alone decide the schedule: as many as there are micro-batches give GPipe, `stages -
-stage` gives 1F1B. A collective starts on all ranks of its group at once, hence in one order
+stage` gives 1F1B. A strategy that says the order of its actions is followed instead (`turns`). A
+collective starts on all ranks of its group at once, hence in one order
 everywhere. What a rank receives only to report it, such as the loss that another stage made, comes
 last of all that its thread does before the commit, so that nothing else waits for it.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sbp_core.compile.dataflow import downstream, rank_successors
@@ -24,27 +25,41 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.token_game import TokenGame
+from sbp_core.compile.turns import Turns
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER, Phase
+from sbp_core.pipeline import Action
 
 ThreadId = tuple[int, str]
 
 
-def order_firings(plan: PhysicalPlan) -> PhysicalPlan:
+def order_firings(
+    plan: PhysicalPlan, actions: Mapping[int, Sequence[Action]] | None = None
+) -> PhysicalPlan:
     """Return the plan with a firing order for every thread.
+
+    Args:
+        plan: Without.
+        actions: For each rank the order of its forward and backward work; without, the quotas
+            decide.
 
     Raises:
         PlanError: the quotas admit no order; names the actors that wait.
     """
-    return _Scheduler(plan).run()
+    return _Scheduler(plan, actions or {}).run()
 
 
 class _Scheduler:
     """An event simulation with predicted times; only the order that it finds is kept."""
 
-    def __init__(self, plan: PhysicalPlan) -> None:
+    def __init__(self, plan: PhysicalPlan, actions: Mapping[int, Sequence[Action]]) -> None:
         self.plan = plan
         self.game = TokenGame(plan)
+        self.turns = {
+            part.rank: Turns(part, actions.get(part.rank, ()), plan.num_micro_batches)
+            for part in plan.ranks
+        }
+        self.has_turns = bool(actions)
         self.now = 0.0
         self.free: set[ThreadId] = set()
         #: What is received for the user alone, whose values no other actor takes.
@@ -112,7 +127,15 @@ class _Scheduler:
         #     quota 4 (GPipe)    f0 f1 f2 f3 b0 b1 b2 b3
         #     quota 2 (1F1B)     f0 f1 b0 f2 b1 f3 b2 b3      f2 lacks credit until b0 is through
         urgency, phase, index = self.rank_of[actor_id]
-        return urgency, phase, self.game.started[actor_id], index
+        started = self.game.started[actor_id]
+        if self.has_turns:
+            phase = self.turns[actor_id[0]].place(self.game.actor(actor_id), started)
+        return urgency, phase, started, index
+
+    def _is_on(self, actor_id: ActorId) -> bool:
+        """Whether it is an actor's turn, by the order of actions."""
+        actor, index = self.game.actor(actor_id), self.game.started[actor_id]
+        return self.turns[actor_id[0]].is_on(actor, index)
 
     def _start_what_can(self) -> None:
         for thread in sorted(self.free):
@@ -130,7 +153,10 @@ class _Scheduler:
                 # could begin two collectives crosswise, and wait for each other for ever.
                 partners = self.game.partners(actor_id)
                 threads = [self._thread(partner) for partner in partners]
-                are_ready = all(p in self.ready[t] for p, t in zip(partners, threads, strict=True))
+                are_ready = all(
+                    p in self.ready[t] and self._is_on(p)
+                    for p, t in zip(partners, threads, strict=True)
+                )
                 if are_ready and all(t in self.free for t in threads):
                     self._start(partners, threads)
                     # The thread is busy now. A start makes nobody ready, so one pass over the
@@ -149,6 +175,7 @@ class _Scheduler:
     def _start(self, partners: tuple[ActorId, ...], threads: list[ThreadId]) -> None:
         for actor_id, thread in zip(partners, threads, strict=True):
             index = self.game.start(actor_id)
+            self.turns[actor_id[0]].start(self.game.actor(actor_id), index)
             self.ready[thread].discard(actor_id)
             self.orders[thread].append((actor_id[1], index))
             self.free.discard(thread)

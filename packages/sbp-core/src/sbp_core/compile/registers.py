@@ -17,6 +17,7 @@ from sbp_core.compile.physical import (
 )
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Phase, Rate
+from sbp_core.strategy import Strategy
 
 
 def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
@@ -99,11 +100,13 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
     #
     #     in flight 2 (1F1B)     1 2 . a 3 b 4 c . d        activations of two at a time
     #     in flight 4 (GPipe)    1 2 3 4 . . a b c d        activations of all four
-    crosses = producer.phase is Phase.FORWARD and any(
-        user.phase is not Phase.FORWARD for user in users
+    crosses = producer.phase is not Phase.WEIGHT_GRADIENT and any(
+        user.phase is not producer.phase for user in users
     )
-    if crosses:
-        return program.strategy.in_flight[producer.stage]
+    # What one chunk of a rank hands to another waits for the other's turn.
+    stages = {producer.stage, *(user.stage for user in users)}
+    if crosses or len(stages) > 1:
+        return max(program.strategy.in_flight[stage] for stage in stages)
     # On one thread a second filling would gain nothing, as no two actors fire at once; but boxing
     # goes on while its thread fires others.
     beside = producer.overlaps or any(
@@ -182,5 +185,12 @@ def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
                     name=f"{actor.name} {part.rank}>{rank}",
                     sender=(part.rank, actor.name),
                     receiver=(rank, receive),
-                    quota=program.strategy.in_flight[actor.stage],
+                    quota=_link_quota(program.strategy, actor.stage),
                 )
+
+
+def _link_quota(strategy: Strategy, stage: int) -> int:
+    """Return how many messages of a stage may be on a link."""
+    # A fixed order of actions may send long before its receiver's turn: never more than there are
+    # micro-batches between forward and backward on either side.
+    return max(strategy.in_flight) if strategy.orders else strategy.in_flight[stage]

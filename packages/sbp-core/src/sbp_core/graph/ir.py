@@ -113,10 +113,15 @@ Argument = Annotated[Any, Form(Any, _argument_to_json, _argument_from_json)]
 
 
 class Phase(StrEnum):
-    """The part of a training step that a node belongs to."""
+    """The part of a training step that a node or an actor belongs to.
+
+    `WEIGHT_GRADIENT` is of actors only: the part of the backward phase that nothing else of the
+    backward phase waits for, where a plan fires it apart (`compile.backward_parts`).
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT_GRADIENT = "weight_gradient"
     OPTIMIZER = "optimizer"
 
 

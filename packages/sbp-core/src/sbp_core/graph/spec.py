@@ -104,6 +104,12 @@ def _check_node(graph: LogicalGraph, node: Node) -> None:
     reads = node.is_host and any(graph.is_tensor(value) for value in node.inputs())
     if reads and node.op != "host.item":
         raise GraphError("a host op uses a tensor", where=node.where())
+    if node.phase is Phase.WEIGHT_GRADIENT:
+        raise GraphError(
+            f"{node.name!r} is of the phase {node.phase.value!r}, which only actors have",
+            where=node.where(),
+            accepted="forward, backward, optimizer",
+        )
     _check_rates(graph, node)
 
 

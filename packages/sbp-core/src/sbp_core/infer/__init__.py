@@ -8,6 +8,7 @@ Stability: provisional.
 """
 
 from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
+from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost, step_time_s
 from sbp_core.infer.solve import infer_strategy, one_forward_one_backward, stage_placements
 from sbp_core.infer.stages import StagePatterns
@@ -17,11 +18,13 @@ __all__ = [
     "PIPE_AXIS",
     "Conversion",
     "PinValue",
+    "Pipelined",
     "StagePatterns",
     "check_pin",
     "conversions",
     "infer_strategy",
     "one_forward_one_backward",
+    "pipelined",
     "predict_cost",
     "stage_placements",
     "step_time_s",

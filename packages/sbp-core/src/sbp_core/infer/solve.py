@@ -37,6 +37,7 @@ def infer_strategy(
     stages: tuple[Placement, ...] | None = None,
     stage_patterns: StagePatterns = (),
     in_flight: tuple[int, ...] | None = None,
+    orders: tuple[str, ...] = (),
     report: Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Return the cheapest legal strategy that keeps the pins.
@@ -49,6 +50,7 @@ def infer_strategy(
             whole mesh.
         stage_patterns: For each stage, patterns of module paths; empty splits evenly.
         in_flight: Quota of each stage; by default that of 1F1B, `num_stages - stage`.
+        orders: Of the actions of ranks, as `Strategy.orders`.
         report: Added to the report.
 
     Returns:
@@ -79,7 +81,9 @@ def infer_strategy(
         optimal[name] = decide_axis(work, decision, axis, resolved)
     _check_legal(work, decision)
     quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
-    strategy = replace(_strategy(work, decision, planner, quotas), regather=request.regather)
+    strategy = replace(
+        _strategy(work, decision, planner, quotas), regather=request.regather, orders=orders
+    )
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
     found = {
         **predict_cost(graph, strategy, request.cluster, request.options),

@@ -20,7 +20,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, Compute, Instruction, PhysicalPlan, compile_plan
 from sbp_core.graph import InputKind, Phase, Ref
-from sbp_core.infer import PinValue, infer_strategy
+from sbp_core.infer import PinValue, infer_strategy, pipelined
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.runtime import BatchPart, Number, Runtime, Session, StatePiece, state_slots
@@ -85,11 +85,13 @@ class RuntimeCase:
         mesh_shape, axes: Of ranks 0, 1, 2, ...; positions of the axis `pipe` are stages.
         pins: What is decided; the rest is inferred.
         num_micro_batches, micro_batch_size: Of one step.
-        in_flight: Quota of each stage; that of 1F1B if None.
+        in_flight: Quota of each stage; that of the schedule if None.
+        pipeline: The schedule of stages, with as many chunks as it needs.
         boxing_thread: Whether boxing has a thread of its own on every rank.
         overlap: Whether collectives are begun, and waited for where their results are used.
         has_statistics: Whether the model has a batch norm.
         num_rows: Of a table of the model; 0 for none.
+        num_blocks: Residual blocks of the model.
     """
 
     mesh_shape: tuple[int, ...]
@@ -98,10 +100,12 @@ class RuntimeCase:
     num_micro_batches: int = 1
     micro_batch_size: int = 6
     in_flight: tuple[int, ...] | None = None
+    pipeline: str = "1f1b"
     boxing_thread: bool = False
     overlap: bool = False
     has_statistics: bool = False
     num_rows: int = 0
+    num_blocks: int = 0
 
     @property
     def step(self) -> OneDeviceStep:
@@ -111,6 +115,7 @@ class RuntimeCase:
             self.micro_batch_size,
             has_statistics=self.has_statistics,
             num_rows=self.num_rows,
+            num_blocks=self.num_blocks,
         )
 
 
@@ -146,6 +151,38 @@ CASES: Mapping[str, RuntimeCase] = {
     "pipeline with overlap": RuntimeCase(
         mesh_shape=(2, 2), axes=("pipe", "data"), num_micro_batches=4, overlap=True
     ),
+    "pipeline of chunks": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "data"),
+        num_micro_batches=4,
+        num_blocks=4,
+        pipeline="interleaved",
+    ),
+    "pipeline with weight gradients apart": RuntimeCase(
+        mesh_shape=(4,),
+        axes=("pipe",),
+        pins={},
+        num_micro_batches=8,
+        num_blocks=4,
+        pipeline="zero_bubble",
+    ),
+    "pipeline that turns back": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "tensor"),
+        pins=_TENSOR,
+        num_micro_batches=4,
+        num_blocks=4,
+        pipeline="zbv",
+    ),
+    "pipeline in both directions": RuntimeCase(
+        mesh_shape=(2,),
+        axes=("pipe",),
+        pins={},
+        num_micro_batches=4,
+        num_blocks=4,
+        pipeline="dualpipev",
+        overlap=True,
+    ),
     # 16 MB and two states of it: its copies take longer than forward and backward.
     "large table": RuntimeCase(mesh_shape=(1,), axes=("data",), num_rows=350_000),
     "running statistics": RuntimeCase(
@@ -174,8 +211,14 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
     case = CASES[name]
     mesh = Placement.grid(case.mesh_shape, case.axes)
     request = PlanRequest(graph=case.step.graph, mesh=mesh, cluster=small_cluster(mesh.size))
+    stages = pipelined(mesh, case.pipeline, case.num_micro_batches)
     strategy = infer_strategy(
-        request, planner="conformance", pins=case.pins, in_flight=case.in_flight
+        request,
+        planner="conformance",
+        pins=case.pins,
+        stages=stages.stages,
+        in_flight=case.in_flight or stages.in_flight,
+        orders=stages.orders,
     )
     options = CompileOptions(
         boxing_thread=case.boxing_thread,

@@ -59,7 +59,7 @@ class RunningNorm(nn.Module):
 
 
 class TinyMlp(nn.Module):
-    """Features (n, 6) to the logits of 7 classes: `up`, gelu, `norm`, `down`.
+    """Features (n, 6) to the logits of 7 classes: `up`, gelu, `norm`, `blocks`, `down`.
 
     Extents that few mesh sizes divide, so that shards are uneven.
 
@@ -68,13 +68,18 @@ class TinyMlp(nn.Module):
             instead of a layer norm.
         num_rows: Of a table of which the row of each sample's class is added to its features; no
             table if 0.
+        num_blocks: Residual blocks, behind the last of which what entered the first is added once
+            more: in a pipeline a skip over stages.
     """
 
-    def __init__(self, *, has_statistics: bool = False, num_rows: int = 0) -> None:
+    def __init__(
+        self, *, has_statistics: bool = False, num_rows: int = 0, num_blocks: int = 0
+    ) -> None:
         super().__init__()
         self.table = nn.Embedding(num_rows, 6) if num_rows else None
         self.up = nn.Linear(6, 10)
         self.norm = RunningNorm(10) if has_statistics else nn.LayerNorm(10)
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(num_blocks))
         self.down = nn.Linear(10, 7)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -82,8 +87,12 @@ class TinyMlp(nn.Module):
         features = batch["features"]
         if self.table is not None:
             features = features + self.table(batch["classes"])
-        logits = self.down(self.norm(F.gelu(self.up(features))))
-        return F.cross_entropy(logits, batch["classes"])
+        hidden = first = self.norm(F.gelu(self.up(features)))
+        for block in self.blocks:
+            hidden = hidden + block(F.gelu(hidden))
+        if self.blocks:
+            hidden = hidden + first
+        return F.cross_entropy(self.down(hidden), batch["classes"])
 
 
 def tiny_batch(batch_size: int, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -126,11 +135,14 @@ def capture_tiny(
     *,
     has_statistics: bool = False,
     num_rows: int = 0,
+    num_blocks: int = 0,
 ) -> OneDeviceStep:
     """Return the training step of a `TinyMlp` under AdamW, in float64."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        model = TinyMlp(has_statistics=has_statistics, num_rows=num_rows).double()
+        model = TinyMlp(
+            has_statistics=has_statistics, num_rows=num_rows, num_blocks=num_blocks
+        ).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
     graph = capture(model, tiny_loss, tiny_batch(micro_batch_size, 0), optimizer, name="tiny")
     batches = (tiny_batch(micro_batch_size * num_micro_batches, 1 + i) for i in range(num_steps))

@@ -118,6 +118,22 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         """Transfers between two meshes."""
         self.check_case("pipeline of data parallel stages")
 
+    def test_a_pipeline_of_chunks_equals_the_reference_and_one_device(self) -> None:
+        """Each rank holds several stages, in turns."""
+        self.check_case("pipeline of chunks")
+
+    def test_a_pipeline_with_weight_gradients_apart_equals_the_reference(self) -> None:
+        """Input gradients go first, weight gradients where a rank would wait."""
+        self.check_case("pipeline with weight gradients apart")
+
+    def test_a_pipeline_that_turns_back_equals_the_reference_and_one_device(self) -> None:
+        """The last rank hands over to itself, the first one has the last stage."""
+        self.check_case("pipeline that turns back")
+
+    def test_a_pipeline_in_both_directions_equals_the_reference_and_one_device(self) -> None:
+        """Forward work of one chunk and backward work of the other take turns."""
+        self.check_case("pipeline in both directions")
+
     def test_boxing_threads_equals_the_reference_and_one_device(self) -> None:
         """Two threads a rank."""
         self.check_case("boxing threads")

@@ -1,0 +1,71 @@
+"""Split the backward phase: input gradients, which other stages wait for, and weight gradients.
+
+before: backward.0.0            dy2 = relu'(dy), dw2 = x^T dy2, dx = dy2 w^T, dy1 = ..., dw1 = ...
+after:  backward.0.0            dy2, dx, dy1
+        weight_gradient.0.0     dw2, dw1
+
+An item of the backward phase makes a weight gradient if one gradient that the optimizer takes, and
+nothing else, depends on it: no other stage, and not the gradients of two parameters, as those of
+activations are. The two parts then fire for themselves, so a schedule can fill bubbles with weight
+gradients. What the graph has in one op stays together: see `sbp_aten.passes.split_backward`.
+
+Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.graph.ir import Phase, Rate
+
+#: Stands for every gradient and every other stage: more than one.
+_MANY = ""
+
+
+def split_backward(lowered: Lowered) -> Lowered:
+    """Return the items with those that make weight gradients in a phase of their own.
+
+    Args:
+        lowered: With levels.
+    """
+    reached = _reached(lowered.items)
+    items = [
+        replace(item, phase=Phase.WEIGHT_GRADIENT)
+        if _is_backward(item) and _MANY not in reached[item.name] and len(reached[item.name]) == 1
+        else item
+        for item in lowered.items
+    ]
+    return replace(lowered, items=items)
+
+
+def _is_backward(item: Item) -> bool:
+    return item.phase is Phase.BACKWARD and item.rate is Rate.MICRO
+
+
+def _reached(items: Sequence[Item]) -> dict[str, frozenset[str]]:
+    """Return, for each backward item, the gradients that depend on it: none, one, or `_MANY`."""
+    many = frozenset((_MANY,))
+    users: dict[str, list[Item]] = defaultdict(list)
+    reached: dict[str, frozenset[str]] = {}
+    for item in reversed(items):
+        found: frozenset[str] = frozenset()
+        for key in item.outputs:
+            for user in users[key]:
+                if user.stage != item.stage or user.kind is ItemKind.TRANSFER:
+                    found |= many
+                elif _is_backward(user):
+                    found |= reached[user.name] or frozenset((key,))
+                else:
+                    found |= frozenset((key,))
+        # A sum over micro-batches, and what the optimizer takes of the only one, ends the phase.
+        if item.kind is ItemKind.ACCUMULATE:
+            found = frozenset(item.outputs)
+        if len(found) > 1:
+            found = many
+        reached[item.name] = found
+        for key in item.inputs:
+            users[key].append(item)
+    return reached

@@ -1,0 +1,108 @@
+"""Where the stages of a pipeline lie, and in which order ranks work on them, by a schedule's name.
+
+planner.pipeline=interleaved planner.chunks=2 on two positions of the axis `pipe`:
+
+position 0    stages 0 and 2        position 1    stages 1 and 3
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sbp_core.errors import ConfigError
+from sbp_core.infer.solve import one_forward_one_backward, stage_placements
+from sbp_core.pipeline import Action, ActionKind, PipelineSchedule, pipeline_schedule
+from sbp_core.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """What a schedule says of a strategy; see `Strategy` for the fields of the same names."""
+
+    name: str
+    stages: tuple[Placement, ...]
+    in_flight: tuple[int, ...]
+    orders: tuple[str, ...] = ()
+
+
+def pipelined(
+    mesh: Placement, name: str, num_micro_batches: int, num_chunks: int | None = None
+) -> Pipelined:
+    """Return the stages, quotas and orders of a schedule on a mesh.
+
+    Args:
+        mesh: Whose positions on the axis `pipe` are the ranks of the pipeline, or that has none.
+        name: Of the schedule; see `sbp_core.pipeline.SCHEDULES`.
+        num_micro_batches: Of a step.
+        num_chunks: How many stages each position holds; None for as many as the schedule needs.
+
+    Raises:
+        ConfigError: there is no such schedule for these numbers; or it does not update the
+            parameters once a step.
+    """
+    meshes = stage_placements(mesh)
+    if len(meshes) == 1 and (num_chunks or 1) == 1:
+        return Pipelined(name=name, stages=meshes, in_flight=(num_micro_batches,))
+    # These two follow from their quotas, so they need no order, and go on where one would wait.
+    if (num_chunks or 1) == 1 and name in ("gpipe", "1f1b"):
+        quotas = one_forward_one_backward(len(meshes), num_micro_batches)
+        if name == "gpipe":
+            quotas = (num_micro_batches,) * len(meshes)
+        return Pipelined(name=name, stages=meshes, in_flight=quotas)
+    schedule = pipeline_schedule(name, len(meshes), num_micro_batches, num_chunks=num_chunks)
+    if not schedule.flushes:
+        raise ConfigError(
+            f"the schedule {name!r} updates parameters between the micro-batches of a step",
+            accepted="schedules that end a step with its update",
+            todo="choose planner.pipeline=1f1b, or look at it by: sbp-plan pipeline=" + name,
+        )
+    ranks, splits = schedule.rank_of(), schedule.splits_backward
+    return Pipelined(
+        name=name,
+        stages=tuple(meshes[rank] for rank in ranks),
+        in_flight=quotas_of(schedule),
+        orders=tuple(" ".join(map(str, _in_turn(order, splits))) for order in schedule.orders),
+    )
+
+
+def _in_turn(order: Sequence[Action], splits_backward: bool) -> Iterator[Action]:
+    """Yield the actions with the micro-batches of each stage in turn, as actors fire them.
+
+    Some schedules go back through the micro-batches in the backward phase. Any order of them does,
+    as long as all stages have the same, so the one of the forward phase takes no more time:
+
+        published    0F0 0F1 0F2 0B2 0B1 0B0
+        here         0F0 0F1 0F2 0B0 0B1 0B2
+
+    Where some backward is split, a whole one is the next input gradient and the next weight
+    gradient, which may be that of an earlier micro-batch.
+    """
+    seen: Counter[tuple[int, ActionKind]] = Counter()
+    halves = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    for action in order:
+        is_whole = action.kind is ActionKind.BACKWARD
+        for kind in halves if is_whole and splits_backward else (action.kind,):
+            yield Action(action.stage, kind, seen[action.stage, kind])
+            seen[action.stage, kind] += 1
+
+
+def quotas_of(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Return, for each stage, how many micro-batches are between forward and backward at once.
+
+    A micro-batch counts from its forward to the end of its backward, weight gradients included.
+
+    Source: Kahn networks need no more credit than the marking of one of their schedules has; see
+        Lee and Messerschmitt, "Synchronous Data Flow", Proc. IEEE 75 (1987), section III.
+    """
+    most: Counter[int] = Counter()
+    for order in schedule.orders:
+        alive: Counter[int] = Counter()
+        for action in order:
+            if action.kind is ActionKind.FORWARD:
+                alive[action.stage] += 1
+                most[action.stage] = max(most[action.stage], alive[action.stage])
+            elif action.kind is not ActionKind.INPUT_GRADIENT:
+                alive[action.stage] -= 1
+    return tuple(most[stage] for stage in range(schedule.num_stages))
