@@ -63,7 +63,7 @@ EDITS: dict[str, Callable[[str], str]] = {
 _BROKEN_OPTION = """\
 name: manual
 pins: {batch: [S(0)
-schedule: 1f1b
+pipeline: 1f1b
 """
 
 _NAMELESS_OPTION = """\

@@ -36,7 +36,8 @@ def test_stage_patterns_are_read_from_lists():
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
-        (ManualConfig, {"schedule": "zigzag"}, "schedule"),
+        (ManualConfig, {"pipeline": "zigzag"}, "pipeline"),
+        (ManualConfig, {"chunks": 0}, "chunks"),
         (ManualConfig, {"stage_patterns": [[]]}, r"stage_patterns\[0\]"),
         (ManualConfig, {"pin": {}}, "pin"),
         (ManualConfig, {"pins": {"batch": "T(0)"}}, r"^pins: the pin 'batch: T\(0\)' cannot be"),

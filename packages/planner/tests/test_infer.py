@@ -63,7 +63,7 @@ def test_stages_and_their_schedule_are_those_of_a_pipeline() -> None:
 
     assert_legal(asked.graph, found)
     assert len(found.stages) == 2
-    assert found.report["schedule"] == "1f1b"
+    assert found.report["pipeline"] == "1f1b"
 
 
 def test_the_report_says_what_was_tried_and_the_fastest_is_taken() -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -9,8 +10,9 @@ from sbp_core.graph.ir import Phase
 from sbp_core.infer import conversions
 from sbp_core.plugins import merge_settings
 from sbp_core.sbp import B, NdSbp, S
+from sbp_core.testing.graphs import mlp
 from sbp_planner.configs import ManualConfig
-from sbp_planner.manual import build, in_flight
+from sbp_planner.manual import build
 
 MESHES = [
     ("data_parallel", (4,), ("data",)),
@@ -145,21 +147,26 @@ def test_a_pipeline_sends_one_activation_forward_and_its_gradient_back():
 
 
 def test_gpipe_lets_all_micro_batches_be_in_flight():
-    strategy = preset("pipeline", schedule="gpipe").plan(request((2,), ("pipe",)))
+    strategy = preset("pipeline", pipeline="gpipe").plan(request((2,), ("pipe",)))
 
     assert strategy.in_flight == (2, 2)
-    assert strategy.report["schedule"] == "gpipe"
+    assert strategy.report["pipeline"] == "gpipe"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"), [("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8))]
-)
-def test_quotas_of_four_stages(schedule, expected):
-    assert in_flight(schedule, 4, 8) == expected
+def test_a_schedule_of_chunks_gives_each_position_several_stages():
+    graph = mlp((4, 4, 4, 4, 4), num_micro_batches=4)
+    asked = replace(request((2,), ("pipe",)), graph=graph)
+
+    strategy = preset("pipeline", pipeline="interleaved").plan(asked)
+
+    assert [stage.rank_list for stage in strategy.stages] == [(0,), (1,), (0,), (1,)]
+    assert strategy.orders[1].startswith("1F0 1F1 3F0 3B0")
+    assert strategy.report["pipeline"] == "interleaved"
 
 
-def test_no_quota_exceeds_the_micro_batches():
-    assert in_flight("1f1b", 4, 2) == (2, 2, 2, 1)
+def test_a_schedule_that_does_not_end_its_steps_is_refused():
+    with pytest.raises(ConfigError, match="updates parameters between the micro-batches"):
+        preset("pipeline", pipeline="pipedream").plan(request((2,), ("pipe",)))
 
 
 def test_stage_patterns_place_modules():

@@ -21,11 +21,10 @@ from sbp_core.compile.physical import (
     ActorId,
     PhysicalPlan,
     RankPlan,
-    Receive,
     Send,
 )
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.compile.turns import Turns
+from sbp_core.compile.turns import Turns, is_report
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER, Phase
 from sbp_core.pipeline import Action
@@ -75,7 +74,7 @@ class _Scheduler:
             for index, actor in enumerate(part.actors):
                 actor_id = (part.rank, actor.name)
                 self.pending[(part.rank, actor.thread)].add(actor_id)
-                if isinstance(actor, Receive) and not actor.outputs and not actor.writes:
+                if is_report(actor):
                     self.reports.add(actor_id)
                 phase = -1 if isinstance(actor, Send) else PHASE_ORDER[actor.phase]
                 self.rank_of[actor_id] = (_urgency(part, actor), phase, index)

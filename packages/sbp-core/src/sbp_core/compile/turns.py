@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sbp_core.compile.physical import Actor, RankPlan
+from sbp_core.compile.physical import Actor, RankPlan, Receive
 from sbp_core.graph.ir import Phase, Rate
 from sbp_core.pipeline import Action, ActionKind
 
@@ -26,6 +26,11 @@ _PHASES = {
     ActionKind.INPUT_GRADIENT: (Phase.BACKWARD,),
     ActionKind.WEIGHT_GRADIENT: (Phase.WEIGHT_GRADIENT,),
 }
+
+
+def is_report(actor: Actor) -> bool:
+    """Whether an actor receives a value for the user alone, which no other actor takes."""
+    return isinstance(actor, Receive) and not actor.outputs and not actor.writes
 
 
 class Turns:
@@ -76,7 +81,7 @@ class Turns:
             self._pass_on()
 
     def _turn(self, actor: Actor, index: int) -> int | None:
-        if actor.rate is not Rate.MICRO:
+        if actor.rate is not Rate.MICRO or is_report(actor):
             return None
         return self._turns.get((actor.stage, actor.phase, index))
 

@@ -56,6 +56,11 @@ def zero_bubble(p: int, m: int, v: int, r: int) -> Iterator[Action]:
     return _alternate(*_rounds(p, v, r, m, g), warm_up=warm_up, held=r)
 
 
+def zb_h1(p: int, m: int, v: int, r: int) -> Iterator[Action]:
+    """ZB1P of one chunk, for any number of micro-batches."""
+    return _alternate(*_rounds(p, v, r, m, m), warm_up=p - 1 - r, held=r)
+
+
 def zb_h2(p: int, m: int, v: int, r: int) -> Iterator[Action]:
     """Twice the forwards ahead, and twice the weight gradients held back."""
     return _alternate(*_rounds(p, v, r, m, m), warm_up=2 * (p - 1 - r), held=2 * r)

@@ -75,7 +75,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         ),
         "zb_h1": Policy(
             summary="zero bubble with the memory of 1F1B",
-            order=alternation.zero_bubble,
+            order=alternation.zb_h1,
         ),
         "zb_h2": Policy(
             summary="zero bubble with twice that memory",

@@ -1,0 +1,170 @@
+"""What the compiler makes of a schedule: chunks, orders of actions, the backward phase in two."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbp_core.check import check
+from sbp_core.compile import compile_plan
+from sbp_core.errors import ConfigError, PlanError, SbpValueError
+from sbp_core.graph.ir import Phase, Rate
+from sbp_core.infer import infer_strategy, pipelined
+from sbp_core.pipeline import SCHEDULES, Action, pipeline_schedule
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.testing.graphs import cluster, mlp
+
+#: Schedules that end a step with its update.
+FLUSHING = [name for name in SCHEDULES if name not in ("pipedream", "2bw", "auto")]
+
+
+def strategy_of(name, num_ranks=2, num_micro_batches=4, num_chunks=None, num_layers=8):
+    mesh = Placement.grid((num_ranks,), ("pipe",))
+    stages = pipelined(mesh, name, num_micro_batches, num_chunks)
+    graph = mlp((4,) * (num_layers + 1), num_micro_batches=num_micro_batches)
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), pins={})
+    return graph, infer_strategy(
+        request,
+        planner="test",
+        stages=stages.stages,
+        in_flight=stages.in_flight,
+        orders=stages.orders,
+    )
+
+
+def actions_of(plan, rank):
+    """Return the actions that a rank begins, in the order of its thread."""
+    letters = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.WEIGHT_GRADIENT: "W"}
+    part = plan.by_rank[rank]
+    found = []
+    for name, index in part.orders["compute"]:
+        actor = part.by_name[name]
+        if actor.phase in letters and actor.rate is Rate.MICRO and not name.startswith("receive"):
+            found.append((actor.stage, letters[actor.phase], index))
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"])
+def test_ranks_do_their_actions_in_the_order_of_the_strategy(name):
+    graph, strategy = strategy_of(name)
+
+    plan = compile_plan(graph, strategy)
+
+    check(plan)
+    for rank, order in strategy.actions.items():
+        wanted = [(a.stage, "B" if a.kind in "BI" else str(a.kind), a.micro_batch) for a in order]
+        made = actions_of(plan, rank)
+        assert made == [action for action in wanted if action in made]
+        assert {a for a in wanted if a[1] != "W"} == {a for a in made if a[1] != "W"}
+
+
+def test_weight_gradients_fire_apart_and_nothing_of_the_backward_phase_waits_for_them():
+    graph, strategy = strategy_of("zero_bubble")
+
+    plan = compile_plan(graph, strategy)
+
+    part = plan.by_rank[1]
+    late = {actor.name for actor in part.actors if actor.phase is Phase.WEIGHT_GRADIENT}
+    assert any(name.startswith("weight_gradient") for name in late)
+    for register in part.registers:
+        if register.producer in late:
+            users = [part.by_name[name] for name in register.consumers]
+            assert all(user.phase in (Phase.WEIGHT_GRADIENT, Phase.OPTIMIZER) for user in users)
+
+
+def test_a_whole_backward_is_one_segment_where_no_schedule_splits_it():
+    graph, strategy = strategy_of("interleaved")
+
+    plan = compile_plan(graph, strategy)
+
+    phases = {actor.phase for part in plan.ranks for actor in part.actors}
+    assert Phase.WEIGHT_GRADIENT not in phases
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(FLUSHING),
+    num_ranks=st.integers(2, 4),
+    num_micro_batches=st.integers(1, 9),
+    num_chunks=st.sampled_from([None, 1, 2]),
+)
+def test_every_schedule_that_is_defined_compiles_to_a_live_plan(
+    name, num_ranks, num_micro_batches, num_chunks
+):
+    try:
+        graph, strategy = strategy_of(name, num_ranks, num_micro_batches, num_chunks)
+    except ConfigError:
+        with pytest.raises(ConfigError):
+            pipeline_schedule(name, num_ranks, num_micro_batches, num_chunks=num_chunks)
+        return
+
+    plan = compile_plan(graph, strategy)
+
+    assert check(plan, types=False).num_firings > 0
+
+
+def test_quotas_are_the_most_micro_batches_between_forward_and_backward():
+    mesh = Placement.grid((4,), ("pipe",))
+
+    stages = pipelined(mesh, "zero_bubble", 8)
+
+    assert stages.in_flight == (4, 4, 4, 4)
+
+
+def test_micro_batches_go_in_turn_also_where_the_published_order_goes_back():
+    mesh = Placement.grid((2,), ("pipe",))
+
+    stages = pipelined(mesh, "looped_bfs", 2)
+
+    assert stages.orders[0] == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+
+
+def test_in_an_order_each_micro_batch_has_its_input_gradient_before_its_weight_gradient():
+    for name, num_micro_batches in product(["zero_bubble", "zbv", "dualpipev"], [8, 12]):
+        for order in pipelined(Placement.grid((4,), ("pipe",)), name, num_micro_batches).orders:
+            place = {text: number for number, text in enumerate(order.split())}
+            for text, number in place.items():
+                if "W" in text:
+                    assert place[text.replace("W", "I")] < number
+
+
+def test_an_asynchronous_schedule_is_refused():
+    with pytest.raises(ConfigError, match="updates parameters between the micro-batches"):
+        pipelined(Placement.grid((2,), ("pipe",)), "pipedream", 4)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda orders: orders[:1], "1 ranks|for 1"),
+        (lambda orders: (orders[0].replace("0F0", "0F1"), orders[1]), "too often or too seldom"),
+        (lambda orders: (orders[0].replace("0F0", "0X0"), orders[1]), "no action"),
+    ],
+)
+def test_an_edited_order_that_is_none_is_refused(edit, message):
+    _, strategy = strategy_of("interleaved")
+
+    with pytest.raises(SbpValueError, match=message):
+        replace(strategy, orders=edit(strategy.orders))
+
+
+def test_an_order_that_cannot_end_is_refused_with_who_waits():
+    graph, strategy = strategy_of("interleaved")
+    first, second = strategy.orders
+    backwards = " ".join(reversed(first.split()))
+
+    with pytest.raises(PlanError, match="no firing order"):
+        compile_plan(graph, replace(strategy, orders=(backwards, second)))
+
+
+def test_a_strategy_with_orders_is_the_same_after_its_file(tmp_path):
+    _, strategy = strategy_of("zbv")
+
+    strategy.save(tmp_path / "strategy.json")
+
+    assert Strategy.load(tmp_path / "strategy.json") == strategy
+    assert strategy.actions[0][0] == Action.parse("0F0")
