@@ -1,0 +1,160 @@
+r"""The homogeneous network of a network: one node for each firing of an iteration.
+
+    a --2|0|3--> b      q = (3, 2)
+
+    a[0]  a[1]  a[2]          b[0] needs tokens 0..2, the last of them from a[1]
+            \     \           b[1] needs tokens 3..5, the last of them from a[2]
+            b[0]  b[1]
+
+Firing j of the consumer needs `consumed * (j + 1)` tokens, so the producer's firing number
+
+    n = ceil((consumed * (j + 1) - initial) / produced)      (counted from 1)
+
+has to be over; that of q firings earlier is the same node one iteration before: a *delay* of 1.
+Edges have no negative tokens, so no delay is negative. A credit, a limit of firings at once, and
+the turn of a processor are waits of the same form. So each wait is
+
+    start of firing >= end of the other, `delay` iterations before
+
+There are as many nodes as firings, and at most two waits for each firing of each edge: the rates
+are what makes an iteration large, nothing else (`rates.MOST_FIRINGS`).
+
+Source: Sriram and Bhattacharyya, "Embedded Multiprocessors", 2nd ed., ch. 3.8 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from sbp_core.dataflow.network import Network, Seconds
+from sbp_core.dataflow.rates import repetitions
+
+
+class Reason(Enum):
+    """What a firing waits for."""
+
+    DATA = "data"
+    CREDIT = "credit"
+    #: An earlier firing of the same actor.
+    ITSELF = "itself"
+    #: The firing before it on a processor.
+    TURN = "turn"
+
+
+class FlowFiring(NamedTuple):
+    """A firing of an iteration: the actor, and which of its firings, from 0."""
+
+    actor: str
+    number: int
+
+
+class Dependency(NamedTuple):
+    """A firing waits for the end of another.
+
+    Args:
+        waiting, on: The firings.
+        delay: How many iterations before the waiting one the other is.
+        reason: Why.
+        name: The edge, the processor, or the actor itself, as the reason is.
+    """
+
+    waiting: FlowFiring
+    on: FlowFiring
+    delay: int
+    reason: Reason
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expansion:
+    """The firings of an iteration as nodes, and which waits for which.
+
+    Args:
+        network: What it is of.
+        counts: Firings of each actor in an iteration.
+        first: Number of the node that is each actor's first firing; the others follow it.
+        duration_s: Of each node.
+        on, waiting, delay: For each wait the node waited for, the one that waits, and how many
+            iterations are between them.
+        reasons: For each wait why, and the name of the edge, processor or actor.
+    """
+
+    network: Network
+    counts: Mapping[str, int]
+    first: Mapping[str, int]
+    duration_s: list[Seconds]
+    on: list[int]
+    waiting: list[int]
+    delay: list[int]
+    reasons: list[tuple[Reason, str]]
+
+    def firings(self) -> list[FlowFiring]:
+        """Return the firing that each node stands for."""
+        return [FlowFiring(name, i) for name, count in self.counts.items() for i in range(count)]
+
+    def dependencies(self, waits: list[int]) -> tuple[Dependency, ...]:
+        """Return waits by their numbers, in words of firings."""
+        firings = self.firings()
+        return tuple(
+            Dependency(
+                firings[self.waiting[i]], firings[self.on[i]], self.delay[i], *self.reasons[i]
+            )
+            for i in waits
+        )
+
+
+def expand(network: Network) -> Expansion:
+    """Return the homogeneous network.
+
+    Raises:
+        SbpValueError: the rates are not consistent (see `rates.repetitions`).
+    """
+    counts = repetitions(network)
+    first, duration_s = dict[str, int](), list[Seconds]()
+    for name, count in counts.items():
+        first[name] = len(duration_s)
+        duration_s += [network.by_name[name].duration_s] * count
+    on, waiting, delay, reasons = list[int](), list[int](), list[int](), []
+    for reason, name, source, target, rates in _waits(network):
+        before = counts[source]
+        start, end = first[source], first[target]
+        for index in range(counts[target]):
+            iteration, number = divmod(_needed(index, *rates) - 1, before)
+            on.append(start + number)
+            waiting.append(end + index)
+            delay.append(-iteration)
+            reasons.append((reason, name))
+    for processor, order in network.orders.items():
+        nodes = [first[name] + index for name, index in order]
+        on += nodes
+        waiting += nodes[1:] + nodes[:1]
+        delay += [0] * (len(nodes) - 1) + [1] * bool(nodes)
+        reasons += [(Reason.TURN, processor)] * len(nodes)
+    return Expansion(
+        network=network, counts=counts, first=first, duration_s=duration_s, on=on,
+        waiting=waiting, delay=delay, reasons=reasons,
+    )  # fmt: skip
+
+
+def _needed(index: int, produced: int, consumed: int, initial: int) -> int:
+    """Return how many firings of the other have to be over before the firing of an index."""
+    return -((initial - consumed * (index + 1)) // produced)
+
+
+def _waits(network: Network) -> Iterator[tuple[Reason, str, str, str, tuple[int, int, int]]]:
+    """Yield (reason, name, waited for, waiting, rates) of edges, credits and firings at once."""
+    in_order = {name for order in network.orders.values() for name, _ in order}
+    for edge in network.edges:
+        rates = edge.produced, edge.consumed, edge.initial
+        yield Reason.DATA, edge.name, edge.producer, edge.consumer, rates
+        if edge.quota is not None:
+            back = edge.consumed, edge.produced, edge.quota - edge.initial
+            yield Reason.CREDIT, edge.name, edge.consumer, edge.producer, back
+    for actor in network.actors:
+        # A processor's turns keep firings of its actors apart already.
+        if actor.most_at_once is not None and actor.name not in in_order:
+            once = 1, 1, actor.most_at_once
+            yield Reason.ITSELF, actor.name, actor.name, actor.name, once
