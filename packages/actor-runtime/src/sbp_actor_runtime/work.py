@@ -195,7 +195,8 @@ def _tag(actor: BoxingActor) -> Callable[[int, StepOrder], str]:
 def _send(actor: Send, plan: PhysicalPlan, communicator: Communicator) -> Work:
     step, tag = plan.steps[actor.step], _tag(actor)
     actor_id = (communicator.rank, actor.name)
-    quota = min(link.quota for link in plan.links if link.sender == actor_id)
+    # Who has nothing for anybody has no link, and never waits.
+    quota = min((link.quota for link in plan.links if link.sender == actor_id), default=1)
     #: What was sent and is not known to be received: at most `quota`.
     under_way: deque[Delivery] = deque()
 

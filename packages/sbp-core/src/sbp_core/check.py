@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sbp_core.boxing.slices import transfer_partners
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.hazards import verify_overwriting
 from sbp_core.compile.liveness import keys_out
@@ -88,10 +89,11 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
             its old value, whatever the timing (see `compile.hazards`).
     """
     verify_plan(plan)
+    partners = _Partners(plan)
     for part in plan.ranks:
         slots = {slot.name for slot in part.slots}
         for actor in part.actors:
-            _check_actor(plan, part, slots, actor)
+            _check_actor(partners, part, slots, actor)
         for register in part.registers:
             _check_register(plan, part, register)
     # Every register is filled and read equally often by now. So if all firings of the orders
@@ -124,8 +126,9 @@ def _replayed(
     return CheckReport(num_firings=len(domain.firings), occupancy=domain.occupancy)
 
 
-def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Actor) -> None:
+def _check_actor(partners: _Partners, part: RankPlan, slots: set[str], actor: Actor) -> None:
     """Check that what an actor takes is there, once, and that its partners are."""
+    plan = partners.plan
     where = f"actor {actor.name!r} of rank {part.rank}"
     filled = [
         key
@@ -149,44 +152,64 @@ def _check_actor(plan: PhysicalPlan, part: RankPlan, slots: set[str], actor: Act
             where=where,
             accepted=f"0 .. {len(plan.steps) - 1}",
         )
-    gone = _missing_partners(plan, part.rank, actor)
+    gone = partners.missing(part.rank, actor)
     if gone:
         raise PlanError(
             f"nothing of this boxing step is planned on the ranks {gone}",
             where=(where, str(plan.steps[actor.step])),
-            accepted="an actor on every rank of the step, and links between senders and receivers",
+            accepted="an actor on every rank of the step, and a link from each sender to each "
+            "receiver that it has something for",
         )
 
 
-def _missing_partners(plan: PhysicalPlan, rank: int, actor: BoxingActor) -> list[int]:
-    """Return the ranks on which no actor does the other part of a boxing actor's step.
+class _Partners:
+    """Who does the other part of boxing actors' steps."""
 
-    Only actors of the same step and rate count: others would move something else, or not as often.
-    """
+    def __init__(self, plan: PhysicalPlan) -> None:
+        self.plan = plan
+        self._receivers: dict[ActorId, list[ActorId]] = defaultdict(list)
+        self._senders: dict[ActorId, list[ActorId]] = defaultdict(list)
+        for link in plan.links:
+            self._receivers[link.sender].append(link.receiver)
+            self._senders[link.receiver].append(link.sender)
+        #: Of each transfer, by sender its receivers, and by receiver its senders.
+        self._transfers = {
+            index: transfer_partners(step)
+            for index, step in enumerate(plan.steps)
+            if step.kind is StepKind.TRANSFER
+        }
 
-    def does(actor_id: ActorId, kind: type[BoxingActor]) -> bool:
-        there = plan.by_rank.get(actor_id[0])
+    def missing(self, rank: int, actor: BoxingActor) -> list[int]:
+        """Return the ranks on which no actor does the other part of a boxing actor's step.
+
+        Only actors of the same step and rate count: others would move something else, or not as
+        often.
+        """
+        step = self.plan.steps[actor.step]
+        # A collective must not name a transfer, nor one end of a transfer anything else; what a
+        # rank does by itself is no actor, but an instruction.
+        if step.kind is StepKind.LOCAL or isinstance(actor, Collective) == (
+            step.kind is StepKind.TRANSFER
+        ):
+            return [rank]
+        if isinstance(actor, Collective):
+            group = step.group(rank)
+            return [r for r in group if not self._does((r, actor.name), actor, Collective)]
+        if rank not in (step.source if isinstance(actor, Send) else step.target)[0]:
+            return [rank]
+        receivers, senders = self._transfers[actor.step]
+        kind: type[BoxingActor]
+        if isinstance(actor, Send):
+            ends, wanted, kind = self._receivers, receivers, Receive
+        else:
+            ends, wanted, kind = self._senders, senders, Send
+        there = {end[0] for end in ends.get((rank, actor.name), ()) if self._does(end, actor, kind)}
+        return [r for r in wanted.get(rank, ()) if r not in there]
+
+    def _does(self, actor_id: ActorId, like: BoxingActor, kind: type[BoxingActor]) -> bool:
+        there = self.plan.by_rank.get(actor_id[0])
         found = None if there is None else there.by_name.get(actor_id[1])
-        return isinstance(found, kind) and (found.step, found.rate) == (actor.step, actor.rate)
-
-    step = plan.steps[actor.step]
-    # A collective must not name a transfer, nor one end of a transfer anything else; what a rank
-    # does by itself is no actor, but an instruction.
-    if step.kind is StepKind.LOCAL or isinstance(actor, Collective) == (
-        step.kind is StepKind.TRANSFER
-    ):
-        return [rank]
-    if isinstance(actor, Collective):
-        return [r for r in step.group(rank) if not does((r, actor.name), Collective)]
-    kind: type[BoxingActor]
-    if isinstance(actor, Send):
-        ends = [link.receiver for link in plan.links if link.sender == (rank, actor.name)]
-        wanted, kind = step.target[0].rank_list, Receive
-    else:
-        ends = [link.sender for link in plan.links if link.receiver == (rank, actor.name)]
-        wanted, kind = step.source[0].rank_list, Send
-    there = {actor_id[0] for actor_id in ends if does(actor_id, kind)}
-    return [r for r in wanted if r not in there]
+        return isinstance(found, kind) and (found.step, found.rate) == (like.step, like.rate)
 
 
 def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> None:

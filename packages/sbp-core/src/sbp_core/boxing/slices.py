@@ -276,6 +276,27 @@ def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
 
 
 @lru_cache(maxsize=_CACHED)
+def transfer_partners(
+    step: BoxingStep,
+) -> tuple[Mapping[int, tuple[int, ...]], Mapping[int, tuple[int, ...]]]:
+    """Return who has something for whom in a `TRANSFER`; what stays on a rank counts.
+
+    Returns:
+        By sender its receivers, and by receiver its senders, both ascending. Ranks that send
+        nothing, or receive nothing, are left out.
+    """
+    receivers: dict[int, set[int]] = {}
+    senders: dict[int, set[int]] = {}
+    for piece in transfer_pieces(step):
+        receivers.setdefault(piece.sender, set()).add(piece.receiver)
+        senders.setdefault(piece.receiver, set()).add(piece.sender)
+    return (
+        {rank: tuple(sorted(others)) for rank, others in receivers.items()},
+        {rank: tuple(sorted(others)) for rank, others in senders.items()},
+    )
+
+
+@lru_cache(maxsize=_CACHED)
 def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[Piece, ...]:
     """Return the pieces of an all-gather, all-to-all or reduce-scatter in one group.
 

@@ -27,7 +27,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sbp_core.boxing.slices import transfer_pieces
+from sbp_core.boxing.slices import transfer_partners
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.physical import (
     Actor,
@@ -222,15 +222,14 @@ def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:
 def _messages(plan: PhysicalPlan) -> Mapping[ActorId, list[ActorId]]:
     """Return for each receive the sends, on other ranks, that have something for it."""
     found: dict[ActorId, list[ActorId]] = defaultdict(list)
-    pairs: dict[int, set[tuple[int, int]]] = {}
+    senders: dict[int, Mapping[int, tuple[int, ...]]] = {}
     for link in plan.links:
         (rank, name), (receiver, _) = link.sender, link.receiver
         actor = plan.by_rank[rank].by_name[name]
         assert isinstance(actor, Send), "a link leads from one that sends"
-        if actor.step not in pairs:
-            pieces = transfer_pieces(plan.steps[actor.step])
-            pairs[actor.step] = {(piece.sender, piece.receiver) for piece in pieces}
-        if rank != receiver and (rank, receiver) in pairs[actor.step]:
+        if actor.step not in senders:
+            _, senders[actor.step] = transfer_partners(plan.steps[actor.step])
+        if rank != receiver and rank in senders[actor.step].get(receiver, ()):
             found[link.receiver].append(link.sender)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from sbp_core.boxing.slices import transfer_partners
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.physical import (
     Actor,
@@ -173,14 +174,17 @@ def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iter
 
 
 def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
-    """Yield the links between senders and receivers of all transfers."""
+    """Yield the links of all transfers, from each sender to those that it has something for."""
+    receivers: dict[int, Mapping[int, tuple[int, ...]]] = {}
     for part in ranks:
         for actor in part.actors:
             if not isinstance(actor, Send):
                 continue
             # The two ends of a transfer are named alike but for the first word (`segments`).
             receive = actor.name.replace("send ", "receive ", 1)
-            for rank in program.steps[actor.step].target[0].rank_list:
+            if actor.step not in receivers:
+                receivers[actor.step], _ = transfer_partners(program.steps[actor.step])
+            for rank in receivers[actor.step].get(part.rank, ()):
                 yield Channel(
                     name=f"{actor.name} {part.rank}>{rank}",
                     sender=(part.rank, actor.name),

@@ -147,12 +147,29 @@ def _collective(
 
 def _transfer(step: BoxingStep, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     parts = _present(step, step.source[0].rank_list, shards)
-    pieces = transfer_pieces(step)
     results: dict[int, torch.Tensor] = {}
     for rank in step.target[0].rank_list:
         device = (shards[rank] if rank in shards else parts[0]).device
-        results[rank] = combine(step, rank, _taken(pieces, rank, shards), device=device)
+        results[rank] = received(step, rank, shards, device=device)
     return results
+
+
+def received(
+    step: BoxingStep,
+    rank: int,
+    shards: Mapping[int, torch.Tensor],
+    *,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Return what one rank has behind a `TRANSFER`.
+
+    Args:
+        step: The transfer.
+        rank: The receiver.
+        shards: By rank, those of all that have something for it.
+        device: See `combine`.
+    """
+    return combine(step, rank, _taken(transfer_pieces(step), rank, shards), device=device)
 
 
 def _taken(

@@ -41,7 +41,7 @@ from sbp_core.runtime import (
     StepResult,
     check_destination,
 )
-from sbp_torch.boxing.execute import apply_step, local_step
+from sbp_torch.boxing.execute import apply_step, check_shard, local_step, received
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -289,8 +289,10 @@ class _Tensors(InstructionDomain[Value]):
     def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Tensor:
         """See `Domain.receive`."""
         step = self.plan.steps[firing.actor.step]
-        made = apply_step(step, {rank: _tensor(shard) for rank, shard in shards.items()})
-        return self._own(firing.rank, made)
+        sent = {rank: _tensor(shard) for rank, shard in shards.items()}
+        for rank, shard in sent.items():
+            check_shard(step, rank, shard)
+        return self._own(firing.rank, {firing.rank: received(step, firing.rank, sent)})
 
     def _own(self, rank: int, made: Mapping[int, Tensor]) -> Tensor:
         """Return a rank's part of what a boxing step made, told from the parts of others."""
