@@ -4,7 +4,7 @@
 
 All layouts of a model are compiled for one machine, started on the actor runtime with ranks as
 threads, and stepped in turns, so that what else runs on the machine slows all of them. Measured is
-the median of ROUNDS steps after a warm-up; predicted is what `step_time_s` says of the plan, as the
+the median of ROUNDS steps after a warm-up; predicted is what `simulate` says of the plan, as the
 trainer prints it. The machine is the cluster profile `local`, with declared rates, or what
 `sbp-calibrate` has measured: of several files, the one with the fewest ranks that suffice.
 
@@ -38,8 +38,8 @@ from models.programs import PROGRAMS
 from models.trial import LEARNING_RATE, TOLERANCES, batches, compiled, make, storage_dtype
 from sbp_core import Cluster
 from sbp_core.compile import PhysicalPlan
-from sbp_core.infer import step_time_s
 from sbp_core.plugins import PluginRegistry, discover
+from sbp_core.simulate import simulate
 from sbp_core.units import format_seconds
 from sbp_torch.capture import initial_states
 
@@ -155,7 +155,7 @@ def main() -> None:
         }
         times = measure(registry, name, plans, options.dtype, options.rounds)
         found[name] = [
-            Cell(layout=layout, predicted_s=step_time_s(plan), step_s=times[layout])
+            Cell(layout=layout, predicted_s=simulate(plan).step_s, step_s=times[layout])
             for layout, plan in plans.items()
         ]
         for cell in found[name]:

@@ -23,8 +23,8 @@ from sbp_core.calibration import CALL_KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, MeasuredCase, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
-from sbp_core.infer import step_time_s
 from sbp_core.plugins import merge_settings
+from sbp_core.simulate import simulate
 from sbp_launch.calibrate import collectives
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
 from sbp_launch.calibrate.collectives import CalibrationShards, RankMeasurer, Stopwatch
@@ -435,7 +435,7 @@ def test_launches_are_those_that_explain_the_measured_steps(num_ranks: int, time
         device=replace(cluster.device, launch_s=3e-6, boxing_launch_s=boxing_launch_s),
     )
     plans = make_plans(num_ranks, [true], size)
-    step_s = {name: step_time_s(plan) for name, (plan,) in plans.items()}
+    step_s = {name: simulate(plan).step_s for name, (plan,) in plans.items()}
 
     launch_s, found_boxing_launch_s = launches(cluster, step_s, size)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from test_rows import found_plan, wide
 
-from sbp_core.infer import step_time_s
+from sbp_core.simulate import simulate
 from sbp_launch.planning.pipeline import pipeline_lines
 
 
@@ -48,7 +48,7 @@ def test_ranks_wait_whenever_they_do_not_compute():
         for actor in part.actors
         if not hasattr(actor, "step")
     )
-    idle = 1 - busy / 2 / step_time_s(found.plan)
+    idle = 1 - busy / 2 / simulate(found.plan).step_s
     assert int(re.search(r"wait (\d+)%", bubble)[1]) == round(100 * idle)
 
 

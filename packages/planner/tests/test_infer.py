@@ -13,8 +13,9 @@ from plan_requests import assert_legal, request
 import sbp_planner.infer
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.infer import infer_strategy, step_time_s
+from sbp_core.infer import infer_strategy
 from sbp_core.plugins import PlanRequest, merge_settings
+from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import manual
 from sbp_planner.configs import FIT_ANY, InferConfig, ManualConfig
@@ -38,7 +39,7 @@ def default() -> sbp_planner.infer.InferPlanner:
 def time_s(asked: PlanRequest, strategy: Strategy) -> float:
     """Return the predicted time of a step of the compiled plan."""
     options = CompileOptions(cluster=asked.cluster)
-    return step_time_s(compile_plan(asked.graph, strategy, options))
+    return simulate(compile_plan(asked.graph, strategy, options)).step_s
 
 
 @pytest.mark.parametrize(("mesh", "axes"), MESHES)

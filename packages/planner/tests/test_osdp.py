@@ -11,12 +11,12 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.cost import boxing_time_s
 from sbp_core.errors import ConfigError, SbpLookupError
 from sbp_core.graph.ir import Phase
-from sbp_core.infer import step_time_s
 from sbp_core.memory import call_layouts, predict_memory
 from sbp_core.passes import RecomputeOptions, least_recompute_budget, recompute
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
+from sbp_core.simulate import simulate
 from sbp_planner import guide, no_fit, osdp
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options, shardable, update_values
@@ -240,7 +240,7 @@ def test_the_time_of_a_choice_is_that_of_the_plan_that_will_run():
     strategy = build(OsdpConfig()).plan(replace(asked, options=overlaps))
 
     found = strategy.report["osdp"]["chosen"]["plan_step_s"]
-    assert found == step_time_s(compile_plan(asked.graph, strategy, overlaps))
+    assert found == simulate(compile_plan(asked.graph, strategy, overlaps)).step_s
     assert found < strategy.report["predicted_step_s"]  # which adds up boxing and compute
 
 
@@ -261,7 +261,7 @@ def measured(sharded_names):
     ends = ends_of(osdp.shardable(asked.graph))
     strategy = osdp.mixed(asked.graph, *ends, chosen=sharded_names)
     compiled = compile_plan(asked.graph, strategy, CompileOptions(cluster=asked.cluster))
-    return predict_memory(compiled, layouts=known_layouts()).peak, step_time_s(compiled)
+    return predict_memory(compiled, layouts=known_layouts()).peak, simulate(compiled).step_s
 
 
 def test_no_change_of_one_parameter_fits_and_is_faster(bounds):

@@ -8,9 +8,10 @@ from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import Collective, PhysicalPlan
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
-from sbp_core.infer import infer_strategy, step_time_s
+from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.simulate import simulate
 from sbp_core.testing.graphs import Builder, cluster, mlp
 from sbp_core.testing.plans import strategy_of
 
@@ -58,8 +59,8 @@ def test_what_overlaps_counts_once_in_the_time_of_a_step() -> None:
     apart, together = _plan(_PINS, piece_s=inf), _plan(_PINS, overlap=True)
 
     sums_s = sum(together.by_rank[0].by_name[name].time_s for name in _gradients(together))
-    assert step_time_s(together) < step_time_s(apart)
-    assert step_time_s(apart) - step_time_s(together) < sums_s
+    assert simulate(together).step_s < simulate(apart).step_s
+    assert simulate(apart).step_s - simulate(together).step_s < sums_s
 
 
 def test_links_move_one_thing_after_the_other() -> None:
@@ -69,7 +70,7 @@ def test_links_move_one_thing_after_the_other() -> None:
     sums_s = sum(actor.time_s for actor in actors if actor.name in sums)
     others_s = sum(actor.time_s for actor in actors if actor.name not in sums)
     assert sums_s > 10 * others_s
-    assert sums_s < step_time_s(plan) < sums_s + others_s
+    assert sums_s < simulate(plan).step_s < sums_s + others_s
 
 
 def test_while_activations_are_summed_another_micro_batch_goes_on() -> None:

@@ -2,10 +2,11 @@ import pytest
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref
-from sbp_core.infer import conversions, infer_strategy, predict_cost, step_time_s
+from sbp_core.infer import conversions, infer_strategy, predict_cost
 from sbp_core.infer.predict import predict_stages
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.simulate import simulate
 from sbp_core.testing.graphs import Builder, cluster, mlp
 
 
@@ -136,7 +137,9 @@ def test_the_prediction_is_the_time_of_the_compiled_plan(
 
     found = predict_cost(graph, strategy, machine, options)["predicted_step_s"]
 
-    assert found == pytest.approx(step_time_s(compile_plan(graph, strategy, options)), rel=1e-12)
+    assert found == pytest.approx(
+        simulate(compile_plan(graph, strategy, options)).step_s, rel=1e-12
+    )
 
 
 def test_what_travels_in_one_bucket_is_priced_as_one_call():
@@ -158,13 +161,13 @@ def test_a_pipeline_of_more_micro_batches_in_flight_waits_less():
     graph = mlp((4, 8, 64), batch=64, num_micro_batches=5)
     machine = cluster(launch_s=1e-6)
     one, two = (
-        step_time_s(
+        simulate(
             compile_plan(
                 graph,
                 plan(graph, (2,), ("pipe",), in_flight=quotas),
                 CompileOptions(cluster=machine),
             )
-        )
+        ).step_s
         for quotas in ((1, 1), (2, 1))
     )
 

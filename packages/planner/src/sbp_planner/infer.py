@@ -15,8 +15,9 @@ from math import inf
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.infer import PinValue, infer_strategy, pipelined, step_time_s
+from sbp_core.infer import PinValue, infer_strategy, pipelined
 from sbp_core.plugins import PlanRequest
+from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.configs import InferConfig
@@ -48,7 +49,7 @@ class InferPlanner:
             try:
                 made[name] = self._infer(replace(request, progress=None), pins)
                 plan = compile_plan(request.graph, made[name], options)
-                tried[name] = step_time_s(plan)
+                tried[name] = simulate(plan).step_s
             except ConfigError:
                 raise  # a pin that cannot be meant is a mistake, whatever else leads to a plan
             except SbpError as error:

@@ -7,7 +7,7 @@
 Two strategies are inferred from pins on parameters, states, gradients and updates, with the batch
 split: everything replicated, everything sharded. Another choice takes what is decided on each
 parameter, and on what its gradient and update alone depend on, from one of them. Its time is that
-of a replay of the compiled plan (`sbp_core.infer.step_time_s`), so boxing that overlaps with
+of a replay of the compiled plan (`sbp_core.simulate`), so boxing that overlaps with
 compute costs only what it delays.
 
 Neither is a sum over parameters, so the search goes in two parts:
@@ -44,10 +44,11 @@ from typing import Any
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError, SbpLookupError
 from sbp_core.graph import LogicalGraph
-from sbp_core.infer import PinValue, infer_strategy, predict_cost, step_time_s
+from sbp_core.infer import PinValue, infer_strategy, predict_cost
 from sbp_core.memory import CallLayouts, call_layouts, predict_memory
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
+from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import OsdpConfig, check_only_axis
@@ -189,7 +190,7 @@ class _Search:
     def step_s(self, choice: Choice) -> float:
         """Return the predicted time of a step of the compiled plan."""
         if choice not in self._step_s:
-            self._step_s[choice] = step_time_s(self.plan(choice))
+            self._step_s[choice] = simulate(self.plan(choice)).step_s
         return self._step_s[choice]
 
     def memory(self, choice: Choice) -> int:

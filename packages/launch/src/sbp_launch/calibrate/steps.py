@@ -28,10 +28,11 @@ from sbp_aten.passes import prepare_step
 from sbp_core.boxing import BoxingBackend, Communicator
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
-from sbp_core.infer import infer_strategy, step_time_s
+from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.runtime import Runtime
+from sbp_core.simulate import simulate
 from sbp_torch.capture import capture, initial_states
 
 #: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.
@@ -165,7 +166,7 @@ def launches(
     # counts l and b of starts that follow one another. Even `apart` boxes: its ranks commit.
     known = {}
     for name, took_s in step_s.items():
-        rest_s, operators_s, boxing_s = map(step_time_s, plans[name])
+        rest_s, operators_s, boxing_s = (simulate(one).step_s for one in plans[name])
         known[name] = took_s - rest_s, operators_s - rest_s, boxing_s - rest_s
     (apart_s, apart_l, apart_b), least_s = known["apart"], cluster.device.launch_s
     if "together" not in known:

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbp_core.compile import Accumulate, Compute, PhysicalPlan
-from sbp_core.infer import one_forward_one_backward, step_time_s
+from sbp_core.infer import one_forward_one_backward
 from sbp_core.placement import Placement
+from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleRow
@@ -33,7 +34,7 @@ def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[Module
     count, micro_batches = len(plan.stages), plan.num_micro_batches
     if count == 1:
         return []
-    step_s = step_time_s(plan)
+    step_s = simulate(plan).step_s
     busy = [_busy_s(plan, stage) / step_s for stage in plan.stages]
     batches = f"{micro_batches} micro-batch" + "es" * (micro_batches != 1)
     lines = [f"pipeline: {count} stages, {batches}, schedule {_schedule(strategy)}"]

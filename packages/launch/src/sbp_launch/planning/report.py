@@ -9,10 +9,10 @@ from math import prod
 from sbp_core.boxing import StepKind
 from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import LogicalGraph
-from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
 from sbp_core.sbp import Split
 from sbp_core.signatures import OpCall, work_flop
+from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.planning.pipeline import pipeline_lines
@@ -131,7 +131,7 @@ def summary(
         *arithmetic_lines(graph, strategy),
         *_boxing_lines(plan, num_steps),
         "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
-        f"predicted time of a step: {format_seconds(step_time_s(plan))}",
+        f"predicted time of a step: {format_seconds(simulate(plan).step_s)}",
         *strategy.report.get("explanation", ()),
     ]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 
-from sbp_core.infer import step_time_s
 from sbp_core.memory import MemoryReport
+from sbp_core.simulate import simulate
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import counted
 from sbp_launch.run.folder import going_on
@@ -79,7 +79,7 @@ def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:
     if isinstance(planned.memory, MemoryReport):
         peak = max(rank.peak for rank in planned.memory.ranks.values())
     return Predicted(
-        step_s=step_time_s(planned.plan),
+        step_s=simulate(planned.plan).step_s,
         peak_bytes=peak,
         sent_bytes=planned.plan.boxing_bytes,
         basis=prediction_basis(

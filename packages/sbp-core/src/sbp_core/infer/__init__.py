@@ -9,7 +9,7 @@ Stability: provisional.
 
 from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
 from sbp_core.infer.pipeline import Pipelined, pipelined
-from sbp_core.infer.predict import Conversion, conversions, predict_cost, step_time_s
+from sbp_core.infer.predict import Conversion, conversions, predict_cost
 from sbp_core.infer.solve import infer_strategy, one_forward_one_backward, stage_placements
 from sbp_core.infer.stages import StagePatterns
 
@@ -27,5 +27,4 @@ __all__ = [
     "pipelined",
     "predict_cost",
     "stage_placements",
-    "step_time_s",
 ]

@@ -5,7 +5,8 @@
 with M micro-batches, m_i the time of stage i for one micro-batch (forward and backward) and s_i
 what it does once a step; the time of a stage is that of its ops and of the boxing that ends on it,
 in buckets as the compiler makes them, one after the other (no overlap). With one stage this is
-M m + s, and what `step_time_s` says of the compiled plan; that knows overlap and pipelines, too.
+M m + s, and what `sbp_core.simulate` says of the compiled plan; that knows overlap and pipelines,
+too, so wherever there is a plan, its time is asked for.
 
     memory of a rank of stage i    states + updates + gathered + gradients + q_i activations
                                    + working set                                        [B]
@@ -25,7 +26,6 @@ keep to comes from lifetimes (`sbp_core.check`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +37,11 @@ from sbp_core.compile.commit import commit_step
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lower import lower
-from sbp_core.compile.physical import ActorId, PhysicalPlan
 from sbp_core.compile.program import Program
 from sbp_core.compile.segments import CompileOptions
-from sbp_core.compile.token_game import TokenGame
 from sbp_core.cost import boxing_step_time_s, is_free, local_bytes
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.graph.primitives import ACCUMULATE
-from sbp_core.interpreter.firings import Firings
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
@@ -307,56 +304,6 @@ def _add_boxing(
     elif producer is not None and producer.phase is Phase.FORWARD and is_kept:
         stage.activations_bytes += size
     return step.size_bytes * (graph.num_micro_batches if item.rate is Rate.MICRO else 1)
-
-
-def step_time_s(plan: PhysicalPlan) -> float:
-    """Return the time of a step of a compiled plan, in seconds.
-
-    Firings take as long as the plan says and go in its orders, so boxing on a thread of its own
-    overlaps, and a pipeline has the bubbles that its quotas leave.
-
-    Args:
-        plan: With firing orders that `sbp_core.check` accepts.
-    """
-    game = TokenGame(plan)
-    firings = Firings(plan, game)
-
-    link_free: dict[int, float] = defaultdict(float)
-
-    def fire(actor_id: ActorId) -> None:
-        # Started when the firing ends: until then its threads are busy, so nobody could have used
-        # what a start takes. Partners are all noted, or a thread would wait for a collective that
-        # is over.
-        for partner in game.partners(actor_id):
-            game.start(partner)
-            firings.advance(partner)
-        if not rest_s(actor_id):
-            finish(actor_id)
-
-    def finish(actor_id: ActorId) -> None:
-        for partner in game.partners(actor_id):
-            game.finish(partner)
-
-    # The slowest partner: a collective is over on all ranks of its group at once.
-    def busy_s(actor_id: ActorId) -> float:
-        return max(game.actor(partner).busy_s for partner in game.partners(actor_id))
-
-    def rest_s(actor_id: ActorId) -> float:
-        whole_s = max(game.actor(partner).time_s for partner in game.partners(actor_id))
-        return whole_s - busy_s(actor_id)
-
-    # The links of all its ranks move one thing after the other.
-    def flight_s(actor_id: ActorId) -> float:
-        ranks = [rank for rank, _ in game.partners(actor_id)]
-        left_s = rest_s(actor_id)
-        if not left_s:
-            return 0.0
-        end = max(firings.now, *(link_free[rank] for rank in ranks)) + left_s
-        link_free.update(dict.fromkeys(ranks, end))
-        return end - firings.now
-
-    firings.run(fire, busy_s, flight_s, finish)
-    return firings.now
 
 
 def predict_cost(

@@ -16,10 +16,6 @@ def no_time(actor_id: ActorId) -> float:
     return 0.0
 
 
-def nothing(actor_id: ActorId) -> None:
-    """Let nothing happen when what was begun is over."""
-
-
 class Firings:
     """Where every thread is in its order.
 
@@ -45,8 +41,6 @@ class Firings:
         self,
         fire: Callable[[ActorId], None],
         duration: Callable[[ActorId], float] = no_time,
-        flight: Callable[[ActorId], float] = no_time,
-        land: Callable[[ActorId], None] = nothing,
     ) -> bool:
         """Fire what can be, as ranks that work at once do, until nothing can.
 
@@ -55,23 +49,17 @@ class Firings:
                                            ^ `fire` is called at the end of each firing, in the
                                              order of the ends; then its neighbours may begin
 
-            thread (0, compute)   begin c | f1 --------| f2 -----|
-            link                          c ------|
-                                          ^ fire  ^ `land`: who takes what c makes may begin
-
         Args:
             fire: Fires an actor and its partners, and says so by `advance` of each.
             duration: How long an actor's thread is busy with a firing, in any unit; if 0 for all,
                 low ranks go as far as they can before others take what they sent.
-            flight: How long a firing goes on when its threads are free again; asked once, then.
-            land: Called at the end of a flight that takes time.
 
         Returns:
             Whether all threads came to their end.
         """
-        # An event queue: firings that have begun, by when they end, and flights, by when they land.
-        # Equal ends go by rank and name, so a replay is the same in every process.
-        begun: list[tuple[float, ActorId, bool]] = []
+        # An event queue: firings that have begun, by when they end. Equal ends go by rank and name,
+        # so a replay is the same in every process.
+        begun: list[tuple[float, ActorId]] = []
         busy: set[ThreadId] = set()
         free = list(self._orders)
         while True:
@@ -81,19 +69,13 @@ class Firings:
                     # The partners' threads are at this collective, too (`_can_fire`), and must not
                     # begin it a second time.
                     busy.update(map(self.thread, self.game.partners(actor_id)))
-                    heappush(begun, (self.now + duration(actor_id), actor_id, False))
+                    heappush(begun, (self.now + duration(actor_id), actor_id))
             if not begun:
                 return next(self.waiting(), None) is None
-            self.now, actor_id, lands = heappop(begun)
+            self.now, actor_id = heappop(begun)
             partners = self.game.partners(actor_id)
-            if lands:
-                land(actor_id)
-            else:
-                busy.difference_update(map(self.thread, partners))
-                fire(actor_id)
-                rest = flight(actor_id)
-                if rest:
-                    heappush(begun, (self.now + rest, actor_id, True))
+            busy.difference_update(map(self.thread, partners))
+            fire(actor_id)
             # Only those whose data or credits the firing has changed may have become ready.
             changed = {near for partner in partners for near in self.game.neighbours(partner)}
             free = sorted(set(map(self.thread, changed)))

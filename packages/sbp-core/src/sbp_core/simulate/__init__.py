@@ -1,0 +1,15 @@
+"""A compiled plan in simulated time: when every firing of a step begins and ends.
+
+`network` unrolls a plan into firings and who waits for whom, once, and plays it with any times as
+often as asked; `simulation` is the result: firings by rank and thread, busy time, the step's time.
+
+It is exact where times are: orders are static, so the network of a plan has one answer, and two
+processes find the same. What the machine does beside (noise, a slow rank) is not in it.
+
+Stability: provisional.
+"""
+
+from sbp_core.simulate.network import FiringNetwork, simulate
+from sbp_core.simulate.simulation import Simulation, TimedFiring
+
+__all__ = ["FiringNetwork", "Simulation", "TimedFiring", "simulate"]

@@ -1,0 +1,193 @@
+"""The simulated step of a plan, against an event-by-event play of the token game."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.token_game import TokenGame
+from sbp_core.errors import PlanError
+from sbp_core.infer import infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.simulate import FiringNetwork, Simulation, simulate
+from sbp_core.testing.graphs import cluster, mlp
+from sbp_core.testing.plans import pipeline_plan
+
+_DATA = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients": "B"}
+_TENSOR = {"batch": "B", "layers.0.weight": "S(1)", "layers.1.weight": "S(0)"}
+
+
+def _plan(
+    pins: dict[str, object], *, micro_batches: int = 1, bytes_per_s: float = 1e8, overlap: bool
+) -> PhysicalPlan:
+    graph = mlp((64, 64, 64, 64), batch=64, num_micro_batches=micro_batches)
+    machine = cluster(launch_s=1e-6, bytes_per_s=bytes_per_s)
+    mesh = Placement.grid((2,), ("data",))
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=machine, pins={})
+    strategy = infer_strategy(request, planner="test", pins=pins, in_flight=(micro_batches,))
+    options = CompileOptions(bucket_bytes=0, piece_s=0.0, cluster=machine, overlap=overlap)
+    return compile_plan(graph, strategy, options)
+
+
+PLANS = {
+    "data": _plan(_DATA, overlap=False),
+    "data, overlapping": _plan(_DATA, overlap=True, micro_batches=2),
+    "data, slow links": _plan(_DATA, overlap=True, bytes_per_s=1e7),
+    "tensor, overlapping": _plan(_TENSOR, overlap=True, micro_batches=3),
+    "1f1b": pipeline_plan(4, (2, 1)),
+    "gpipe": pipeline_plan(4, (4, 4)),
+    "three stages": pipeline_plan(5, (3, 2, 1), widths=(4, 4, 4, 4)),
+}
+
+
+def _ends(plan: PhysicalPlan) -> dict[tuple[ActorId, int], float]:
+    """Return when each firing ends, by the token game alone: at each moment all that can begin."""
+    game, now = TokenGame(plan), 0.0
+    orders = {
+        (part.rank, name): list(one) for part in plan.ranks for name, one in part.orders.items()
+    }
+    thread = {
+        (rank, name): key for key, one in orders.items() for name, _ in one for rank in key[:1]
+    }
+    busy: dict[tuple[int, str], float] = {}
+    flying: dict[int, float] = {}
+    landings: list[tuple[float, ActorId]] = []
+    ends: dict[tuple[ActorId, int], float] = {}
+    at_end: list[tuple[float, ActorId]] = []
+
+    def can_begin(actor_id: ActorId) -> bool:
+        return all(
+            orders[thread[one]][:1]
+            and orders[thread[one]][0][0] == one[1]
+            and thread[one] not in busy
+            and game.is_ready(one)
+            for one in game.partners(actor_id)
+        )
+
+    while any(orders.values()) or at_end or landings:
+        begun = True
+        while begun:
+            begun = False
+            for key in orders:
+                if orders[key] and can_begin(head := (key[0], orders[key][0][0])):
+                    begun = True
+                    partners = game.partners(head)
+                    for one in partners:
+                        game.start(one)
+                        orders[thread[one]].pop(0)
+                    length = max(game.actor(one).busy_s for one in partners)
+                    busy.update(dict.fromkeys((thread[one] for one in partners), now + length))
+                    at_end.append((now + length, head))
+        now = min(when for when, _ in at_end + landings)
+        for event in sorted(at_end):
+            if event[0] != now:
+                continue
+            at_end.remove(event)
+            partners = game.partners(event[1])
+            for one in partners:
+                del busy[thread[one]]
+            whole = max(game.actor(one).time_s for one in partners)
+            rest = whole - max(game.actor(one).busy_s for one in partners)
+            if rest:
+                land = max([now, *(flying.get(rank, 0.0) for rank, _ in partners)]) + rest
+                flying.update({rank: land for rank, _ in partners})
+                landings.append((land, event[1]))
+            else:
+                landings.append((now, event[1]))
+        for event in [one for one in landings if one[0] == now]:
+            landings.remove(event)
+            for one in game.partners(event[1]):
+                ends[one, game.finished[one]] = now
+                game.finish(one)
+    return ends
+
+
+def _found(simulation: Simulation) -> dict[tuple[ActorId, int], float]:
+    return {((one.rank, one.actor.name), one.index): one.end_s for one in simulation.firings}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_firing_ends_when_a_play_of_the_token_game_ends_it(name: str) -> None:
+    plan = PLANS[name]
+
+    found = simulate(plan)
+
+    assert _found(found) == _ends(plan)
+    assert found.step_s == max(_found(found).values())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_thread_fires_in_the_plans_order_and_one_thing_at_a_time(name: str) -> None:
+    plan = PLANS[name]
+
+    found = simulate(plan)
+
+    for part in plan.ranks:
+        for thread, order in part.orders.items():
+            mine = [
+                one for one in found.firings if (one.rank, one.actor.thread) == (part.rank, thread)
+            ]
+            assert [(one.actor.name, one.index) for one in mine] == list(order)
+            assert all(one.free_s <= after.start_s for one, after in pairwise(mine))
+            assert found.busy_s[part.rank, thread] <= found.step_s
+
+
+def test_a_flight_of_overlapping_boxing_goes_on_when_its_thread_is_free() -> None:
+    found = simulate(PLANS["data, overlapping"])
+
+    flights = [one for one in found.firings if one.end_s > one.free_s]
+    assert flights
+    assert all(one.actor.overlaps for one in flights)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_network_played_with_other_times_is_that_of_a_plan_with_them(name: str) -> None:
+    plan = PLANS[name]
+    slow = {(part.rank, one.name): 3 * one.time_s for part in plan.ranks[:1] for one in part.actors}
+    other = replace(
+        plan,
+        ranks=tuple(
+            replace(
+                part,
+                actors=tuple(
+                    replace(one, time_s=slow.get((part.rank, one.name), one.time_s))
+                    for one in part.actors
+                ),
+            )
+            for part in plan.ranks
+        ),
+    )
+
+    network = FiringNetwork(plan)
+    first, changed, again = network.simulate(), network.simulate(slow), network.simulate()
+
+    assert _found(changed) == _found(simulate(other))
+    assert changed.step_s > first.step_s
+    assert _found(again) == _found(first)
+
+
+def test_a_pipeline_of_equal_stages_takes_the_closed_form_of_its_schedule() -> None:
+    # GPipe and 1F1B of p stages and m micro-batches: (m + p - 1) (F + B) of a stage.
+    plan = PLANS["1f1b"]
+    times = {
+        (part.rank, one.name): {"forward": 1.0, "backward": 2.0}.get(one.name.split(".")[0], 0.0)
+        for part in plan.ranks
+        for one in part.actors
+    }
+
+    assert FiringNetwork(plan).simulate(times).step_s == (4 + 2 - 1) * 3.0
+
+
+def test_a_plan_that_stands_still_is_refused() -> None:
+    plan = PLANS["1f1b"]
+    order = dict(plan.ranks[0].orders)
+    thread, firings = next(iter(order.items()))
+    backwards = replace(plan.ranks[0], orders={**order, thread: firings[::-1]})
+
+    with pytest.raises(PlanError, match="stands still"):
+        simulate(replace(plan, ranks=(backwards, *plan.ranks[1:])))
