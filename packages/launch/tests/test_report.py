@@ -8,7 +8,7 @@ from sbp_core.memory import predict_memory
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature
-from sbp_core.units import format_bytes
+from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.planning.report import arithmetic_lines, counted, crowding, memory_lines, summary
 
 B = NdSbp.parse("B")
@@ -28,6 +28,15 @@ def test_the_summary_says_what_was_proved_and_why_it_was_chosen():
     assert lines[0] == "planner even: 2 ranks, 1 micro-batch"
     assert any("cannot deadlock" in line for line in lines)
     assert lines[-1] == "because"
+
+
+def test_planner_and_summary_predict_the_time_that_the_simulated_step_takes():
+    found = found_plan("replicated")
+
+    lines = lines_of(found)
+
+    assert found.strategy.report["predicted_step_s"] == found.simulation.step_s > 0
+    assert f"predicted time of a step: {format_seconds(found.simulation.step_s)}" in lines
 
 
 def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together():

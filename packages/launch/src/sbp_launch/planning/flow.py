@@ -36,6 +36,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PlanRequest
 from sbp_core.sbp import P
 from sbp_core.signatures import UnknownOperator
+from sbp_core.simulate import Simulation, simulate
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
@@ -46,12 +47,13 @@ from sbp_torch.update_options import UpdateOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A graph, how it was planned, and the checked plan."""
+    """A graph, how it was planned, and the checked plan in simulated time."""
 
     graph: LogicalGraph
     strategy: Strategy
     plan: PhysicalPlan
     checked: CheckReport
+    simulation: Simulation
 
     @cached_property
     def memory(self) -> MemoryReport | str:
@@ -295,9 +297,20 @@ def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
 
 
 def compiled(graph: LogicalGraph, strategy: Strategy, settings: PlanSettings) -> Planned:
-    """Compile a strategy, and check the plan."""
+    """Compile a strategy, check the plan, and play it in simulated time.
+
+    What planners add up without a plan, or with one of other options, gives way to the simulation.
+    """
     plan = compile_plan(graph, strategy, settings.options)
-    return Planned(graph=graph, strategy=strategy, plan=plan, checked=check(plan, types=False))
+    checked, simulation = check(plan, types=False), simulate(plan)
+    report = {**strategy.report, "predicted_step_s": simulation.step_s}
+    return Planned(
+        graph=graph,
+        strategy=replace(strategy, report=report),
+        plan=plan,
+        checked=checked,
+        simulation=simulation,
+    )
 
 
 def regathering(strategy: Strategy, config: CompileConfig) -> Strategy:

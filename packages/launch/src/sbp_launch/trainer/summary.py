@@ -6,7 +6,6 @@ import math
 from contextlib import suppress
 
 from sbp_core.memory import MemoryReport
-from sbp_core.simulate import simulate
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import counted
 from sbp_launch.run.folder import going_on
@@ -79,7 +78,7 @@ def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:
     if isinstance(planned.memory, MemoryReport):
         peak = max(rank.peak for rank in planned.memory.ranks.values())
     return Predicted(
-        step_s=simulate(planned.plan).step_s,
+        step_s=planned.simulation.step_s,
         peak_bytes=peak,
         sent_bytes=planned.plan.boxing_bytes,
         basis=prediction_basis(
