@@ -175,3 +175,40 @@ def test_cuts_have_the_least_largest_part(work, num_parts):
         return max(sum(work[a:b]) for a, b in pairwise(edges))
 
     assert largest((0, *found, len(work))) == min(map(largest, bounds))
+
+
+def test_gradients_are_added_where_they_are_made_so_that_their_sum_crosses():
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    b.add_input("w", InputKind.PARAMETER, (4, 4))
+    b.op("y", "mm.default", (Ref("x"), Ref("w")), (4, 4), module="first")
+    b.op("z", "relu.default", (Ref("y"),), (4, 4), module="second", pointwise=True)
+    backward = {"phase": Phase.BACKWARD}
+    b.op("dz", "neg.default", (Ref("z"),), (4, 4), module="second", pointwise=True, **backward)
+    b.op("dy", "neg.default", (Ref("z"),), (4, 4), module="second", pointwise=True, **backward)
+    b.op(
+        "sum", "add.Tensor", (Ref("dz"), Ref("dy")), (4, 4), module="first", pointwise=True,
+        **backward,
+    )  # fmt: skip
+    b.op("dw", "mm.default", (Ref("x"), Ref("sum")), (4, 4), module="first", **backward)
+
+    found = assign_stages(b.graph("residual"), 2, [["first"], ["second"]])
+
+    assert found.nodes["sum"] == 1
+    assert found.nodes["dw"] == 0
+
+
+def test_a_gradient_that_its_own_stage_takes_for_other_ends_too_is_not_reduced_elsewhere():
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 4))
+    b.add_input("w", InputKind.PARAMETER, (4, 4))
+    b.op("y", "mm.default", (Ref("x"), Ref("w")), (4, 4), module="first")
+    b.op("z", "relu.default", (Ref("y"),), (4, 4), module="second", pointwise=True)
+    backward = {"phase": Phase.BACKWARD}
+    b.op("dy", "neg.default", (Ref("z"),), (4, 4), module="second", pointwise=True, **backward)
+    b.op("bias", "sum.dim_IntList", (Ref("dy"), (0,)), (4,), module="first", **backward)
+    b.op("dw", "mm.default", (Ref("x"), Ref("dy")), (4, 4), module="first", **backward)
+
+    found = assign_stages(b.graph("bias"), 2, [["first"], ["second"]])
+
+    assert found.nodes["bias"] == 0

@@ -281,6 +281,32 @@ def _add_backward_stages(graph: LogicalGraph, stages: dict[str, int]) -> None:
             stages[node.name] = min(of_module)
         else:
             stages[node.name] = _largest_input(graph, node, stages)
+    for node in _tensor_nodes(graph, Phase.BACKWARD):
+        stages[node.name] = _sending_stage(graph, node, stages)
+
+
+def _sending_stage(graph: LogicalGraph, node: Node, stages: Mapping[str, int]) -> int:
+    """Return the stage of a backward node: that of what it takes, if its result is smaller.
+
+    What crosses from a stage to the one before, where a residual block begins, are two gradients
+    that are then added. Their sum crosses instead:
+
+        before    stage 1: a, b    both to stage 0    stage 0: a + b
+        after     stage 1: a, b, a + b, to stage 0
+    """
+    here = stages[node.name]
+    taken = dict.fromkeys(graph.tensor_inputs(node))
+    makers = [graph.producers.get(value) for value in taken]
+    homes = {stages.get(maker.name) if maker else None for maker in makers}
+    there = homes.pop() if len(homes) == 1 else None
+    if there is None or there == here or any(m and m.phase is not Phase.BACKWARD for m in makers):
+        return here
+    others = (user for value in taken for user in graph.users[value] if user is not node)
+    # Who takes one of them on this stage, too, has it sent anyway.
+    if any(stages.get(user.name) == here for user in others):
+        return here
+    sizes = [sum(graph.tensor(v).size_bytes for v in vs) for vs in (taken, node.outputs)]
+    return there if sizes[1] < sizes[0] else here
 
 
 def _largest_input(graph: LogicalGraph, node: Node, stages: Mapping[str, int]) -> int:
