@@ -168,3 +168,20 @@ def test_a_strategy_with_orders_is_the_same_after_its_file(tmp_path):
 
     assert Strategy.load(tmp_path / "strategy.json") == strategy
     assert strategy.actions[0][0] == Action.parse("0F0")
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 0), (3, 2)])
+def test_stages_that_take_other_ranks_than_there_are_are_refused(sizes):
+    mesh = Placement.grid((4,), ("data",))
+
+    with pytest.raises(ConfigError, match="stage_ranks"):
+        pipelined(mesh, "1f1b", 4, stage_ranks=sizes)
+
+
+def test_stages_of_unequal_ranks_are_parts_of_the_first_axis():
+    mesh = Placement.grid((4, 2), ("data", "tensor"))
+
+    stages = pipelined(mesh, "1f1b", 4, stage_ranks=(3, 1))
+
+    assert [stage.mesh_shape for stage in stages.stages] == [(3, 2), (1, 2)]
+    assert stages.stages[1].rank_list == (6, 7)

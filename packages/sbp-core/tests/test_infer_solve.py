@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbp_core.check import check
+from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import conversions, infer_strategy, predict_cost, stage_placements
 from sbp_core.placement import Placement
@@ -223,8 +225,18 @@ def test_quotas_may_be_given():
     assert strategy.in_flight == (4, 4)
 
 
-def test_stages_on_unequal_meshes_are_refused():
-    stages = (Placement([0, 1]), Placement([2]))
+def test_stages_may_have_different_numbers_of_ranks():
+    graph, stages = mlp((4, 8, 8, 4)), (Placement([0, 1, 2]), Placement([3]))
+
+    strategy = infer(graph, stages=stages, pins={"batch": "S(0)"})
+
+    assert_legal(graph, strategy)
+    assert strategy.storage["x"].sbp == NdSbp(S(0))
+    check(compile_plan(graph, strategy))
+
+
+def test_stages_with_other_mesh_axes_are_refused():
+    stages = (Placement([[0, 1]], ("data", "tensor")), Placement([[2, 3]], ("tensor", "data")))
 
     with pytest.raises(ConfigError, match="unequal meshes"):
         infer(mlp(), stages=stages)

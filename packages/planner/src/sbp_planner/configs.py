@@ -104,6 +104,8 @@ class ManualConfig:
         pipeline: The schedule of several stages; see `sbp_core.pipeline`.
         chunks: How many stages each position of the axis `pipe` holds; None for as many as the
             schedule needs.
+        stage_ranks: Instead of an axis `pipe`, how many positions of the first axis of the mesh
+            each stage has, `(15, 1)`; each micro-batch is split over those of its stage.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
     """
@@ -112,6 +114,7 @@ class ManualConfig:
     stage_patterns: tuple[tuple[str, ...], ...] = ()
     pipeline: str = "1f1b"
     chunks: int | None = None
+    stage_ranks: tuple[int, ...] = ()
     needs_axes: tuple[str, ...] = ()
     fits: str = ""
 
@@ -119,6 +122,11 @@ class ManualConfig:
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)
         if self.pins:
             _check_pins(self.pins, "pins")
+
+    @property
+    def needed_axes(self) -> tuple[str, ...]:
+        """Mesh axes that there must be; stages of unequal ranks need no axis of their own."""
+        return () if self.stage_ranks else self.needs_axes
 
     def check_beside(self, others: Mapping[str, object]) -> None:
         """Refuse a mesh without the axes that the pins need; see `sbp_core.plugins.ChecksOthers`.
@@ -128,7 +136,7 @@ class ManualConfig:
         """
         cluster = others.get("cluster")
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
-        check_axes(self.needs_axes, mesh, axes)
+        check_axes(self.needed_axes, mesh, axes)
         if mesh and self.pins:
             # Here and not above: hook modules are imported for every command, and these take a
             # while.
@@ -170,7 +178,7 @@ class InferConfig:
         tries: Name -> pins, as of `ManualConfig`; what they leave open is inferred. Pins that
             cannot be read are refused when they are tried.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
-        pipeline, chunks: As of `ManualConfig`.
+        pipeline, chunks, stage_ranks: As of `ManualConfig`.
     """
 
     tries: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
@@ -179,6 +187,7 @@ class InferConfig:
     stage_patterns: tuple[tuple[str, ...], ...] = ()
     pipeline: str = "1f1b"
     chunks: int | None = None
+    stage_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)

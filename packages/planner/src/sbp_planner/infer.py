@@ -68,7 +68,11 @@ class InferPlanner:
     def _infer(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
         config = self.config
         stages = pipelined(
-            request.mesh, config.pipeline, request.graph.num_micro_batches, config.chunks
+            request.mesh,
+            config.pipeline,
+            request.graph.num_micro_batches,
+            config.chunks,
+            config.stage_ranks,
         )
         return infer_strategy(
             request,

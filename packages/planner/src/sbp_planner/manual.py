@@ -29,9 +29,15 @@ class ManualPlanner:
             PlanError: nothing fulfils the stages.
         """
         mesh, fits = request.mesh, self.config.fits
-        check_axes(self.config.needs_axes, mesh.mesh_shape, mesh.axes)
+        check_axes(self.config.needed_axes, mesh.mesh_shape, mesh.axes)
         config = self.config
-        stages = pipelined(mesh, config.pipeline, request.graph.num_micro_batches, config.chunks)
+        stages = pipelined(
+            mesh,
+            config.pipeline,
+            request.graph.num_micro_batches,
+            config.chunks,
+            config.stage_ranks,
+        )
         try:
             return infer_strategy(
                 request,

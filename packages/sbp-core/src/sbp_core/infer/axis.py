@@ -172,8 +172,8 @@ class AxisProblem:
         """Return the splits that leave no rank of this axis without elements."""
         tensor = self.work.graph.tensor(name)
         before = self.decision.storage.get(name, ())
-        shape = shard_shape(tensor, before, self.work.mesh_shape)
-        ranks = self.work.mesh_shape[self.axis]
+        mesh_shape = self.work.mesh_shape(self.work.stages.inputs[name])
+        shape, ranks = shard_shape(tensor, before, mesh_shape), mesh_shape[self.axis]
         return [Split(dim) for dim, extent in enumerate(shape) if extent >= ranks]
 
     def _add_nodes(self) -> None:
@@ -385,9 +385,10 @@ class AxisProblem:
         targets: tuple[Sbp, ...],
     ) -> Table:
         """Return the cost of each target (columns) from each state of the source (rows)."""
-        mesh_shape, stage, before = self.work.mesh_shape, end.stage, end.before
+        stage, before = end.stage, end.before
         shape = smaller_shape(
-            shard_shape(tensor, source.before, mesh_shape), shard_shape(tensor, before, mesh_shape)
+            shard_shape(tensor, source.before, self.work.mesh_shape(source.stage)),
+            shard_shape(tensor, before, self.work.mesh_shape(stage)),
         )
         # By SBP, as many signatures of a node differ in its arguments only and make the same.
         rows: dict[Sbp, list[float]] = {}
@@ -435,7 +436,7 @@ def decide_axis(work: StepWork, decision: Decision, axis: int, pins: Pins) -> bo
 
     On an axis of one rank all SBPs are the same thing; it is written as B.
     """
-    if work.mesh_shape[axis] > 1:
+    if any(stage.mesh_shape[axis] > 1 for stage in work.placements):
         return AxisProblem(work, decision, axis, pins).solve()
     for node in work.nodes:
         part = replicated(work.calls[node.name])

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sbp_core.errors import ConfigError
+from sbp_core.infer.pins import PIPE_AXIS
 from sbp_core.infer.solve import one_forward_one_backward, stage_placements
 from sbp_core.pipeline import Action, ActionKind, PipelineSchedule, pipeline_schedule
 from sbp_core.placement import Placement
@@ -28,7 +30,11 @@ class Pipelined:
 
 
 def pipelined(
-    mesh: Placement, name: str, num_micro_batches: int, num_chunks: int | None = None
+    mesh: Placement,
+    name: str,
+    num_micro_batches: int,
+    num_chunks: int | None = None,
+    stage_ranks: Sequence[int] = (),
 ) -> Pipelined:
     """Return the stages, quotas and orders of a schedule on a mesh.
 
@@ -37,12 +43,14 @@ def pipelined(
         name: Of the schedule; see `sbp_core.pipeline.SCHEDULES`.
         num_micro_batches: Of a step.
         num_chunks: How many stages each position holds; None for as many as the schedule needs.
+        stage_ranks: Instead of equal positions on the axis `pipe`: how many positions of the first
+            axis of the mesh each rank of the pipeline takes.
 
     Raises:
         ConfigError: there is no such schedule for these numbers; or it does not update the
-            parameters once a step.
+            parameters once a step; or the mesh has other positions than `stage_ranks` takes.
     """
-    meshes = stage_placements(mesh)
+    meshes = unequal_placements(mesh, stage_ranks) if stage_ranks else stage_placements(mesh)
     if len(meshes) == 1 and (num_chunks or 1) == 1:
         return Pipelined(name=name, stages=meshes, in_flight=(num_micro_batches,))
     # These two follow from their quotas, so they need no order, and go on where one would wait.
@@ -64,6 +72,35 @@ def pipelined(
         stages=tuple(meshes[rank] for rank in ranks),
         in_flight=quotas_of(schedule),
         orders=tuple(" ".join(map(str, _in_turn(order, splits))) for order in schedule.orders),
+    )
+
+
+def unequal_placements(mesh: Placement, sizes: Sequence[int]) -> tuple[Placement, ...]:
+    """Return the mesh in parts along its first axis.
+
+    >>> [part.ranks for part in unequal_placements(Placement.grid((4,), ("data",)), (3, 1))]
+    [[0, 1, 2], [3]]
+
+    Args:
+        mesh: Without an axis `pipe`.
+        sizes: Positions of the first axis that each part takes.
+
+    Raises:
+        ConfigError: the mesh has other positions.
+    """
+    if PIPE_AXIS in mesh.axes or min(sizes) < 1 or sum(sizes) != mesh.mesh_shape[0]:
+        raise ConfigError(
+            f"planner.stage_ranks={list(sizes)} on the mesh "
+            f"{dict(zip(mesh.axes, mesh.mesh_shape, strict=True))}",
+            accepted=f"positive numbers whose sum is the size of the first axis, "
+            f"{mesh.axes[0]!r}, of a mesh without the axis {PIPE_AXIS!r}",
+            todo=f"say cluster.mesh=[{sum(sizes)}] cluster.axes=[data]",
+        )
+    rows = mesh.ranks
+    ends = list(accumulate(sizes))
+    return tuple(
+        Placement(rows[end - size : end], mesh.axes, mesh.device)
+        for size, end in zip(sizes, ends, strict=True)
     )
 
 

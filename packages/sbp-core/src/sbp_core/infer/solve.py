@@ -113,17 +113,17 @@ def _check_placements(placements: Sequence[Placement], cluster: Cluster) -> None
     first = placements[0]
     for placement in placements:
         cluster.check_ranks(placement)
-        if (placement.axes, placement.mesh_shape) != (first.axes, first.mesh_shape):
+        if placement.axes != first.axes:
             raise ConfigError(
                 f"stages on unequal meshes: {dict(zip(first.axes, first.mesh_shape, strict=True))} "
                 f"and {dict(zip(placement.axes, placement.mesh_shape, strict=True))}",
-                accepted="stages with the same mesh axes of the same sizes",
+                accepted="stages with the same mesh axes, of whatever sizes",
             )
 
 
 def _check_legal(work: StepWork, decision: Decision) -> None:
     for node in work.nodes:
-        reason = conflict(decision.nodes[node.name], work.mesh_shape)
+        reason = conflict(decision.nodes[node.name], work.mesh_shape_of(node))
         if reason:
             raise SignatureError(
                 f"{decision.signature(node.name)} is not legal: {reason}", where=node.where()

@@ -89,10 +89,13 @@ class StepWork:
                 found.add(node.name)
         return frozenset(found)
 
-    @property
-    def mesh_shape(self) -> tuple[int, ...]:
-        """Shape of the mesh of every stage."""
-        return self.placements[0].mesh_shape
+    def mesh_shape(self, stage: int) -> tuple[int, ...]:
+        """Return the shape of the mesh of a stage."""
+        return self.placements[stage].mesh_shape
+
+    def mesh_shape_of(self, node: Node) -> tuple[int, ...]:
+        """Return the shape of the mesh that a node runs on."""
+        return self.mesh_shape(self.stages.nodes[node.name])
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -170,9 +173,8 @@ class OptionTable:
     """Finds the options of each node on one mesh axis; equal calls share them."""
 
     def __init__(self, work: StepWork, axis: int) -> None:
-        self._work = work
-        self._mesh_shape = work.mesh_shape[: axis + 1]
-        self._found: dict[tuple[str, tuple[Signature1d, ...]], Options] = {}
+        self._work, self._num_axes = work, axis + 1
+        self._found: dict[tuple[str, tuple[int, ...], tuple[Signature1d, ...]], Options] = {}
 
     def options(self, node: Node, before: tuple[Signature1d, ...]) -> Options:
         """Return the options of a node.
@@ -180,13 +182,14 @@ class OptionTable:
         Raises:
             SignatureError: the operator has no rule, or the rule does not fit.
         """
-        key = (self._work.kinds[node.name], before)
+        mesh_shape = self._work.mesh_shape_of(node)[: self._num_axes]
+        key = (self._work.kinds[node.name], mesh_shape, before)
         if key not in self._found:
             call = self._work.calls[node.name]
-            parts = continuations(call, before, self._mesh_shape)
+            parts = continuations(call, before, mesh_shape)
             flop, device = work_flop(call), self._work.cluster.device
             seconds = tuple(
-                grid_time_s(call, combine((*before, part)), self._mesh_shape, device, flop)
+                grid_time_s(call, combine((*before, part)), mesh_shape, device, flop)
                 for part in parts
             )
             self._found[key] = Options(parts=parts, seconds=seconds)

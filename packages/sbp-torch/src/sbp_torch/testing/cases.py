@@ -87,6 +87,7 @@ class RuntimeCase:
         num_micro_batches, micro_batch_size: Of one step.
         in_flight: Quota of each stage; that of the schedule if None.
         pipeline: The schedule of stages, with as many chunks as it needs.
+        stage_ranks: Ranks of each stage, if they are not equal.
         boxing_thread: Whether boxing has a thread of its own on every rank.
         overlap: Whether collectives are begun, and waited for where their results are used.
         has_statistics: Whether the model has a batch norm.
@@ -101,6 +102,7 @@ class RuntimeCase:
     micro_batch_size: int = 6
     in_flight: tuple[int, ...] | None = None
     pipeline: str = "1f1b"
+    stage_ranks: tuple[int, ...] = ()
     boxing_thread: bool = False
     overlap: bool = False
     has_statistics: bool = False
@@ -183,6 +185,9 @@ CASES: Mapping[str, RuntimeCase] = {
         pipeline="dualpipev",
         overlap=True,
     ),
+    "pipeline of unequal stages": RuntimeCase(
+        mesh_shape=(4,), axes=("data",), num_micro_batches=4, num_blocks=4, stage_ranks=(3, 1)
+    ),
     # 16 MB and two states of it: its copies take longer than forward and backward.
     "large table": RuntimeCase(mesh_shape=(1,), axes=("data",), num_rows=350_000),
     "running statistics": RuntimeCase(
@@ -211,7 +216,7 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
     case = CASES[name]
     mesh = Placement.grid(case.mesh_shape, case.axes)
     request = PlanRequest(graph=case.step.graph, mesh=mesh, cluster=small_cluster(mesh.size))
-    stages = pipelined(mesh, case.pipeline, case.num_micro_batches)
+    stages = pipelined(mesh, case.pipeline, case.num_micro_batches, stage_ranks=case.stage_ranks)
     strategy = infer_strategy(
         request,
         planner="conformance",

@@ -134,6 +134,10 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         """Forward work of one chunk and backward work of the other take turns."""
         self.check_case("pipeline in both directions")
 
+    def test_a_pipeline_of_unequal_stages_equals_the_reference_and_one_device(self) -> None:
+        """Three ranks share the micro-batches of the first stage, one has the second."""
+        self.check_case("pipeline of unequal stages")
+
     def test_boxing_threads_equals_the_reference_and_one_device(self) -> None:
         """Two threads a rank."""
         self.check_case("boxing threads")
