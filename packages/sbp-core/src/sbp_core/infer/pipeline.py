@@ -97,6 +97,7 @@ def unequal_placements(mesh: Placement, sizes: Sequence[int]) -> tuple[Placement
             todo=f"say cluster.mesh=[{sum(sizes)}] cluster.axes=[data]",
         )
     rows = mesh.ranks
+    assert not isinstance(rows, int), "a mesh has at least one axis"
     ends = list(accumulate(sizes))
     return tuple(
         Placement(rows[end - size : end], mesh.axes, mesh.device)
