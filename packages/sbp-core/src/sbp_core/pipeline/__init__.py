@@ -2,8 +2,9 @@
 
 A schedule says which rank does what in which order; the compiler derives the rest. In the order of
 use: `action`, `schedule` (the values), `alternation` and `v_shape` (the rules that are known by
-name), `policies` (their names, and what they ask for), `choose` (from a name to a schedule). What a
-stage computes is known to nobody here.
+name), `policies` (their names, and what they ask for), `choose` (from a name to a schedule);
+`times`, `precedence` and `period` (what waits for what, and how long), `simulate` (a schedule in
+time). What a stage computes is known to nobody here.
 
 Stability: provisional.
 """
@@ -13,5 +14,17 @@ from __future__ import annotations
 from sbp_core.pipeline.action import Action, ActionKind
 from sbp_core.pipeline.choose import SCHEDULES, pipeline_schedule
 from sbp_core.pipeline.schedule import PipelineSchedule
+from sbp_core.pipeline.simulate import SimulatedSchedule, TimedAction, simulate
+from sbp_core.pipeline.times import StageTimes
 
-__all__ = ["SCHEDULES", "Action", "ActionKind", "PipelineSchedule", "pipeline_schedule"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "ActionKind",
+    "PipelineSchedule",
+    "SimulatedSchedule",
+    "StageTimes",
+    "TimedAction",
+    "pipeline_schedule",
+    "simulate",
+]

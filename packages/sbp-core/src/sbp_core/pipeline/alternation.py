@@ -57,7 +57,7 @@ def zero_bubble(p: int, m: int, v: int, r: int) -> Iterator[Action]:
 
 
 def zb_h1(p: int, m: int, v: int, r: int) -> Iterator[Action]:
-    """ZB1P of one chunk, for any number of micro-batches."""
+    """The forwards ahead of 1F1B, and as many activations on all ranks as it has on the first."""
     return _alternate(*_rounds(p, v, r, m, m), warm_up=p - 1 - r, held=r)
 
 

@@ -5,7 +5,7 @@ Stability: internal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -28,6 +28,7 @@ class Policy:
         v_shaped: Whether rank r holds the stages r and 2p-1-r, instead of r, p+r, 2p+r, ...
         even_rounds: Whether m has to be a multiple of the number of rounds, max(1, m // p).
         micro_batches_per_rank: So many micro-batches for each rank are the fewest.
+        overlapped: From p and all orders to the forwards that run at once with the backward behind.
         flushes: Whether a step ends on all ranks before the next begins.
         update_each_micro_batch: Whether each micro-batch is an update of its own.
     """
@@ -40,6 +41,7 @@ class Policy:
     v_shaped: bool = False
     even_rounds: bool = False
     micro_batches_per_rank: int = 0
+    overlapped: Callable[[int, Iterable[Sequence[Action]]], frozenset[Action]] | None = None
     flushes: bool = True
     update_each_micro_batch: bool = False
 
@@ -97,6 +99,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             usual_chunks=2,
             v_shaped=True,
             micro_batches_per_rank=2,
+            overlapped=v_shape.overlapped,
         ),
         "pipedream": Policy(
             summary="1F1B that never drains: each micro-batch is an update",
@@ -121,11 +124,13 @@ def named_schedule(
     policy = POLICIES[name]
     p, m, v = num_ranks, num_micro_batches, num_chunks or policy.usual_chunks
     _check(name, policy, p, m, v)
+    orders = tuple(tuple(policy.order(p, m, v, r)) for r in range(p))
     return PipelineSchedule(
         name=name,
         num_micro_batches=m,
         placement=v_placement(p) if policy.v_shaped else loop_placement(p, v),
-        orders=tuple(tuple(policy.order(p, m, v, r)) for r in range(p)),
+        orders=orders,
+        overlapped=policy.overlapped(p, orders) if policy.overlapped else frozenset(),
         flushes=policy.flushes,
         micro_batches_per_update=1 if policy.update_each_micro_batch else m,
     )

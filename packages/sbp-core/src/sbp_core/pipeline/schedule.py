@@ -25,6 +25,8 @@ class PipelineSchedule:
         num_micro_batches: Micro-batches of a step.
         placement: For each rank of the pipeline the stages that it holds, ascending.
         orders: For each rank its actions in their order.
+        overlapped: Forwards that run at once with the backward behind them: both begin when the
+            inputs of both are there, and end together. Who does one after the other may.
         flushes: Whether all micro-batches of a step end before the next step begins. Where not,
             the orders are those of a run of `num_micro_batches` from its first to its last, and
             the next ones would follow without a gap.
@@ -39,6 +41,7 @@ class PipelineSchedule:
     num_micro_batches: int
     placement: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Action, ...], ...]
+    overlapped: frozenset[Action] = frozenset()
     flushes: bool = True
     micro_batches_per_update: int
 

@@ -14,7 +14,8 @@ Stability: internal.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from sbp_core.pipeline.action import Action, ActionKind
 
@@ -69,8 +70,8 @@ def _filled_zbv(p: int, m: int, r: int) -> Iterator[Action]:
 def dualpipev(p: int, m: int, v: int, r: int) -> Iterator[Action]:
     """DualPipe cut in half: a forward of one chunk beside a backward of the other.
 
-    Where the original runs both at once, so that one computes while the other communicates, the F
-    stands directly before the B here.
+    The F stands directly before the B here; `overlapped` says which run at once, so that one
+    computes while the other communicates.
 
     Source: DeepSeek-V3 (arXiv 2412.19437) §3.2; github.com/deepseek-ai/DualPipe, dualpipev.py;
     torch's `ScheduleDualPipeV`.
@@ -101,6 +102,22 @@ def dualpipev(p: int, m: int, v: int, r: int) -> Iterator[Action]:
         waiting += (backward := list(down("I")))
         yield from backward
     yield from map(_weights_of, waiting)
+
+
+def overlapped(p: int, orders: Iterable[Sequence[Action]]) -> frozenset[Action]:
+    """Return the forwards of DualPipeV that run at once with the backward behind them.
+
+    The very first backward, on the last rank, runs alone: others wait for it.
+    """
+    first = Action(p, ActionKind.BACKWARD, 0)
+    return frozenset(
+        forward
+        for order in orders
+        for forward, backward in pairwise(order)
+        if forward.kind is ActionKind.FORWARD
+        and backward.kind is ActionKind.BACKWARD
+        and backward != first
+    )
 
 
 def _weights_of(backward: Action) -> Action:
