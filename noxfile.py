@@ -427,8 +427,17 @@ def fuzz(session: nox.Session, *arguments: str) -> None:
         session.run("python", "-m", "fuzz", *arguments, env=TEST_ENVIRONMENT)
 
 
+def verify_networks(session: nox.Session, *arguments: str) -> None:
+    """Compare what is said of 10,000 random networks of actors with their execution."""
+    core = next(package for package in PACKAGES if package.name == "sbp-core")
+    told = ("--log-cli-level=INFO", "--durations=1")
+    tests = "tests/test_dataflow_random.py"
+    run_pytest(session, core.folder, tests, "-m", "exhaustive", *told, *arguments)
+
+
 #: What `nox -s exhaustive -- NAME` runs alone.
 EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
+    "actors": verify_networks,
     "boxing": box_everything,
     "fuzz": fuzz,
     "kills": kill_ranks,

@@ -16,7 +16,9 @@ B = NdSbp.parse("B")
 
 def lines_of(found, strategy=None):
     strategy = strategy or found.strategy
-    return summary(found.plan, found.graph, strategy, found.module_rows, found.num_steps)
+    return summary(
+        found.plan, found.graph, strategy, found.module_rows, found.num_steps, found.checked
+    )
 
 
 def test_the_summary_says_what_was_proved_and_why_it_was_chosen():
@@ -44,7 +46,9 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
     more = dict.fromkeys(found.num_steps, 1000)
 
     lines = lines_of(found)
-    merged = summary(found.plan, found.graph, found.strategy, found.module_rows, more)
+    merged = summary(
+        found.plan, found.graph, found.strategy, found.module_rows, more, found.checked
+    )
 
     # 4 bytes of a rank say that it is ready to commit the step.
     assert "boxing in a step: a rank sends 452 B, the 2 ranks together 904 B" in lines

@@ -21,10 +21,12 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.graph.ir import Phase, Rate, Ref
+from sbp_core.graph.ir import GraphOutput, InputKind, LogicalGraph, OutputKind, Phase, Rate, Ref
 from sbp_core.interpreter.firings import Firings
+from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
+from sbp_core.testing.graphs import Builder
 
 PAIR = Placement.grid((2,), ("ranks",))
 
@@ -42,6 +44,23 @@ STEPS = (
     ),
 )
 REDUCE, GATHER, SEND, SEND_NOTHING = range(4)
+
+
+def with_mean() -> LogicalGraph:
+    """Return a step of two micro-batches that hands a running mean from one to the other."""
+    b = Builder()
+    b.add_input("mean", InputKind.BUFFER, (4,))
+    b.add_input("w", InputKind.PARAMETER, (4,))
+    b.add_input("x", InputKind.BATCH, (4,))
+    b.op("next", "lerp.Scalar", (Ref("mean"), Ref("x"), 0.1), (4,), pointwise=True)
+    for name, op, of, phase in (
+        ("g", "mul.Tensor", "x", Phase.BACKWARD),
+        ("new", "sub.Tensor", "g", Phase.OPTIMIZER),
+    ):
+        b.op(name, op, (Ref("w"), Ref(of)), (4,), phase=phase, pointwise=True)
+    for state, value in (("mean", "next"), ("w", "new")):
+        b.outputs.append(GraphOutput(name=state, kind=OutputKind.STATE, value=value))
+    return accumulate(b.graph(), 2)
 
 
 def call(op: str, takes: str, makes: str) -> Instruction:

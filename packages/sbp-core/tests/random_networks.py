@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, gcd
@@ -172,9 +172,17 @@ def _verify_dead(network: Network, cycle: Sequence[Dependency], run: SelfTimed) 
         free = tuple(replace(edge, quota=None) for edge in network.edges)
         assert not execute(replace(network, edges=free), 1).is_done
         return
-    raised = tuple(replace(edge, quota=enough.get(edge.name, edge.quota)) for edge in network.edges)
     assert all(quota > (edges[name].quota or 0) for name, quota in enough.items())
-    assert execute(replace(network, edges=raised), 1).is_done
+    assert _ends_with(network, enough)
+    for name in enough:
+        fewer = {other: quota for other, quota in enough.items() if other != name}
+        assert not _ends_with(network, fewer), "none of them can be left out"
+
+
+def _ends_with(network: Network, quotas: Mapping[str, int]) -> bool:
+    """Whether an iteration ends with other quotas of some edges."""
+    edges = [replace(e, quota=quotas.get(e.name, e.quota)) for e in network.edges]
+    return execute(replace(network, edges=tuple(edges)), 1).is_done
 
 
 def _needed(network: Network, edges: dict[str, FlowEdge], wait: Dependency) -> int:

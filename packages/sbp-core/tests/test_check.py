@@ -84,6 +84,7 @@ def test_a_quota_that_is_too_low_is_refused_with_the_cycle() -> None:
     assert caught.value.where == (
         "rank 0, thread compute: forward.0.0 waits for credit of register forward.0.0#0 (1)",
     )
+    assert "raise the quota of register forward.0.0#0 of rank 0 from 1 to 3" in caught.value.todo
 
 
 def test_a_cycle_over_two_ranks_is_printed_in_order() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from planned_by_hand import with_mean
 
 from sbp_core.check import check
 from sbp_core.compile import COMMIT, CompileOptions, compile_plan
 from sbp_core.compile.dataflow import downstream, rank_successors
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.graph.ir import GraphOutput, InputKind, LogicalGraph, OutputKind, Phase, Ref
-from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
-from sbp_core.testing.graphs import Builder, chain
+from sbp_core.testing.graphs import chain
 from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
 _OPTIONS = [
@@ -26,25 +25,8 @@ def _plan(kind: str, options: CompileOptions) -> PhysicalPlan:
         return data_parallel_plan(options)
     if kind == "pipeline":
         return pipeline_plan(4, (2, 1), options=options)
-    graph = _with_mean()
+    graph = with_mean()
     return compile_plan(graph, strategy_of(graph), options)
-
-
-def _with_mean() -> LogicalGraph:
-    """Return a step of two micro-batches that hands a running mean from one to the other."""
-    b = Builder()
-    b.add_input("mean", InputKind.BUFFER, (4,))
-    b.add_input("w", InputKind.PARAMETER, (4,))
-    b.add_input("x", InputKind.BATCH, (4,))
-    b.op("next", "lerp.Scalar", (Ref("mean"), Ref("x"), 0.1), (4,), pointwise=True)
-    for name, op, of, phase in (
-        ("g", "mul.Tensor", "x", Phase.BACKWARD),
-        ("new", "sub.Tensor", "g", Phase.OPTIMIZER),
-    ):
-        b.op(name, op, (Ref("w"), Ref(of)), (4,), phase=phase, pointwise=True)
-    for state, value in (("mean", "next"), ("w", "new")):
-        b.outputs.append(GraphOutput(name=state, kind=OutputKind.STATE, value=value))
-    return accumulate(b.graph(), 2)
 
 
 @pytest.mark.parametrize("kind", ["data", "pipeline", "carried"])

@@ -120,14 +120,41 @@ def test_ordering_again_changes_nothing() -> None:
     assert order_firings(plan).hash == plan.hash
 
 
-def test_quotas_that_admit_no_order_are_refused() -> None:
-    plan = pipeline_plan(2, (2, 1))
+def _without_quotas(plan: PhysicalPlan, *names: str) -> PhysicalPlan:
+    """Return the plan with no place in some registers; in all of them if none is named."""
     ranks = tuple(
-        replace(part, registers=tuple(replace(r, quota=0) for r in part.registers))
+        replace(
+            part,
+            registers=tuple(
+                replace(r, quota=0) if not names or r.name in names else r for r in part.registers
+            ),
+        )
         for part in plan.ranks
     )
+    return replace(plan, ranks=ranks)
+
+
+def test_quotas_that_admit_no_order_are_refused_with_the_cycle_and_larger_ones() -> None:
+    plan = _without_quotas(pipeline_plan(2, (2, 1)), "forward.0.0#0")
 
     with pytest.raises(PlanError, match="the quotas admit no firing order") as caught:
-        order_firings(replace(plan, ranks=ranks))
+        order_firings(plan)
 
-    assert "forward.0.0 waits for credit of register forward.0.0#0" in caught.value.where[0]
+    cycle = " ".join(caught.value.where)
+    assert "forward.0.0[0] waits for credit of register forward.0.0#0 of rank 0" in cycle
+    assert "waits for data of rank 0's forward.0.0[0]" in cycle
+    assert caught.value.todo == (
+        "raise the quota of register forward.0.0#0 of rank 0 from 0 to 1; "
+        "registers have theirs from in_flight of their stage"
+    )
+
+
+def test_of_many_quotas_that_are_too_small_the_first_are_named() -> None:
+    plan = _without_quotas(pipeline_plan(2, (2, 1)))
+
+    with pytest.raises(PlanError, match="the quotas admit no firing order") as caught:
+        order_firings(plan)
+
+    # A sum is one filling, however many micro-batches are in it.
+    assert "from 0 to 2" not in caught.value.todo
+    assert ", and 15 more; " in caught.value.todo

@@ -29,12 +29,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from sbp_core.boxing.slices import transfer_partners
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.hazards import verify_overwriting
 from sbp_core.compile.liveness import keys_out
+from sbp_core.compile.network import plan_network, quotas_to_raise
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
@@ -49,6 +51,7 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.plan_spec import verify_plan
+from sbp_core.dataflow import CriticalCycle, Network, critical_cycle, cycle_lines, latency
 from sbp_core.errors import PlanError
 from sbp_core.exports import make_callable
 from sbp_core.graph.ir import Rate
@@ -59,17 +62,49 @@ from sbp_core.memory import CountedFillings, TypedValues, installed_layouts
 __all__ = ["CheckReport", "check"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What the replay of one step showed.
+    """What the replay of one step showed, and what the plan's network says of its times.
 
     Args:
         num_firings: Firings of all ranks in a step.
         occupancy: Most fillings that were alive, by (rank, register).
+        plan: That was checked.
     """
 
     num_firings: int
     occupancy: Mapping[tuple[int, str], int]
+    plan: PhysicalPlan = field(repr=False)
+
+    @property
+    def period_s(self) -> float:
+        """Time from one step to the next if steps follow without a pause, in seconds.
+
+        Each rank begins its next step when it is through with the last one, as processes do (see
+        `compile.network`).
+        """
+        return float(self._critical.period_s)
+
+    @cached_property
+    def latency_s(self) -> float:
+        """Time of a step by itself, in seconds."""
+        return float(latency(self._network))
+
+    @cached_property
+    def critical_cycle(self) -> tuple[str, ...]:
+        """Why steps cannot follow each other faster: a line for each wait, the last for the first.
+
+        A number in brackets is that of a micro-batch.
+        """
+        return tuple(cycle_lines(self._network, self._critical.waits, iteration="step"))
+
+    @cached_property
+    def _network(self) -> Network:
+        return plan_network(self.plan)
+
+    @cached_property
+    def _critical(self) -> CriticalCycle:
+        return critical_cycle(self._network)
 
 
 def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
@@ -120,10 +155,10 @@ def _replayed(
         raise PlanError(
             "the plan would deadlock: each of these waits for the next",
             where=_cycle(replay),
-            todo="raise in_flight of the stages named, or plan again",
+            todo=quotas_to_raise(plan),
         )
     verify_overwriting(plan, domain.firings)
-    return CheckReport(num_firings=len(domain.firings), occupancy=domain.occupancy)
+    return CheckReport(num_firings=len(domain.firings), occupancy=domain.occupancy, plan=plan)
 
 
 def _check_actor(partners: _Partners, part: RankPlan, slots: set[str], actor: Actor) -> None:

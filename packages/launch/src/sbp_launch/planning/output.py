@@ -36,7 +36,8 @@ def print_plan(
         console.print(plan_table(rows, stages, max_rows, console.width, todo))
         say(console, legend(rows, mesh, stages))
     plan, graph, strategy = planned.plan, planned.graph, planned.strategy
-    say(console, summary(plan, graph, strategy, planned.module_rows, planned.num_steps))
+    rows, num_steps = planned.module_rows, planned.num_steps
+    say(console, summary(plan, graph, strategy, rows, num_steps, planned.checked))
     say(console, saving_lines(graph, strategy))
     say(console, memory_lines(plan, planned.memory))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from sbp_core.boxing import StepKind
+from sbp_core.check import CheckReport
 from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import LogicalGraph
 from sbp_core.memory import MemoryReport
@@ -23,6 +24,9 @@ _ALIKE = 0.9
 
 #: Parts of a rank's memory below this share of its peak are summed up.
 _LEAST_SHARE = 0.01
+
+#: Waits of a critical cycle that are printed.
+_MOST_WAITS = 3
 
 
 def crowding(num_ranks: int, cores: int) -> list[str]:
@@ -106,12 +110,26 @@ def counted(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
+def period_lines(checked: CheckReport) -> list[str]:
+    """Return how fast steps can follow each other, and the first waits of what keeps them so."""
+    cycle = checked.critical_cycle
+    lines = [
+        f"period: a step every {format_seconds(checked.period_s)} if they follow without a pause, "
+        f"by a critical cycle of {counted(len(cycle), 'wait')}",
+        *(f"  {line}" for line in cycle[:_MOST_WAITS]),
+    ]
+    if len(cycle) > _MOST_WAITS:
+        lines.append(f"  and {len(cycle) - _MOST_WAITS} more, back to the first")
+    return lines
+
+
 def summary(
     plan: PhysicalPlan,
     graph: LogicalGraph,
     strategy: Strategy,
     rows: Sequence[ModuleRow],
     num_steps: Mapping[StepKind, int],
+    checked: CheckReport,
 ) -> list[str]:
     """Return the lines under the table: what the plan is and moves, and the planner's why.
 
@@ -123,6 +141,7 @@ def summary(
         strategy: What it was compiled from.
         rows: Those of the table.
         num_steps: Boxing steps of each kind between ranks, before small tensors are merged.
+        checked: What the check of the plan showed.
     """
     return [
         f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
@@ -132,6 +151,7 @@ def summary(
         *_boxing_lines(plan, num_steps),
         "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
         f"predicted time of a step: {format_seconds(simulate(plan).step_s)}",
+        *period_lines(checked),
         *strategy.report.get("explanation", ()),
     ]
 

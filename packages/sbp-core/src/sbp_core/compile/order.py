@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sbp_core.compile.dataflow import downstream, rank_successors
+from sbp_core.compile.network import waits_without_order
 from sbp_core.compile.physical import (
     Actor,
     ActorId,
@@ -43,7 +44,7 @@ def order_firings(
             decide.
 
     Raises:
-        PlanError: the quotas admit no order; names the actors that wait.
+        PlanError: the quotas admit no order; names the actors that wait, and larger quotas.
     """
     return _Scheduler(plan, actions or {}).run()
 
@@ -94,10 +95,11 @@ class _Scheduler:
         while any(self.pending.values()) or self.running:
             self._start_what_can()
             if not self.running:
+                cycle, todo = waits_without_order(self.plan)
                 raise PlanError(
                     "the quotas admit no firing order",
-                    where=self._stuck(),
-                    todo="raise in_flight of the stages named",
+                    where=cycle or self._stuck(),
+                    todo=todo or "raise in_flight of the stages named",
                 )
             self.now = self.running[0][0]
             # All that ends at this time, before anything starts: else the first of equals would let

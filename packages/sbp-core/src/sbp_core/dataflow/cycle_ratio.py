@@ -40,51 +40,50 @@ _MOST_INT64 = 2**61
 
 
 def maximum_cycle_ratio(
-    num_nodes: int, edges: Sequence[tuple[int, int, int]], weights: Sequence[Seconds]
+    edges: Sequence[tuple[int, int, int]], weights: Sequence[Seconds], values: Sequence[Seconds]
 ) -> tuple[Seconds, list[int]] | None:
     """Return the greatest ratio of weights to delays over all cycles, and a cycle that has it.
 
     Args:
-        num_nodes: Nodes are 0 .. num_nodes - 1.
         edges: (from, to, delay); no cycle has only delays of 0.
         weights: Of each edge, >= 0.
+        values: Of each node, 0, 1, ..., a guess of the weights on walks from it: what the policy
+            begins with. The better the guess, the sooner the end.
 
     Returns:
         The ratio, exact if no weight is a float, and the edges of the cycle as they follow each
         other; None if there is no cycle.
     """
-    component = _components(num_nodes, edges)
+    component = _components(len(values), edges)
     inside: dict[int, list[int]] = {}
     for number, (start, end, _) in enumerate(edges):
         if component[start] == component[end]:
             inside.setdefault(component[start], []).append(number)
     best: tuple[Seconds, list[int]] | None = None
     for numbers in inside.values():
-        found = _howard([edges[i] for i in numbers], [weights[i] for i in numbers])
+        found = _howard([edges[i] for i in numbers], [weights[i] for i in numbers], values)
         if best is None or found[0] > best[0]:
             best = found[0], [numbers[i] for i in found[1]]
     return best
 
 
 def _howard(
-    edges: Sequence[tuple[int, int, int]], weights: Sequence[Seconds]
+    edges: Sequence[tuple[int, int, int]],
+    weights: Sequence[Seconds],
+    values: Sequence[Seconds],
 ) -> tuple[Seconds, list[int]]:
     """Do the same for a strongly connected graph, whose nodes have any numbers."""
     is_float = any(isinstance(weight, float) for weight in weights)
+    kind: Any = float if is_float else object
     # As integers: the weights times the least common denominator.
     unit = 1 if is_float else lcm(*(Fraction(weight).denominator for weight in weights))
-    scaled: _Array = (
-        np.array(weights, dtype=float)
-        if is_float
-        else np.array([int(weight * unit) for weight in weights], dtype=object)
-    )
     order = np.argsort([start for start, _, _ in edges], kind="stable")
     table = np.array(edges, dtype=np.int64).reshape(-1, 3)[order]
-    _, first, start = np.unique(table[:, 0], return_index=True, return_inverse=True)
-    nodes = table[first, 0]
+    nodes, first, start = np.unique(table[:, 0], return_index=True, return_inverse=True)
     end = np.searchsorted(nodes, table[:, 1])
-    delay = table[:, 2].astype(float) if is_float else table[:, 2].astype(object)
-    weight = scaled[order]
+    delay = table[:, 2].astype(kind)
+    scaled = [weight if is_float else int(weight * unit) for weight in weights]
+    weight = np.array(scaled, dtype=kind)[order]
 
     def ratio(cycle: list[int]) -> Seconds:
         tokens = sum(int(table[i, 2]) for i in cycle)
@@ -92,7 +91,9 @@ def _howard(
             return fsum(weight[i] for i in cycle) / tokens
         return Fraction(sum(int(weight[i]) for i in cycle), tokens)
 
-    policy = _argmax(weight, start, first)
+    guess = np.array([values[node] * unit for node in nodes.tolist()], dtype=kind)
+    # No iteration takes longer than by itself, so to go back by one is worth at most that.
+    policy = _argmax(weight + guess[end] - (guess.max() + weight.max()) * delay, start, first)
     while True:
         cycles = _cycles(end[policy], policy)
         best = max(cycles, key=ratio)
@@ -100,11 +101,11 @@ def _howard(
         reduced = _reduced(weight, delay, value_of)
         if len(cycles) > 1:
             policy = _turned(policy, best, start, end)
-        values = _evaluated(policy, int(start[best[0]]), end, reduced)
-        gained = reduced + values[end]
+        value = _evaluated(policy, int(start[best[0]]), end, reduced)
+        gained = reduced + value[end]
         choice = _argmax(gained, start, first)
         least = _ROUNDING * max(1e-300, float(np.abs(gained).max())) if is_float else 0
-        better = gained[choice] - values > least
+        better = gained[choice] - value > least
         if not better.any():
             return value_of if is_float else value_of / unit, [int(order[i]) for i in best]
         policy = np.where(better, choice, policy)

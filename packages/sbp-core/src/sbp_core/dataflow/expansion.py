@@ -118,6 +118,14 @@ def expand(network: Network) -> Expansion:
         first[name] = len(duration_s)
         duration_s += [network.by_name[name].duration_s] * count
     on, waiting, delay, reasons = list[int](), list[int](), list[int](), []
+    # Turns first: of waits that keep a firing equally long, the first one is named, and turns are
+    # told in fewest words.
+    for processor, order in network.orders.items():
+        nodes = [first[name] + index for name, index in order]
+        on += nodes
+        waiting += nodes[1:] + nodes[:1]
+        delay += [0] * (len(nodes) - 1) + [1] * bool(nodes)
+        reasons += [(Reason.TURN, processor)] * len(nodes)
     for reason, name, source, target, rates in _waits(network):
         before = counts[source]
         start, end = first[source], first[target]
@@ -127,12 +135,6 @@ def expand(network: Network) -> Expansion:
             waiting.append(end + index)
             delay.append(-iteration)
             reasons.append((reason, name))
-    for processor, order in network.orders.items():
-        nodes = [first[name] + index for name, index in order]
-        on += nodes
-        waiting += nodes[1:] + nodes[:1]
-        delay += [0] * (len(nodes) - 1) + [1] * bool(nodes)
-        reasons += [(Reason.TURN, processor)] * len(nodes)
     return Expansion(
         network=network, counts=counts, first=first, duration_s=duration_s, on=on,
         waiting=waiting, delay=delay, reasons=reasons,

@@ -90,30 +90,39 @@ def sufficient_quotas(network: Network) -> Mapping[str, int] | None:
     """Return quotas that make a network live, of the edges whose own do not.
 
     As long as there is a cycle without a token, the quota that has to grow least, of those whose
-    credits it waits for, grows until this wait is over.
+    credits it waits for, grows until this wait is over. Those that need not have grown, with what
+    the others are by then, are left as they were.
 
     Returns:
-        The quota of each edge that needs a larger one; none if the network is live; None if a cycle
-        waits for no credit, so that no quota helps.
+        The quota of each edge that needs a larger one, none of which can be left out; none if the
+        network is live; None if a cycle waits for no credit, so that no quota helps.
     """
     raised: dict[str, int] = {}
-    while True:
-        expansion = expand(network)
-        waits = dead_waits(expansion)
-        if waits is None:
-            return raised
+    quotas = {edge.name: edge.quota or 0 for edge in network.edges}
+    while waits := dead_cycle(_with_quotas(network, raised)):
         edges = {edge.name: edge for edge in network.edges}
         choices = [
             (_enough(edges[wait.name], wait), wait.name)
-            for wait in expansion.dependencies(waits)
+            for wait in waits
             if wait.reason is Reason.CREDIT
         ]
         if not choices:
             return None
-        quota, name = min(choices, key=lambda c: (c[0] - (edges[c[1]].quota or 0), c[1]))
+        quota, name = min(choices, key=lambda c: (c[0] - raised.get(c[1], quotas[c[1]]), c[1]))
         raised[name] = quota
-        changed = {**edges, name: replace(edges[name], quota=quota)}
-        network = replace(network, edges=tuple(changed.values()))
+    for name in list(raised):
+        fewer = {other: quota for other, quota in raised.items() if other != name}
+        if dead_cycle(_with_quotas(network, fewer)) is None:
+            raised = fewer
+    return raised
+
+
+def _with_quotas(network: Network, quotas: Mapping[str, int]) -> Network:
+    edges = [
+        replace(edge, quota=quotas[edge.name]) if edge.name in quotas else edge
+        for edge in network.edges
+    ]
+    return replace(network, edges=tuple(edges))
 
 
 def _enough(edge: FlowEdge, wait: Dependency) -> int:

@@ -10,10 +10,11 @@ period is that of the slowest part.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from sbp_core.dataflow.cycle_ratio import maximum_cycle_ratio
-from sbp_core.dataflow.expansion import Dependency, expand
+from sbp_core.dataflow.expansion import Dependency, Expansion, expand
 from sbp_core.dataflow.liveness import check_live, topological
 from sbp_core.dataflow.network import Network, Seconds
 
@@ -38,12 +39,12 @@ def critical_cycle(network: Network) -> CriticalCycle:
     Raises:
         SbpValueError: it is not live, or its rates are not consistent.
     """
-    check_live(network)
     expansion = expand(network)
+    start_s = _starts(expansion)
     # From the waiting firing to the one waited for, so that a cycle reads as its words do.
     edges = list(zip(expansion.waiting, expansion.on, expansion.delay, strict=True))
     weights = [expansion.duration_s[node] for node in expansion.on]
-    found = maximum_cycle_ratio(len(expansion.duration_s), edges, weights)
+    found = maximum_cycle_ratio(edges, weights, start_s)
     if found is None:
         return CriticalCycle(period_s=0, waits=())
     return CriticalCycle(period_s=found[0], waits=expansion.dependencies(found[1]))
@@ -55,14 +56,24 @@ def latency(network: Network) -> Seconds:
     Raises:
         SbpValueError: the network is not live, or its rates are not consistent.
     """
-    check_live(network)
     expansion = expand(network)
-    ends: list[Seconds] = [0] * len(expansion.duration_s)
-    before: list[list[int]] = [[] for _ in ends]
+    ends = map(operator.add, _starts(expansion), expansion.duration_s)
+    return max(ends, default=0)
+
+
+def _starts(expansion: Expansion) -> list[Seconds]:
+    """Return when each firing of the first iteration begins: the longest path of waits to it."""
+    order, blocked = topological(expansion)
+    if blocked:
+        check_live(expansion.network)
+    start_s: list[Seconds] = [0] * len(expansion.duration_s)
+    after: list[list[int]] = [[] for _ in start_s]
     for on, waiting, delay in zip(expansion.on, expansion.waiting, expansion.delay, strict=True):
         if not delay:
-            before[waiting].append(on)
-    order, _ = topological(expansion)
+            after[on].append(waiting)
     for node in order:
-        ends[node] = max((ends[on] for on in before[node]), default=0) + expansion.duration_s[node]
-    return max(ends, default=0)
+        end_s = start_s[node] + expansion.duration_s[node]
+        for other in after[node]:
+            if start_s[other] < end_s:
+                start_s[other] = end_s
+    return start_s

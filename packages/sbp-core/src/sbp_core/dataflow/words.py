@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
 from sbp_core.dataflow.expansion import Dependency, FlowFiring, Reason
 from sbp_core.dataflow.network import Network
+from sbp_core.dataflow.rates import repetitions
 
 
 def cycle_lines(
@@ -21,14 +21,10 @@ def cycle_lines(
         iteration: What an iteration is called, such as a step.
     """
     quotas = {edge.name: edge.quota for edge in network.edges}
-    several = {edge.producer for edge in network.edges if edge.produced != edge.consumed}
-    several |= {edge.consumer for edge in network.edges if edge.produced != edge.consumed}
-    several |= {wait.waiting.actor for wait in cycle if wait.waiting.number}
-    counts = Counter(name for order in network.orders.values() for name, _ in order)
+    counts = repetitions(network)
 
     def named(firing: FlowFiring) -> str:
-        alone = firing.actor not in several and counts[firing.actor] <= 1
-        return firing.actor if alone else f"{firing.actor}[{firing.number}]"
+        return firing.actor + (f"[{firing.number}]" if counts[firing.actor] > 1 else "")
 
     # A cycle may begin anywhere: not in the middle of a run of turns.
     turns = [(wait.reason is Reason.TURN, wait.name) for wait in cycle]
@@ -38,20 +34,19 @@ def cycle_lines(
     for (is_turn, name), group in groupby(turned, key=lambda w: (w.reason is Reason.TURN, w.name)):
         waits = list(group)
         if is_turn:
-            between = f" after {len(waits) - 1} others" if len(waits) > 1 else ""
-            delay = sum(wait.delay for wait in waits)
-            text = f"{named(waits[0].waiting)} waits for its turn on {name}{between}, behind "
-            lines.append(text + named(waits[-1].on) + _before(delay, iteration))
+            since = f" and {len(waits) - 1} more, since" if len(waits) > 1 else ""
+            last = named(waits[-1].on) + _before(sum(w.delay for w in waits), iteration)
+            before = f"{named(waits[0].on)}{since} {last}" if since else last
+            lines.append(f"{named(waits[0].waiting)} waits for its turn on {name} behind {before}")
             continue
         for wait in waits:
-            what = {
-                Reason.DATA: f"data on {name} of",
-                Reason.CREDIT: f"credit of {name} (quota {quotas.get(name)}) from",
-            }.get(wait.reason, "the end of")
-            lines.append(
-                f"{named(wait.waiting)} waits for {what} {named(wait.on)}"
-                + _before(wait.delay, iteration)
-            )
+            on = named(wait.on) + _before(wait.delay, iteration)
+            text = {
+                Reason.DATA: f"data of {on}",
+                Reason.CREDIT: f"credit of {wait.name} (quota {quotas.get(wait.name)}), which {on} "
+                "gives back",
+            }.get(wait.reason, f"the end of {on}")
+            lines.append(f"{named(wait.waiting)} waits for {text}")
     return lines
 
 
