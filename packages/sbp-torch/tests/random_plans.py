@@ -192,7 +192,7 @@ _MESHES = ((1,), (2,), (3,), (2, 2), (1, 2), (2, 1, 2), (2, 2, 2))
 
 @st.composite
 def placements(draw: st.DrawFn, num_stages: int) -> tuple[Placement, ...]:
-    """Draw a mesh for each stage: on ranks of their own, or all on the same ones."""
+    """Draw a mesh for each stage: on ranks of their own, all on the same, or in turns on two."""
     shapes = [draw(st.sampled_from(_MESHES)) for _ in range(num_stages)]
     if num_stages > 1 and draw(st.integers(0, 3)) == 0:
         return (Placement.grid(shapes[0]),) * num_stages
@@ -201,7 +201,40 @@ def placements(draw: st.DrawFn, num_stages: int) -> tuple[Placement, ...]:
         ranks = torch.arange(first, first + prod(shape)).view(shape).tolist()
         found.append(Placement(ranks))
         first += prod(shape)
+    if num_stages > 2 and draw(st.booleans()):
+        return tuple(found[stage % 2] for stage in range(num_stages))
     return tuple(found)
+
+
+@st.composite
+def action_orders(
+    draw: st.DrawFn, stages: tuple[Placement, ...], num_micro_batches: int
+) -> tuple[str, ...]:
+    """Draw an order of the actions of each set of ranks, as some run could have them."""
+    names = sorted({stage.rank_list for stage in stages}, key=[s.rank_list for s in stages].index)
+    orders: dict[tuple[int, ...], list[str]] = {name: [] for name in names}
+    halves = draw(st.sampled_from(("B", "IW")))
+    done: set[tuple[int, str, int]] = set()
+    left = {(s, kind, k) for s, _ in enumerate(stages) for kind in ("F", *halves)
+            for k in range(num_micro_batches)}  # fmt: skip
+
+    def needs(stage: int, kind: str, k: int) -> set[tuple[int, str, int]]:
+        """Return what has to be done before: the micro-batch before, and other stages."""
+        found = {(stage, kind, k - 1)} if k else set()
+        if kind == "F":
+            return found | {(other, "F", k) for other in range(stage)}
+        if kind == "W":
+            return found | {(stage, "I", k)}
+        behind = {(other, kind, k) for other in range(stage + 1, len(stages))}
+        return found | behind | {(other, "F", k) for other, _ in enumerate(stages)}
+
+    while left:
+        ready = sorted(action for action in left if needs(*action) <= done)
+        action = draw(st.sampled_from(ready))
+        orders[stages[action[0]].rank_list].append("".join(map(str, action)))
+        done.add(action)
+        left.discard(action)
+    return tuple(" ".join(order) for order in orders.values())
 
 
 @st.composite
@@ -242,6 +275,12 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
         drawn = [draw(st.sampled_from(entries)) for _ in stages[stage].mesh_shape]
         storage[entry.name] = Storage(stage=stage, sbp=NdSbp(*drawn))
     quotas = st.integers(1, graph.num_micro_batches)
+    in_flight = tuple(draw(quotas) for _ in stages)
+    orders: tuple[str, ...] = ()
+    if draw(st.booleans()):
+        # As many as an order may ask for.
+        in_flight = (graph.num_micro_batches,) * len(stages)
+        orders = draw(action_orders(stages, graph.num_micro_batches))
     return Strategy(
         planner="random",
         graph_hash=graph_hash(graph),
@@ -249,7 +288,8 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
         num_micro_batches=graph.num_micro_batches,
         nodes=nodes,
         storage=storage,
-        in_flight=tuple(draw(quotas) for _ in stages),
+        in_flight=in_flight,
+        orders=orders,
         regather=draw(st.sampled_from((("*",), (), (f"{_BLOCK}.w0",)))),
     )
 

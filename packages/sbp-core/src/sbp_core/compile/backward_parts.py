@@ -57,7 +57,8 @@ def _reached(items: Sequence[Item]) -> dict[str, frozenset[str]]:
                 if user.stage != item.stage or user.kind is ItemKind.TRANSFER:
                     found |= many
                 elif _is_backward(user):
-                    found |= reached[user.name] or frozenset((key,))
+                    # What leaves the phase in no gradient, such as a metric, stays where it is.
+                    found |= reached[user.name] or many
                 else:
                     found |= frozenset((key,))
         # A sum over micro-batches, and what the optimizer takes of the only one, ends the phase.

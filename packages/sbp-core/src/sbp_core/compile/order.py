@@ -95,6 +95,8 @@ class _Scheduler:
         while any(self.pending.values()) or self.running:
             self._start_what_can()
             if not self.running:
+                self._start_out_of_turn()
+            if not self.running:
                 cycle, todo = waits_without_order(self.plan)
                 raise PlanError(
                     "the quotas admit no firing order",
@@ -141,28 +143,45 @@ class _Scheduler:
     def _start_what_can(self) -> None:
         for thread in sorted(self.free):
             # A collective of a thread before took it.
-            if thread not in self.free:
-                continue
-            # A greedy order would put a report into a gap before the thread's last firings, which
-            # would wait for it if it came later than predicted.
-            only_reports = self.pending[thread] <= self.last
-            ready = self.ready[thread] if only_reports else self.ready[thread] - self.reports
-            for actor_id in sorted(ready, key=self._priority):
-                # A collective starts only when every thread of its group is free and has it ready,
-                # and then takes them all at once. So it comes in the same place between other
-                # collectives on all ranks of the group; if each rank chose for itself, two ranks
-                # could begin two collectives crosswise, and wait for each other for ever.
-                partners = self.game.partners(actor_id)
-                threads = [self._thread(partner) for partner in partners]
-                are_ready = all(
-                    p in self.ready[t] and self._is_on(p)
-                    for p, t in zip(partners, threads, strict=True)
-                )
-                if are_ready and all(t in self.free for t in threads):
-                    self._start(partners, threads)
-                    # The thread is busy now. A start makes nobody ready, so one pass over the
-                    # threads is enough.
-                    break
+            if thread in self.free:
+                # The thread is busy then. A start makes nobody ready, so one pass over the threads
+                # is enough.
+                any(self._starts(actor_id) for actor_id in self._candidates(thread))
+
+    def _start_out_of_turn(self) -> None:
+        """Start what waits for nothing but its turn, the earliest of all threads first.
+
+        Orders of actions say nothing of what a rank does for other stages beside, such as to send
+        them a tied weight for their backward phase, which belongs to its own.
+        """
+        waiting = (c for thread in self.free for c in self._candidates(thread))
+        ordered = sorted(waiting, key=lambda actor_id: (self._priority(actor_id)[1], actor_id))
+        any(self._starts(actor_id, in_turn=False) for actor_id in ordered)
+
+    def _candidates(self, thread: ThreadId) -> list[ActorId]:
+        """Return what a thread could start, the best first."""
+        # A greedy order would put a report into a gap before the thread's last firings, which
+        # would wait for it if it came later than predicted.
+        only_reports = self.pending[thread] <= self.last
+        ready = self.ready[thread] if only_reports else self.ready[thread] - self.reports
+        return sorted(ready, key=self._priority)
+
+    def _starts(self, actor_id: ActorId, *, in_turn: bool = True) -> bool:
+        """Start an actor if it can be; return whether it was."""
+        # A collective starts only when every thread of its group is free and has it ready, and then
+        # takes them all at once. So it comes in the same place between other collectives on all
+        # ranks of the group; if each rank chose for itself, two ranks could begin two collectives
+        # crosswise, and wait for each other for ever.
+        partners = self.game.partners(actor_id)
+        threads = [self._thread(partner) for partner in partners]
+        are_ready = all(
+            p in self.ready[t] and (self._is_on(p) or not in_turn)
+            for p, t in zip(partners, threads, strict=True)
+        )
+        if not are_ready or not all(t in self.free for t in threads):
+            return False
+        self._start(partners, threads)
+        return True
 
     def _look_at(self, actor_ids: Iterable[ActorId]) -> None:
         """Note which of some actors have become ready."""

@@ -9,6 +9,7 @@ the other:
 
 What is done once a step is in no action. Before the first are what the forward phase waits for,
 such as parameters that are gathered once; behind the last are boxing of sums, and the optimizer.
+Messages leave as soon as they are made, as other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sbp_core.compile.physical import Actor, RankPlan, Receive
+from sbp_core.compile.physical import Actor, RankPlan, Receive, Send
 from sbp_core.graph.ir import Phase, Rate
 from sbp_core.pipeline import Action, ActionKind
 
@@ -81,7 +82,7 @@ class Turns:
             self._pass_on()
 
     def _turn(self, actor: Actor, index: int) -> int | None:
-        if actor.rate is not Rate.MICRO or is_report(actor):
+        if actor.rate is not Rate.MICRO or isinstance(actor, Send) or is_report(actor):
             return None
         return self._turns.get((actor.stage, actor.phase, index))
 
