@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
