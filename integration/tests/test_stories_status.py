@@ -1,4 +1,4 @@
-"""`kill -USR2` of a run: each of its ranks writes what it is at, and goes on."""
+"""`kill -USR1` of a run: each of its ranks writes what it is at, and goes on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ranks_say_what_they_are_at_though_one_of_them_hangs(
             os.kill(hanging, signal.SIGSTOP)
             time.sleep(1.0)  # the other one waits for it by then
         asked_s = time.time()
-        run.send_signal(signal.SIGUSR2)
+        run.send_signal(signal.SIGUSR1)
         first = wait_for("stacks:", logs / "status_0.txt")
         took_s = (logs / "status_0.txt").stat().st_mtime - asked_s
         if hanging:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 
@@ -57,9 +58,13 @@ def test_a_rank_that_computes_is_told_from_those_that_wait_for_it() -> None:
         )
         assert late[1] == "  computes"
         assert other[1] in ("  is in boxing: all-reduce", "  is in boxing: all-gather")
+        assert other[2] == "  last boxing:"
+        assert re.fullmatch(r".* \(all-.*\), step 1, .*: begun .*s ago, not ended", other[3])
         assert session.steps_done == 1
         assert lines_of(session, 0)[0] == "rank 0, thread compute: between steps"
-        assert lines_of(session, 0)[1].startswith("  last boxing: commit (all-reduce), ")
+        assert lines_of(session, 0)[1] == "  last boxing:"
+        last = lines_of(session, 0)[2]
+        assert re.fullmatch(r"    commit \(all-reduce\), step 1, .*: ended .* ago, took .*s", last)
         assert session.status()[0] == "1 step is done"
 
 
@@ -81,8 +86,9 @@ def test_what_an_actor_waits_for_is_told_with_registers_that_are_full_and_what_w
         running.join(60.0)
 
     assert "  waits for: data in register" in told
-    assert "  registers: " in told
-    assert "  last boxing: " in told
+    assert "are full; alive of quota, and who reads last:\n" in told
+    assert re.search(r"\n    forward\S+: 2 of 2, for backward", told)
+    assert re.search(r" \(send\), step 1, micro-batch \d: ended .* ago, took ", told)
 
 
 def test_a_session_that_has_not_begun_or_is_over_says_so() -> None:
@@ -96,7 +102,15 @@ def test_a_session_that_has_not_begun_or_is_over_says_so() -> None:
     assert session.status() == ["0 steps are done; the session is closed"]
 
 
-def test_of_many_the_first_are_named() -> None:
-    assert status._listed([]) == ""
-    assert status._listed(["a"]) == ": a"
-    assert status._listed([str(n) for n in range(10)]) == ": 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+def test_of_many_actors_that_box_the_last_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_MOST", 2)
+    step = training_step(DATA)
+    with start(DATA) as session:
+        session.step(step.batches[0], step.scalars)
+        told = lines_of(session, 0)
+        boxed = sorted(session.workers[0, "compute"].boxed.items(), key=lambda one: -one[1].began_s)
+
+    first = told.index("  last boxing:") + 1
+    assert [line.split()[0] for line in told[first : first + 2]] == [name for name, _ in boxed[:2]]
+    assert told[first + 2].startswith("  registers: ")
+    assert len(boxed) > 2

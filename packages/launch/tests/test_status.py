@@ -1,4 +1,4 @@
-"""SIGUSR2 has a run write what it is at, whatever its main thread does."""
+"""SIGUSR1 and SIGUSR2 have a run write what it is at, whatever its main thread does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from sbp_core.testing.interrupts import hears_signals
-from sbp_launch.run.status import StatusSignal, outlive_status_signal
+from sbp_launch.run.status import StatusSignal, outlive_status_signals, status_signals
+from sbp_launch.run.stopping import StopSignals
 from sbp_launch.world import World
 
 WORLD = World(rank=1, size=2, local_rank=1, local_size=2)
@@ -38,23 +39,62 @@ def text_of(asked: StatusSignal, until: str) -> str:
     raise AssertionError(f"no {until!r} in {asked.path}")
 
 
+@pytest.fixture(autouse=True)
+def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 @hears_signals()
 def test_what_the_ranks_are_at_is_written_as_often_as_it_is_asked(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
-    said = iter(["rank 1: at head", "rank 1: at tail"])
+    said = iter([["rank 1: at head", "  registers:", "    a register"], ["rank 1: at tail"]])
     with StatusSignal(tmp_path / "logs", WORLD) as asked:
-        asked.session = session_that(lambda: [next(said)])
-        signal.raise_signal(signal.SIGUSR2)
+        asked.session = session_that(lambda: next(said))
+        signal.raise_signal(number)
         text_of(asked, "at head")
-        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(number)
         text = text_of(asked, "at tail")
 
     assert asked.path == tmp_path / "logs" / "status_1.txt"
     assert " process 1 of 2: host " in text.splitlines()[0]
     assert text.index("at head") < text.index("stacks:") < text.index("at tail")
     assert "test_status.py" in text  # where the main thread is
-    assert f"sbp-train: what its ranks are at: {asked.path}\n" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"sbp-train: what its ranks are at: {asked.path}\nsbp-train: rank 1: at head\n" in told
+    assert "  registers:\n    a register\n" in text and "register" not in told
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "SUBMITIT_EXECUTOR"])
+@hears_signals()
+def test_in_a_job_of_slurm_sigusr1_stops_a_run_and_sigusr2_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    assert status_signals() == (signal.SIGUSR1, signal.SIGUSR2)
+    monkeypatch.setenv(variable, "7")
+
+    with StopSignals() as signals, StatusSignal(tmp_path / "logs", WORLD) as asked:
+        with signals.training():
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
+        text_of(asked, "stacks:")
+
+    assert status_signals() == (signal.SIGUSR2,)
+    assert signals.pending_number == signal.SIGUSR1
+    assert asked.path.read_text("utf-8").count("stacks:") == 1
+
+
+@hears_signals()
+def test_outside_of_slurm_sigusr1_does_not_stop_a_run(tmp_path: Path) -> None:
+    with StatusSignal(tmp_path, WORLD) as asked, StopSignals() as signals, signals.training():
+        signal.raise_signal(signal.SIGUSR1)
+        text_of(asked, "stacks:")
+        signals.stop_if_asked()
+
+    assert signals.pending_number == 0
 
 
 @hears_signals()
@@ -108,16 +148,16 @@ def test_other_signals_write_nothing_and_what_was_heard_before_is_heard_behind(
 ) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
-    usr1 = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    hangup = signal.signal(signal.SIGHUP, lambda number, frame: heard.append(number))
     try:
         with StatusSignal(tmp_path / "logs", WORLD) as asked:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGUSR2)
     finally:
         signal.signal(signal.SIGUSR2, before)
-        signal.signal(signal.SIGUSR1, usr1)
+        signal.signal(signal.SIGHUP, hangup)
 
-    assert heard == [signal.SIGUSR1, signal.SIGUSR2]
+    assert heard == [signal.SIGHUP, signal.SIGUSR2]
     assert not asked.path.exists()
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -162,7 +202,7 @@ def test_what_hears_or_ignores_the_signal_already_still_does() -> None:
     for handler in (signal.SIG_IGN, heard):
         before = signal.signal(signal.SIGUSR2, handler)
         try:
-            outlive_status_signal()
+            outlive_status_signals()
             assert signal.getsignal(signal.SIGUSR2) == handler
         finally:
             signal.signal(signal.SIGUSR2, before)

@@ -257,7 +257,10 @@ def test_ctrl_c_waits_for_the_step() -> None:
             pass
 
 
-def test_what_slurm_sends_before_it_takes_the_hosts_away_waits_for_the_step() -> None:
+def test_what_slurm_sends_before_it_takes_the_hosts_away_waits_for_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     with StopSignals() as signals, signals.training():
         signal.raise_signal(signal.SIGUSR1)
         assert signals.pending_number == signal.SIGUSR1

@@ -71,18 +71,30 @@ def test_a_process_that_the_signal_ends_at_once_does_not_hurry_the_others():
     assert [end.code for end in report.exits] == [-signal.SIGTERM, 128 + signal.SIGTERM]
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 @hears_signals()
-def test_processes_that_are_asked_what_they_are_at_go_on():
-    heard = signals_when("ready", 2, signal.SIGUSR2)
+def test_processes_that_are_asked_what_they_are_at_go_on(number):
+    heard = signals_when("ready", 2, number)
 
     def on_line(line: Line) -> None:
         heard(line)
         if line.text == "asked" and heard.texts.count("asked") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    specs = [python(_SAVER.format(takes_s=0.0), rank) for rank in (0, 1)]
+    program = _SAVER.format(takes_s=0.0).replace("signal.SIGUSR2", f"{int(number)}")
+    specs = [python(program, rank) for rank in (0, 1)]
 
-    report = supervise(specs, on_line=on_line, timeout_s=60, stops_gently=True)
+    def early(number: int, frame: object) -> None:
+        """Have a handler, which the ranks' answers take the place of."""
+
+    before = signal.signal(number, early)
+    try:
+        report = supervise(
+            specs, on_line=on_line, timeout_s=60, stops_gently=True, asking=(number,)
+        )
+        assert signal.getsignal(number) == early
+    finally:
+        signal.signal(number, before)
 
     assert heard.texts.count("asked") == 2
     assert report.stopped_by == signal.SIGTERM

@@ -19,6 +19,7 @@ from sbp_core.boxing import Communicator
 from sbp_core.compile import (
     Actor,
     ActorId,
+    BoxingActor,
     Channel,
     PhysicalPlan,
     RankPlan,
@@ -46,6 +47,7 @@ class Post:
         sums: Registers that only the last micro-batch of a step fills.
         sends: Links that a send fills, of those whose receiver is in this process.
         receives: Name of each link that a receive empties, and the thread that gets its credit.
+        is_boxing: Whether it has a part in boxing.
     """
 
     actor: Actor
@@ -55,6 +57,7 @@ class Post:
     sums: tuple[OutRegister, ...]
     sends: tuple[OutRegister, ...]
     receives: tuple[tuple[str, ThreadId], ...]
+    is_boxing: bool
 
     def fills(self, is_last: bool) -> tuple[OutRegister, ...]:
         """Return the registers that a firing fills."""
@@ -128,6 +131,7 @@ def make_posts(
             receives=tuple(
                 (link.name, _thread(plan, link.sender)) for link in receives[actor.name]
             ),
+            is_boxing=isinstance(actor, BoxingActor),
         )
         for actor in thread_actors
     }

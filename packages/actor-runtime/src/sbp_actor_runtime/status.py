@@ -2,9 +2,12 @@
 
     rank 1, thread compute: at down.addmm@0(B), micro-batch 0; 6 of 20 firings of the step are done
       waits for: data in register gelu@0(B)#0 from rank 1
-      last boxing: gelu@0(B) (all-gather), features@0(B) (all-gather)
       under way: down.grad.mm@0(B)
-      registers: 1 of 14 is full: forward.0.1#0 (1 of 1, for backward.0.1)
+      last boxing:
+        gelu@0(B) (all-gather), step 3, micro-batch 0: ended 1.4 s ago, took 2 ms
+        features@0(B) (all-gather), step 3, micro-batch 0: ended 1.4 s ago, took 310 us
+      registers: 1 of 14 is full; alive of quota, and who reads last:
+        forward.0.1#0: 1 of 1, for backward.0.1
 
 It is read while the thread goes on, without a lock, and costs the thread nothing: each line holds
 of the moment at which it was made, and two lines may be of two firings.
@@ -12,15 +15,16 @@ of the moment at which it was made, and two lines may be of two firings.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from itertools import islice
 
 from sbp_actor_runtime.register import OutRegister
-from sbp_actor_runtime.worker import Worker
+from sbp_actor_runtime.worker import Boxed, Worker
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Actor, Collective, Receive, Send
+from sbp_core.units import format_seconds
 
-#: Most boxing actors, and most registers, that are named.
+#: Most boxing actors that are named.
 _MOST = 8
 
 
@@ -46,20 +50,27 @@ def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
             lines.append(f"  is in boxing: {kind}")
         else:
             lines.append("  computes")
-        place -= 1
     else:
         lines = [f"{head}: between steps"]
-    fired = (worker.order[index][0].actor for index in range(place, -1, -1))
-    boxed = (f"{one.name} ({_boxing(one, steps)})" for one in fired if _boxing(one, steps))
-    if last := list(islice(boxed, _MOST)):
-        lines.append(f"  last boxing: {', '.join(last)}")
     if under_way := list(worker.open.values()):
         lines.append(f"  under way: {', '.join(dict.fromkeys(under_way))}")
+    actors = {post.actor.name: post.actor for post, _ in worker.order}
+    now_s = time.monotonic()
+    boxed = list(worker.boxed.items())  # in one go, as the thread may add to it meanwhile
+    if boxed:
+        boxed.sort(key=lambda one: one[1].began_s, reverse=True)
+        lines.append("  last boxing:")
+        lines += [
+            f"    {name} ({_boxing(actors[name], steps)}), {_when(one, now_s)}"
+            for name, one in boxed[:_MOST]
+        ]
     # Those that carry states are full between steps.
     full = [end for end in worker.outputs.values() if not (end.has_credit or end.is_carrying)]
+    alive = [end for end in worker.outputs.values() if end.filled > end.read]
     are = "is" if len(full) == 1 else "are"
-    registers = f"  registers: {len(full)} of {len(worker.outputs)} {are} full"
-    return [*lines, registers + _listed([_register(end) for end in full])]
+    told = f"  registers: {len(full)} of {len(worker.outputs)} {are} full"
+    lines.append(told + "; alive of quota, and who reads last:" * bool(alive))
+    return [*lines, *map(_register, alive)]
 
 
 def _boxing(actor: Actor, steps: Sequence[BoxingStep]) -> str:
@@ -71,13 +82,13 @@ def _boxing(actor: Actor, steps: Sequence[BoxingStep]) -> str:
     return "receive" if isinstance(actor, Receive) else ""
 
 
+def _when(boxed: Boxed, now_s: float) -> str:
+    where = f"step {boxed.step + 1}, micro-batch {boxed.micro_batch}"
+    if boxed.ended_s is None:
+        return f"{where}: begun {format_seconds(max(0.0, now_s - boxed.began_s))} ago, not ended"
+    ago = format_seconds(max(0.0, now_s - boxed.ended_s))
+    return f"{where}: ended {ago} ago, took {format_seconds(boxed.ended_s - boxed.began_s)}"
+
+
 def _register(end: OutRegister) -> str:
-    held = f"{end.filled - end.read} of {end.quota}"
-    return f"{end.name} ({held}, for {end.slowest()})"
-
-
-def _listed(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return f": {', '.join(names[:_MOST])}{more}"
+    return f"    {end.name}: {end.filled - end.read} of {end.quota}, for {end.slowest()}"

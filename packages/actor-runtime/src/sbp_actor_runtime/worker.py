@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +48,18 @@ PATIENCE = 2.0
 
 class Stopped(Exception):  # noqa: N818 (no error: another thread's failure ends this one)
     """The session asked the thread to stop in the middle of a step."""
+
+
+class Boxed(NamedTuple):
+    """When an actor boxed last, by `time.monotonic`; `ended_s` is None while it does so.
+
+    `step` counts from 0 in the session.
+    """
+
+    step: int
+    micro_batch: int
+    began_s: float
+    ended_s: float | None = None
 
 
 class Worker:
@@ -83,6 +97,8 @@ class Worker:
         #: What boxing has begun and nobody has waited for, with its actor.
         self.open: dict[InFlight, str] = {}
         self.inbox: SimpleQueue[Message] = SimpleQueue()
+        #: The last boxing of each actor that does some.
+        self.boxed: dict[str, Boxed] = {}
         #: The actor that is firing or about to; for messages about threads that hang.
         self.current_actor = ""
         #: Its place in the order, or that of the last one; -1 before the first.
@@ -224,9 +240,11 @@ class Worker:
             self._await(self._open_inputs(post, firing))
         if post.actor.in_place:
             self._begin_update()
-        made = post.work(firing.micro_batch, self._take(post, firing.micro_batch, order), order)
-        if post.actor.overlaps:
-            self._begin(post, made)
+        taken = self._take(post, firing.micro_batch, order)
+        if post.is_boxing:
+            made = self._box(post, firing, taken, order)
+        else:
+            made = post.work(firing.micro_batch, taken, order)
         for end in post.sends:
             end.fill()
         for register in post.fills(firing.is_last):
@@ -259,6 +277,17 @@ class Worker:
             self.has_overwritten = before
             raise Stopped
 
+    def _box(self, post: Post, firing: Firing, taken: Values, order: StepOrder) -> Values:
+        """Do what an actor does in boxing, and note when."""
+        began_s, name = time.monotonic(), post.actor.name
+        self.boxed[name] = Boxed(order.index, firing.micro_batch, began_s)
+        made = post.work(firing.micro_batch, taken, order)
+        if post.actor.overlaps:
+            self._begin(post, made)
+        else:
+            self.boxed[name] = Boxed(order.index, firing.micro_batch, began_s, time.monotonic())
+        return made
+
     def _begin(self, post: Post, made: Values) -> None:
         """Note what boxing has begun."""
         self.open |= dict.fromkeys(made.values(), post.actor.name)
@@ -273,7 +302,9 @@ class Worker:
         """Wait until some of what boxing has begun is over."""
         for one in begun:
             one.wait()
-            self.open.pop(one, None)
+            name = self.open.pop(one, None)
+            if name is not None:
+                self.boxed[name] = self.boxed[name]._replace(ended_s=time.monotonic())
 
     def _end_begun(self, report: WorkerReport) -> None:
         """Wait for all that boxing has begun, such as results, which nobody else waits for."""

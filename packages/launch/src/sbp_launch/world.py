@@ -115,6 +115,12 @@ class World:
         os.environ.update(self.variables)
 
 
+def is_slurm_job(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is part of a job of Slurm, or of submitit, as the environment has it."""
+    found = os.environ if environment is None else environment
+    return "SLURM_JOB_ID" in found or "SUBMITIT_EXECUTOR" in found
+
+
 class _Environment:
     """Reads numbers of an environment, and says which variable is wrong."""
 

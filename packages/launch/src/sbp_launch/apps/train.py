@@ -25,7 +25,7 @@ from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launching.choice import choose_launcher
 from sbp_launch.launching.launching import follow, launch
 from sbp_launch.launching.meeting import Meeting, Told, meet
-from sbp_launch.run.status import outlive_status_signal
+from sbp_launch.run.status import outlive_status_signals
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig
 from sbp_launch.settings.open_mesh import close_mesh
@@ -118,7 +118,7 @@ def _run_among(world: World) -> int:
 
 def main() -> None:
     """Run `sbp-train` and exit with its code."""
-    outlive_status_signal()
+    outlive_status_signals()
     world = World()
     try:
         world = World.of_environment()

@@ -27,6 +27,7 @@ from sbp_launch.launching.meeting import Meeting, Told
 from sbp_launch.launching.rank import run_rank
 from sbp_launch.run.folder import going_on
 from sbp_launch.run.run import make_console
+from sbp_launch.run.status import status_signals
 from sbp_launch.run.stopping import SAVING, STARTING
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.world import World
@@ -140,6 +141,7 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
         more_grace_s=output.more_grace_s,
         on_line=output.write,
         stops_gently=True,
+        asking=status_signals(),
     )
     if report.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt

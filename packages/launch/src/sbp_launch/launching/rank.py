@@ -18,7 +18,7 @@ from sbp_core.plugins import blame, discover
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launching.logs import RankLog
 from sbp_launch.run.file import load_run
-from sbp_launch.run.status import outlive_status_signal
+from sbp_launch.run.status import outlive_status_signals
 from sbp_launch.settings.check import check, in_use
 from sbp_launch.settings.open_mesh import close_mesh
 from sbp_launch.world import MPIEXEC, World
@@ -94,7 +94,7 @@ def _speaker(world: World) -> str:
 
 def main() -> None:
     """Run one rank, and exit with its code."""
-    outlive_status_signal()
+    outlive_status_signals()
     folder, width = sys.argv[1:]
     sys.exit(run_rank(Path(folder), World.of_environment(), int(width)))
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from sbp_core.boxing.supervision import thread_share
 from sbp_launch.run.folder import LOGS
+from sbp_launch.run.status import status_signals
 from sbp_launch.world import FORGET_LAUNCHER, job_port
 
 #: Seconds between two looks at the job.
@@ -152,7 +153,8 @@ def main() -> None:
     for number in _PASSED_ON:
         signal.signal(number, job.stop)
     # This program has nothing to tell; `scancel --signal=USR2 JOB` asks the ranks.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in status_signals():
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(job.wait())
 
 

@@ -1,4 +1,4 @@
-"""What a run writes when SIGUSR2 asks it what it is at: `RUN/logs/status_RANK.txt`.
+"""What a run writes when SIGUSR1 or SIGUSR2 asks it what it is at: `RUN/logs/status_RANK.txt`.
 
     2026-11-23 17:20:04+00:00 process 0 of 2: host node1, pid 4711
     120 steps are done
@@ -7,7 +7,10 @@
     ...
 
 Then come the Python stacks of all threads. Each process of a run writes a file of its own and goes
-on; what is asked later is written behind it.
+on; what is asked later is written behind it. What each thread is at is said to stderr, too, where
+the log of the run takes it up.
+
+In a job of Slurm, SIGUSR1 says that its time is almost up (`stopping`), and SIGUSR2 alone asks.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,20 +28,23 @@ from types import FrameType
 from typing import Any, Self
 
 from sbp_core.runtime import Session
-from sbp_launch.world import World
-
-#: SIGUSR1 asks a run to stop, as Slurm does. Windows lacks both.
-_NAME = "SIGUSR2"
+from sbp_launch.world import World, is_slurm_job
 
 
-def outlive_status_signal() -> None:
-    """Let SIGUSR2, which would end the program, do nothing until a `StatusSignal` hears it.
+def status_signals() -> tuple[int, ...]:
+    """Return the signals that ask a run what it is at; Windows has none of them."""
+    names = ("SIGUSR2",) if is_slurm_job() else ("SIGUSR1", "SIGUSR2")
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+def outlive_status_signals() -> None:
+    """Let signals that ask, which would end the program, do nothing until a `StatusSignal` hears.
 
     Who asks a run may do so when some of its processes have not come to their step yet.
     """
-    number = getattr(signal, _NAME, None)
-    if number is not None and signal.getsignal(number) == signal.SIG_DFL:
-        signal.signal(number, _not_begun)
+    for number in status_signals():
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _not_begun)
 
 
 def _not_begun(number: int, frame: FrameType | None) -> None:
@@ -46,7 +53,7 @@ def _not_begun(number: int, frame: FrameType | None) -> None:
 
 
 class StatusSignal:
-    """Hears SIGUSR2 inside its `with` block, if that is in the main thread.
+    """Hears signals that ask inside its `with` block, if that is in the main thread.
 
     A thread of its own writes: the main thread may be in a call that never returns. One that the
     program ignores stays ignored.
@@ -62,17 +69,21 @@ class StatusSignal:
         #: What is asked, once there is one.
         self.session: Session | None = None
         self._thread: threading.Thread | None = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        number = getattr(signal, _NAME, None)
-        is_main = threading.current_thread() is threading.main_thread()
-        if number is None or not is_main or signal.getsignal(number) in (signal.SIG_IGN, None):
+        if threading.current_thread() is threading.main_thread():
+            for number in status_signals():
+                before = signal.getsignal(number)
+                if before not in (signal.SIG_IGN, None):
+                    self._before[number] = before
+        if not self._before:
             return self
-        self._number: int = number
         self._read, self._written = socket.socketpair()
         self._written.setblocking(False)
-        self._before: Any = signal.signal(number, lambda number, frame: None)
-        signal.siginterrupt(number, False)
+        for number in self._before:
+            signal.signal(number, lambda number, frame: None)
+            signal.siginterrupt(number, False)
         # The signal itself writes its number here, whatever the main thread is at.
         self._wakeup_before = signal.set_wakeup_fd(
             self._written.fileno(), warn_on_full_buffer=False
@@ -85,7 +96,9 @@ class StatusSignal:
         if self._thread is None:
             return
         signal.set_wakeup_fd(self._wakeup_before)
-        signal.signal(self._number, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before = {}
         self._written.close()
         self._thread.join()
         self._read.close()
@@ -93,19 +106,24 @@ class StatusSignal:
 
     def _serve(self) -> None:
         while number := self._read.recv(1):
-            if number[0] != self._number:  # another signal, which has a handler of its own
+            if number[0] not in self._before:  # another signal, which has a handler of its own
                 continue
             try:
-                self.write()
-                told = f"what its ranks are at: {self.path}"
+                # Lists, such as of registers, are in the file alone.
+                written = self.write()
+                lines = [one for one in written if not one.startswith("    ") and one[-1:] != ":"]
+                told = [f"what its ranks are at: {self.path}", *lines]
             except Exception as error:  # whatever it is, the run goes on
-                told = f"what its ranks are at cannot be written: {error}"
+                told = [f"what its ranks are at cannot be written: {error}"]
             with suppress(OSError):
                 # Past Python's buffers: the main thread may hold their lock.
-                os.write(2, f"sbp-train: {told}\n".encode())
+                os.write(2, "".join(f"sbp-train: {line}\n" for line in told).encode())
 
-    def write(self) -> None:
+    def write(self) -> Sequence[str]:
         """Append what each rank of this process is at, and the stacks of its threads.
+
+        Returns:
+            The lines without the stacks.
 
         Raises:
             OSError: it cannot be written.
@@ -123,3 +141,4 @@ class StatusSignal:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.write("\n")
+        return lines

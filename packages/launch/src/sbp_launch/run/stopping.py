@@ -8,7 +8,7 @@
 
 Updates write over the states, so that in the middle of one there are none to save; and where each
 rank is a process, all have to stop behind the same step. SIGUSR1 is what Slurm sends before it
-takes the hosts away (`sbatch --signal=USR1@60`).
+takes the hosts away (`sbatch --signal=USR1@60`); outside of its jobs it asks (`status`).
 
 A run that is stopped while it trains saves its states, so until then a signal is one that comes
 while they are saved.
@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from types import FrameType
 from typing import Any
+
+from sbp_launch.run.status import status_signals
 
 #: What a run says last before its ranks meet, and when those that are left of it begin to save:
 #: whoever has started them waits for that (`launching`).
@@ -71,7 +73,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (getattr(signal, name) for name in _HEARD if hasattr(signal, name)):
+            heard = {getattr(signal, name) for name in _HEARD if hasattr(signal, name)}
+            for number in sorted(heard.difference(status_signals())):
                 before = signal.getsignal(number)
                 # None: set by something that is not Python, and cannot be set again.
                 if before not in (signal.SIG_IGN, None):

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -45,9 +45,6 @@ _DRAIN_S = 1.0
 _DEADLY = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
-
-#: Asks processes what they are at, which they write down and go on.
-_ASKS = tuple(getattr(signal, name) for name in ("SIGUSR2",) if hasattr(signal, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +78,7 @@ def supervise(
     on_line: Callable[[Line], None] = write_line,
     timeout_s: float | None = None,
     stops_gently: bool = False,
+    asking: Collection[int] = (),
 ) -> ExitReport:
     """Start processes, wait for all of them, and end what is left of them.
 
@@ -98,8 +96,9 @@ def supervise(
         timeout_s: Seconds after which they are ended; None waits for ever.
         stops_gently: Pass these signals on, and wait until all processes have ended, however long
             they take to save what they have. A second signal is passed on, too, and leaves them
-            `grace_s`. Nothing is raised: see `ExitReport.stopped_by`. SIGUSR2 is passed on, too,
-            and stops nobody.
+            `grace_s`. Nothing is raised: see `ExitReport.stopped_by`.
+        asking: Signals that ask processes what they are at. They are passed on, and stop nobody; a
+            handler that this process has for one gives way.
 
     Returns:
         How they ended; see `ExitReport.error`.
@@ -108,7 +107,7 @@ def supervise(
         RunError: a program cannot be started.
         KeyboardInterrupt: Ctrl-C, once all processes have ended.
     """
-    supervision = _Supervision(launch_specs, grace_s, more_grace_s, on_line)
+    supervision = _Supervision(launch_specs, grace_s, more_grace_s, on_line, asking)
     with supervision as run, run.hearing(gently=stops_gently):
         try:
             run.start()
@@ -123,19 +122,28 @@ def supervise(
 
 @contextlib.contextmanager
 def _handling(
-    handler: Callable[[int, FrameType | None], None], more: Sequence[int]
+    handler: Callable[[int, FrameType | None], None],
+    numbers: Collection[int],
+    *,
+    replaces: bool = False,
 ) -> Iterator[None]:
-    """Handle signals that end a process at once, where the program left them be.
+    """Handle signals in the block, in the main thread.
 
     Args:
         handler: What is called with the signal's number.
-        more: Others that are handled, too.
+        numbers: Of the signals.
+        replaces: Whether handlers of the program give way, too; else only signals that it has left
+            be are handled. One that it ignores stays ignored.
     """
     left = (signal.SIG_DFL, signal.default_int_handler)
     taken: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = (*_DEADLY, *more)
-        taken = {n: before for n in numbers if (before := signal.getsignal(n)) in left}
+        taken = {
+            number: before
+            for number in numbers
+            if (before := signal.getsignal(number)) in left
+            or (replaces and before not in (signal.SIG_IGN, None))
+        }
     for number in taken:
         signal.signal(number, handler)
     try:
@@ -161,8 +169,10 @@ class _Supervision:
         grace_s: float,
         more_grace_s: Callable[[], float],
         on_line: Callable[[Line], None],
+        asking: Collection[int],
     ) -> None:
         self._specs, self._on_line = tuple(launch_specs), on_line
+        self._asking = frozenset(asking)
         self._grace_s, self._more_grace_s = grace_s, more_grace_s
         self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
         self._processes: dict[int, subprocess.Popen[str]] = {}
@@ -210,7 +220,12 @@ class _Supervision:
         def note(number: int, frame: FrameType | None) -> None:
             self._events.put((0, _Signal(number)))
 
-        with _handling(note, (signal.SIGINT, *_ASKS)) if gently else _handling(leave, ()):
+        stopping = (signal.SIGINT, *_DEADLY) if gently else _DEADLY
+        leaving = set(stopping).difference(self._asking)
+        with (
+            _handling(note if gently else leave, leaving),
+            _handling(note, self._asking, replaces=True),
+        ):
             yield
 
     def start(self) -> None:
@@ -339,7 +354,7 @@ class _Supervision:
         except queue.Empty:
             return False
         if isinstance(event, _Signal):
-            (self._pass_on if event.number in _ASKS else self._stop)(event.number)
+            (self._pass_on if event.number in self._asking else self._stop)(event.number)
         elif isinstance(event, int):
             self._exits.setdefault(index, self._describe(index, event))
         else:
