@@ -153,8 +153,8 @@ def main() -> None:
     for number in _PASSED_ON:
         signal.signal(number, job.stop)
     # This program has nothing to tell; `scancel --signal=USR2 JOB` asks the ranks.
-    for number in status_signals():
-        signal.signal(number, signal.SIG_IGN)
+    for asking in status_signals():
+        signal.signal(asking, signal.SIG_IGN)
     sys.exit(job.wait())
 
 
