@@ -16,7 +16,18 @@ from typing import Literal
 from sbp_core.errors import SbpValueError
 from sbp_core.passes import RecomputeOptions
 
-__all__ = ["PassOptions"]
+__all__ = ["LossMeaning", "PassOptions"]
+
+
+class LossMeaning(StrEnum):
+    """What the loss of a step of several micro-batches is.
+
+    `whole_batch`: what it would be if the batch were one, so a mean over valid tokens is that of
+    all of them. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
+    """
+
+    WHOLE_BATCH = "whole_batch"
+    MEAN_OF_MICRO_BATCHES = "mean_of_micro_batches"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

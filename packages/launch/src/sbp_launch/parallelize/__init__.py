@@ -27,6 +27,7 @@ from sbp_core.runtime import BatchIs, Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.parallelize.arguments import (
+    LossIs,
     checked_batch_is,
     compile_config,
     in_arguments,
@@ -61,6 +62,7 @@ def parallelize(
     pins: Pins | None = None,
     cluster: Choice | Cluster = "local",
     micro_batches: int = 1,
+    loss_is: LossIs = "whole_batch",
     batch_is: BatchIs = "global",
     clip_norm: float | None = None,
     update: UpdateOptions | None = None,
@@ -89,6 +91,8 @@ def parallelize(
         pins: How you decide on tensors by name, over what the planner says.
         cluster: The machine that is planned for: `local`, `measured`.
         micro_batches: Parts of one step, whose gradients are accumulated.
+        loss_is: What gradients of several micro-batches are of: `whole_batch`, the loss of the
+            batch as if it were one; or `mean_of_micro_batches`, the mean of theirs.
         batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
             the part of its own rank, as loaders with a `DistributedSampler` make it.
         clip_norm: Largest norm of all gradients together.
@@ -105,6 +109,8 @@ def parallelize(
     Raises:
         ConfigError: something cannot be meant, or does not fit the world of processes.
         CaptureError: the step cannot be captured; says at which line of your code.
+        GraphError: the loss of the whole batch does not follow from those of its micro-batches;
+            says at which line samples meet each other.
     """
     world, choices = World.of_environment(), Choices()
     shape = mesh_of(world, mesh, axes)
@@ -120,6 +126,7 @@ def parallelize(
         machine if isinstance(machine, Cluster) else machine(shape.size),
         compile_config(compile, autocast),
         micro_batches,
+        loss_is,
         update_options(update, clip_norm),
     )
 

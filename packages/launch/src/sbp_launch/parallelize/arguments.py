@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
+from sbp_aten.pass_options import LossMeaning
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
@@ -19,11 +20,15 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import PlanSettings
 from sbp_torch.capture import UpdateOptions
 
+#: What the loss of several micro-batches is.
+LossIs = Literal["whole_batch", "mean_of_micro_batches"]
+
 #: Keys of `sbp-train`'s config, and the arguments of `parallelize` that they are.
 _KEYS = {
     "cluster.mesh": "mesh",
     "cluster.axes": "axes",
     "trainer.micro_batches": "micro_batches",
+    "trainer.loss": "loss_is",
     "trainer.batch_size": "batch",
 }
 _KEY = re.compile("|".join(map(re.escape, _KEYS)))
@@ -65,12 +70,13 @@ def make_settings(
     cluster: Cluster,
     config: CompileConfig,
     micro_batches: int,
+    loss_is: LossIs,
     update: UpdateOptions,
 ) -> PlanSettings:
     """Return how steps are planned.
 
     Raises:
-        ConfigError: there are no micro-batches.
+        ConfigError: there are no micro-batches, or their loss has no such meaning.
     """
     if type(micro_batches) is not int or micro_batches < 1:
         raise ConfigError(
@@ -78,12 +84,19 @@ def make_settings(
             where="the argument micro_batches",
             accepted="an integer >= 1",
         )
+    if loss_is not in get_args(LossIs):
+        raise ConfigError(
+            f"loss_is={loss_is!r}",
+            where="the argument loss_is",
+            accepted=" or ".join(map(repr, get_args(LossIs))),
+        )
     return PlanSettings(
         mesh=Placement.grid(mesh.mesh_shape, mesh.axes, cluster.device.kind),
         cluster=cluster,
         compile=config,
         passes=tuple(cast(GraphPass, registry.make("pass", name)) for name in config.plugins),
         micro_batches=micro_batches,
+        loss=LossMeaning(loss_is),
         update=update,
     )
 

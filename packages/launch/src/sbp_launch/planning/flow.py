@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.check import CheckReport, check
@@ -99,6 +100,7 @@ class PlanSettings:
         compile: How a step becomes a plan.
         passes: Passes of plugins, in the order in which they are applied.
         micro_batches: Parts of one step.
+        loss: What the loss of several micro-batches is.
         update: What happens once a step beside the optimizer.
     """
 
@@ -107,6 +109,7 @@ class PlanSettings:
     compile: CompileConfig = field(default_factory=CompileConfig)
     passes: tuple[GraphPass, ...] = ()
     micro_batches: int = 1
+    loss: LossMeaning = LossMeaning.WHOLE_BATCH
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 
     @property
@@ -215,6 +218,8 @@ def capture_training(
 
     Raises:
         CaptureError: it cannot be captured.
+        GraphError: the loss of the whole batch is asked for, and does not follow from those of its
+            micro-batches.
         ConfigError: a pattern of mixed precision matches nothing.
     """
     captured = capture(
@@ -277,7 +282,7 @@ def _prepared(captured: LogicalGraph, settings: PlanSettings, micro_batches: int
     options = settings.compile.passes
     if settings.mesh.size == 1:  # nothing is split, and PyTorch's own softmax is one operator
         options = replace(options, split_classes=None)
-    return prepare_step(captured, micro_batches, extra, options=options)
+    return prepare_step(captured, micro_batches, extra, options=options, loss=settings.loss)
 
 
 def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:

@@ -103,6 +103,8 @@ class TrainerConfig:
         batch_size: Samples of one step over all ranks, >= 1.
         micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
             rank fits its memory.
+        loss: What the loss of several micro-batches is: that of the `whole_batch`, as if it were
+            one; or the `mean_of_micro_batches`.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
         init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
             folder of Hugging Face or torch.distributed.checkpoint; None for those that the model
@@ -137,6 +139,7 @@ class TrainerConfig:
     hours: float | None = None
     batch_size: int = 16
     micro_batches: int | Literal["auto"] = 1
+    loss: Literal["whole_batch", "mean_of_micro_batches"] = "whole_batch"
     seed: int = 0
     init_from: str | None = None
     order: Order = "shuffled"

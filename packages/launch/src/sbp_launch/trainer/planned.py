@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from sbp_aten.pass_options import LossMeaning
 from sbp_core.collection import collection_paused
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
@@ -59,6 +60,7 @@ def plan_settings(run: Run, program: Program) -> PlanSettings:
         compile=config.compile,
         passes=tuple(cast(GraphPass, run.registry.make("pass", name)) for name in names),
         micro_batches=config.trainer.num_micro_batches,
+        loss=LossMeaning(config.trainer.loss),
         update=config.trainer.update,
     )
 

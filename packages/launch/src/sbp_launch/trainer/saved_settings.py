@@ -24,6 +24,7 @@ def settings_of(run: Run) -> dict[str, Any]:
         "compile.random": config.compile.random,
         "trainer.batch_size": trainer.batch_size,
         "trainer.micro_batches": trainer.micro_batches,
+        "trainer.loss": trainer.loss,
         "trainer.schedule": asdict(trainer.schedule),
         "trainer.update": asdict(trainer.update),
     }

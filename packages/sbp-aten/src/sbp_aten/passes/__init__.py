@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from operator import is_
 
-from sbp_aten.pass_options import PassOptions
+from sbp_aten.pass_options import LossMeaning, PassOptions
 from sbp_aten.passes.casts import place_casts
 from sbp_aten.passes.class_split import split_classes
 from sbp_aten.passes.constants import fold_constants
@@ -23,6 +23,7 @@ from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.pipeline import GraphPass, chosen_passes
 from sbp_aten.passes.simplify import fold_views, share_expressions
 from sbp_aten.passes.step_counters import tie_step_counters
+from sbp_aten.passes.whole_batch import whole_batch_loss
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.passes import accumulate, unalias_outputs
@@ -44,6 +45,7 @@ __all__ = [
     "split_classes",
     "sum_losses",
     "tie_step_counters",
+    "whole_batch_loss",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ def prepare_step(
     extra: Iterable[GraphPass] = (),
     *,
     options: PassOptions | None = None,
+    loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES,
 ) -> LogicalGraph:
     """Bring a captured graph into the form that is planned; verified after every pass.
 
@@ -64,13 +67,16 @@ def prepare_step(
         extra: Further passes (plugins of kind `pass`), run before the accumulation.
         options: Which passes run, and how; the defaults if omitted. `passes.pipeline` has their
             order.
+        loss: What the loss of several micro-batches is.
 
     Raises:
-        GraphError: a pass broke the specification.
+        GraphError: a pass broke the specification; or the loss of the whole batch is asked for, and
+            does not follow from those of micro-batches.
     """
     options = options or PassOptions()
+    parts = num_micro_batches if loss is LossMeaning.WHOLE_BATCH else 1
     verified: LogicalGraph | None = None
-    for name, apply in chosen_passes(options, extra):
+    for name, apply in chosen_passes(options, extra, parts):
         before = len(graph.nodes)
         graph = apply(graph)
         if verified is None or not _is_unchanged(graph, verified):

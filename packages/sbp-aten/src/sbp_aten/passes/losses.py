@@ -8,6 +8,8 @@ from sbp_core.graph import LogicalGraph, Node, Ref
 
 _MEAN, _SUM = 1, 2
 
+_FORWARDS = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+
 
 def sum_losses(graph: LogicalGraph) -> LogicalGraph:
     """Write a mean negative log-likelihood as a sum, divided by its total weight.
@@ -20,7 +22,7 @@ def sum_losses(graph: LogicalGraph) -> LogicalGraph:
     nodes: list[Node] = []
     types = dict(graph.types)
     for node in graph.nodes:
-        if node.op != "aten.nll_loss_forward.default" or node.args[3] != _MEAN:
+        if node.op not in _FORWARDS or node.args[3] != _MEAN:
             nodes.append(node)
             continue
         loss, count = node.outputs

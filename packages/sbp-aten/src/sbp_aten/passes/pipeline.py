@@ -11,6 +11,7 @@ The order, and why it is so:
     place_casts         also the conversions of a capture under autocast
     split_classes       on the losses as PyTorch writes them
     sum_losses
+    whole_batch_loss    on ratios of sums, and on batch normalisation as one operator
     split_batch_norm
     extra               passes of plugins, on a graph without repetitions, at micro-batch size
     slice_operators     what is sliced has its conversions, and may be made again slice by slice
@@ -40,6 +41,7 @@ from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.simplify import fold_views, share_expressions
 from sbp_aten.passes.step_counters import tie_step_counters
+from sbp_aten.passes.whole_batch import whole_batch_loss
 from sbp_core.graph import LogicalGraph
 from sbp_core.passes import recompute
 
@@ -48,13 +50,15 @@ GraphPass = Callable[[LogicalGraph], LogicalGraph]
 
 
 def chosen_passes(
-    options: PassOptions, extra: Iterable[GraphPass] = ()
+    options: PassOptions, extra: Iterable[GraphPass] = (), whole_batch_of: int = 1
 ) -> Iterator[tuple[str, GraphPass]]:
     """Yield name and function of each pass that is on, in order.
 
     Args:
         options: Which passes are on, and how.
         extra: Further passes, such as those of plugins; they bear their own names.
+        whole_batch_of: Micro-batches whose loss is that of the whole batch; 1 leaves the loss of
+            each as it is.
     """
     cleaning: dict[str, GraphPass] = {
         "tie_step_counters": tie_step_counters,
@@ -72,6 +76,8 @@ def chosen_passes(
         yield "split_classes", partial(split_classes, how=options.split_classes)
     if options.sum_losses:
         yield "sum_losses", sum_losses
+    if whole_batch_of > 1:
+        yield "whole_batch_loss", partial(whole_batch_loss, num_micro_batches=whole_batch_of)
     if options.split_batch_norm:
         yield "split_batch_norm", split_batch_norm
     yield from ((_name(apply), apply) for apply in extra)

@@ -41,6 +41,8 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     before: g = mm(dy, x) [micro]; w1 = sub(w, g) [step]
     after:  g = mm(dy, x) [micro]; G = sbp.accumulate(g, 1/M); w1 = sub(w, G) [step]
 
+    What another pass has accumulated stays as it is: a value that is made once a step.
+
     Raises:
         GraphError: M < 1; a host number is replaced at micro-batch rate; the optimizer uses what
             has no mean, such as a count of integers, or draws random numbers; or forward and
@@ -50,7 +52,12 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
         raise GraphError(f"num_micro_batches={num_micro_batches}", accepted="an integer >= 1")
     if num_micro_batches == 1:
         return graph
-    micro = {v for node in graph.nodes if node.rate is Rate.MICRO for v in node.outputs}
+    micro = {
+        value
+        for node in graph.nodes
+        for value in node.outputs
+        if graph.rate_of(value) is Rate.MICRO
+    }
     _check_draws(graph, num_micro_batches)
     _check_written_once(graph, micro, num_micro_batches)
     carried = _carried(graph, micro)

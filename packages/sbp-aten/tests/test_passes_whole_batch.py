@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from sbp_aten.pass_options import LossMeaning
+from sbp_aten.passes import prepare_step
+from sbp_core.errors import GraphError
+from sbp_core.graph import LogicalGraph
+from sbp_torch.capture import UpdateOptions, capture, initial_states
+from sbp_torch.runtime.single import run_graph
+from sbp_torch.testing.programs import graph_states, split_batch
+
+TOKENS, PLACES, IGNORED = 7, 5, -100
+RATE = 0.05
+WHOLE = LossMeaning.WHOLE_BATCH
+
+Batch = Mapping[str, Tensor]
+Loss = Callable[["Tagger", Batch], Any]
+
+
+class Tagger(nn.Module):
+    """Scores of each token of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, TOKENS)
+        self.scale = nn.Linear(8, 1)
+        self.register_buffer("classes", torch.linspace(0.5, 2.0, TOKENS))
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.norm(torch.tanh(self.embed(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+def entropy(model: Tagger, batch: Batch, **how: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), **how)
+
+
+def mask_of(batch: Batch) -> Tensor:
+    return (batch["y"] != IGNORED).double()
+
+
+def of_places(model: Tagger, batch: Batch) -> Tensor:
+    """Return a loss of each place: samples, places."""
+    return (model(batch["x"]) - 1).square().mean(-1)
+
+
+def masked_squares(model: Tagger, batch: Batch) -> Tensor:
+    mask = mask_of(batch)
+    return (of_places(model, batch) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def of_each_dim(model: Tagger, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["y"])
+
+
+def weights_that_add_up_to_one(model: Tagger, batch: Batch) -> Tensor:
+    mask = mask_of(batch)
+    return (of_places(model, batch) * (mask / mask.sum())).sum()
+
+
+def a_mean_over_a_mean(model: Tagger, batch: Batch) -> Tensor:
+    mask = mask_of(batch)
+    return (of_places(model, batch) * mask).mean() / mask.mean()
+
+
+def with_penalties(model: Tagger, batch: Batch) -> Tensor:
+    penalty = model.head.weight.square().sum() + model.scale.weight.square().mean()
+    return entropy(model, batch) + 0.01 * penalty + 0.1 * model.embed.weight.abs().mean()
+
+
+def two_of_one_mask(model: Tagger, batch: Batch) -> Tensor:
+    mask, scores = mask_of(batch), model(batch["x"])
+    squares, sizes = scores.square().mean(-1), scores.abs().mean(-1)
+    return (squares * mask).sum() / mask.sum() + 0.3 * (sizes * mask).sum() / mask.sum()
+
+
+def two_passes(model: Tagger, batch: Batch) -> Tensor:
+    return entropy(model, batch) + 0.5 * model.scale(model.trunk(batch["x"])).square().mean()
+
+
+def a_learned_factor(model: Tagger, batch: Batch) -> Tensor:
+    return entropy(model, batch) * model.scale.bias.exp().sum()
+
+
+def with_metrics(model: Tagger, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, valid = entropy(model, batch), batch["y"] != IGNORED
+    right = (model(batch["x"]).argmax(-1) == batch["y"]) & valid
+    accuracy = right.sum() / valid.sum()
+    return loss, {"accuracy": accuracy, "perplexity": loss.exp(), "tokens": valid.sum()}
+
+
+RATIOS: Mapping[str, Loss] = {
+    "ignored targets": entropy,
+    "class weights": lambda m, b: entropy(m, b, weight=m.classes),
+    "label smoothing": lambda m, b: entropy(m, b, label_smoothing=0.1),
+    "a loss of each token": lambda m, b: (
+        entropy(m, b, reduction="none").sum() / (b["y"] != IGNORED).sum()
+    ),
+    "targets of two dims": of_each_dim,
+    "masked squares": masked_squares,
+    "normed weights": weights_that_add_up_to_one,
+    "a mean over a mean": a_mean_over_a_mean,
+    "penalties": with_penalties,
+    "two terms of one mask": two_of_one_mask,
+    "two passes": two_passes,
+    "a learned factor": a_learned_factor,
+    "metrics": with_metrics,
+}
+
+MEANS: Mapping[str, Loss] = {
+    "squares": lambda m, b: m(b["x"]).square().mean(),
+    "a mean of means of samples": lambda m, b: (
+        (of_places(m, b) * mask_of(b)).sum(1) / mask_of(b).sum(1).clamp(min=1)
+    ).mean(),
+    "a penalty": lambda m, b: of_places(m, b).mean() + m.head.weight.square().sum(),
+}
+
+
+def make_batch(masks: Tensor) -> Batch:
+    """Return a batch whose valid targets are those of a mask of samples and places."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(0, TOKENS, masks.shape, generator=generator) for _ in range(2))
+    return {"x": x, "y": y.masked_fill(~masks, IGNORED)}
+
+
+def masks_of(samples: int) -> Tensor:
+    """Return masks of very unequal parts; the last quarter has no valid token."""
+    masks = torch.zeros(samples, PLACES, dtype=torch.bool)
+    for index in range(samples * 3 // 4):
+        masks[index, : 1 + index % PLACES] = True
+    return masks
+
+
+def make_model() -> Tagger:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return Tagger().double()
+
+
+def captured(loss: Loss, samples: int) -> LogicalGraph:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    return capture(model, loss, make_batch(masks_of(samples)), optimizer)
+
+
+def deviation(loss: Loss, count: int, batch: Batch, clip_norm: float | None = None) -> float:
+    """Return how far two steps of micro-batches are off plain PyTorch on the whole batch."""
+    model, eager = make_model(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    plain = torch.optim.SGD(eager.parameters(), lr=RATE, momentum=0.9)
+    parts = split_batch(batch, count)
+    update = UpdateOptions(clip_norm=clip_norm)
+    graph = prepare_step(
+        capture(model, loss, parts[0], optimizer, update=update), count, loss=WHOLE
+    )
+    states: Any = graph_states(graph, initial_states(model, optimizer))
+    worst = 0.0
+    for _ in range(2):
+        made = loss(eager, batch)
+        wanted, metrics = made if isinstance(made, tuple) else (made, {})
+        plain.zero_grad()
+        wanted.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(eager.parameters(), clip_norm)
+        plain.step()
+        found, states = run_graph(graph, states, parts, {"lr": RATE})
+        for name, value in {"loss": wanted, **metrics}.items():
+            worst = max(worst, float((found[name] - value.detach()).abs()))
+    for name, value in eager.state_dict().items():
+        worst = max(worst, float((states[name] - value).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("samples", [4, 8], ids="{} samples".format)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", RATIOS)
+def test_micro_batches_train_on_the_loss_of_the_whole_batch(name, count, samples):
+    batch = make_batch(masks_of(samples))
+
+    assert deviation(RATIOS[name], count, batch) < 1e-9
+
+
+def test_the_mean_of_micro_batches_is_another_number():
+    batch, model = make_batch(masks_of(8)), make_model()
+    parts = split_batch(batch, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    graph = prepare_step(captured(entropy, 4), 2)
+    states = graph_states(graph, initial_states(model, optimizer))
+
+    found, _ = run_graph(graph, states, parts, {"lr": RATE})
+
+    with torch.no_grad():
+        mean = torch.stack([entropy(model, part) for part in parts]).mean()
+        whole = entropy(model, batch)
+    assert float(found["loss"]) == pytest.approx(float(mean))
+    assert abs(float(mean - whole)) > 1e-3
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_plain_means_leave_the_graph_as_it_is(name, samples):
+    graph = captured(MEANS[name], samples)
+
+    whole = prepare_step(graph, 4, loss=WHOLE)
+
+    assert whole == prepare_step(graph, 4)
+    assert deviation(MEANS[name], 4, make_batch(masks_of(4 * samples))) < 1e-9
+
+
+def test_gradients_of_the_whole_batch_are_clipped():
+    batch = make_batch(masks_of(8))
+
+    assert deviation(with_penalties, 4, batch, clip_norm=0.05) < 1e-9
+
+
+def test_a_sum_over_the_batch_is_that_of_the_whole_batch():
+    batch = make_batch(masks_of(8))
+
+    assert deviation(lambda m, b: 0.3 * of_places(m, b).sum(), 4, batch) < 1e-9
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data(), count=st.sampled_from([2, 3, 4]), name=st.sampled_from(sorted(RATIOS)))
+def test_random_masks_train_on_the_loss_of_the_whole_batch(data, count, name):
+    size = 2 * count * PLACES
+    drawn = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    masks = torch.tensor(drawn).view(2 * count, PLACES)
+    masks[data.draw(st.integers(0, 2 * count - 1)), 0] = True
+
+    assert deviation(RATIOS[name], count, make_batch(masks)) < 1e-9
+
+
+def test_a_batch_without_a_valid_token_has_no_loss_as_in_pytorch():
+    batch = make_batch(torch.zeros(4, PLACES, dtype=torch.bool))
+    graph, model = prepare_step(captured(entropy, 2), 2, loss=WHOLE), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    states = graph_states(graph, initial_states(model, optimizer))
+
+    found, _ = run_graph(graph, states, split_batch(batch, 2), {"lr": RATE})
+
+    assert bool(found["loss"].isnan()) and bool(entropy(model, batch).isnan())
+
+
+def test_denominators_of_narrow_floats_do_not_make_gradients_larger():
+    graph = prepare_step(captured(entropy, 2), 2, loss=WHOLE)
+
+    filled = [node for node in graph.nodes if node.op == "aten.full_like.default"]
+
+    # What a micro-batch divides by is its number of targets, and not one.
+    assert {node.args[1] for node in filled} == {2 * PLACES}
+
+
+def contrast(model: Tagger, batch: Batch) -> Tensor:
+    found = model.trunk(batch["x"]).mean(1)
+    return F.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+def of_the_root(model: Tagger, batch: Batch) -> Tensor:
+    return of_places(model, batch).mean().sqrt()
+
+
+def a_learned_divisor(model: Tagger, batch: Batch) -> Tensor:
+    gate = model.scale(model.trunk(batch["x"])).sigmoid().squeeze(-1)
+    return (of_places(model, batch) * gate).sum() / gate.sum()
+
+
+def of_two_masks(model: Tagger, batch: Batch) -> Tensor:
+    scores = model(batch["x"])
+    squares, mask = scores.square().mean(-1), mask_of(batch)
+    other = (batch["x"] > 2).double()
+    return (squares * mask).sum() / mask.sum() + (squares * other).sum() / other.sum()
+
+
+def over_a_number(model: Tagger, batch: Batch) -> Tensor:
+    return of_places(model, batch).sum() / len(batch["x"])
+
+
+def a_sum_and_a_mean(model: Tagger, batch: Batch) -> Tensor:
+    return of_places(model, batch).sum() + of_places(model, batch).mean()
+
+
+def clipped_on_the_way(model: Tagger, batch: Batch) -> Tensor:
+    found = model.trunk(batch["x"])
+    found.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return F.cross_entropy(model.head(found).flatten(0, 1), batch["y"].flatten())
+
+
+REFUSED: Mapping[str, tuple[Loss, str, str]] = {
+    "samples are compared": (contrast, "samples meet each other", "aten.mm.default"),
+    "a root of a mean": (of_the_root, "not linear in what it sums up", "aten.sqrt.default"),
+    "a learned divisor": (a_learned_divisor, "not linear in what it sums up", "aten.div.Tensor"),
+    "two masks": (of_two_masks, "divided by different sums over the batch meet", "mul.Tensor"),
+    "a number of Python": (over_a_number, "multiplied by a number", "aten.div.Tensor"),
+    "a sum and a mean": (a_sum_and_a_mean, "adds a sum over the samples", "aten.mean"),
+    "a hook that is not linear": (clipped_on_the_way, "is not linear in them", "aten.clamp"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_of_the_whole_batch_is_refused_with_its_line(name):
+    loss, what, op = REFUSED[name]
+    graph = captured(loss, 2)
+
+    with pytest.raises(GraphError) as caught:
+        prepare_step(graph, 2, loss=WHOLE)
+
+    text = str(caught.value)
+    assert what in text and op in text
+    assert "test_passes_whole_batch.py:" in text
+    assert "trainer.loss=mean_of_micro_batches" in text
+    assert prepare_step(graph, 2).num_micro_batches == 2
+    assert prepare_step(graph, 1, loss=WHOLE).num_micro_batches == 1
+
+
+def test_batch_normalisation_is_of_each_micro_batch():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    batch = {"x": torch.randn(4, 3, dtype=torch.float64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    graph = capture(model, loss, batch, optimizer)
+
+    assert prepare_step(graph, 2) == prepare_step(graph, 2, loss=WHOLE)
