@@ -1,6 +1,7 @@
 """The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
 
-With `out=FILE` it writes the strategy, to edit and to use with `planner=file`.
+With `out=FILE` it writes the strategy, to edit and to use with `planner=file`. With `pipeline=NAME`
+it plans nothing, and shows a schedule.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
+from sbp_launch.apps.pipeline import is_asked, run_pipeline
 from sbp_launch.output import check_writable
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
@@ -126,6 +128,8 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
 
 def main() -> None:
     """Run `sbp-plan` and exit with its code."""
+    if is_asked(sys.argv[1:]):
+        sys.exit(run_pipeline(sys.argv[1:]))
     app = Application(
         name="sbp-plan",
         about="plan a training step on many ranks, and print the plan without training",

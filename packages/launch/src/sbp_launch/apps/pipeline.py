@@ -1,0 +1,202 @@
+"""`sbp-plan pipeline=NAME`: how long a schedule of a pipeline takes, without a model or a config.
+
+What the command line says goes to `sbp_core.pipeline`; the answer is a line of figures, a timeline
+in the terminal, and the same timeline as SVG and as a page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate
+from sbp_launch.exit_codes import BAD_CONFIG
+from sbp_launch.output import check_writable
+from sbp_launch.run.run import make_console
+from sbp_launch.timelines import page, svg, terminal_lines
+
+_ABOUT = {
+    "pipeline": f"the schedule: {', '.join(SCHEDULES)}",
+    "stages": "ranks of the pipeline",
+    "micro_batches": "micro-batches of a step",
+    "chunks": "stages that each rank holds; by default what the schedule is known for",
+    "times": "[F,I,W] of one rank's part of the model, all of its chunks together: forward, input "
+    "gradient, weight gradient; or such a list for each rank; by default [1,1,1]",
+    "transfer": "time from a stage to the next one on another rank; by default 0",
+    "memory": "the most activations that a rank may keep alive, in those of its whole part",
+    "out": "where the drawings go, without ending; by default pipeline-NAME",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """What one call of `sbp-plan pipeline=NAME` says.
+
+    Args:
+        pipeline: Name of the schedule.
+        stages: Ranks of the pipeline.
+        micro_batches: Micro-batches of a step.
+        chunks: Stages a rank; `None` for those that the schedule is known for.
+        times: F, I and W of one rank's part, for all ranks or for each.
+        transfer: Time between stages of different ranks.
+        memory: The most activations alive on a rank; `None` for any number.
+        out: Path of the drawings, without ending.
+    """
+
+    pipeline: str
+    stages: int
+    micro_batches: int
+    chunks: int | None
+    times: Sequence[object]
+    transfer: Fraction
+    memory: Fraction | None
+    out: str
+
+
+def is_asked(arguments: Sequence[str]) -> bool:
+    """Tell whether a command line asks for a schedule instead of a plan."""
+    return any(argument.startswith("pipeline=") for argument in arguments)
+
+
+def run_pipeline(arguments: Sequence[str]) -> int:
+    """Answer a command line; return the exit code."""
+    if {"-h", "--help"} & {*arguments}:
+        sys.stdout.write("sbp-plan pipeline=NAME stages=N micro_batches=N [KEY=VALUE ...]\n\n")
+        sys.stdout.writelines(f"  {key}=  {about}\n" for key, about in _ABOUT.items())
+        return 0
+    try:
+        settings = read_settings(arguments)
+        _show(_simulated(settings), settings)
+    except SbpError as error:
+        sys.stderr.write(f"sbp-plan: {error}\n")
+        return BAD_CONFIG
+    return 0
+
+
+def read_settings(arguments: Sequence[str]) -> PipelineSettings:
+    """Return what a command line says.
+
+    Raises:
+        ConfigError: A key is unknown, missing or given twice, or a value is not of its kind.
+    """
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in _ABOUT:
+            near = nearest(key, _ABOUT)
+            raise ConfigError(
+                f"{argument!r} is no setting of a schedule",
+                accepted=", ".join(f"{known}=" for known in _ABOUT),
+                todo=f"did you mean {near}=?" if near else "leave it out",
+            )
+        if key in given:
+            raise ConfigError(f"{key}= is given twice: {given[key]} and {value}")
+        given[key] = value
+    return PipelineSettings(
+        pipeline=given["pipeline"],
+        stages=_count(given, "stages"),
+        micro_batches=_count(given, "micro_batches"),
+        chunks=_count(given, "chunks") if "chunks" in given else None,
+        times=_times(given.get("times", "[1,1,1]")),
+        transfer=_number(given.get("transfer", "0"), "transfer"),
+        memory=_number(given["memory"], "memory") if "memory" in given else None,
+        out=given.get("out", f"pipeline-{given['pipeline']}"),
+    )
+
+
+def _count(given: Mapping[str, str], key: str) -> int:
+    text = given.get(key)
+    if text is None:
+        raise ConfigError(
+            f"{key}= is missing", accepted=f"{key}=N: {_ABOUT[key]}", todo=f"add {key}=4, say"
+        )
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{key}={text} is no number of them", accepted="1, 2, 3, ...")
+    return int(text)
+
+
+def _number(text: str, key: str) -> Fraction:
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(-1)
+    if number < 0:
+        raise ConfigError(
+            f"{key}={text} is no such number", accepted="numbers of at least 0, such as 1 or 0.75"
+        )
+    return number
+
+
+def _times(text: str) -> Sequence[object]:
+    # Decimals are kept as they are written: a bubble of 0.3 is not 0.30000000000000004.
+    whole = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
+    try:
+        times = json.loads(whole, parse_float=Fraction)
+    except (ValueError, RecursionError):
+        times = None
+    if not isinstance(times, list):
+        raise ConfigError(
+            f"times={text} is no list",
+            accepted="times=[F,I,W], or a list of such lists, one for each rank",
+            todo='write it without spaces, or in quotes: "times=[1, 1.25, 0.75]"',
+        )
+    return times
+
+
+def _simulated(settings: PipelineSettings) -> SimulatedSchedule:
+    for ending in (".svg", ".html"):
+        check_writable("out", settings.out + ending, example="out=pipeline")
+    schedule = pipeline_schedule(
+        settings.pipeline,
+        settings.stages,
+        settings.micro_batches,
+        num_chunks=settings.chunks,
+    )
+    return simulate(schedule, settings.times, transfer=settings.transfer)
+
+
+def _show(simulated: SimulatedSchedule, settings: PipelineSettings) -> None:
+    facts = facts_of(simulated)
+    told = ", ".join(f"{name} {value}" for name, value in facts.items())
+    sys.stdout.write(f"{told}\n")
+    timeline = simulated.timeline()
+    console = make_console()
+    coloured = console.is_terminal and console.color_system is not None
+    for line in terminal_lines(timeline, width=console.width, coloured=coloured):
+        if coloured:
+            console.print(line, no_wrap=True, crop=False)
+        else:
+            sys.stdout.write(f"{line.plain.rstrip()}\n")
+    drawings = {".svg": svg(timeline), ".html": page(timeline, facts)}
+    for ending, drawing in drawings.items():
+        Path(settings.out + ending).write_text(drawing, encoding="utf-8")
+        sys.stdout.write(f"wrote {settings.out}{ending}\n")
+
+
+def facts_of(simulated: SimulatedSchedule) -> dict[str, str]:
+    """Return the figures of a schedule, by what they are called."""
+    schedule = simulated.schedule
+    share = 100 * float(simulated.bubble / simulated.makespan)
+    facts = {
+        "makespan": _short(simulated.makespan),
+        "period": _short(simulated.period),
+        "bubble": f"{_short(simulated.bubble)} ({share:.2f} % of the makespan)",
+        "peak live activations by rank": " ".join(map(_short, simulated.live)),
+    }
+    if not schedule.flushes:
+        updates = schedule.micro_batches_per_update
+        every = "micro-batch" if updates == 1 else f"{updates} micro-batches"
+        facts["period"] += f" (an update every {every}, without a drain)"
+    if len({*simulated.idle}) > 1:
+        facts["idle by rank"] = " ".join(map(_short, simulated.idle))
+    return facts
+
+
+def _short(number: Fraction) -> str:
+    return f"{float(number):.10g}"
