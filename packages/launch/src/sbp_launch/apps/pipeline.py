@@ -157,6 +157,9 @@ def _simulated(settings: PipelineSettings) -> SimulatedSchedule:
         settings.stages,
         settings.micro_batches,
         num_chunks=settings.chunks,
+        times=settings.times,
+        transfer=settings.transfer,
+        memory=settings.memory,
     )
     return simulate(schedule, settings.times, transfer=settings.transfer)
 
