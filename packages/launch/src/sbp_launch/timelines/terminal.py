@@ -43,7 +43,7 @@ def terminal_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
     looks = looks_of(timeline.kinds)
     margin = min(max(cell_len(lane.name) for lane in timeline.lanes), width // 3)
     columns = max(8, width - margin - 2)
-    columns_per_s = _scale(bars, timeline.end_s, columns, named=not coloured)
+    columns_per_s, columns = _scale(bars, timeline.end_s, columns, named=not coloured)
     total = ceil(timeline.end_s * columns_per_s - 1e-9)
     num_bands = ceil(total / columns)
     rows = [_row(lane, looks, columns_per_s, total, coloured=coloured) for lane in timeline.lanes]
@@ -59,16 +59,21 @@ def terminal_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
     return [*lines, _legend(looks, coloured=coloured)]
 
 
-def _scale(bars: Sequence[Bar], end_s: float, columns: int, *, named: bool) -> float:
-    """Return the columns a second: an even number for the usual bar, wide enough for its label."""
+def _scale(bars: Sequence[Bar], end_s: float, columns: int, *, named: bool) -> tuple[float, int]:
+    """Return the columns a second, and those of a band.
+
+    A short bar has a whole number of columns, enough for its label, and a band whole bars; where
+    that takes too many bands, labels are cut.
+    """
     lengths = [bar.end_s - bar.start_s for bar in bars if bar.end_s > bar.start_s]
-    usual_s = median_low(lengths)
-    shortest_s = max(min(lengths), usual_s / 4)
+    short_s = max(min(lengths), median_low(lengths) / 4)
     needed = max(cell_len(bar.label) for bar in bars) + named + 1
-    whole = columns // (end_s / shortest_s) if end_s else 0
-    if whole >= needed:
-        return min(whole, 2 * needed) / shortest_s
-    return min(needed / shortest_s, _MOST_BANDS * columns / end_s)
+    possible = int(columns * short_s / end_s + 1e-9)
+    if possible >= needed:
+        return min(possible, 2 * needed) / short_s, columns
+    if end_s * needed / short_s > _MOST_BANDS * columns:
+        return _MOST_BANDS * columns / end_s, columns
+    return needed / short_s, max(needed, columns - columns % needed)
 
 
 def _row(

@@ -2,9 +2,9 @@
 
 A schedule says which rank does what in which order; the compiler derives the rest. In the order of
 use: `action`, `schedule` (the values), `alternation` and `v_shape` (the rules that are known by
-name), `policies` (their names, and what they ask for), `times`, `precedence` and `period` (what waits
-for what, and how long), `simulate` (a schedule in time), `automatic` with `list_scheduling` and
-`local_search` (one that is searched for), `choose` (from a name to a schedule). What a stage
+name), `policies` (their names, and what they ask for), `times`, `precedence` and `period` (what
+waits for what, and how long), `simulate` (a schedule in time), `automatic` with `list_scheduling`
+and `local_search` (one that is searched for), `choose` (from a name to a schedule). What a stage
 computes is known to nobody here.
 
 Stability: provisional.
