@@ -1,7 +1,7 @@
 """Time and memory of planning, compiling and checking a transformer for 4 to 4,096 ranks.
 
     python integration/benchmarks/thousand_ranks.py [--ranks 4 16 64 256 1024] [--layers 24]
-        [--kind 3d|data|tensor|zero] [--types] [--overlap] [--profile form|order|check|...]
+        [--kind 3d|data|tensor|zero] [--types] [--overlap] [--profile compile|check|...]
 
 `3d` is GPT-3's way: pipeline stages of tensor groups, replicated over `data`; the others lay all
 ranks along one mesh axis. Layers are repeated and their width is small, as the time depends on the
@@ -28,16 +28,7 @@ from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
-from sbp_core.compile import (
-    CompileOptions,
-    boxing_thread,
-    bucket,
-    form_plan,
-    lower,
-    order_firings,
-)
-from sbp_core.compile.commit import insert_commit
-from sbp_core.compile.donation import donate_states
+from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
@@ -128,12 +119,7 @@ def measured(num_ranks: int, chosen: argparse.Namespace) -> Mapping[str, float]:
         "plan", infer_strategy, request, planner="benchmark", pins=_PINS[chosen.kind]
     )
     options = CompileOptions(overlap=chosen.overlap, cluster=cluster)
-    lowered = clock.run("lower", lower, graph, strategy)
-    lowered = clock.run("bucket", bucket, graph, lowered, None, cluster)
-    plan = clock.run("form", form_plan, graph, strategy, lowered, options)
-    plan = clock.run("donate", donate_states, plan)
-    plan = clock.run("commit", insert_commit, plan, boxing_thread(options), cluster)
-    plan = clock.run("order", order_firings, plan)
+    plan = clock.run("compile", compile_plan, graph, strategy, options)
     report = clock.run("check", check, plan, types=chosen.types)
     if chosen.hash:
         clock.run("hash", lambda: plan.hash)

@@ -21,12 +21,14 @@ from planned_by_hand import (
 from sbp_core.boxing import StepKind
 from sbp_core.compile.happens_before import HappensBefore
 from sbp_core.compile.physical import ActorId, Collective, PhysicalPlan, Receive, Send
+from sbp_core.compile.symmetry import fold
 from sbp_core.graph.ir import Rate
 
 
 def _is_over(plan: PhysicalPlan, first: ActorId, second: ActorId) -> bool:
     """Whether an actor is through for certain when another one begins."""
-    before = HappensBefore(plan, firings_of(plan), {second})
+    alone = fold(plan, {part.rank: part.rank for part in plan.ranks})
+    before = HappensBefore(plan, alone, firings_of(plan), {second})
     over = before.over(first)
     return over is not None and before.clock(second).has_been(*over)
 

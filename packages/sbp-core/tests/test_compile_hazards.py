@@ -33,6 +33,7 @@ from sbp_core.compile.physical import (
     Receive,
     Send,
 )
+from sbp_core.compile.symmetry import fold
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Phase, Rate, Ref
 from sbp_core.testing.plans import data_parallel_plan
@@ -50,7 +51,8 @@ def _look(name: str = "look", key: str = "w", **parts: object) -> Compute:
 
 def _verify(*parts: RankPlan) -> None:
     plan = plan_of(*parts)
-    verify_overwriting(plan, firings_of(plan))
+    alone = fold(plan, {part.rank: part.rank for part in plan.ranks})
+    verify_overwriting(plan, alone, firings_of(plan))
 
 
 def _refused(*parts: RankPlan) -> PlanError:

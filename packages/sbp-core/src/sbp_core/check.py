@@ -51,6 +51,7 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.plan_spec import verify_plan
+from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.dataflow import CriticalCycle, Network, critical_cycle, cycle_lines, latency
 from sbp_core.errors import PlanError
 from sbp_core.exports import make_callable
@@ -125,28 +126,36 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
     """
     verify_plan(plan)
     partners = _Partners(plan)
+    # What ranks share is looked at once.
+    seen: set[tuple[int, ...]] = set()
     for part in plan.ranks:
-        slots = {slot.name for slot in part.slots}
+        shared = id(part.slots), id(part.actors), id(part.registers)
+        if shared not in seen:
+            _check_rank(plan, part)
+            seen.add(shared)
         for actor in part.actors:
-            _check_actor(partners, part, slots, actor)
-        for register in part.registers:
-            _check_register(plan, part, register)
+            if isinstance(actor, BoxingActor):
+                _check_partners(partners, part.rank, actor)
     # Every register is filled and read equally often by now. So if all firings of the orders
     # happen, the step ends with the data and credits that it began with: one step stands for all.
     _check_orders(plan)
     layouts = installed_layouts() if types else None
+    # What is equal for ranks of one class, one of them proves for all (`compile.symmetry`).
+    folded = fold(plan, None if layouts is None else shard_shapes(plan.steps))
+    few, stands_for = folded.plan, folded.stands_for
     if layouts is None:
         tokens = _Tokens()
-        states = {part.rank: dict.fromkeys(slot.name for slot in part.slots) for part in plan.ranks}
-        return _replayed(plan, tokens, Interpreter(plan, tokens, states, {}))
-    typed = TypedValues(plan, layouts)
-    return _replayed(plan, typed, Interpreter(plan, typed, typed.states, typed.fed))
+        states = {part.rank: dict.fromkeys(slot.name for slot in part.slots) for part in few.ranks}
+        return _replayed(plan, folded, tokens, Interpreter(few, tokens, states, {}, stands_for))
+    typed = TypedValues(few, layouts)
+    replay = Interpreter(few, typed, typed.states, typed.fed, stands_for)
+    return _replayed(plan, folded, typed, replay)
 
 
 def _replayed(
-    plan: PhysicalPlan, domain: CountedFillings[V], replay: Interpreter[V]
+    plan: PhysicalPlan, folded: Folded, domain: CountedFillings[V], replay: Interpreter[V]
 ) -> CheckReport:
-    """Replay a step, and return what it showed.
+    """Replay a step of a folded plan, and return what it showed of the whole one.
 
     Raises:
         PlanError: it comes to a stand, or a state is overwritten too early.
@@ -157,13 +166,28 @@ def _replayed(
             where=_cycle(replay),
             todo=quotas_to_raise(plan),
         )
-    verify_overwriting(plan, domain.firings)
-    return CheckReport(num_firings=len(domain.firings), occupancy=domain.occupancy, plan=plan)
+    verify_overwriting(plan, folded, domain.firings)
+    return CheckReport(
+        num_firings=sum(len(folded.members[rank]) for rank, _ in domain.firings),
+        occupancy={
+            (member, register): live
+            for (rank, register), live in domain.occupancy.items()
+            for member in folded.members[rank]
+        },
+        plan=plan,
+    )
 
 
-def _check_actor(partners: _Partners, part: RankPlan, slots: set[str], actor: Actor) -> None:
-    """Check that what an actor takes is there, once, and that its partners are."""
-    plan = partners.plan
+def _check_rank(plan: PhysicalPlan, part: RankPlan) -> None:
+    slots = {slot.name for slot in part.slots}
+    for actor in part.actors:
+        _check_actor(part, slots, actor)
+    for register in part.registers:
+        _check_register(plan, part, register)
+
+
+def _check_actor(part: RankPlan, slots: set[str], actor: Actor) -> None:
+    """Check that what an actor takes is there, once."""
     where = f"actor {actor.name!r} of rank {part.rank}"
     filled = [
         key
@@ -179,15 +203,18 @@ def _check_actor(partners: _Partners, part: RankPlan, slots: set[str], actor: Ac
                 where=where,
                 accepted="one register for each input, a slot for each state, batch part or scalar",
             )
-    if not isinstance(actor, BoxingActor):
-        return
+
+
+def _check_partners(partners: _Partners, rank: int, actor: BoxingActor) -> None:
+    """Check that those are there with whom a boxing actor does its step."""
+    plan, where = partners.plan, f"actor {actor.name!r} of rank {rank}"
     if actor.step not in range(len(plan.steps)):
         raise PlanError(
             f"there is no boxing step {actor.step}",
             where=where,
             accepted=f"0 .. {len(plan.steps) - 1}",
         )
-    gone = partners.missing(part.rank, actor)
+    gone = partners.missing(rank, actor)
     if gone:
         raise PlanError(
             f"nothing of this boxing step is planned on the ranks {gone}",
@@ -213,6 +240,8 @@ class _Partners:
             for index, step in enumerate(plan.steps)
             if step.kind is StepKind.TRANSFER
         }
+        #: Collectives whose whole group is there, as one of its ranks has found.
+        self._there: set[ActorId] = set()
 
     def missing(self, rank: int, actor: BoxingActor) -> list[int]:
         """Return the ranks on which no actor does the other part of a boxing actor's step.
@@ -228,8 +257,13 @@ class _Partners:
         ):
             return [rank]
         if isinstance(actor, Collective):
+            if (rank, actor.name) in self._there:
+                return []
             group = step.group(rank)
-            return [r for r in group if not self._does((r, actor.name), actor, Collective)]
+            gone = [r for r in group if not self._does((r, actor.name), actor, Collective)]
+            if not gone:
+                self._there.update((r, actor.name) for r in group)
+            return gone
         if rank not in (step.source if isinstance(actor, Send) else step.target)[0]:
             return [rank]
         receivers, senders = self._transfers[actor.step]
@@ -304,7 +338,12 @@ def _check_carried(part: RankPlan, register: Register) -> None:
 
 
 def _check_orders(plan: PhysicalPlan) -> None:
+    seen: set[tuple[int, int]] = set()
     for part in plan.ranks:
+        # Ranks of one class share them.
+        if (id(part.actors), id(part.orders)) in seen:
+            continue
+        seen.add((id(part.actors), id(part.orders)))
         listed: dict[str, int] = defaultdict(int)
         for thread, order in part.orders.items():
             for name, index in order:

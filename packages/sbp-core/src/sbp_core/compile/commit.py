@@ -56,13 +56,17 @@ def insert_commit(plan: PhysicalPlan, thread: str, cluster: Cluster | None = Non
         return plan
     after = downstream(successors(plan), {actor.name for actor in actors if actor.in_place})
     time_s = boxing_step_time_s(step, cluster or Cluster.nominal(1 + max(plan.by_rank)))
-    return replace(
-        plan,
-        steps=(*plan.steps, step),
-        ranks=tuple(
-            _with_commit(part, after, len(plan.steps), plan, thread, time_s) for part in plan.ranks
-        ),
-    )
+    # Ranks that share their actors and registers go on to do so.
+    known: dict[object, RankPlan] = {}
+    ranks = []
+    for part in plan.ranks:
+        stage = next(i for i, placement in enumerate(plan.stages) if part.rank in placement)
+        what = id(part.actors), id(part.registers), stage
+        if what not in known:
+            known[what] = _with_commit(part, after, len(plan.steps), plan, stage, thread, time_s)
+        like = known[what]
+        ranks.append(replace(part, actors=like.actors, registers=like.registers))
+    return replace(plan, steps=(*plan.steps, step), ranks=tuple(ranks))
 
 
 def commit_step(stages: Sequence[Placement]) -> BoxingStep | None:
@@ -80,10 +84,10 @@ def _with_commit(
     after: set[str],
     step: int,
     plan: PhysicalPlan,
+    stage: int,
     thread: str,
     time_s: float,
 ) -> RankPlan:
-    stage = next(i for i, placement in enumerate(plan.stages) if part.rank in placement)
     one = Instruction(
         op=FULL,
         args=(_SHAPE, 1.0),

@@ -55,16 +55,14 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
         # What is no update after all may be done before the commit, with all that follows on it.
         writers = {state: names for state, names in writers.items() if state not in late}
     rewriting = Overwriting(plan_memory.of_keys)
-    return replace(
-        plan,
-        ranks=tuple(
-            replace(
-                part,
-                actors=tuple(_overwriting(actor, writers, rewriting) for actor in part.actors),
-            )
-            for part in plan.ranks
-        ),
-    )
+    # Ranks that share their actors go on to do so.
+    known = {id(part.actors): part.actors for part in plan.ranks}
+    changed = {
+        key: tuple(_overwriting(actor, writers, rewriting) for actor in actors)
+        for key, actors in known.items()
+    }
+    ranks = tuple(replace(part, actors=changed[id(part.actors)]) for part in plan.ranks)
+    return replace(plan, ranks=ranks)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from sbp_core.compile.physical import (
     Register,
     Send,
 )
+from sbp_core.compile.symmetry import Folded
 from sbp_core.graph.ir import Rate
 
 #: A moment of each thread of all ranks.
@@ -71,13 +72,18 @@ class HappensBefore:
 
     Args:
         plan: That comes to its end.
-        firings: All of a step, in any order in which they may happen; those of a collective behind
-            each other.
+        folded: The same, of one rank of each class.
+        firings: All of a step of the folded plan, in any order in which they may happen; those of a
+            collective behind each other.
         wanted: Actors that fire once, whose clocks are kept.
     """
 
     def __init__(
-        self, plan: PhysicalPlan, firings: Iterable[ActorId], wanted: Collection[ActorId]
+        self,
+        plan: PhysicalPlan,
+        folded: Folded,
+        firings: Sequence[ActorId],
+        wanted: Collection[ActorId],
     ) -> None:
         self.plan = plan
         self._clocks: dict[ActorId, Clock] = {}
@@ -107,6 +113,47 @@ class HappensBefore:
             for producer, _ in waits
         }
         self._ends |= {sender: [] for senders in self._hears.values() for sender in senders}
+        met = self._first_meeting(firings, wanted)
+        self._fire_alone(folded, firings[:met])
+        self._fire(folded.unfolded(firings[met:]), wanted)
+
+    def _first_meeting(self, firings: Sequence[ActorId], wanted: Collection[ActorId]) -> int:
+        """Return the place of the first all-reduce of all ranks, if it is before what is wanted.
+
+        Whoever leaves it knows of every rank what that one knew of itself. So nobody needs to know
+        before what others do. To know less is safe: of what is not known nothing is proved.
+        """
+        for place, (rank, name) in enumerate(firings):
+            if (rank, name) in wanted:
+                break
+            actor = self.plan.by_rank[rank].by_name[name]
+            if not isinstance(actor, Collective) or not self._waits_for_all(actor):
+                continue
+            if len(self.plan.steps[actor.step].group(rank)) == len(self.plan.ranks):
+                return place
+        return 0
+
+    def _fire_alone(self, folded: Folded, firings: Iterable[ActorId]) -> None:
+        """Let one rank of each class fire, of which nobody else hears, and the others as it."""
+        for actor_id in firings:
+            actor = self.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
+            clock = self._begin(actor_id, actor, hears=False)
+            self._end(actor_id, actor, clock.others)
+        for rank, members in folded.members.items():
+            part = folded.plan.by_rank[rank]
+            for member in members[1:]:
+                for thread in part.orders:
+                    self._own[member, thread] = self._own[rank, thread].copy()
+                for name in part.by_name:
+                    if (rank, name) in self._began:
+                        self._began[member, name] = self._began[rank, name]
+                        self._index[member, name] = self._index[rank, name]
+                    if (rank, name) in self._ends and (member, name) in self._ends:
+                        self._ends[member, name] = self._ends[rank, name].copy()
+
+    def _fire(self, firings: Iterable[ActorId], wanted: Collection[ActorId]) -> None:
+        """Let all ranks fire."""
+        plan = self.plan
         #: Who has come to a collective for which all wait, and how many are awaited.
         come: list[tuple[ActorId, Actor]] = []
         num_awaited = 0
@@ -154,8 +201,14 @@ class HappensBefore:
             return None
         return self._numbers[rank, takers[0].thread], self._began[rank, takers[0].name]
 
-    def _begin(self, actor_id: ActorId, actor: Actor) -> Clock:
-        """Let an actor wait for what it takes, and begin; return what has been by then."""
+    def _begin(self, actor_id: ActorId, actor: Actor, *, hears: bool = True) -> Clock:
+        """Let an actor wait for what it takes, and begin; return what has been by then.
+
+        Args:
+            actor_id: Among those of all ranks.
+            actor: The same.
+            hears: Whether it knows by messages of other ranks.
+        """
         rank, thread = actor_id[0], (actor_id[0], actor.thread)
         self._index[actor_id] = index = self._index[actor_id] + 1
         own, others = self._own[thread], self._others[thread]
@@ -165,10 +218,10 @@ class HappensBefore:
                 end = self._ends[rank, producer.name][filling]
                 others = _later(others, end.others)
                 own[:] = map(max, own, end.own)
-        for sender in self._hears.get(actor_id, ()):
+        for sender in self._hears.get(actor_id, ()) if hears else ():
             end = self._ends[sender][index]
             others = _later(others, end.others).copy()
-            _note(others, end.first, end.own)
+            _note(others, self._first[sender[0]], end.own)
         self._others[thread] = others
         at = self._numbers[thread] - self._first[rank]
         own[at] += 1  # what the thread did before is over

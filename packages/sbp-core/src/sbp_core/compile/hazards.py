@@ -40,16 +40,18 @@ from sbp_core.compile.physical import (
     Receive,
     Send,
 )
+from sbp_core.compile.symmetry import Folded
 from sbp_core.errors import PlanError
 
 
-def verify_overwriting(plan: PhysicalPlan, firings: Sequence[ActorId]) -> None:
+def verify_overwriting(plan: PhysicalPlan, folded: Folded, firings: Sequence[ActorId]) -> None:
     """Prove that nobody looks at a state when it is overwritten, or expects the old value later.
 
     Args:
         plan: That `plan_spec` accepts, and that comes to its end.
-        firings: All of a step, in an order in which they may happen; those of a collective behind
-            each other.
+        folded: The same, of one rank of each class.
+        firings: All of a step of the folded plan, in an order in which they may happen; those of a
+            collective behind each other.
 
     Raises:
         PlanError: names the actor that overwrites a state, and the one that looks at it.
@@ -59,8 +61,8 @@ def verify_overwriting(plan: PhysicalPlan, firings: Sequence[ActorId]) -> None:
     }
     if not overwriting:
         return
-    lookers = _Lookers(plan, dict.fromkeys(firings))
-    before = HappensBefore(plan, firings, overwriting)
+    lookers = _Lookers(plan, folded.unfolded(list(dict.fromkeys(firings))))
+    before = HappensBefore(plan, folded, firings, overwriting)
     for state in lookers.states.values():
         for memory in state.after.reached():
             for actor_id, what in memory.leaves:

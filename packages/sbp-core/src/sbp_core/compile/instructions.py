@@ -53,6 +53,8 @@ class Instructions:
         self._local: dict[tuple[int, int], LocalProgram] = {}
         self._distinct: dict[str, LocalProgram] = {}
         self._made: dict[tuple[str, int], tuple[Instruction, ...]] = {}
+        #: For some stages, one item of each kind of call there.
+        self._calls: dict[frozenset[int], tuple[Item, ...]] = {}
 
     def of(self, rank: int, item: Item) -> tuple[Instruction, ...]:
         """Return what one rank executes for an op, a local boxing step, a pack or an unpack."""
@@ -61,18 +63,43 @@ class Instructions:
             if key not in self._made:
                 self._made[key] = tuple(self._boxing(item))
             return self._made[key]
-        pattern = self._patterns.get(item.name)
-        if pattern is None:
-            pattern = self._patterns[item.name] = self._pattern(item, item.node)
-        local = self._local.get((pattern.kind, rank))
-        if local is None:
-            local = self._localized(pattern, rank, item, item.node)
+        pattern, local = self._program_of(rank, item, item.node)
         # `_distinct` keeps every program alive, so no id is given twice.
         key = (item.name, id(local))
         if key not in self._made:
             made = named(local, item.outputs, item.node.name, pattern.keys)
             self._made[key] = tuple(made)
         return self._made[key]
+
+    def programs(self, rank: int, stages: frozenset[int]) -> tuple[int, ...]:
+        """Return what is equal for ranks of some stages that execute the same for all items."""
+        if stages not in self._calls:
+            kinds: dict[int, Item] = {}
+            for item in self._program.lowered.items:
+                computes = item.node is not None and (item.is_inside or item.is_apart)
+                if item.node is not None and computes and item.stage in stages:
+                    kinds.setdefault(self._pattern_of(item, item.node).kind, item)
+            self._calls[stages] = tuple(kinds.values())
+        found = []
+        for item in self._calls[stages]:
+            assert item.node is not None
+            # `_distinct` keeps every program alive.
+            found.append(id(self._program_of(rank, item, item.node)[1]))
+        return tuple(found)
+
+    def _pattern_of(self, item: Item, node: Node) -> _Pattern:
+        pattern = self._patterns.get(item.name)
+        if pattern is None:
+            pattern = self._patterns[item.name] = self._pattern(item, node)
+        return pattern
+
+    def _program_of(self, rank: int, item: Item, node: Node) -> tuple[_Pattern, LocalProgram]:
+        """Return what an item calls, and what a rank executes for it."""
+        pattern = self._pattern_of(item, node)
+        local = self._local.get((pattern.kind, rank))
+        if local is None:
+            local = self._localized(pattern, rank, item, node)
+        return pattern, local
 
     def _boxing(self, item: Item) -> Iterator[Instruction]:
         """Yield what is the same on every rank."""

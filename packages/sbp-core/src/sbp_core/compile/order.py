@@ -24,6 +24,7 @@ from sbp_core.compile.physical import (
     RankPlan,
     Send,
 )
+from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.compile.turns import Turns, is_report
 from sbp_core.errors import PlanError
@@ -46,15 +47,23 @@ def order_firings(
     Raises:
         PlanError: the quotas admit no order; names the actors that wait, and larger quotas.
     """
-    return _Scheduler(plan, actions or {}).run()
+    actions = actions or {}
+    folded = fold(plan, {rank: tuple(order) for rank, order in actions.items()})
+    orders = _Scheduler(folded, actions).run()
+    return replace(
+        plan,
+        ranks=tuple(
+            replace(part, orders=orders[folded.stands_for[part.rank]]) for part in plan.ranks
+        ),
+    )
 
 
 class _Scheduler:
     """An event simulation with predicted times; only the order that it finds is kept."""
 
-    def __init__(self, plan: PhysicalPlan, actions: Mapping[int, Sequence[Action]]) -> None:
-        self.plan = plan
-        self.game = TokenGame(plan)
+    def __init__(self, folded: Folded, actions: Mapping[int, Sequence[Action]]) -> None:
+        plan = folded.plan
+        self.game = TokenGame(plan, folded.stands_for)
         self.turns = {
             part.rank: Turns(part, actions.get(part.rank, ()), plan.num_micro_batches)
             for part in plan.ranks
@@ -91,7 +100,12 @@ class _Scheduler:
         self.link_free: dict[int, float] = defaultdict(float)
         self.sequence = 0
 
-    def run(self) -> PhysicalPlan:
+    def run(self) -> Mapping[int, Mapping[str, tuple[tuple[str, int], ...]]]:
+        """Return the orders of the threads of each rank.
+
+        Raises:
+            PlanError: the quotas admit none.
+        """
         while any(self.pending.values()) or self.running:
             self._start_what_can()
             if not self.running:
@@ -108,20 +122,10 @@ class _Scheduler:
             # its neighbours go ahead of others with a better priority.
             while self.running and self.running[0][0] <= self.now:
                 self._finish(*heapq.heappop(self.running)[2:])
-        return replace(
-            self.plan,
-            ranks=tuple(
-                replace(
-                    part,
-                    orders={
-                        name: tuple(order)
-                        for (rank, name), order in sorted(self.orders.items())
-                        if rank == part.rank
-                    },
-                )
-                for part in self.plan.ranks
-            ),
-        )
+        found: dict[int, dict[str, tuple[tuple[str, int], ...]]] = defaultdict(dict)
+        for (rank, name), order in sorted(self.orders.items()):
+            found[rank][name] = tuple(order)
+        return found
 
     def _priority(self, actor_id: ActorId) -> tuple[int, int, int, int]:
         # Forward goes first whenever it has credit. With few credits it runs out of them, and

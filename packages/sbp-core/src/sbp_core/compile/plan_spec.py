@@ -66,6 +66,7 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
     _check_once("ranks", (part.rank for part in plan.ranks), "the plan")
     for index, step in enumerate(plan.steps):
         _check_step(step, f"boxing step {index}")
+    seen: set[tuple[int, int]] = set()
     for part in plan.ranks:
         where = f"rank {part.rank}"
         _check_once("actors", (actor.name for actor in part.actors), where)
@@ -73,6 +74,11 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
         _check_once("slots", (slot.name for slot in part.slots), where)
         for slot in part.slots:
             _check_slot(plan, part, slot)
+        # The rest is equal for ranks that share it.
+        shared = id(part.slots), id(part.actors)
+        if shared in seen:
+            continue
+        seen.add(shared)
         for actor in part.actors:
             where = f"actor {actor.name!r} of rank {part.rank}"
             _check_actor(plan, actor, where)

@@ -24,7 +24,9 @@ from sbp_core.compile.physical import (
     PhysicalPlan,
     RankPlan,
     Receive,
+    Register,
     Send,
+    StateSlot,
 )
 from sbp_core.compile.program import Program
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
@@ -96,7 +98,7 @@ def form_plan(
     program = Program(graph, strategy, lowered, options.cluster)
     thread = boxing_thread(options)
     made = Instructions(program)
-    ranks = tuple(_rank_plan(program, made, rank, thread, options) for rank in strategy.ranks)
+    ranks = tuple(_rank_plans(program, made, thread, options))
     return PhysicalPlan(
         graph_hash=graph_hash(graph),
         planner=strategy.planner,
@@ -109,24 +111,37 @@ def form_plan(
     )
 
 
-def _rank_plan(
-    program: Program,
-    instructions: Instructions,
-    rank: int,
-    boxing_thread: str,
-    options: CompileOptions,
-) -> RankPlan:
-    actors = _Actors(program, instructions, rank, boxing_thread, options.overlap).make()
-    made = list(registers(program, actors))
-    if options.boxing_goes_on:
-        made += prefetch_registers(program, actors, options.prefetch)
-    return RankPlan(
-        rank=rank,
-        slots=tuple(program.slots(rank)),
-        actors=tuple(actors),
-        registers=tuple(made),
-        orders={},
-    )
+def _rank_plans(
+    program: Program, instructions: Instructions, boxing_thread: str, options: CompileOptions
+) -> Iterable[RankPlan]:
+    """Yield the plan of each rank; ranks that do the same share actors and registers.
+
+    A rank's actors follow from its stages, the ends of transfers that it is at, and the programs
+    that it executes: those depend on the sizes of its shards.
+    """
+    steps = [item.step for item in program.lowered.items if item.kind is ItemKind.TRANSFER]
+    ends = [end for step in steps if step is not None for end in (step.source[0], step.target[0])]
+    meshes = [set(mesh.rank_list) for mesh in dict.fromkeys(ends)]
+    known: dict[object, tuple[tuple[Actor, ...], tuple[Register, ...]]] = {}
+    distinct: dict[tuple[StateSlot, ...], tuple[StateSlot, ...]] = {}
+    for rank in program.strategy.ranks:
+        stages = frozenset(program.stages_of(rank))
+        at = tuple(rank in mesh for mesh in meshes)
+        what = stages, at, instructions.programs(rank, stages)
+        if what not in known:
+            actors = _Actors(program, instructions, rank, boxing_thread, options.overlap).make()
+            made = list(registers(program, actors))
+            if options.boxing_goes_on:
+                made += prefetch_registers(program, actors, options.prefetch)
+            known[what] = tuple(actors), tuple(made)
+        slots = tuple(program.slots(rank))
+        yield RankPlan(
+            rank=rank,
+            slots=distinct.setdefault(slots, slots),
+            actors=known[what][0],
+            registers=known[what][1],
+            orders={},
+        )
 
 
 class _Common(TypedDict):

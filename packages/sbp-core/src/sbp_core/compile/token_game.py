@@ -18,8 +18,9 @@ states themselves, with which the step begins.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from sbp_core.compile.physical import (
     Actor,
@@ -45,10 +46,18 @@ class Wait:
 # ready until it starts; this is why any order of firings leads to the same end (Kahn), and why
 # schedulers need to look only at the `neighbours` of what has finished.
 class TokenGame:
-    """The marking of a plan within one step. A firing starts (takes) and finishes (gives)."""
+    """The marking of a plan within one step. A firing starts (takes) and finishes (gives).
 
-    def __init__(self, plan: PhysicalPlan) -> None:
+    Args:
+        plan: The plan.
+        stands_for: Of a folded plan (`symmetry`), which rank each rank is represented by.
+    """
+
+    def __init__(
+        self, plan: PhysicalPlan, stands_for: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
         self.plan = plan
+        self._stands_for = stands_for
         self.started: dict[ActorId, int] = defaultdict(int)
         self.finished: dict[ActorId, int] = defaultdict(int)
         self.sends: dict[ActorId, list[Channel]] = defaultdict(list)
@@ -150,6 +159,8 @@ class TokenGame:
             known = (actor_id,)
             if isinstance(found, Collective):
                 group = self.plan.steps[found.step].group(rank)
-                known = tuple((other, found.name) for other in group)
-            self._partners[actor_id] = known
+                ranks = dict.fromkeys(self._stands_for.get(other, other) for other in group)
+                known = tuple((other, found.name) for other in ranks)
+            # One object for the whole group.
+            self._partners |= dict.fromkeys(known, known)
         return known

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic
 
 from sbp_core.compile.physical import (
@@ -78,6 +79,7 @@ class Interpreter(Generic[V]):
         domain: What values are.
         states: By rank, the states by name.
         fed: By rank, for each micro-batch, its parts of the batch and scalars by name.
+        stands_for: Of a folded plan, which rank each rank is represented by.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class Interpreter(Generic[V]):
         domain: Domain[V],
         states: Mapping[int, Mapping[str, V]],
         fed: Mapping[int, Sequence[Mapping[str, V]]],
+        stands_for: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.plan, self.domain, self.states, self.fed = plan, domain, states, fed
-        self.game = TokenGame(plan)
+        self.game = TokenGame(plan, stands_for)
         self.firings = Firings(plan, self.game)
         self.at: Firing[Actor] | None = None
         #: By rank, register and consumer, so that each takes them in turn.

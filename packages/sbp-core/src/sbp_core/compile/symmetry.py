@@ -1,0 +1,252 @@
+"""Ranks that do the same: a plan folded to one rank of each class.
+
+    ranks   0 1 2 3 | 4 5 6 7        two stages, in each four ranks that split a batch
+    folded  0       | 4              one of each; `stands_for` says of every rank which
+
+Two ranks are of one class if
+
+    content     their slots, actors, registers and orders are equal
+    groups      for each collective of theirs, the classes of the ranks of the group are the same
+    links       for each send and receive of theirs, the classes of the other ends are the same
+
+This is the coarsest equitable partition: it begins with ranks of equal content, and parts ranks
+whose neighbours differ until none do. Nothing is assumed of where a plan comes from.
+
+Why one rank of a class tells of all: let the ranks of a class fire in step, each actor when the
+folded plan fires it. Then before each firing the counts of firings are equal all over a class, and
+what a rank waits for (fillings of its own registers, messages and credits of some classes, a group
+of some classes) is there for all of the class if it is there for one. So each firing order of the
+folded plan is one of the whole plan, with the same counts. In a marked graph one order that comes
+to its end proves that all do (Kahn). And if the folded plan stops, so does the whole one.
+
+It does not tell when a rank knows of another one of its class: see `happens_before`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from sbp_core.boxing.slices import Bounds, bounds_of, local_transition
+from sbp_core.boxing.step import BoxingStep, StepKind
+from sbp_core.compile.physical import (
+    Actor,
+    ActorId,
+    Channel,
+    Collective,
+    PhysicalPlan,
+    Register,
+    StateSlot,
+)
+from sbp_core.sbp import Partial
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A plan of one rank of each class.
+
+    Args:
+        plan: Of the first rank of each class. Its boxing steps and stages are those of all ranks.
+        stands_for: For each rank, the one that it is represented by.
+        members: For each rank that represents a class, the ranks of the class, ascending.
+    """
+
+    plan: PhysicalPlan
+    stands_for: Mapping[int, int]
+    members: Mapping[int, tuple[int, ...]]
+
+    def unfolded(self, firings: Sequence[ActorId]) -> Iterator[ActorId]:
+        """Yield the firings of all ranks, in an order in which they may happen.
+
+        Args:
+            firings: Of the folded plan, in such an order; those of a collective behind each other.
+                So are the ones that are returned, group by group.
+        """
+        awaited: set[int] = set()
+        for rank, name in firings:
+            actor = self.plan.by_rank[rank].by_name[name]
+            if not isinstance(actor, Collective):
+                yield from ((member, name) for member in self.members[rank])
+                continue
+            if not awaited:
+                # The first of a collective brings all of the classes that fire together.
+                group = self.plan.steps[actor.step].group
+                awaited = {self.stands_for[other] for other in group(rank)}
+                met: set[int] = set()
+                for one in awaited:
+                    for member in self.members[one]:
+                        if member not in met:
+                            met.update(group(member))
+                            yield from ((other, name) for other in group(member))
+            awaited.discard(rank)
+
+
+def fold(plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None) -> Folded:
+    """Return a plan folded to one rank of each class.
+
+    Args:
+        plan: Whose boxing actors have their partners.
+        marks: By rank, what else must be equal for ranks to be of one class.
+    """
+    classes = _by_content(plan, marks or {})
+    neighbours = _Neighbours(plan)
+    num_classes = len(set(classes.values()))
+    while num_classes < len(classes):
+        classes = _numbered(
+            (rank, (number, *neighbours.of(rank, classes))) for rank, number in classes.items()
+        )
+        before, num_classes = num_classes, len(set(classes.values()))
+        if num_classes == before:
+            break
+    members: dict[int, list[int]] = defaultdict(list)
+    for rank, number in sorted(classes.items()):
+        members[number].append(rank)
+    stands_for = {rank: ranks[0] for ranks in members.values() for rank in ranks}
+    return Folded(
+        plan=replace(
+            plan,
+            ranks=tuple(part for part in plan.ranks if stands_for[part.rank] == part.rank),
+            links=tuple(_folded_links(plan.links, stands_for)),
+        ),
+        stands_for=stands_for,
+        members={ranks[0]: tuple(ranks) for ranks in members.values()},
+    )
+
+
+def shard_shapes(steps: Iterable[BoxingStep]) -> Mapping[int, Hashable]:
+    """Return for each rank the shapes of its shards before and after all boxing steps.
+
+    Of a local step also that of the slice which it has of both, and whether it is the rank that
+    keeps its values as the one addend: what a rank keeps, cuts or fills up lies in other ways.
+    """
+    found: dict[int, list[Hashable]] = defaultdict(list)
+    for step in dict.fromkeys(steps):
+        ends = [bounds_of(step.shape, *end) for end in (step.source, step.target)]
+        for number, end in enumerate(ends):
+            for rank, bounds in end.items():
+                found[rank].append((number, _extents(bounds)))
+        if step.kind is StepKind.LOCAL:
+            (placement, _), (axis,) = step.source, step.axes
+            for rank, at in placement.coordinates():
+                keeps = isinstance(step.target[1][axis], Partial) and not at[axis]
+                found[rank].append((keeps, _extents(local_transition(step, rank)[0])))
+    return {rank: tuple(shapes) for rank, shapes in found.items()}
+
+
+def _extents(bounds: Bounds) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in bounds)
+
+
+def _numbered(keys: Iterable[tuple[int, Hashable]]) -> dict[int, int]:
+    """Return a number for each rank, the same for equal keys."""
+    numbers: dict[Hashable, int] = {}
+    return {rank: numbers.setdefault(key, len(numbers)) for rank, key in keys}
+
+
+def _folded_links(links: Iterable[Channel], stands_for: Mapping[int, int]) -> Iterator[Channel]:
+    """Yield one link for all between the same actors of two classes, of the least quota."""
+    found: dict[tuple[ActorId, ActorId], Channel] = {}
+    for link in links:
+        sender = stands_for[link.sender[0]], link.sender[1]
+        receiver = stands_for[link.receiver[0]], link.receiver[1]
+        known = found.get((sender, receiver))
+        if known is None:
+            found[sender, receiver] = replace(link, sender=sender, receiver=receiver)
+        elif link.quota < known.quota:
+            found[sender, receiver] = replace(known, quota=link.quota)
+    yield from found.values()
+
+
+class _Equal(Generic[_T]):
+    """Numbers for values, the same for equal ones; an object is looked at once.
+
+    Args:
+        sketch: Makes something hashable of a value that is the same for equal ones.
+    """
+
+    def __init__(self, sketch: Callable[[_T], Hashable]) -> None:
+        self._sketch = sketch
+        self._by_id: dict[int, int] = {}
+        self._alike: dict[Hashable, list[tuple[_T, int]]] = defaultdict(list)
+
+    def number(self, value: _T) -> int:
+        """Return the number of a value, which somebody keeps alive."""
+        number = self._by_id.get(id(value))
+        if number is None:
+            alike = self._alike[self._sketch(value)]
+            number = next((n for other, n in alike if other == value), None)
+            if number is None:
+                number = len(self._by_id)
+                alike.append((value, number))
+            self._by_id[id(value)] = number
+        return number
+
+
+def _by_content(plan: PhysicalPlan, marks: Mapping[int, Hashable]) -> dict[int, int]:
+    """Return a number for each rank, the same for those with equal slots, actors and so on."""
+    slots = _Equal[tuple[StateSlot, ...]](lambda value: value)
+    registers = _Equal[tuple[Register, ...]](lambda value: value)
+    # Instructions are not hashable; ranks whose actors are named and timed alike are compared.
+    actors = _Equal[tuple[Actor, ...]](lambda value: tuple((a.name, a.time_s) for a in value))
+    orders = _Equal[Mapping[str, tuple[tuple[str, int], ...]]](
+        lambda value: frozenset(value.items())
+    )
+    return _numbered(
+        (
+            part.rank,
+            (
+                marks.get(part.rank),
+                slots.number(part.slots),
+                actors.number(part.actors),
+                registers.number(part.registers),
+                orders.number(part.orders),
+            ),
+        )
+        for part in plan.ranks
+    )
+
+
+class _Neighbours:
+    """Whom the actors of each rank meet on other ranks."""
+
+    def __init__(self, plan: PhysicalPlan) -> None:
+        self._links: dict[int, list[tuple[bool, str, int, ActorId]]] = defaultdict(list)
+        for link in plan.links:
+            (sender, sends), (receiver, receives) = link.sender, link.receiver
+            self._links[sender].append((True, sends, link.quota, link.receiver))
+            self._links[receiver].append((False, receives, link.quota, link.sender))
+        #: By mesh and axes, the group of each rank; of each rank, those that its collectives have.
+        self._groups: list[Mapping[int, tuple[int, ...]]] = []
+        self._collectives: dict[int, Sequence[int]] = {}
+        known: dict[object, int] = {}
+        of_actors: dict[int, Sequence[int]] = {}
+        of_step: dict[int, int] = {}
+        for part in plan.ranks:
+            if id(part.actors) not in of_actors:
+                used = {actor.step for actor in part.actors if isinstance(actor, Collective)}
+                for index in used - of_step.keys():
+                    step = plan.steps[index]
+                    what = step.source[0], step.axes
+                    if what not in known:
+                        known[what] = len(known)
+                        groups = step.source[0].groups(*step.axes)
+                        self._groups.append({rank: group for group in groups for rank in group})
+                    of_step[index] = known[what]
+                of_actors[id(part.actors)] = sorted({of_step[index] for index in used})
+            self._collectives[part.rank] = of_actors[id(part.actors)]
+
+    def of(self, rank: int, classes: Mapping[int, int]) -> tuple[Hashable, Hashable]:
+        """Return the classes of the ranks that a rank meets, by collectives and by links."""
+        groups = tuple(
+            frozenset(classes[other] for other in self._groups[number][rank])
+            for number in self._collectives[rank]
+        )
+        links = frozenset(
+            (is_send, name, quota, classes[other], actor)
+            for is_send, name, quota, (other, actor) in self._links[rank]
+        )
+        return groups, links
