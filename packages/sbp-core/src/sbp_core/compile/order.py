@@ -49,7 +49,7 @@ def order_firings(
     """
     actions = actions or {}
     folded = fold(plan, {rank: tuple(order) for rank, order in actions.items()})
-    orders = _Scheduler(folded, actions).run()
+    orders = _Scheduler(plan, folded, actions).run()
     return replace(
         plan,
         ranks=tuple(
@@ -61,8 +61,10 @@ def order_firings(
 class _Scheduler:
     """An event simulation with predicted times; only the order that it finds is kept."""
 
-    def __init__(self, folded: Folded, actions: Mapping[int, Sequence[Action]]) -> None:
-        plan = folded.plan
+    def __init__(
+        self, whole: PhysicalPlan, folded: Folded, actions: Mapping[int, Sequence[Action]]
+    ) -> None:
+        self.whole, plan = whole, folded.plan
         self.game = TokenGame(plan, folded.stands_for)
         self.turns = {
             part.rank: Turns(part, actions.get(part.rank, ()), plan.num_micro_batches)
@@ -111,7 +113,7 @@ class _Scheduler:
             if not self.running:
                 self._start_out_of_turn()
             if not self.running:
-                cycle, todo = waits_without_order(self.plan)
+                cycle, todo = waits_without_order(self.whole)
                 raise PlanError(
                     "the quotas admit no firing order",
                     where=cycle or self._stuck(),
