@@ -5,11 +5,13 @@ import pytest
 import yaml
 from plan_requests import assert_legal, collectives, request
 
-from sbp_core.errors import ConfigError
+from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import conversions
 from sbp_core.plugins import merge_settings
 from sbp_core.sbp import B, NdSbp, S
+from sbp_core.simulate import simulate
 from sbp_core.testing.graphs import mlp
 from sbp_planner.configs import ManualConfig
 from sbp_planner.manual import build
@@ -162,6 +164,31 @@ def test_a_schedule_of_chunks_gives_each_position_several_stages():
     assert [stage.rank_list for stage in strategy.stages] == [(0,), (1,), (0,), (1,)]
     assert strategy.orders[1].startswith("1F0 1F1 3F0 3B0")
     assert strategy.report["pipeline"] == "interleaved"
+
+
+def test_auto_takes_the_fastest_schedule_that_fits_and_says_what_it_tried():
+    graph = mlp((64,) * 9, batch=64, num_micro_batches=4)
+    asked = replace(request((2,), ("pipe",)), graph=graph)
+
+    found = preset("pipeline", pipeline="auto").plan(asked)
+
+    options = CompileOptions(cluster=asked.cluster)
+    steps = {}
+    for name in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
+        named = preset("pipeline", pipeline=name).plan(asked)
+        steps[name] = simulate(compile_plan(graph, named, options)).step_s
+    assert simulate(compile_plan(graph, found, options)).step_s <= 1.001 * min(steps.values())
+    *_, told = found.report["explanation"]
+    assert f"the fastest of what fits is {found.report['pipeline']}" in told
+
+
+def test_auto_says_what_each_schedule_would_need_if_none_fits():
+    asked = request((2,), ("pipe",))
+    device = replace(asked.cluster.device, memory_bytes=1000)
+    asked = replace(asked, cluster=replace(asked.cluster, device=device))
+
+    with pytest.raises(PlanError, match="no schedule of the pipeline fits"):
+        preset("pipeline", pipeline="auto").plan(asked)
 
 
 def test_a_schedule_that_does_not_end_its_steps_is_refused():

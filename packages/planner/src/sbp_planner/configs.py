@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: Mesh axes that presets know, in the order in which a mesh has them.
 AXES = ("pipe", "data", "tensor")
 
+#: As `pipeline`: the fastest schedule that fits.
+AUTO = "auto"
+
 #: Where runs leave their folders, unless told otherwise.
 RUNS = "runs"
 
@@ -101,7 +104,8 @@ class ManualConfig:
     Args:
         pins: Pattern -> SBP, in the order in which they apply; see `sbp_core.infer.pins`.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
-        pipeline: The schedule of several stages; see `sbp_core.pipeline`.
+        pipeline: The schedule of several stages, by its name in `sbp_core.pipeline`, or `auto` for
+            the fastest that fits.
         chunks: How many stages each position of the axis `pipe` holds; None for as many as the
             schedule needs.
         stage_ranks: Instead of an axis `pipe`, how many positions of the first axis of the mesh
@@ -203,8 +207,8 @@ def _check_stages(
     Raises:
         ConfigError: so it does.
     """
-    if pipeline not in SCHEDULES:
-        raise ConfigError(f"pipeline={pipeline!r}", accepted=nearest(pipeline, SCHEDULES))
+    if pipeline not in (*SCHEDULES, AUTO):
+        raise ConfigError(f"pipeline={pipeline!r}", accepted=nearest(pipeline, (*SCHEDULES, AUTO)))
     if chunks is not None and chunks < 1:
         raise ConfigError(f"chunks={chunks}", accepted="1 or more, or null")
     for stage, patterns in enumerate(stage_patterns):

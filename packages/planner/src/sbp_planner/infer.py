@@ -15,12 +15,13 @@ from math import inf
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.infer import PinValue, infer_strategy, pipelined
+from sbp_core.infer import PinValue, Pipelined, infer_strategy
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.configs import InferConfig
+from sbp_planner.schedules import with_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +67,18 @@ class InferPlanner:
         return replace(made[best], report={**made[best].report, **report})
 
     def _infer(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
-        config = self.config
-        stages = pipelined(
-            request.mesh,
-            config.pipeline,
-            request.graph.num_micro_batches,
-            config.chunks,
-            config.stage_ranks,
-        )
-        return infer_strategy(
-            request,
-            planner="infer",
-            pins=pins,
-            stage_patterns=config.stage_patterns,
-            stages=stages.stages,
-            in_flight=stages.in_flight,
-            orders=stages.orders,
-            report={"pipeline": stages.name} if len(stages.stages) > 1 else {},
-        )
+        def infer(stages: Pipelined) -> Strategy:
+            return infer_strategy(
+                request,
+                planner="infer",
+                pins=pins,
+                stage_patterns=self.config.stage_patterns,
+                stages=stages.stages,
+                in_flight=stages.in_flight,
+                orders=stages.orders,
+            )
+
+        return with_schedule(request, self.config, infer)
 
 
 def build(config: InferConfig) -> InferPlanner:

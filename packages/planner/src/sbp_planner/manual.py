@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.infer import PINS, infer_strategy, pipelined
+from sbp_core.infer import PINS, Pipelined, infer_strategy
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig, check_axes, fit_any
+from sbp_planner.schedules import with_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +32,20 @@ class ManualPlanner:
         mesh, fits = request.mesh, self.config.fits
         check_axes(self.config.needed_axes, mesh.mesh_shape, mesh.axes)
         config = self.config
-        stages = pipelined(
-            mesh,
-            config.pipeline,
-            request.graph.num_micro_batches,
-            config.chunks,
-            config.stage_ranks,
-        )
-        try:
+
+        def infer(stages: Pipelined) -> Strategy:
             return infer_strategy(
                 request,
                 planner="manual",
-                pins=self.config.pins,
+                pins=config.pins,
                 stage_patterns=config.stage_patterns,
                 stages=stages.stages,
                 in_flight=stages.in_flight,
                 orders=stages.orders,
-                report={"pipeline": stages.name} if len(stages.stages) > 1 else {},
             )
+
+        try:
+            return with_schedule(request, config, infer)
         except (ConfigError, PlanError) as error:
             if PINS not in error.where:
                 raise
