@@ -56,7 +56,10 @@ def terminal_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
         for lane, row in zip(timeline.lanes, rows, strict=True):
             name = lane.name if cell_len(lane.name) <= margin else f"{lane.name[: margin - 1]}…"
             lines.append(Text(f"{name:<{margin}} │") + row[first:last])
-    return [*lines, _legend(looks, coloured=coloured)]
+    legend = _legend(looks, coloured=coloured)
+    if any(bar.chunk for bar in bars):
+        legend.append("  paler: further chunks" if coloured else "  lower case: further chunks")
+    return [*lines, legend]
 
 
 def _scale(bars: Sequence[Bar], end_s: float, columns: int, *, named: bool) -> tuple[float, int]:
@@ -87,7 +90,8 @@ def _row(
         if last <= first:
             continue
         row.append(" " * (first - len(row)))
-        label = bar.label if coloured else f"{bar.kind[:1]}{bar.label}"
+        sign = bar.kind[:1].lower() if bar.chunk else bar.kind[:1]
+        label = bar.label if coloured else f"{sign}{bar.label}"
         fill = " " if coloured else "·"
         label = label if cell_len(label) <= last - first else label[: last - first]
         look = faded(looks[bar.kind], bar.chunk)
