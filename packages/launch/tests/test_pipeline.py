@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 from test_rows import found_plan, wide
 
+from sbp_core.memory import predict_memory
 from sbp_core.simulate import simulate
 from sbp_launch.planning.pipeline import pipeline_lines
+from sbp_launch.planning.report import memory_lines
 
 
 def lines_of(found):
@@ -69,3 +71,27 @@ def test_a_pipeline_of_one_micro_batch_says_how_to_use_all_stages():
     *_, bubble = lines_of(wide("even", axes=("pipe",)))
 
     assert "raise trainer.micro_batches" in bubble
+
+
+def test_a_schedule_with_orders_is_called_by_its_name_and_compared_with_no_formula():
+    found = found_plan("pipeline")
+    orders = ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
+    strategy = replace(found.strategy, orders=orders, report={"pipeline": "zbv"})
+
+    first, *_, bubble = pipeline_lines(found.plan, strategy, found.module_rows)
+
+    assert first.endswith("schedule zbv")
+    assert "(p - 1)" not in bubble
+
+
+def test_the_memory_of_ranks_with_several_stages_is_said_once():
+    plan = found_plan("pipeline").plan
+    chunks = replace(plan, stages=plan.stages * 2)
+
+    lines = memory_lines(chunks, predict_memory(plan))
+
+    heads = [line for line in lines if line.startswith("memory")]
+    assert [line.partition(" at")[0] for line in heads] == [
+        "memory of a rank of stages 0 and 2",
+        "memory of a rank of stages 1 and 3",
+    ]

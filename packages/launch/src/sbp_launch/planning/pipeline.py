@@ -46,10 +46,9 @@ def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[Module
     equal = (count - 1) / (micro_batches + count - 1)
     sizes = [stage.size for stage in plan.stages]
     idle = 1 - sum(b * size for b, size in zip(busy, sizes, strict=True)) / sum(sizes)
-    bubble = (
-        f"  bubble: ranks wait {idle:.0%} of the predicted step; (p - 1)/(m + p - 1) = {equal:.0%} "
-        "if stages were equal"
-    )
+    bubble = f"  bubble: ranks wait {idle:.0%} of the predicted step"
+    if not strategy.orders:
+        bubble += f"; (p - 1)/(m + p - 1) = {equal:.0%} if stages were equal"
     if micro_batches == 1:
         bubble += "; raise trainer.micro_batches, so that stages work at the same time"
     return [*lines, bubble]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -40,7 +40,9 @@ def crowding(num_ranks: int, cores: int) -> list[str]:
 
 
 def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
-    """Return for each stage what the rank holds at its peak that needs most.
+    """Return what the rank holds at its peak that needs most, of each set of ranks.
+
+    A set are the ranks of one stage, or of several that lie on the same ranks.
 
     Args:
         plan: Whose memory it is.
@@ -50,14 +52,19 @@ def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
         return [f"memory is not known, so no limit was checked: {memory}"]
     found = memory.ranks
     lines = []
+    stages_on: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, stage in enumerate(plan.stages):
-        worst = max((found[rank] for rank in stage.rank_list), key=lambda rank: rank.peak)
+        stages_on[stage.rank_list].append(index)
+    for ranks, stages in stages_on.items():
+        worst = max((found[rank] for rank in ranks), key=lambda rank: rank.peak)
         kinds = sorted(worst.kinds.items(), key=lambda entry: -entry[1])
         parts = [(kind.value, n) for kind, n in kinds if n >= _LEAST_SHARE * worst.peak]
         if rest := worst.peak - sum(size for _, size in parts):
             parts.append(("other", rest))
         text = " + ".join(f"{format_bytes(size)} {name}" for name, size in parts)
-        of = f"a rank of stage {index}" if len(plan.stages) > 1 else "a rank"
+        of = "a rank"
+        if len(plan.stages) > 1:
+            of += f" of stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
         lines.append(f"memory of {of} at its peak: {format_bytes(worst.peak)}")
         lines.append(f"  = {text}")
     return lines
