@@ -95,6 +95,22 @@ def a_learned_factor(model: Tagger, batch: Batch) -> Tensor:
     return entropy(model, batch) * model.scale.bias.exp().sum()
 
 
+def of_chosen_places(model: Tagger, batch: Batch) -> Tensor:
+    losses, mask = of_places(model, batch), mask_of(batch)
+    return torch.where(mask > 0, losses, torch.zeros_like(losses)).sum() / mask.sum()
+
+
+def weights_twice(model: Tagger, batch: Batch) -> Tensor:
+    weights = mask_of(batch) / mask_of(batch).sum()
+    return (of_places(model, batch) * weights * weights).sum()
+
+
+def behind_zeros(model: Tagger, batch: Batch) -> Tensor:
+    first = torch.zeros(len(batch["x"]), 1, 8, dtype=torch.float64)
+    states = torch.cat([first, model.trunk(batch["x"])[:, :-1]], 1)
+    return F.cross_entropy(model.head(states).flatten(0, 1), batch["y"].flatten())
+
+
 def with_metrics(model: Tagger, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     loss, valid = entropy(model, batch), batch["y"] != IGNORED
     right = (model(batch["x"]).argmax(-1) == batch["y"]) & valid
@@ -117,6 +133,9 @@ RATIOS: Mapping[str, Loss] = {
     "two terms of one mask": two_of_one_mask,
     "two passes": two_passes,
     "a learned factor": a_learned_factor,
+    "chosen places": of_chosen_places,
+    "normed weights twice": weights_twice,
+    "states that begin with zeros": behind_zeros,
     "metrics": with_metrics,
 }
 
@@ -298,6 +317,15 @@ def clipped_on_the_way(model: Tagger, batch: Batch) -> Tensor:
     return F.cross_entropy(model.head(found).flatten(0, 1), batch["y"].flatten())
 
 
+def centred(model: Tagger, batch: Batch) -> Tensor:
+    losses = of_places(model, batch)
+    return (losses - losses.mean()).square().mean()
+
+
+def later_samples_more(model: Tagger, batch: Batch) -> Tensor:
+    return (of_places(model, batch).sum(1) * torch.arange(len(batch["x"]))).mean()
+
+
 REFUSED: Mapping[str, tuple[Loss, str, str]] = {
     "samples are compared": (contrast, "samples meet each other", "aten.mm.default"),
     "a root of a mean": (of_the_root, "not linear in what it sums up", "aten.sqrt.default"),
@@ -305,6 +333,8 @@ REFUSED: Mapping[str, tuple[Loss, str, str]] = {
     "two masks": (of_two_masks, "divided by different sums over the batch meet", "mul.Tensor"),
     "a number of Python": (over_a_number, "multiplied by a number", "aten.div.Tensor"),
     "a sum and a mean": (a_sum_and_a_mean, "adds a sum over the samples", "aten.mean"),
+    "samples of which the mean is taken away": (centred, "samples meet", "aten.sub.Tensor"),
+    "numbers of samples": (later_samples_more, "samples meet", "aten.mul.Tensor"),
     "a hook that is not linear": (clipped_on_the_way, "is not linear in them", "aten.clamp"),
 }
 
@@ -323,6 +353,21 @@ def test_what_is_not_of_the_whole_batch_is_refused_with_its_line(name):
     assert "trainer.loss=mean_of_micro_batches" in text
     assert prepare_step(graph, 2).num_micro_batches == 2
     assert prepare_step(graph, 1, loss=WHOLE).num_micro_batches == 1
+
+
+def test_a_sum_over_micro_batches_of_one_sample_may_have_been_divided_by_one():
+    graph = captured(over_a_number, 1)
+
+    with pytest.raises(GraphError, match="may be the size of a micro-batch"):
+        prepare_step(graph, 2, loss=WHOLE)
+
+
+def test_counts_are_accumulated_as_integers():
+    graph = prepare_step(captured(with_metrics, 2), 2, loss=WHOLE)
+
+    sums = [node for node in graph.nodes if node.op == "sbp.accumulate"]
+    counts = [n.args[1] for n in sums if graph.tensor(n.outputs[0]).dtype == "int64"]
+    assert counts and all(isinstance(how, int) for how in counts)
 
 
 def test_batch_normalisation_is_of_each_micro_batch():

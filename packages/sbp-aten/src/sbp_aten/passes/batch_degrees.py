@@ -25,6 +25,9 @@ _DIVISORS = {
 
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
+#: Operators that fill a tensor with a number, and where they take it.
+_FILLS = {"full": 1, "full_like": 1, "scalar_tensor": 0}
+
 #: By value: the power of each sum that something is proportional to, without zeros.
 Degree = Mapping[str, int]
 
@@ -137,7 +140,8 @@ class Degrees:
         node = self.graph.producers.get(value)
         if node is None:
             return False
-        return node.kind in _ZEROS or (node.kind == "full" and node.args[1] == 0)
+        number = _FILLS.get(node.kind)
+        return node.kind in _ZEROS or (number is not None and node.args[number] == 0)
 
 
 def _counted(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:

@@ -165,8 +165,11 @@ def _of_node(graph: LogicalGraph, node: Node, meanings: Mapping[str, Meaning]) -
 
 
 def _is_trained(graph: LogicalGraph, node: Node, value: str, given: Sequence[Meaning]) -> bool:
-    """Whether a value depends on a parameter in a way that gradients follow."""
-    if node.kind == "detach" or not graph.tensor(value).dtype.startswith(_DIFFERENTIABLE):
+    """Whether a value may depend on a parameter in a way that gradients follow.
+
+    A graph does not say what was detached: that counts as trained, too.
+    """
+    if not graph.tensor(value).dtype.startswith(_DIFFERENTIABLE):
         return False
     if node.kind in TOTAL_WEIGHTS and value == node.outputs[1]:
         given = given[1:]  # the targets and weights of classes, and not the scores
@@ -176,7 +179,7 @@ def _is_trained(graph: LogicalGraph, node: Node, value: str, given: Sequence[Mea
 def _of_samples(graph: LogicalGraph, node: Node, given: Sequence[Meaning]) -> list[Meaning]:
     """Return the meanings of what is made of samples, and of constants beside them.
 
-    A constant may be cut like samples: `arange(batch_size)` is longer for the whole batch. What the
+    A constant may be cut like samples: `zeros(batch_size)` is longer for the whole batch. What the
     batch sums up to, such as a number of tokens, is a constant there if no parameter is behind it;
     else every sample would depend on all others.
     """
@@ -186,7 +189,11 @@ def _of_samples(graph: LogicalGraph, node: Node, given: Sequence[Meaning]) -> li
     samples = [S(one.dim) if one.kind is Kind.SAMPLES else None for one in given]
     if node.kind in RESHAPES and micro_batch_size(graph) == 1:
         return _of_one_sample(graph, node, samples) or mixed
-    fixed = [one.is_reduced for one in given]
+    names = graph.tensor_inputs(node)
+    fixed = [
+        one.is_reduced or _numbers_samples(graph, name)
+        for name, one in zip(names, given, strict=True)
+    ]
     for signature in _signatures(graph, node):
         fits = all(
             sbp == wanted if wanted is not None else sbp == B or (isinstance(sbp, Split) and not at)
@@ -195,6 +202,15 @@ def _of_samples(graph: LogicalGraph, node: Node, given: Sequence[Meaning]) -> li
         if fits:
             return [_made(graph, node, sbp) for sbp in signature.outputs]
     return _of_one_sample(graph, node, samples) or mixed
+
+
+def _numbers_samples(graph: LogicalGraph, value: str) -> bool:
+    """Whether a constant may number the samples of a micro-batch, which begins anew in the next."""
+    node = graph.producers.get(value)
+    if node is None or node.kind in ("arange", "eye"):
+        return node is not None
+    keeps = "pointwise" in node.tags or node.kind in RESHAPES or node.kind in TRAITS.copies
+    return keeps and any(_numbers_samples(graph, name) for name in graph.tensor_inputs(node))
 
 
 def _made(graph: LogicalGraph, node: Node, sbp: Sbp) -> Meaning:
