@@ -51,6 +51,7 @@ def test_what_the_ranks_are_at_is_written_as_often_as_it_is_asked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
     said = iter([["rank 1: at head", "  registers:", "    a register"], ["rank 1: at tail"]])
+    before = signal.getsignal(number)
     with StatusSignal(tmp_path / "logs", WORLD) as asked:
         asked.session = session_that(lambda: next(said))
         signal.raise_signal(number)
@@ -65,7 +66,7 @@ def test_what_the_ranks_are_at_is_written_as_often_as_it_is_asked(
     told = capfd.readouterr().err
     assert f"sbp-train: what its ranks are at: {asked.path}\nsbp-train: rank 1: at head\n" in told
     assert "  registers:\n    a register\n" in text and "register" not in told
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "SUBMITIT_EXECUTOR"])
