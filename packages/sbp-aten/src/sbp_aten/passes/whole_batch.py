@@ -308,7 +308,7 @@ class _Rewriting:
                 rename_uses(node, names),
                 name=f"{node.name}.{label}",
                 outputs=outputs,
-                phase=Phase.OPTIMIZER,
+                phase=Phase.FORWARD if node.phase is Phase.FORWARD else Phase.OPTIMIZER,
                 rate=Rate.STEP,
                 forward="",
             )
@@ -328,7 +328,9 @@ class _Rewriting:
         total = self.writer.call(
             base, _ACCUMULATE, (Ref(value), how), kind, pointwise=True, label=label
         )
-        step = replace(base, phase=Phase.OPTIMIZER, rate=Rate.STEP, forward="")
+        # Of the forward phase, so that a loss is known, and may undo the step, before it commits.
+        late = phase if phase is Phase.FORWARD else Phase.OPTIMIZER
+        step = replace(base, phase=late, rate=Rate.STEP, forward="")
         for divisor, power in self.degrees.of.get(value, {}).items():
             op = "aten.mul.Tensor" if power > 0 else "aten.div.Tensor"
             for _ in range(abs(power)):
@@ -370,7 +372,8 @@ class _Rewriting:
         if value not in self.nominal:
             node = self.graph.producers[value]
             if value in self.degrees.roots:
-                step = replace(node, phase=Phase.OPTIMIZER, rate=Rate.STEP, forward="")
+                late = Phase.FORWARD if node.phase is Phase.FORWARD else Phase.OPTIMIZER
+                step = replace(node, phase=late, rate=Rate.STEP, forward="")
                 self.nominal[value] = self._filled(step, value, self._whole(value)).name
             else:
                 self._repeat(node, self.nominal, "nominal")
