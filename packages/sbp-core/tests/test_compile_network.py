@@ -23,6 +23,7 @@ _MIXED = Placement.grid((2, 2), ("pipe", "data"))
 _PLANS = {
     "data": data_parallel_plan(),
     "data, overlapping": data_parallel_plan(CompileOptions(overlap=True)),
+    "data, with a boxing thread": data_parallel_plan(CompileOptions(boxing_thread=True)),
     "1F1B": pipeline_plan(4, (2, 1)),
     "GPipe": pipeline_plan(4, (4, 4)),
     "four stages": pipeline_plan(4, (4, 3, 2, 1), widths=(4, 8, 4, 8, 4)),

@@ -75,7 +75,24 @@ def test_rates_that_contradict_each_other_are_named_with_their_cycle() -> None:
         repetitions(network)
 
     assert {line.split("'")[1] for line in caught.value.where} == {"a 2> b", "b > c", "a > c"}
-    assert caught.value.where[-1].endswith("for one 'b'")
+
+
+def test_a_contradiction_is_worked_out_around_its_cycle() -> None:
+    network = Network(actors=_actors(a=1, b=1), edges=(_edge("a 2>3 b"), _edge("b > a")))
+
+    with pytest.raises(
+        SbpValueError, match="one firing of 'b' it would have to fire 2/3 times"
+    ) as e:
+        repetitions(network)
+
+    assert e.value.where == (
+        "edge 'b > a': 'b' produces 1, 'a' consumes 1, so 'a' fires 1 times for one 'b'",
+        "edge 'a 2>3 b': 'a' produces 2, 'b' consumes 3, so 'b' fires 2/3 times for one 'b'",
+    )
+    # The other way round the tree, against the edges.
+    turned = Network(actors=network.actors, edges=(_edge("a 2>3 b"), _edge("a > b")))
+    with pytest.raises(SbpValueError, match="one firing of 'a' it would have to fire 3/2 times"):
+        repetitions(turned)
 
 
 def test_an_iteration_that_explodes_is_refused() -> None:
