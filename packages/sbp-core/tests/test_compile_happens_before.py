@@ -18,11 +18,13 @@ from planned_by_hand import (
     segment,
 )
 
-from sbp_core.boxing import StepKind
+from sbp_core.boxing import StepKind, route
 from sbp_core.compile.happens_before import HappensBefore
 from sbp_core.compile.physical import ActorId, Collective, PhysicalPlan, Receive, Send
 from sbp_core.compile.symmetry import fold
 from sbp_core.graph.ir import Rate
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp
 
 
 def _is_over(plan: PhysicalPlan, first: ActorId, second: ActorId) -> bool:
@@ -140,3 +142,23 @@ def test_all_micro_batches_are_over_when_the_last_one_is() -> None:
     plan = replace(plan_of(replace(one, orders=orders)), num_micro_batches=2)
 
     assert _is_over(plan, (0, "a"), (0, "b"))
+
+
+def test_a_clock_is_kept_of_what_comes_before_the_first_all_reduce_of_all() -> None:
+    parts = [part(r, segment("a"), segment("b"), boxing(Collective, "sum", REDUCE)) for r in (0, 1)]
+    plan = plan_of(*parts)
+
+    assert _is_over(plan, (0, "a"), (0, "b"))
+    assert not _is_over(plan, (1, "a"), (0, "b"))
+
+
+def test_what_a_message_said_before_an_all_reduce_of_some_ranks_is_known_behind_it() -> None:
+    ends = ((Placement([rank]), NdSbp(B)) for rank in (2, 1))
+    step = route((4,), "float32", *ends).steps[0]
+    plan = plan_of(
+        part(0, boxing(Collective, "sum", REDUCE), segment("c")),
+        part(1, boxing(Receive, "receive x", len(STEPS)), boxing(Collective, "sum", REDUCE)),
+        part(2, segment("a"), boxing(Send, "send x", len(STEPS))),
+    )
+
+    assert _is_over(replace(plan, steps=(*STEPS, step)), (2, "a"), (0, "c"))
