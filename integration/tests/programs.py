@@ -67,7 +67,7 @@ CASES = (
         mesh=(2,),
         axes=("pipe",),
         micro_batches=4,
-        settings=(("schedule", "gpipe"),),
+        settings=(("pipeline", "gpipe"),),
     ),
     Case(planner="manual/pipeline", mesh=(2, 2), axes=("pipe", "data"), micro_batches=2),
     Case(planner="osdp", mesh=(4,), axes=("data",), settings=(("memory_bytes", 560e3),)),

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # nox warns of a session that is registered twice
 def noxfile() -> Iterator[ModuleType]:
     pytest.importorskip("nox", reason="sessions that test integration install nox")
     spec = importlib.util.spec_from_file_location("noxfile_of_sbp", ROOT / "noxfile.py")

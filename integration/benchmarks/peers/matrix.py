@@ -94,7 +94,7 @@ def pinned_or_not(pins: Mapping[str, Any]) -> dict[str, Ours]:
 
 
 def pipeline(schedule: type[ScheduleGPipe | Schedule1F1B], name: str) -> Comparison:
-    settings = {"schedule": name}
+    settings = {"pipeline": name}
     micro = peers.MICRO_BATCHES
     return Comparison(
         model="gpt",
