@@ -125,8 +125,8 @@ def make_posts(
             actor=actor,
             work=work_of(actor, plan, communicator, turn, make_segment),
             inputs=_inputs(part, actor),
-            outputs=_outputs(part, actor, sums=False),
-            sums=_outputs(part, actor, sums=True),
+            outputs=_outputs(part, actor, plan.num_micro_batches, sums=False),
+            sums=_outputs(part, actor, plan.num_micro_batches, sums=True),
             sends=_link_ends(plan, sends[actor.name]),
             receives=tuple(
                 (link.name, _thread(plan, link.sender)) for link in receives[actor.name]
@@ -143,20 +143,24 @@ def _inputs(part: RankPlan, actor: Actor) -> tuple[InRegister, ...]:
             register.name,
             (part.rank, part.by_name[register.producer].thread),
             dict(zip(register.carries, register.keys, strict=bool(register.carries))),
+            initial=register.initial,
             is_begun=part.by_name[register.producer].overlaps,
         )
         for register in part.inputs_of[actor.name]
     )
 
 
-def _outputs(part: RankPlan, actor: Actor, *, sums: bool) -> tuple[OutRegister, ...]:
+def _outputs(
+    part: RankPlan, actor: Actor, num_micro_batches: int, *, sums: bool
+) -> tuple[OutRegister, ...]:
     return tuple(
         OutRegister(
             register.name,
             register.quota,
             {reader: (part.rank, part.by_name[reader].thread) for reader in register.consumers},
             register.keys,
-            is_carrying=bool(register.carries),
+            initial=register.initial,
+            num_taken=num_micro_batches - register.initial if register.carries else None,
         )
         for register in part.outputs_of[actor.name]
         if (register.rate is Rate.STEP and actor.rate is Rate.MICRO) == sums

@@ -2,7 +2,8 @@
 
 Counts are cumulative over steps. A register is filled by one actor and read by several; its credit
 comes back when every reader has given an acknowledgement. A register that carries states begins a
-step full, with the states themselves, and ends it so, with the new ones; neither is handed over.
+step with fillings that hold the states themselves, and ends it with as many that nobody has read;
+neither are handed over.
 
     quota 2, readers a and b     filled  a  b   live  credit
     fill                              1  0  0      1  yes
@@ -26,10 +27,11 @@ class InRegister:
         name: Of the register.
         producer: The thread that fills it, which acknowledgements go to.
         carries: Of a register that carries states, the key of each by name.
+        initial: How many fillings hold the states themselves.
         is_begun: Whether a collective fills it when it begins: its value may be in flight.
     """
 
-    __slots__ = ("carries", "fillings", "is_begun", "name", "producer")
+    __slots__ = ("carries", "fillings", "initial", "is_begun", "name", "producer")
 
     def __init__(
         self,
@@ -37,28 +39,30 @@ class InRegister:
         producer: ThreadId,
         carries: Mapping[str, str] | None = None,
         *,
+        initial: int = 0,
         is_begun: bool = False,
     ) -> None:
         self.name = name
         self.producer = producer
         self.is_begun = is_begun
         self.carries = dict(carries or {})
+        self.initial = initial
         self.fillings: deque[Values] = deque()
 
     def has_filling(self, index: int) -> bool:
-        """Whether there is something to read in a micro-batch: in the first, carried states are."""
-        return bool(self.fillings) or (index == 0 and bool(self.carries))
+        """Whether there is something to read in a micro-batch: in the first ones, states are."""
+        return index < self.initial or bool(self.fillings)
 
     def open(self, index: int) -> Iterable[InFlight]:
         """Return what is in flight of the values to read in a micro-batch."""
-        if not self.is_begun or (self.carries and index == 0):
+        if not self.is_begun or index < self.initial:
             return ()
         values = self.fillings[0].values()
         return [value for value in values if isinstance(value, InFlight) and value.is_open]
 
     def take(self, index: int) -> Values:
-        """Return the values to read in a micro-batch; of carried states, none in the first."""
-        if self.carries and index == 0:
+        """Return the values to read in a micro-batch; of carried states, none in the first ones."""
+        if index < self.initial:
             return {}
         values = self.fillings.popleft()
         if self.is_begun:
@@ -76,11 +80,13 @@ class OutRegister:
         quota: Fillings that may be alive, >= 1.
         consumers: The thread of each actor that reads it.
         keys: The values that one filling holds; none for a link.
-        is_carrying: Whether it carries states, so that it is full to begin with.
+        initial: How many fillings there are to begin with, of one that carries states.
+        num_taken: How many that are made in a step are read in it; None for all.
     """
 
     __slots__ = (
-        "acknowledged", "consumers", "filled", "is_carrying", "keys", "name", "quota", "read",
+        "acknowledged", "consumers", "filled", "initial", "keys", "name", "num_taken", "quota",
+        "read",
     )  # fmt: skip
 
     def __init__(
@@ -90,14 +96,16 @@ class OutRegister:
         consumers: Mapping[str, ThreadId],
         keys: tuple[str, ...] = (),
         *,
-        is_carrying: bool = False,
+        initial: int = 0,
+        num_taken: int | None = None,
     ) -> None:
         self.name = name
         self.quota = quota
         self.consumers = tuple(consumers.items())
         self.keys = keys
-        self.is_carrying = is_carrying
-        self.filled = int(is_carrying)
+        self.initial = initial
+        self.num_taken = num_taken
+        self.filled = initial
         self.read = 0
         self.acknowledged = dict.fromkeys(consumers, 0)
 

@@ -65,7 +65,7 @@ def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
             for name, one in boxed[:_MOST]
         ]
     # Those that carry states are full between steps.
-    full = [end for end in worker.outputs.values() if not (end.has_credit or end.is_carrying)]
+    full = [end for end in worker.outputs.values() if not (end.has_credit or end.initial)]
     alive = [end for end in worker.outputs.values() if end.filled > end.read]
     are = "is" if len(full) == 1 else "are"
     told = f"  registers: {len(full)} of {len(worker.outputs)} {are} full"

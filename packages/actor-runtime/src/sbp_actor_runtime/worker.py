@@ -324,8 +324,8 @@ class Worker:
 
     def _fill(self, register: OutRegister, made: Values, firing: Firing) -> None:
         register.fill()
-        if register.is_carrying and firing.is_last:
-            return  # nobody reads it in this step; the next one begins with it as the state
+        if register.num_taken is not None and firing.micro_batch >= register.num_taken:
+            return  # nobody reads it in this step; the next one begins with the newest states
         values = {key: made[key] for key in register.keys}
         if not register.keys:
             # A token says that its producer is through: who takes one of boxing waits for its end.

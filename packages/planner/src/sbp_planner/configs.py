@@ -110,6 +110,8 @@ class ManualConfig:
             schedule needs.
         stage_ranks: Instead of an axis `pipe`, how many positions of the first axis of the mesh
             each stage has, `(15, 1)`; each micro-batch is split over those of its stage.
+        vertical_sync: With the pipeline `pipedream`: all stages compute a micro-batch with the
+            parameters of one update.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
     """
@@ -119,6 +121,7 @@ class ManualConfig:
     pipeline: str = "1f1b"
     chunks: int | None = None
     stage_ranks: tuple[int, ...] = ()
+    vertical_sync: bool = False
     needs_axes: tuple[str, ...] = ()
     fits: str = ""
 
@@ -182,7 +185,7 @@ class InferConfig:
         tries: Name -> pins, as of `ManualConfig`; what they leave open is inferred. Pins that
             cannot be read are refused when they are tried.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
-        pipeline, chunks, stage_ranks: As of `ManualConfig`.
+        pipeline, chunks, stage_ranks, vertical_sync: As of `ManualConfig`.
     """
 
     tries: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
@@ -192,6 +195,7 @@ class InferConfig:
     pipeline: str = "1f1b"
     chunks: int | None = None
     stage_ranks: tuple[int, ...] = ()
+    vertical_sync: bool = False
 
     def __post_init__(self) -> None:
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)

@@ -76,6 +76,7 @@ class InferPlanner:
                 stages=stages.stages,
                 in_flight=stages.in_flight,
                 orders=stages.orders,
+                staleness=stages.staleness,
             )
 
         return with_schedule(request, self.config, infer)

@@ -42,6 +42,7 @@ class ManualPlanner:
                 stages=stages.stages,
                 in_flight=stages.in_flight,
                 orders=stages.orders,
+                staleness=stages.staleness,
             )
 
         try:

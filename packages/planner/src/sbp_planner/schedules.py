@@ -97,6 +97,8 @@ def _pipelined(request: PlanRequest, config: ManualConfig | InferConfig, name: s
         request.graph.num_micro_batches,
         config.chunks,
         config.stage_ranks,
+        update_each_micro_batch=request.graph.updates_each_micro_batch,
+        vertical_sync=config.vertical_sync,
     )
 
 

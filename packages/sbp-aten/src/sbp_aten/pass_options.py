@@ -24,10 +24,12 @@ class LossMeaning(StrEnum):
 
     `whole_batch`: what it would be if the batch were one, so a mean over valid tokens is that of
     all of them. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
+    `each_micro_batch`: each micro-batch ends with an update, by the gradients of its own loss.
     """
 
     WHOLE_BATCH = "whole_batch"
     MEAN_OF_MICRO_BATCHES = "mean_of_micro_batches"
+    EACH_MICRO_BATCH = "each_micro_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

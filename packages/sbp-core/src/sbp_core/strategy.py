@@ -187,6 +187,9 @@ class Strategy:
             their forward and backward work, such as `0F0 0F1 0B0`: stage, F(orward), B(ackward) or
             I(nput gradient) and W(eight gradient), micro-batch. Empty: what the quotas allow, as
             early as they do.
+        staleness: For each stage, how many updates the parameters that forward and backward of a
+            micro-batch use are behind the newest ones, if each micro-batch ends with an update;
+            `num_stages - 1 - stage` is PipeDream. Empty: none.
         regather: Patterns (`*`, `?`) of the parameters that are boxed anew for the backward phase;
             the boxed copy of any other one lives from its forward use to its last backward use.
             `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
@@ -201,6 +204,7 @@ class Strategy:
     num_micro_batches: int
     in_flight: tuple[int, ...]
     orders: tuple[str, ...] = ()
+    staleness: tuple[int, ...] = ()
     regather: tuple[str, ...] = ("*",)
     report: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Storage]
@@ -211,6 +215,11 @@ class Strategy:
             raise SbpValueError(
                 f"in_flight={self.in_flight} does not fit {len(self.stages)} stages",
                 accepted="one quota >= 1 for each stage",
+            )
+        if self.staleness and (len(self.staleness) != len(self.stages) or min(self.staleness) < 0):
+            raise SbpValueError(
+                f"staleness={self.staleness} does not fit {len(self.stages)} stages",
+                accepted="one number of updates >= 0 for each stage, or none at all",
             )
         if self.num_micro_batches < 1:
             raise SbpValueError(

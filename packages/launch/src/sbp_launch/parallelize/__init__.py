@@ -92,7 +92,8 @@ def parallelize(
         cluster: The machine that is planned for: `local`, `measured`.
         micro_batches: Parts of one step, whose gradients are accumulated.
         loss_is: What gradients of several micro-batches are of: `whole_batch`, the loss of the
-            batch as if it were one; or `mean_of_micro_batches`, the mean of theirs.
+            batch as if it were one; `mean_of_micro_batches`, the mean of theirs; or
+            `each_micro_batch`, its own, with an update behind each.
         batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
             the part of its own rank, as loaders with a `DistributedSampler` make it.
         clip_norm: Largest norm of all gradients together.

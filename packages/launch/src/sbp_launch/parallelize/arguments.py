@@ -21,7 +21,7 @@ from sbp_launch.planning.flow import PlanSettings
 from sbp_torch.capture import UpdateOptions
 
 #: What the loss of several micro-batches is.
-LossIs = Literal["whole_batch", "mean_of_micro_batches"]
+LossIs = Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"]
 
 #: Keys of `sbp-train`'s config, and the arguments of `parallelize` that they are.
 _KEYS = {

@@ -104,7 +104,8 @@ class TrainerConfig:
         micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
             rank fits its memory.
         loss: What the loss of several micro-batches is: that of the `whole_batch`, as if it were
-            one; or the `mean_of_micro_batches`.
+            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, which then ends with an
+            update of its own.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
         init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
             folder of Hugging Face or torch.distributed.checkpoint; None for those that the model
@@ -139,7 +140,7 @@ class TrainerConfig:
     hours: float | None = None
     batch_size: int = 16
     micro_batches: int | Literal["auto"] = 1
-    loss: Literal["whole_batch", "mean_of_micro_batches"] = "whole_batch"
+    loss: Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"] = "whole_batch"
     seed: int = 0
     init_from: str | None = None
     order: Order = "shuffled"

@@ -83,7 +83,9 @@ def prepare_step(
             verified = _verified(graph, name)
         _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
     graph = _verified(unalias_outputs(graph), "unalias_outputs")
-    graph = _verified(accumulate(graph, num_micro_batches), "accumulate")
+    each = loss is LossMeaning.EACH_MICRO_BATCH
+    graph = accumulate(graph, num_micro_batches, update_each_micro_batch=each)
+    graph = _verified(graph, "accumulate")
     if not options.accumulate_addends:
         return graph
     return _verified(accumulate_addends(graph, options.accumulate_addends), "accumulate_addends")

@@ -255,7 +255,7 @@ class HappensBefore:
         """Return which firing of a producer fills what a consumer takes; -1 if none of the step."""
         if register.rate is Rate.STEP:
             return producer.num_firings(self.plan.num_micro_batches) - 1
-        return index - bool(register.carries)
+        return index - register.initial
 
 
 def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:

@@ -170,7 +170,7 @@ class _PlanNetwork:
                 register.quota,
                 suffix=to,
                 consumed=tokens,
-                initial=int(bool(register.carries)),
+                initial=register.initial,
             )
 
     def _add_edges(

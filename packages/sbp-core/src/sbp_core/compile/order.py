@@ -1,11 +1,12 @@
 """Order firings: list scheduling of the token game gives every thread its fixed order.
 
-Sends go first, since another rank waits for them; then forward firings, then older micro-batches,
-so the quotas alone decide the schedule: as many as there are micro-batches give GPipe, `stages -
-stage` gives 1F1B. A strategy that says the order of its actions is followed instead (`turns`). A
-collective starts on all ranks of its group at once, hence in one order
-everywhere. What a rank receives only to report it, such as the loss that another stage made, comes
-last of all that its thread does before the commit, so that nothing else waits for it.
+Sends go first, since another rank waits for them, and updates between micro-batches, which the next
+ones wait for; then forward firings, then older micro-batches, so the quotas alone decide the
+schedule: as many as there are micro-batches give GPipe, `stages - stage` gives 1F1B. A strategy
+that says the order of its actions is followed instead (`turns`). A collective starts on all ranks
+of its group at once, hence in one order everywhere. What a rank receives only to report it, such as
+the loss that another stage made, comes last of all that its thread does before the commit, so that
+nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.compile.turns import Turns, is_report
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import PHASE_ORDER, Phase
+from sbp_core.graph.ir import PHASE_ORDER, Phase, Rate
 from sbp_core.pipeline import Action
 
 ThreadId = tuple[int, str]
@@ -88,7 +89,10 @@ class _Scheduler:
                 self.pending[(part.rank, actor.thread)].add(actor_id)
                 if is_report(actor):
                     self.reports.add(actor_id)
-                phase = -1 if isinstance(actor, Send) else PHASE_ORDER[actor.phase]
+                # Other micro-batches wait for the parameters that an update makes in between.
+                is_awaited = actor.phase is Phase.OPTIMIZER and actor.rate is Rate.MICRO
+                first = is_awaited or isinstance(actor, Send)
+                phase = -1 if first else PHASE_ORDER[actor.phase]
                 self.rank_of[actor_id] = (_urgency(part, actor), phase, index)
             here = {name for rank, name in self.reports if rank == part.rank}
             late = downstream(rank_successors(part), here)

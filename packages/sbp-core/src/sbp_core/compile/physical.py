@@ -222,6 +222,8 @@ class Register:
         carries: Of a register that hands states from each micro-batch to the next, the names of
             the states, one for each key; else empty. Its consumers read them as states. It is full
             when a step begins, with the states themselves, and when it ends, with the new ones.
+        staleness: Of one that carries states: how many updates those that a consumer takes are
+            behind the newest ones, except in the first micro-batches of a step.
     """
 
     name: str
@@ -231,6 +233,12 @@ class Register:
     rate: Rate
     quota: int
     carries: tuple[str, ...] = ()
+    staleness: int = 0
+
+    @property
+    def initial(self) -> int:
+        """How many fillings there are when a step begins; the states themselves are in each."""
+        return 1 + self.staleness if self.carries else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +336,17 @@ class PhysicalPlan:
         """16 hex digits of everything in the plan."""
         text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def staleness(self) -> Mapping[str, int]:
+        """How many updates the parameters that a micro-batch uses are behind; only those > 0."""
+        return {
+            state: register.staleness
+            for part in self.ranks
+            for register in part.registers
+            if register.staleness
+            for state in register.carries
+        }
 
     @property
     def boxing_bytes(self) -> int:

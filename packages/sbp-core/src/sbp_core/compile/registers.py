@@ -17,7 +17,7 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.program import Program
-from sbp_core.graph.ir import Phase, Rate
+from sbp_core.graph.ir import InputKind, Phase, Rate
 from sbp_core.strategy import Strategy
 
 
@@ -55,12 +55,14 @@ def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Itera
     before: n = add(mean, m) writes mean   in micro-batch 1, n = mean + m
     after:  register n -> the readers      in micro-batch 2, n = n of micro-batch 1 + m
     """
-    shared: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    shared: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = defaultdict(list)
     for state, key in writer.writes:
-        readers = carried_readers(program, state, actors)
-        if readers:
-            shared[tuple(reader.name for reader in readers)].append((state, key))
-    for index, (names, pairs) in enumerate(shared.items()):
+        by_staleness: dict[int, list[Actor]] = defaultdict(list)
+        for reader in carried_readers(program, state, actors):
+            by_staleness[_staleness(program, state, reader)].append(reader)
+        for staleness, readers in by_staleness.items():
+            shared[tuple(reader.name for reader in readers), staleness].append((state, key))
+    for index, ((names, staleness), pairs) in enumerate(shared.items()):
         keys = tuple(key for _, key in pairs)
         users = [actor for actor in actors if actor.name in names]
         yield Register(
@@ -69,10 +71,29 @@ def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Itera
             consumers=names,
             keys=keys,
             rate=Rate.MICRO,
-            # One filling is there when the step begins.
-            quota=1 + max(_quota(program, writer, users, Rate.MICRO), _lag(program, users)),
+            quota=_carrying_quota(program, writer, users, staleness),
             carries=tuple(state for state, _ in pairs),
+            staleness=staleness,
         )
+
+
+def _carrying_quota(program: Program, writer: Actor, users: Sequence[Actor], staleness: int) -> int:
+    if writer.phase is not Phase.OPTIMIZER:
+        # One filling is there when the step begins.
+        return 1 + max(_quota(program, writer, users, Rate.MICRO), _lag(program, users))
+    # An update comes when the backward phase of its micro-batch is through, so before it takes a
+    # place its readers have given one back. But what it reads itself it gives back at its end.
+    return 1 + max(staleness, int(any(user.phase is Phase.OPTIMIZER for user in users)))
+
+
+def _staleness(program: Program, state: str, reader: Actor) -> int:
+    """Return how many updates the state that an actor reads is behind the newest one."""
+    # Forward and backward compute with the version that the pipeline had when the micro-batch came
+    # in. The update itself goes on from the newest one.
+    if not program.strategy.staleness or reader.phase is Phase.OPTIMIZER:
+        return 0
+    is_parameter = program.graph.input_kinds[state].kind is InputKind.PARAMETER
+    return program.strategy.staleness[reader.stage] if is_parameter else 0
 
 
 def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> list[Actor]:

@@ -315,9 +315,10 @@ class _Actors:
             name="host",
             stage=min(self.stages),
             phase=Phase.OPTIMIZER,
-            rate=Rate.STEP,
+            rate=max((item.rate for item in hosts), key=(Rate.STEP, Rate.MICRO).index),
             thread=COMPUTE_THREAD,
             reads=tuple(key for key in used if key not in made),
+            outputs=tuple(key for _, key in writes),
             instructions=tuple(map(host_instruction, hosts)),
             writes=writes,
         )

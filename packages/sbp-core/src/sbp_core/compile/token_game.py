@@ -11,8 +11,8 @@ plays it again in that order.
     g                                       2            1            2       1      yes    yes
 
 That a register is full is a credit that its producer lacks: back pressure is data in the other
-direction. A register that carries states has one filling more than its producer has made: the
-states themselves, with which the step begins.
+direction. A register that carries states has more fillings than its producer has made: the states
+themselves, with which the step begins.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class TokenGame:
 
     def filled(self, rank: int, register: Register) -> int:
         """Return how often a register has been filled."""
-        # With carried states the count is one ahead to the end: the last filling is what the next
-        # step begins with, so a step ends in the marking that it began with.
+        # With carried states the count is ahead to the end: the last filling is what the next step
+        # begins with, so a step ends in the marking that it began with.
         producer = (rank, register.producer)
-        count = self.finished[producer] + bool(register.carries)
+        count = self.finished[producer] + register.initial
         if register.rate is Rate.STEP and self.actor(producer).rate is Rate.MICRO:
             # A sum is full when the last micro-batch is in it.
             return count // self.plan.num_micro_batches
@@ -116,7 +116,7 @@ class TokenGame:
             # Credit. Room is taken from the start of a firing, so it is counted by `started`, and
             # given back at the end of the reader's. All consumers must have read a filling before
             # its place is free. A register of rate step is filled once: nothing was there before.
-            fillings = index + bool(register.carries) if register.rate is Rate.MICRO else 0
+            fillings = index + register.initial if register.rate is Rate.MICRO else 0
             for consumer in register.consumers:
                 if fillings - self.finished[(rank, consumer)] >= register.quota:
                     reason = f"waits for credit of register {register.name} ({register.quota})"

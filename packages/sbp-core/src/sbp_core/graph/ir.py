@@ -339,6 +339,15 @@ class LogicalGraph:
                 return out.value
         raise GraphError(f"graph {self.name!r} has no loss", accepted="an output of kind 'loss'")
 
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether each micro-batch of a step ends with an update of the parameters."""
+        return any(
+            self.input_kinds[name].kind is InputKind.PARAMETER
+            and self.producers[value].phase is Phase.OPTIMIZER
+            for name, value in self.carried.items()
+        )
+
     def tensor(self, value: str) -> TensorType:
         """Return the type of a value that is a tensor."""
         found = self.types[value]

@@ -35,7 +35,7 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
        bind the forward phase only, which begins before the optimizer.
     6. A state replaced by a value of micro-batch rate is carried: each micro-batch reads what the
        one before has written, and nodes of step rate what was there before the step. It is a
-       tensor.
+       tensor, or a number that the optimizer counts by.
 
     Raises:
         GraphError: names the node and what it breaks.
@@ -152,8 +152,9 @@ def _check_outputs(graph: LogicalGraph) -> None:
                 f"the new value of {out.name!r} is {graph.types[out.value]}",
                 accepted=str(graph.types[out.name]),
             )
-        if out.name in graph.carried and not graph.is_tensor(out.name):
+        is_counter = graph.input_kinds[out.name].kind is InputKind.OPTIMIZER_STATE
+        if out.name in graph.carried and not graph.is_tensor(out.name) and not is_counter:
             raise GraphError(
                 f"host number {out.name!r} is replaced for each micro-batch",
-                accepted="host numbers that are replaced once a step",
+                accepted="host numbers of the optimizer, or those that are replaced once a step",
             )

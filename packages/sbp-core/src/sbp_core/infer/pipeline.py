@@ -19,6 +19,13 @@ from sbp_core.pipeline import Action, ActionKind, PipelineSchedule, pipeline_sch
 from sbp_core.placement import Placement
 
 
+#: What to do about schedules that do not end a step with its update.
+_TODO = {
+    "pipedream": "set trainer.loss=each_micro_batch, or planner.pipeline=1f1b",
+    "2bw": "set planner.pipeline=pipedream trainer.loss=each_micro_batch, or planner.pipeline=1f1b",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
     """What a schedule says of a strategy; see `Strategy` for the fields of the same names."""
@@ -27,6 +34,7 @@ class Pipelined:
     stages: tuple[Placement, ...]
     in_flight: tuple[int, ...]
     orders: tuple[str, ...] = ()
+    staleness: tuple[int, ...] = ()
 
 
 def pipelined(
@@ -35,6 +43,9 @@ def pipelined(
     num_micro_batches: int,
     num_chunks: int | None = None,
     stage_ranks: Sequence[int] = (),
+    *,
+    update_each_micro_batch: bool = False,
+    vertical_sync: bool = False,
 ) -> Pipelined:
     """Return the stages, quotas and orders of a schedule on a mesh.
 
@@ -45,14 +56,26 @@ def pipelined(
         num_chunks: How many stages each position holds; None for as many as the schedule needs.
         stage_ranks: Instead of equal positions on the axis `pipe`: how many positions of the first
             axis of the mesh each rank of the pipeline takes.
+        update_each_micro_batch: Whether each micro-batch ends with an update of the parameters.
+        vertical_sync: Of the schedule `pipedream`: whether all stages compute a micro-batch with
+            the parameters of one update, those of the first stage, instead of the newest ones that
+            each has when it comes.
 
     Raises:
         ConfigError: there is no such schedule for these numbers; or it does not update the
-            parameters once a step; or the mesh has other positions than `stage_ranks` takes.
+            parameters as often; or the mesh has other positions than `stage_ranks` takes.
+
+    Source for `pipedream`: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN
+        training", SOSP 2019, section 3.3 (weight stashing, vertical sync). A step is drained, so
+        its first micro-batches use newer versions than they would in the middle of a longer run.
     """
     meshes = unequal_placements(mesh, stage_ranks) if stage_ranks else stage_placements(mesh)
     if len(meshes) == 1 and (num_chunks or 1) == 1:
         return Pipelined(name=name, stages=meshes, in_flight=(num_micro_batches,))
+    if update_each_micro_batch:
+        return _asynchronous(
+            meshes, name, num_micro_batches, num_chunks, vertical_sync=vertical_sync
+        )
     # These two follow from their quotas, so they need no order, and go on where one would wait.
     if (num_chunks or 1) == 1 and name in ("gpipe", "1f1b"):
         quotas = one_forward_one_backward(len(meshes), num_micro_batches)
@@ -62,9 +85,10 @@ def pipelined(
     schedule = pipeline_schedule(name, len(meshes), num_micro_batches, num_chunks=num_chunks)
     if not schedule.flushes:
         raise ConfigError(
-            f"the schedule {name!r} updates parameters between the micro-batches of a step",
+            f"the schedule {name!r} updates parameters between the micro-batches of a step, and "
+            "this step has one update",
             accepted="schedules that end a step with its update",
-            todo="choose planner.pipeline=1f1b, or look at it by: sbp-plan pipeline=" + name,
+            todo=_TODO[name],
         )
     ranks, splits = schedule.rank_of(), schedule.splits_backward
     return Pipelined(
@@ -72,6 +96,37 @@ def pipelined(
         stages=tuple(meshes[rank] for rank in ranks),
         in_flight=quotas_of(schedule),
         orders=tuple(" ".join(map(str, _in_turn(order, splits))) for order in schedule.orders),
+    )
+
+
+def _asynchronous(
+    meshes: tuple[Placement, ...],
+    name: str,
+    num_micro_batches: int,
+    num_chunks: int | None,
+    *,
+    vertical_sync: bool,
+) -> Pipelined:
+    """Return PipeDream's schedule, in which each stage has a version for each micro-batch in work.
+
+    Raises:
+        ConfigError: another schedule is asked for, or several chunks.
+    """
+    count = len(meshes)
+    if name != "pipedream" or (num_chunks or 1) > 1:
+        chunks = f" of {num_chunks} chunks a rank" if (num_chunks or 1) > 1 else ""
+        raise ConfigError(
+            f"each micro-batch ends with an update, for which the schedule {name!r}{chunks} would "
+            "wait before the next micro-batch",
+            accepted="pipedream, of one chunk a rank",
+            todo="set planner.pipeline=pipedream, or trainer.loss=whole_batch for one update a "
+            "step",
+        )
+    return Pipelined(
+        name=name,
+        stages=meshes,
+        in_flight=one_forward_one_backward(count, num_micro_batches),
+        staleness=tuple(count - 1 - (0 if vertical_sync else stage) for stage in range(count)),
     )
 
 

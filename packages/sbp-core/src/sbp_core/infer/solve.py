@@ -38,6 +38,7 @@ def infer_strategy(
     stage_patterns: StagePatterns = (),
     in_flight: tuple[int, ...] | None = None,
     orders: tuple[str, ...] = (),
+    staleness: tuple[int, ...] = (),
     report: Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Return the cheapest legal strategy that keeps the pins.
@@ -51,6 +52,7 @@ def infer_strategy(
         stage_patterns: For each stage, patterns of module paths; empty splits evenly.
         in_flight: Quota of each stage; by default that of 1F1B, `num_stages - stage`.
         orders: Of the actions of ranks, as `Strategy.orders`.
+        staleness: Of the parameters of each stage, as `Strategy.staleness`.
         report: Added to the report.
 
     Returns:
@@ -82,7 +84,10 @@ def infer_strategy(
     _check_legal(work, decision)
     quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
     strategy = replace(
-        _strategy(work, decision, planner, quotas), regather=request.regather, orders=orders
+        _strategy(work, decision, planner, quotas),
+        regather=request.regather,
+        orders=orders,
+        staleness=staleness,
     )
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
     found = {

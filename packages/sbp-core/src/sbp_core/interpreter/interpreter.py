@@ -101,9 +101,9 @@ class Interpreter(Generic[V]):
         self._under_way: dict[int, _UnderWay[V]] = {}
         for part in plan.ranks:
             for register in part.registers:
-                if register.carries:
-                    pairs = zip(register.keys, register.carries, strict=True)
-                    held = {key: states[part.rank][state] for key, state in pairs}
+                pairs = list(zip(register.keys, register.carries, strict=bool(register.carries)))
+                held = {key: states[part.rank][state] for key, state in pairs}
+                for _ in range(min(register.initial, plan.num_micro_batches)):
                     self._fill(part.rank, register, held)
 
     def run(self) -> bool:
@@ -194,11 +194,11 @@ class Interpreter(Generic[V]):
     def _put(self, firing: Firing[Actor], made: Values[V], under_way: _UnderWay[V] | None) -> None:
         """Fill registers, hand over results and new states, drop what was made."""
         rank, actor, domain = firing.rank, firing.actor, self.domain
-        is_last = firing.index == actor.num_firings(self.plan.num_micro_batches) - 1
+        left = actor.num_firings(self.plan.num_micro_batches) - 1 - firing.index
         for register in self.plan.by_rank[rank].outputs_of[actor.name]:
             # What is carried beyond the step is the state that the next step begins with; and a
             # register that is filled once a step is so with the last micro-batch.
-            if not (register.carries if is_last else register.rate is Rate.STEP):
+            if left >= register.initial and (left == 0 or register.rate is Rate.MICRO):
                 held = {key: made[key] for key in register.keys}
                 self._fill(rank, register, held, under_way)
         # Registers first, then results and states; what is made is let go last, so that it has a

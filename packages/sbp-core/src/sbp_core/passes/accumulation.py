@@ -28,7 +28,9 @@ _AVERAGED = ("float", "bfloat", "complex")
 _COUNTED = ("int", "uint", "bool")
 
 
-def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
+def accumulate(
+    graph: LogicalGraph, num_micro_batches: int, *, update_each_micro_batch: bool = False
+) -> LogicalGraph:
     """Sum every value that crosses from micro-batch rate to step rate.
 
     Floating values are scaled to the mean. Metrics that count (integers, booleans) are summed as
@@ -43,6 +45,9 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
 
     What another pass has accumulated stays as it is: a value that is made once a step.
 
+    With `update_each_micro_batch` the optimizer is no exception: each micro-batch has an update of
+    its own, by its own gradients, and the next one reads what that has written.
+
     Raises:
         GraphError: M < 1; a host number is replaced at micro-batch rate; the optimizer uses what
             has no mean, such as a count of integers, or draws random numbers; or forward and
@@ -52,15 +57,16 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
         raise GraphError(f"num_micro_batches={num_micro_batches}", accepted="an integer >= 1")
     if num_micro_batches == 1:
         return graph
-    micro = {
-        value
-        for node in graph.nodes
-        for value in node.outputs
-        if graph.rate_of(value) is Rate.MICRO
-    }
+    micro = _micro_values(graph)
     _check_draws(graph, num_micro_batches)
     _check_written_once(graph, micro, num_micro_batches)
-    carried = _carried(graph, micro)
+    if update_each_micro_batch:
+        nodes = tuple(replace(node, rate=Rate.MICRO) for node in graph.nodes)
+        graph = graph.with_nodes(nodes)
+        micro = _micro_values(graph)
+        carried = {out.value for out in graph.outputs if out.kind is OutputKind.STATE}
+    else:
+        carried = _carried(graph, micro)
     # What crosses from one rate to the other, and as what:
     #
     #     used by the optimizer        its mean over micro-batches          g -> g.mean
@@ -68,8 +74,12 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     #     new value of optimizer state the mean, as it writes once a step
     #     a loss or metric             mean, sum, maximum or minimum        n -> n.sum
     used = [v for node in graph.nodes if node.rate is Rate.STEP for v in node.inputs()]
-    optimizer_states = [out.value for out in graph.outputs if _is_optimizer_state(graph, out)]
-    crossing = dict.fromkeys(value for value in (*used, *optimizer_states) if value in micro)
+    means = [
+        out.value
+        for out in graph.outputs
+        if _is_optimizer_state(graph, out) and out.value not in carried
+    ]
+    crossing = dict.fromkeys(value for value in (*used, *means) if value in micro)
     reported = [out.value for out in graph.outputs if out.kind is not OutputKind.STATE]
     varying = _varying_inputs(graph, carried)
     reported_values = dict.fromkeys(
@@ -98,13 +108,16 @@ def accumulate(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
     )
 
 
+def _micro_values(graph: LogicalGraph) -> set[str]:
+    made = {value for node in graph.nodes for value in node.outputs}
+    return {value for value in made if graph.rate_of(value) is Rate.MICRO}
+
+
 def _output(
     graph: LogicalGraph, out: GraphOutput, names: Mapping[str, str], results: Mapping[str, str]
 ) -> GraphOutput:
     """Return an output of the micro-batches as one of the step."""
-    if _is_optimizer_state(graph, out):
-        return rename_outputs([out], names)[0]
-    return out if out.kind is OutputKind.STATE else rename_outputs([out], results)[0]
+    return rename_outputs([out], names if out.kind is OutputKind.STATE else results)[0]
 
 
 def _is_optimizer_state(graph: LogicalGraph, out: GraphOutput) -> bool:

@@ -82,7 +82,7 @@ class FiringNetwork:
         part, last = game.plan.by_rank[rank], self._micro_batches - 1
         for register in part.inputs_of[name]:
             producer = rank, register.producer
-            filling = index - bool(register.carries)
+            filling = index - register.initial
             if register.rate is Rate.STEP and self._actors[producer].rate is Rate.MICRO:
                 filling = filling * self._micro_batches + last  # the sum of all of them
             if filling >= 0:
@@ -92,7 +92,7 @@ class FiringNetwork:
         for register in part.outputs_of[name]:
             # A register of rate step is filled once: nothing was there before.
             if register.rate is Rate.MICRO:
-                reading = index + bool(register.carries) - register.quota
+                reading = index + register.initial - register.quota
                 if reading >= 0:
                     for consumer in register.consumers:
                         yield (rank, consumer), reading

@@ -1,17 +1,23 @@
 """Run a `LogicalGraph` on one device, op by op: what every plan is compared with.
 
 No plan, no ranks, no boxing. With several micro-batches each is run in turn, as the accumulation in
-the graph says; states that are replaced at micro-batch rate go from each to the next.
+the graph says; states that are replaced at micro-batch rate go from each to the next. What an
+asynchronous pipeline computes is said by the staleness of its parameters:
+
+    micro-batch     0    1    2    3        updated each: forward and backward of the n-th one use
+    staleness 0     w0   w1   w2   w3       the parameters of update n - staleness, or those with
+    staleness 2     w0   w0   w0   w1       which the step begins; its own update the newest
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Rate
+from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.runtime import Number
 from sbp_torch.ops.operators import bind, operator_of, results_of
 from sbp_torch.ops.random import draw_of
@@ -23,6 +29,7 @@ def run_graph(
     states: Mapping[str, Tensor | Number],
     batches: list[Mapping[str, Tensor]],
     scalars: Mapping[str, Number],
+    staleness: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | Number]]:
     """Run one step.
 
@@ -31,6 +38,7 @@ def run_graph(
         states: Every state input by name.
         batches: One batch for each micro-batch.
         scalars: Every scalar input by name; `step` too, if the graph draws random numbers.
+        staleness: Of parameters by name, in updates, if each micro-batch ends with one.
 
     Returns:
         The losses and metrics by name, and the new states by name (unchanged ones included).
@@ -38,10 +46,11 @@ def run_graph(
     constants: dict[str, Any] = {**states, **scalars}
     sums: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    carried: dict[str, Any] = {}
+    versions: list[dict[str, Any]] = [{name: states[name] for name in graph.carried}]
     draws = [entry.name for entry in graph.inputs if entry.kind is InputKind.RNG]
     for index, batch in enumerate(batches):
-        values = {**constants, **carried, **batch}
+        values = {**constants, **versions[-1], **batch}
+        stale = {n: versions[max(0, index - d)][n] for n, d in (staleness or {}).items()}
         values |= {name: draw_of(scalars, len(batches), index) for name in draws}
         for node in graph.nodes:
             if node.rate is Rate.STEP:
@@ -49,12 +58,12 @@ def run_graph(
             if node.op == "sbp.accumulate":
                 _accumulate(node, values, sums)
             else:
-                _run(node, values)
-        carried = {name: values[value] for name, value in graph.carried.items()}
+                _run(node, values, {} if node.phase is Phase.OPTIMIZER else stale)
+        versions.append({name: values[value] for name, value in graph.carried.items()})
     values |= constants | sums
     for node in graph.nodes:
         if node.rate is Rate.STEP:
-            _run(node, values)
+            _run(node, values, {})
     found = {
         out.name: values[out.value] for out in graph.outputs if out.kind is not OutputKind.STATE
     }
@@ -62,9 +71,10 @@ def run_graph(
     return found, new
 
 
-def _run(node: Node, values: dict[str, Any]) -> None:
-    args = bind(node.args, values.__getitem__)
-    kwargs = {key: bind(value, values.__getitem__) for key, value in node.kwargs.items()}
+def _run(node: Node, values: dict[str, Any], stale: Mapping[str, Any]) -> None:
+    read = ChainMap(stale, values).__getitem__  # type: ignore[arg-type] # only read from
+    args = bind(node.args, read)
+    kwargs = {key: bind(value, read) for key, value in node.kwargs.items()}
     made = results_of(operator_of(node.op)(*args, **kwargs))
     values |= zip(node.outputs, made, strict=True)
 

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sbp_aten.pass_options import LossMeaning
 from sbp_core.boxing import BoxingBackend
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, Compute, Instruction, PhysicalPlan, compile_plan
@@ -93,6 +94,7 @@ class RuntimeCase:
         has_statistics: Whether the model has a batch norm.
         num_rows: Of a table of the model; 0 for none.
         num_blocks: Residual blocks of the model.
+        loss: What the loss of several micro-batches is.
     """
 
     mesh_shape: tuple[int, ...]
@@ -108,6 +110,7 @@ class RuntimeCase:
     has_statistics: bool = False
     num_rows: int = 0
     num_blocks: int = 0
+    loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES
 
     @property
     def step(self) -> OneDeviceStep:
@@ -118,6 +121,7 @@ class RuntimeCase:
             has_statistics=self.has_statistics,
             num_rows=self.num_rows,
             num_blocks=self.num_blocks,
+            loss=self.loss,
         )
 
 
@@ -185,6 +189,25 @@ CASES: Mapping[str, RuntimeCase] = {
         pipeline="dualpipev",
         overlap=True,
     ),
+    "asynchronous pipeline": RuntimeCase(
+        mesh_shape=(3, 2),
+        axes=("pipe", "data"),
+        num_micro_batches=6,
+        num_blocks=4,
+        pipeline="pipedream",
+        has_statistics=True,
+        loss=LossMeaning.EACH_MICRO_BATCH,
+    ),
+    "asynchronous pipeline with overlap": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "data"),
+        pins={**_REPLICATED, "parameters": "S(0)"},
+        num_micro_batches=5,
+        num_blocks=4,
+        pipeline="pipedream",
+        loss=LossMeaning.EACH_MICRO_BATCH,
+        overlap=True,
+    ),
     "pipeline of unequal stages": RuntimeCase(
         mesh_shape=(4,), axes=("data",), num_micro_batches=4, num_blocks=4, stage_ranks=(3, 1)
     ),
@@ -216,7 +239,13 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
     case = CASES[name]
     mesh = Placement.grid(case.mesh_shape, case.axes)
     request = PlanRequest(graph=case.step.graph, mesh=mesh, cluster=small_cluster(mesh.size))
-    stages = pipelined(mesh, case.pipeline, case.num_micro_batches, stage_ranks=case.stage_ranks)
+    stages = pipelined(
+        mesh,
+        case.pipeline,
+        case.num_micro_batches,
+        stage_ranks=case.stage_ranks,
+        update_each_micro_batch=case.step.graph.updates_each_micro_batch,
+    )
     strategy = infer_strategy(
         request,
         planner="conformance",
@@ -224,6 +253,7 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
         stages=stages.stages,
         in_flight=case.in_flight or stages.in_flight,
         orders=stages.orders,
+        staleness=stages.staleness,
     )
     options = CompileOptions(
         boxing_thread=case.boxing_thread,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's own abbreviation)
 
+from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.graph import LogicalGraph
@@ -136,6 +137,7 @@ def capture_tiny(
     has_statistics: bool = False,
     num_rows: int = 0,
     num_blocks: int = 0,
+    loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES,
 ) -> OneDeviceStep:
     """Return the training step of a `TinyMlp` under AdamW, in float64."""
     with torch.random.fork_rng(devices=()):
@@ -147,7 +149,7 @@ def capture_tiny(
     graph = capture(model, tiny_loss, tiny_batch(micro_batch_size, 0), optimizer, name="tiny")
     batches = (tiny_batch(micro_batch_size * num_micro_batches, 1 + i) for i in range(num_steps))
     return OneDeviceStep(
-        graph=prepare_step(graph, num_micro_batches),
+        graph=prepare_step(graph, num_micro_batches, loss=loss),
         states=initial_states(model, optimizer),
         batches=tuple(batches),
         scalars={"lr": 1e-2},
@@ -162,8 +164,14 @@ def capture_tiny_forward(batch_size: int) -> LogicalGraph:
     return prepare_step(graph, 1)
 
 
-def one_device_run(step: OneDeviceStep) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
+def one_device_run(
+    step: OneDeviceStep, staleness: Mapping[str, int] | None = None
+) -> tuple[list[Tensor], dict[str, Tensor | Number]]:
     """Run all batches on one device.
+
+    Args:
+        step: The step and its batches.
+        staleness: See `run_graph`.
 
     Returns:
         The loss of each step, and the states after the last by the names of the graph's inputs.
@@ -173,7 +181,8 @@ def one_device_run(step: OneDeviceStep) -> tuple[list[Tensor], dict[str, Tensor 
     losses = []
     with torch.no_grad():
         for batch in step.batches:
-            found, states = run_graph(step.graph, states, split_batch(batch, count), step.scalars)
+            parts = split_batch(batch, count)
+            found, states = run_graph(step.graph, states, parts, step.scalars, staleness)
             losses.append(found["loss"])
     return losses, states
 

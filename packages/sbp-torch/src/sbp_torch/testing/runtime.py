@@ -71,7 +71,7 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
             assert_equal(f"the loss of step {index}", loss, wanted)
         for (state, rank), value in reference_shards.items():
             assert_equal(f"{state} of rank {rank}", shards[(state, rank)], value)
-        single_losses, states = one_device_run(step)
+        single_losses, states = one_device_run(step, plan.staleness)
         for index, (loss, wanted) in enumerate(zip(losses, single_losses, strict=True)):
             assert_near(f"the loss of step {index}", loss, wanted, self.tolerance)
         check_shards(plan, shards, states, self.tolerance)
@@ -133,6 +133,14 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
     def test_a_pipeline_in_both_directions_equals_the_reference_and_one_device(self) -> None:
         """Forward work of one chunk and backward work of the other take turns."""
         self.check_case("pipeline in both directions")
+
+    def test_an_asynchronous_pipeline_equals_the_reference_and_delayed_updates(self) -> None:
+        """Each micro-batch ends with an update, and is computed with stale parameters."""
+        self.check_case("asynchronous pipeline")
+
+    def test_an_asynchronous_pipeline_of_sharded_states_equals_delayed_updates(self) -> None:
+        """Stale parameters are gathered for each micro-batch, beside compute."""
+        self.check_case("asynchronous pipeline with overlap")
 
     def test_a_pipeline_of_unequal_stages_equals_the_reference_and_one_device(self) -> None:
         """Three ranks share the micro-batches of the first stage, one has the second."""
