@@ -35,6 +35,11 @@ LAUNCH_ONLY = discover(
 )
 
 
+def test_updates_behind_micro_batches_need_a_number_of_them() -> None:
+    with pytest.raises(ConfigError, match="how many updates a step has"):
+        TrainerConfig(micro_batches="auto", loss="each_micro_batch")
+
+
 @pytest.mark.parametrize(
     ("group", "name"),
     [

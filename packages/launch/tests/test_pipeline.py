@@ -33,6 +33,17 @@ def test_each_stage_says_its_ranks_modules_and_activations():
     assert "(p - 1)/(m + p - 1) = 20% if stages were equal" in bubble
 
 
+def test_stages_of_an_asynchronous_pipeline_say_how_old_their_parameters_are():
+    found = found_plan("pipeline")
+    strategy = replace(found.strategy, staleness=(1, 0))
+
+    first, *stages, _ = pipeline_lines(found.plan, strategy, found.module_rows)
+
+    assert first.endswith("schedule PipeDream, an update behind each micro-batch")
+    assert stages[0].endswith(", 2 in flight, parameters up to 1 update old")
+    assert stages[1].endswith(", 1 in flight")
+
+
 def test_the_ranks_of_stages_are_named():
     lines = lines_of(found_plan("pipeline of meshes"))
 

@@ -209,7 +209,7 @@ def test_the_nearest_pattern_is_named():
 
 def _reference_with(pairs):
     run = run_config()
-    reference = EagerReference(make_program(run_of(run)), run.trainer)
+    reference = EagerReference(make_program(run_of(run)), run.trainer, {})
     reference.found, reference.losses = map(list, zip(*pairs, strict=True))
     return reference.verdict()
 

@@ -42,6 +42,7 @@ def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[Module
         lines.append(
             f"  stage {index} ({ranks_text(stage)}): {_modules(rows, index)}; "
             f"busy {busy[index]:.0%}, {strategy.in_flight[index]} in flight"
+            f"{_stale(strategy, index)}"
         )
     equal = (count - 1) / (micro_batches + count - 1)
     sizes = [stage.size for stage in plan.stages]
@@ -59,6 +60,8 @@ def _schedule(strategy: Strategy) -> str:
     stages, micro_batches = len(strategy.stages), strategy.num_micro_batches
     if strategy.orders:
         return str(strategy.report.get("pipeline", "of its own order"))
+    if strategy.staleness:
+        return "PipeDream, an update behind each micro-batch"
     if micro_batches == 1:
         return "one after the other"
     if strategy.in_flight == one_forward_one_backward(stages, micro_batches):
@@ -66,6 +69,11 @@ def _schedule(strategy: Strategy) -> str:
     if set(strategy.in_flight) == {micro_batches}:
         return "GPipe"
     return f"with in_flight {list(strategy.in_flight)}"
+
+
+def _stale(strategy: Strategy, stage: int) -> str:
+    updates = strategy.staleness[stage] if strategy.staleness else 0
+    return f", parameters up to {updates} update{'s' * (updates > 1)} old" if updates else ""
 
 
 def _busy_s(plan: PhysicalPlan, stage: Placement) -> float:

@@ -170,6 +170,12 @@ class TrainerConfig:
         _check_least(self, 1, _AT_LEAST_ONE)
         _check_least(self, 0, _AT_LEAST_ZERO)
         self._check_budget()
+        if self.micro_batches == "auto" and self.loss == "each_micro_batch":
+            raise ConfigError(
+                "micro_batches=auto would decide how many updates a step has",
+                accepted="a number of micro-batches with loss=each_micro_batch",
+                todo="say trainer.micro_batches=NUMBER, or trainer.loss=whole_batch",
+            )
         if self.micro_batches != "auto" and self.batch_size % self.micro_batches:
             divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
             raise ConfigError(

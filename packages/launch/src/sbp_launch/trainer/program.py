@@ -6,7 +6,7 @@ The model is made without memory: its parameters are made shard by shard when a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
@@ -186,10 +186,18 @@ class EagerReference:
     """The one-device program, run beside the first steps: eager model, autograd, `torch.optim`.
 
     A micro-batch at a time, as batch norm sees it, with the random numbers of the plan.
+
+    Args:
+        program: What is trained.
+        settings: How.
+        staleness: See `PhysicalPlan.staleness`.
     """
 
-    def __init__(self, program: Program, settings: TrainerConfig) -> None:
+    def __init__(
+        self, program: Program, settings: TrainerConfig, staleness: Mapping[str, int]
+    ) -> None:
         self.model = program.made.whole_model()
+        self.staleness = staleness
         self.optimizer = optimizer_over(program.make_optimizer, self.model)
         self.settings = settings
         self.losses: list[float] = []
@@ -203,15 +211,50 @@ class EagerReference:
             loss: Of the parallel program.
             factor: Of the learning rate.
         """
-        self.optimizer.zero_grad()
         count, size = self.settings.num_micro_batches, self.settings.micro_batch_size
+        parts = [
+            {name: value[index * size :][:size] for name, value in batch.items()}
+            for index in range(count)
+        ]
+        if self.settings.loss == "each_micro_batch":
+            own = self._updates(parts, factor)
+        else:
+            self.optimizer.zero_grad()
+            own = sum(self._loss(parts, index) / count for index in range(count))
+            self._update(factor)
+        self.losses.append(own)
+        self.found.append(loss)
+
+    def _loss(self, parts: Sequence[Mapping[str, Tensor]], index: int) -> float:
+        """Return the loss of a micro-batch, after its backward phase."""
+        each = self.settings.loss == "each_micro_batch"
+        with counted_random(self.settings.seed, len(self.losses) * len(parts) + index):
+            own = split_losses(model_loss(self.model, parts[index]))[0]
+        (own if each else own / len(parts)).backward()  # type: ignore[no-untyped-call] # untyped
+        return own.item()
+
+    def _updates(self, parts: Sequence[Mapping[str, Tensor]], factor: float) -> float:
+        """Take an update behind each micro-batch, which is computed with stale parameters.
+
+        Returns:
+            The mean of their losses.
+        """
+        parameters = dict(self.model.named_parameters())
+        late = {name: parameters[name] for name in self.staleness}
+        versions = [{name: one.detach().clone() for name, one in late.items()}]
         total = 0.0
-        for index in range(count):
-            part = {name: value[index * size :][:size] for name, value in batch.items()}
-            with counted_random(self.settings.seed, len(self.losses) * count + index):
-                own = split_losses(model_loss(self.model, part))[0] / count
-            own.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
-            total += own.item()
+        for index in range(len(parts)):
+            for name, one in late.items():
+                one.data.copy_(versions[max(0, index - self.staleness[name])][name])
+            self.optimizer.zero_grad()
+            total += self._loss(parts, index)
+            for name, one in late.items():
+                one.data.copy_(versions[-1][name])
+            self._update(factor)
+            versions.append({name: one.detach().clone() for name, one in late.items()})
+        return total / len(parts)
+
+    def _update(self, factor: float) -> None:
         self._clip()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -219,8 +262,6 @@ class EagerReference:
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        self.losses.append(total)
-        self.found.append(loss)
 
     def _clip(self) -> None:
         update, parameters = self.settings.update, list(self.model.parameters())

@@ -180,7 +180,7 @@ def train_states(
     else:
         with run.stage(f"making the states and {STARTING}"):
             if config.trainer.compare_steps and run.is_first:
-                reference = EagerReference(program, config.trainer)
+                reference = EagerReference(program, config.trainer, planned.plan.staleness)
                 if weights is not None:
                     weights.load_into(reference.model)
             made = program.made.states(program.optimizer, config.trainer.update)

@@ -18,7 +18,6 @@ from sbp_core.infer.solve import one_forward_one_backward, stage_placements
 from sbp_core.pipeline import Action, ActionKind, PipelineSchedule, pipeline_schedule
 from sbp_core.placement import Placement
 
-
 #: What to do about schedules that do not end a step with its update.
 _TODO = {
     "pipedream": "set trainer.loss=each_micro_batch, or planner.pipeline=1f1b",
@@ -72,6 +71,8 @@ def pipelined(
     meshes = unequal_placements(mesh, stage_ranks) if stage_ranks else stage_placements(mesh)
     if len(meshes) == 1 and (num_chunks or 1) == 1:
         return Pipelined(name=name, stages=meshes, in_flight=(num_micro_batches,))
+    if num_micro_batches == 1 and name == "pipedream":
+        name = "1f1b"  # one update a step, of parameters that are not stale
     if update_each_micro_batch:
         return _asynchronous(
             meshes, name, num_micro_batches, num_chunks, vertical_sync=vertical_sync
