@@ -141,8 +141,9 @@ def test_quotas_that_admit_no_order_are_refused_with_the_cycle_and_larger_ones()
         order_firings(plan)
 
     cycle = " ".join(caught.value.where)
-    assert "forward.0.0[0] waits for credit of register forward.0.0#0 of rank 0" in cycle
-    assert "waits for data of rank 0's forward.0.0[0]" in cycle
+    forward = "stage 0's forward.0.0 of micro-batch 0 on rank 0"
+    assert f"{forward} waits for credit of register forward.0.0#0 of rank 0" in cycle
+    assert f"waits for data of {forward}" in cycle
     assert caught.value.todo == (
         "raise the quota of register forward.0.0#0 of rank 0 from 0 to 1; "
         "registers have theirs from in_flight of their stage"

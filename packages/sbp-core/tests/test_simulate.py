@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
+from typing import Any
 
 import pytest
 
+from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import ActorId, PhysicalPlan
 from sbp_core.compile.token_game import TokenGame
@@ -145,49 +148,115 @@ def test_a_flight_of_overlapping_boxing_goes_on_when_its_thread_is_free() -> Non
     assert all(one.actor.overlaps for one in flights)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_network_played_with_other_times_is_that_of_a_plan_with_them(name: str) -> None:
-    plan = PLANS[name]
-    slow = {(part.rank, one.name): 3 * one.time_s for part in plan.ranks[:1] for one in part.actors}
-    other = replace(
-        plan,
-        ranks=tuple(
-            replace(
-                part,
-                actors=tuple(
-                    replace(one, time_s=slow.get((part.rank, one.name), one.time_s))
-                    for one in part.actors
-                ),
-            )
-            for part in plan.ranks
-        ),
-    )
-
-    network = FiringNetwork(plan)
-    first, changed, again = network.simulate(), network.simulate(slow), network.simulate()
-
-    assert _found(changed) == _found(simulate(other))
-    assert changed.step_s > first.step_s
-    assert _found(again) == _found(first)
-
-
 def test_a_pipeline_of_equal_stages_takes_the_closed_form_of_its_schedule() -> None:
     # GPipe and 1F1B of p stages and m micro-batches: (m + p - 1) (F + B) of a stage.
     plan = PLANS["1f1b"]
-    times = {
-        (part.rank, one.name): {"forward": 1.0, "backward": 2.0}.get(one.name.split(".")[0], 0.0)
+    times_s = {"forward": 1.0, "backward": 2.0}
+    ranks = tuple(
+        replace(
+            part,
+            actors=tuple(
+                replace(one, time_s=times_s.get(one.name.split(".")[0], 0.0)) for one in part.actors
+            ),
+        )
         for part in plan.ranks
-        for one in part.actors
-    }
+    )
 
-    assert FiringNetwork(plan).simulate(times).step_s == (4 + 2 - 1) * 3.0
+    assert simulate(replace(plan, ranks=ranks)).step_s == (4 + 2 - 1) * 3.0
 
 
 def test_a_plan_that_stands_still_is_refused() -> None:
     plan = PLANS["1f1b"]
     order = dict(plan.ranks[0].orders)
     thread, firings = next(iter(order.items()))
-    backwards = replace(plan.ranks[0], orders={**order, thread: firings[::-1]})
+    late = replace(plan.ranks[0], orders={**order, thread: (firings[-1], *firings[:-1])})
 
     with pytest.raises(PlanError, match="stands still"):
-        simulate(replace(plan, ranks=(backwards, *plan.ranks[1:])))
+        simulate(replace(plan, ranks=(late, *plan.ranks[1:])))
+
+
+def _changed(plan: PhysicalPlan, rng: Random) -> tuple[PhysicalPlan, dict[str, dict[Any, Any]]]:
+    """Return a plan with one quota or one order changed, and what `change` is told of it."""
+    part = rng.choice(plan.ranks)
+    kind = rng.choice(("quotas", "link_quotas", "orders"))
+    if kind == "link_quotas" and plan.links:
+        sender, quota = rng.choice(plan.links).sender, rng.randint(1, 4)
+        links = [replace(o, quota=quota) if o.sender == sender else o for o in plan.links]
+        return replace(plan, links=tuple(links)), {kind: {sender: quota}}
+    if kind == "quotas":
+        register, quota = rng.choice(part.registers), rng.randint(1, 4)
+        registers = [replace(o, quota=quota) if o is register else o for o in part.registers]
+        other = replace(part, registers=tuple(registers))
+        told: Any = {"quotas": {(part.rank, register.name): quota}}
+    else:
+        orders = {thread: list(order) for thread, order in part.orders.items()}
+        order = orders[rng.choice(list(orders))]
+        at = rng.randrange(len(order) - 1)
+        if order[at][0] != order[at + 1][0]:
+            order[at : at + 2] = order[at + 1], order[at]
+        made = {thread: tuple(order) for thread, order in orders.items()}
+        other = replace(part, orders=made)
+        told = {"orders": {part.rank: made}}
+    return replace(plan, ranks=tuple(other if o is part else o for o in plan.ranks)), told
+
+
+@pytest.mark.parametrize("name", ["data, overlapping", "tensor, overlapping", "three stages"])
+def test_a_changed_network_is_that_of_the_changed_plan(name: str) -> None:
+    rng = Random(name)
+    # Every rank is of a class of its own, so that any of them may be changed alone.
+    plan = replace(
+        PLANS[name],
+        ranks=tuple(
+            replace(
+                part,
+                actors=tuple(
+                    replace(one, time_s=one.time_s * rng.uniform(0.5, 2)) for one in part.actors
+                ),
+            )
+            for part in PLANS[name].ranks
+        ),
+    )
+    network, outcomes = FiringNetwork(plan), []
+
+    for _ in range(60):
+        changed, told = _changed(plan, rng)
+        outcomes.append(network.change(**told))
+        if outcomes[-1]:
+            plan = changed
+            assert network.step_s == simulate(plan).step_s
+        else:
+            with pytest.raises(PlanError, match="stands still"):
+                simulate(changed)
+        assert _found(network.simulate()) == _found(simulate(plan))
+
+    assert set(outcomes) == {True, False}
+
+
+def test_a_change_is_of_all_ranks_that_do_the_same() -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 4), ("pipe", "data")))
+    stash = next(one for one in plan.by_rank[1].registers if one.name == "forward.0.0#0")
+    network = FiringNetwork(plan)
+
+    assert not network.change(quotas={(1, stash.name): 1})
+    assert network.change(quotas={(1, stash.name): 2})
+    assert _found(network.simulate()) == _found(simulate(plan))
+
+
+def test_an_order_of_other_firings_is_refused() -> None:
+    plan = PLANS["1f1b"]
+    order = plan.by_rank[0].orders["compute"]
+
+    for other in (order[1:], (order[1], *order[1:]), order[::-1]):
+        with pytest.raises(PlanError, match="other firings than before"):
+            FiringNetwork(plan).change(orders={0: {"compute": other}})
+
+
+def test_ranks_that_do_the_same_share_their_times() -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 4), ("pipe", "data")))
+
+    found = simulate(plan)
+
+    for part in plan.ranks:
+        assert found.orders[part.rank, "compute"] is found.orders[part.rank // 4 * 4, "compute"]
+    assert len(found.firings) == check(plan).num_firings
+    assert _found(found) == _ends(plan)
