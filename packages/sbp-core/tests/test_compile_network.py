@@ -24,18 +24,22 @@ from sbp_core.testing.plans import LINE, data_parallel_plan, pipeline_plan, stra
 
 _MIXED = Placement.grid((2, 2), ("pipe", "data"))
 
+
+def _several_flights() -> PhysicalPlan:
+    """Return a plan whose gradients are ready before the reduction of others has landed."""
+    graph = mlp((64, 64, 64, 64), batch=64, num_micro_batches=2)
+    machine = cluster(launch_s=1e-6, bytes_per_s=1e8)
+    request = PlanRequest(graph=graph, mesh=LINE, cluster=machine)
+    pins = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients": "B"}
+    strategy = infer_strategy(request, planner="test", pins=pins, in_flight=(2,))
+    options = CompileOptions(overlap=True, bucket_bytes=0, piece_s=0.0, cluster=machine)
+    return compile_plan(graph, strategy, options)
+
+
 _PLANS = {
     "data": data_parallel_plan(),
     "data, overlapping": data_parallel_plan(CompileOptions(overlap=True)),
-    "data, several flights at once": compile_plan(
-        (_DEEP := mlp((4, 8, 4, 8, 4), batch=8, num_micro_batches=1)),
-        infer_strategy(
-            PlanRequest(graph=_DEEP, mesh=LINE, cluster=cluster()),
-            planner="test",
-            pins={"batch": "S(0)", "parameters": "B"},
-        ),
-        CompileOptions(overlap=True, bucket_bytes=0, piece_s=0.0),
-    ),
+    "data, several flights at once": _several_flights(),
     "data, with a boxing thread": data_parallel_plan(CompileOptions(boxing_thread=True)),
     "1F1B": pipeline_plan(4, (2, 1)),
     "GPipe": pipeline_plan(4, (4, 4)),
@@ -189,7 +193,7 @@ def test_the_critical_cycle_is_told_in_words() -> None:
         "stage 0's receive layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 0 waits for data of "
         "stage 1's send layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 1",
         "stage 1's send layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 1 waits for its turn on "
-        "thread compute of rank 1 behind stage 1's backward.1.1 of micro-batch 3 on rank 1 and 22 "
+        "thread compute of rank 1 behind stage 1's backward.1.1 of micro-batch 3 on rank 1 and 24 "
         "more, since stage 1's receive layers.0.relu@1(B) of micro-batch 0 on rank 1",
         "stage 1's receive layers.0.relu@1(B) of micro-batch 0 on rank 1 waits for data of "
         "stage 0's send layers.0.relu@1(B) of micro-batch 0 on rank 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -175,61 +176,92 @@ def test_a_plan_that_stands_still_is_refused() -> None:
         simulate(replace(plan, ranks=(late, *plan.ranks[1:])))
 
 
-def _changed(plan: PhysicalPlan, rng: Random) -> tuple[PhysicalPlan, dict[str, dict[Any, Any]]]:
-    """Return a plan with one quota or one order changed, and what `change` is told of it."""
+_Told = dict[str, dict[Any, Any]]
+
+
+def _with_quotas(plan: PhysicalPlan, rng: Random) -> tuple[PhysicalPlan, _Told]:
+    """Return a plan with up to three other quotas, and what `change` is told of them."""
+    places: list[Any] = [(part.rank, one.name) for part in plan.ranks for one in part.registers]
+    senders: list[Any] = sorted({link.sender for link in plan.links})
+    told: _Told = {
+        "quotas": {place: rng.randint(1, 6) for place in rng.sample(places, rng.randint(0, 3))},
+        "link_quotas": {
+            sender: rng.randint(1, 6)
+            for sender in rng.sample(senders, min(rng.randint(0, 3), len(senders)))
+        },
+    }
+    ranks = tuple(
+        replace(
+            part,
+            registers=tuple(
+                replace(one, quota=told["quotas"].get((part.rank, one.name), one.quota))
+                for one in part.registers
+            ),
+        )
+        for part in plan.ranks
+    )
+    links = tuple(
+        replace(one, quota=told["link_quotas"].get(one.sender, one.quota)) for one in plan.links
+    )
+    return replace(plan, ranks=ranks, links=links), told
+
+
+def _with_orders(plan: PhysicalPlan, rng: Random) -> tuple[PhysicalPlan, _Told]:
+    """Return a plan in which one firing comes earlier on its thread, and what `change` is told."""
     part = rng.choice(plan.ranks)
-    kind = rng.choice(("quotas", "link_quotas", "orders"))
-    if kind == "link_quotas" and plan.links:
-        sender, quota = rng.choice(plan.links).sender, rng.randint(1, 4)
-        links = [replace(o, quota=quota) if o.sender == sender else o for o in plan.links]
-        return replace(plan, links=tuple(links)), {kind: {sender: quota}}
-    if kind == "quotas":
-        register, quota = rng.choice(part.registers), rng.randint(1, 4)
-        registers = [replace(o, quota=quota) if o is register else o for o in part.registers]
-        other = replace(part, registers=tuple(registers))
-        told: Any = {"quotas": {(part.rank, register.name): quota}}
-    else:
-        orders = {thread: list(order) for thread, order in part.orders.items()}
-        order = orders[rng.choice(list(orders))]
-        at = rng.randrange(len(order) - 1)
-        if order[at][0] != order[at + 1][0]:
-            order[at : at + 2] = order[at + 1], order[at]
-        made = {thread: tuple(order) for thread, order in orders.items()}
-        other = replace(part, orders=made)
-        told = {"orders": {part.rank: made}}
-    return replace(plan, ranks=tuple(other if o is part else o for o in plan.ranks)), told
+    orders = {thread: list(order) for thread, order in part.orders.items()}
+    order = orders[rng.choice(list(orders))]
+    at = rng.randrange(1, len(order))
+    to = max(0, at - rng.randint(1, 6))
+    if order[at][0] not in [name for name, _ in order[to:at]]:
+        order.insert(to, order.pop(at))
+    made = {thread: tuple(order) for thread, order in orders.items()}
+    ranks = tuple(replace(one, orders=made) if one is part else one for one in plan.ranks)
+    return replace(plan, ranks=ranks), {"orders": {part.rank: made}}
 
 
-@pytest.mark.parametrize("name", ["data, overlapping", "tensor, overlapping", "three stages"])
-def test_a_changed_network_is_that_of_the_changed_plan(name: str) -> None:
-    rng = Random(name)
-    # Every rank is of a class of its own, so that any of them may be changed alone.
-    plan = replace(
-        PLANS[name],
+def _of_many_quotas(plan: PhysicalPlan, rng: Random) -> PhysicalPlan:
+    """Return a plan with room to lower quotas, all of whose ranks differ in their times."""
+    return replace(
+        plan,
+        links=tuple(replace(link, quota=5) for link in plan.links),
         ranks=tuple(
             replace(
                 part,
                 actors=tuple(
-                    replace(one, time_s=one.time_s * rng.uniform(0.5, 2)) for one in part.actors
+                    replace(one, time_s=one.time_s * rng.uniform(0.2, 5)) for one in part.actors
                 ),
+                registers=tuple(replace(one, quota=6) for one in part.registers),
             )
-            for part in PLANS[name].ranks
+            for part in plan.ranks
         ),
     )
-    network, outcomes = FiringNetwork(plan), []
 
-    for _ in range(60):
-        changed, told = _changed(plan, rng)
-        outcomes.append(network.change(**told))
-        if outcomes[-1]:
+
+@pytest.mark.parametrize("name", ["data, overlapping", "tensor, overlapping", "three stages"])
+@pytest.mark.parametrize("edit", [_with_quotas, _with_orders])
+def test_a_changed_network_is_that_of_the_changed_plan(
+    name: str, edit: Callable[[PhysicalPlan, Random], tuple[PhysicalPlan, _Told]]
+) -> None:
+    rng = Random(name)
+    plan = _of_many_quotas(PLANS[name], rng)
+    network, times_s, outcomes = FiringNetwork(plan), set(), set()
+
+    for _ in range(100):
+        changed, told = edit(plan, rng)
+        is_live = network.change(**told)
+        if is_live:
             plan = changed
-            assert network.step_s == simulate(plan).step_s
+            times_s.add(tuple(network.simulate().ends_s))
         else:
             with pytest.raises(PlanError, match="stands still"):
                 simulate(changed)
+        outcomes.add(is_live)
         assert _found(network.simulate()) == _found(simulate(plan))
 
-    assert set(outcomes) == {True, False}
+    if name == "three stages" or edit is _with_orders:
+        assert outcomes == {True, False}
+        assert len(times_s) > 3
 
 
 def test_a_change_is_of_all_ranks_that_do_the_same() -> None:
