@@ -264,6 +264,36 @@ def test_a_changed_network_is_that_of_the_changed_plan(
         assert len(times_s) > 3
 
 
+def _with_twins(plan: PhysicalPlan) -> PhysicalPlan:
+    """Return a plan with two of each register: a firing waits twice for each credit."""
+    ranks = tuple(
+        replace(
+            part,
+            registers=tuple(
+                twin
+                for one in part.registers
+                for twin in (one, replace(one, name=f"{one.name} again", keys=()))
+            ),
+        )
+        for part in plan.ranks
+    )
+    return replace(plan, ranks=ranks)
+
+
+def test_a_firing_that_waits_twice_waits_no_more_when_both_quotas_are_raised() -> None:
+    plan, gpipe = _with_twins(PLANS["1f1b"]), _with_twins(PLANS["gpipe"])
+    network = FiringNetwork(plan)
+    orders = {part.rank: part.orders for part in gpipe.ranks}
+
+    assert not network.change(orders=orders)
+    assert network.change(
+        quotas={(part.rank, one.name): one.quota for part in gpipe.ranks for one in part.registers},
+        link_quotas={link.sender: link.quota for link in gpipe.links},
+    )
+    assert network.change(orders=orders)
+    assert _found(network.simulate()) == _found(simulate(gpipe))
+
+
 def test_a_change_is_of_all_ranks_that_do_the_same() -> None:
     plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 4), ("pipe", "data")))
     stash = next(one for one in plan.by_rank[1].registers if one.name == "forward.0.0#0")
