@@ -18,8 +18,10 @@ import math
 import multiprocessing
 import pstats
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,11 +30,12 @@ from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
-from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile import PLAN, CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
+from sbp_core.simulate import simulate
 from sbp_torch.capture import capture
 from sbp_torch.testing.programs import small_cluster
 from sbp_torch.update_options import UpdateOptions
@@ -121,15 +124,28 @@ def measured(num_ranks: int, chosen: argparse.Namespace) -> Mapping[str, float]:
     options = CompileOptions(overlap=chosen.overlap, cluster=cluster)
     plan = clock.run("compile", compile_plan, graph, strategy, options)
     report = clock.run("check", check, plan, types=chosen.types)
-    if chosen.hash:
-        clock.run("hash", lambda: plan.hash)
+    clock.run("simulate", simulate, plan)
+    if chosen.period:
+        clock.run("period", lambda: report.period_s)
+    sizes = _files(clock, plan) if chosen.files else {}
     return {
         **clock.times_s,
+        **sizes,
         "actors": sum(len(part.actors) for part in plan.ranks),
         "links": len(plan.links),
         "firings": report.num_firings,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
+
+
+def _files(clock: _Clock, plan: PhysicalPlan) -> Mapping[str, float]:
+    """Write a plan, read it and hash it; return the size of its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        clock.run("save", PLAN.write, plan, path)
+        clock.run("load", PLAN.read, path)
+        clock.run("hash", lambda: plan.hash)
+        return {"file_mib": path.stat().st_size / 2**20}
 
 
 def main() -> None:
@@ -140,7 +156,8 @@ def main() -> None:
     parser.add_argument("--kind", choices=_PINS, default="3d")
     parser.add_argument("--types", action="store_true")
     parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--hash", action="store_true")
+    parser.add_argument("--period", action="store_true", help="also the period of steps")
+    parser.add_argument("--files", action="store_true", help="also write, read and hash the plan")
     parser.add_argument("--profile", default="")
     chosen = parser.parse_args()
     before: tuple[int, Mapping[str, float]] | None = None

@@ -29,6 +29,7 @@ from sbp_core.compile import (
     Instruction,
     PhysicalPlan,
     compile_plan,
+    to_json,
 )
 from sbp_core.errors import SbpError
 from sbp_core.graph import Ref, map_refs
@@ -109,7 +110,7 @@ def plans() -> Sequence[bytes]:
     ):
         asked = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(mesh.size))
         plan = compile_plan(graph, infer_strategy(asked, planner="fuzz", pins=pins), options)
-        found.append(json.dumps(PLAN.dump(plan)).encode())
+        found.append(json.dumps(to_json(plan)).encode())
     return found
 
 

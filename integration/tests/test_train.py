@@ -10,6 +10,7 @@ import pytest
 from checkpoints import saved_states
 
 from forked import run_command
+from sbp_core.compile import PLAN
 
 SMALL = (
     "model.num_layers=2",
@@ -53,11 +54,11 @@ def sbp(command: str, folder: Path, *overrides: str) -> tuple[int, str]:
 
 def check_trace(printed: str, folder: Path) -> None:
     """Check that a run left a trace with each firing of its plan, and said where the time went."""
-    plan = json.loads((folder / "plan.json").read_text("utf-8"))
+    plan = PLAN.read(folder / "plan.json")
     events = json.loads((folder / "trace.json").read_text("utf-8"))["traceEvents"]
-    for part in plan["ranks"]:
-        firings = [one for order in part["orders"].values() for one in order]
-        own = [event for event in events if event["pid"] == part["rank"]]
+    for part in plan.ranks:
+        firings = [one for order in part.orders.values() for one in order]
+        own = [event for event in events if event["pid"] == part.rank]
         found = [
             (event["args"]["step"], event["args"]["actor"], event["args"]["micro_batch"])
             for event in own

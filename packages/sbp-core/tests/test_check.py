@@ -82,7 +82,8 @@ def test_a_quota_that_is_too_low_is_refused_with_the_cycle() -> None:
         check(plan)
 
     assert caught.value.where == (
-        "rank 0, thread compute: forward.0.0 waits for credit of register forward.0.0#0 (1)",
+        "rank 0, thread compute: stage 0's forward.0.0 of micro-batch 1 waits for credit of "
+        "register forward.0.0#0 (1)",
     )
     assert "raise the quota of register forward.0.0#0 of rank 0 from 1 to 3" in caught.value.todo
 
@@ -94,10 +95,10 @@ def test_a_cycle_over_two_ranks_is_printed_in_order() -> None:
         check(plan)
 
     assert caught.value.where == (
-        "rank 0, thread compute: receive layers.1.grad.mm_1@0(B) waits for data on link "
-        "send layers.1.grad.mm_1@0(B) 1>0",
-        "rank 1, thread compute: receive layers.0.relu@1(B) waits for data on link "
-        "send layers.0.relu@1(B) 0>1",
+        "rank 0, thread compute: stage 0's receive layers.1.grad.mm_1@0(B) of micro-batch 0 waits "
+        "for data on link send layers.1.grad.mm_1@0(B) 1>0",
+        "rank 1, thread compute: stage 1's receive layers.0.relu@1(B) of micro-batch 0 waits for "
+        "data on link send layers.0.relu@1(B) 0>1",
     )
 
 

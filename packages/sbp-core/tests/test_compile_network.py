@@ -9,20 +9,37 @@ from planned_by_hand import with_mean
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.network import plan_network, quotas_to_raise
+from sbp_core.compile.network import PlanNetwork
 from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.symmetry import fold
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.dataflow import dead_cycle
 from sbp_core.graph.ir import Rate
+from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
+from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.simulate import simulate
-from sbp_core.testing.plans import data_parallel_plan, pipeline_plan, strategy_of
+from sbp_core.testing.graphs import cluster, mlp
+from sbp_core.testing.plans import LINE, data_parallel_plan, pipeline_plan, strategy_of
 
 _MIXED = Placement.grid((2, 2), ("pipe", "data"))
+
+
+def _several_flights() -> PhysicalPlan:
+    """Return a plan whose gradients are ready before the reduction of others has landed."""
+    graph = mlp((64, 64, 64, 64), batch=64, num_micro_batches=2)
+    machine = cluster(launch_s=1e-6, bytes_per_s=1e8)
+    request = PlanRequest(graph=graph, mesh=LINE, cluster=machine)
+    pins = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients": "B"}
+    strategy = infer_strategy(request, planner="test", pins=pins, in_flight=(2,))
+    options = CompileOptions(overlap=True, bucket_bytes=0, piece_s=0.0, cluster=machine)
+    return compile_plan(graph, strategy, options)
+
 
 _PLANS = {
     "data": data_parallel_plan(),
     "data, overlapping": data_parallel_plan(CompileOptions(overlap=True)),
+    "data, several flights at once": _several_flights(),
     "data, with a boxing thread": data_parallel_plan(CompileOptions(boxing_thread=True)),
     "1F1B": pipeline_plan(4, (2, 1)),
     "GPipe": pipeline_plan(4, (4, 4)),
@@ -173,17 +190,25 @@ def test_the_critical_cycle_is_told_in_words() -> None:
     lines = check(pipeline_plan(4, (2, 1)), types=False).critical_cycle
 
     assert lines == (
-        "rank 0's receive layers.1.grad.mm_1@0(B)[3] waits for data of "
-        "rank 1's send layers.1.grad.mm_1@0(B)[3]",
-        "rank 1's send layers.1.grad.mm_1@0(B)[3] waits for its turn on thread compute of rank 1 "
-        "behind rank 1's backward.1.1[3] and 22 more, since "
-        "rank 1's receive layers.0.relu@1(B)[0]",
-        "rank 1's receive layers.0.relu@1(B)[0] waits for data of "
-        "rank 0's send layers.0.relu@1(B)[0]",
-        "rank 0's send layers.0.relu@1(B)[0] waits for its turn on thread compute of rank 0 behind "
-        "rank 0's forward.0.0[0] and 7 more, since "
-        "rank 0's receive layers.1.grad.mm_1@0(B)[3] of the step before",
+        "stage 0's receive layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 0 waits for data of "
+        "stage 1's send layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 1",
+        "stage 1's send layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 1 waits for its turn on "
+        "thread compute of rank 1 behind stage 1's backward.1.1 of micro-batch 3 on rank 1 and 24 "
+        "more, since stage 1's receive layers.0.relu@1(B) of micro-batch 0 on rank 1",
+        "stage 1's receive layers.0.relu@1(B) of micro-batch 0 on rank 1 waits for data of "
+        "stage 0's send layers.0.relu@1(B) of micro-batch 0 on rank 0",
+        "stage 0's send layers.0.relu@1(B) of micro-batch 0 on rank 0 waits for its turn on thread "
+        "compute of rank 0 behind stage 0's forward.0.0 of micro-batch 0 on rank 0 and 7 more, "
+        "since stage 0's receive layers.1.grad.mm_1@0(B) of micro-batch 3 on rank 0 of the step "
+        "before",
     )
+
+
+def test_of_ranks_that_do_the_same_one_is_named_with_the_number_of_others() -> None:
+    lines = check(pipeline_plan(4, (2, 1), mesh=_MIXED), types=False).critical_cycle
+
+    assert any("on ranks 0-1" in line or "on rank 0 (and 1 alike)" in line for line in lines)
+    assert all("(and 1 alike)" in line or "ranks" in line for line in lines)
 
 
 def test_a_register_that_is_too_small_is_named_with_the_quota_that_is_enough() -> None:
@@ -194,14 +219,14 @@ def test_a_register_that_is_too_small_is_named_with_the_quota_that_is_enough() -
     registers = tuple(replace(r, quota=1) if r is stash else r for r in part.registers)
     broken = replace(plan, ranks=(replace(part, registers=registers), *plan.ranks[1:]))
 
-    raised = quotas_to_raise(broken)
+    raised = PlanNetwork(fold(broken)).quotas_to_raise()
 
     assert raised.startswith(f"raise the quota of register {stash.name} of rank 0 from 1 to ")
     enough = int(raised.partition(";")[0].rsplit(" ", 1)[1])
     for quota, is_live in ((enough, True), (enough - 1, False)):
         registers = tuple(replace(r, quota=quota) if r is stash else r for r in part.registers)
         tried = replace(plan, ranks=(replace(part, registers=registers), *plan.ranks[1:]))
-        assert (dead_cycle(plan_network(tried)) is None) == is_live
+        assert (dead_cycle(PlanNetwork(fold(tried)).network) is None) == is_live
 
 
 def test_orders_that_contradict_data_are_not_blamed_on_quotas() -> None:
@@ -210,5 +235,5 @@ def test_orders_that_contradict_data_are_not_blamed_on_quotas() -> None:
     late = (part.orders["compute"][-1], *part.orders["compute"][:-1])
     broken = replace(plan, ranks=(replace(part, orders={"compute": late}), *plan.ranks[1:]))
 
-    assert quotas_to_raise(plan) == ""
-    assert quotas_to_raise(broken).startswith("no quota helps")
+    assert PlanNetwork(fold(plan)).quotas_to_raise() == ""
+    assert PlanNetwork(fold(broken)).quotas_to_raise().startswith("no quota helps")

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from sbp_core.compile import compile_plan
-from sbp_core.compile.physical import PhysicalPlan, from_json, to_json
+from sbp_core.compile.physical import PLAN, PhysicalPlan, from_json, to_json
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import Symbol
 from sbp_core.placement import Placement
@@ -75,3 +76,60 @@ def test_actors_and_registers_can_be_looked_up() -> None:
     taken = [r.name for r in part.inputs_of["backward.1.1"]]
     assert "forward.1.1#0" in taken
     assert [r.producer for r in part.outputs_of["forward.1.1"]] == ["forward.1.1"] * 2
+
+
+def test_ranks_that_are_alike_are_written_once_and_share_what_is_read(tmp_path: Path) -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 4), ("pipe", "data")))
+    path = tmp_path / "plan.json"
+
+    PLAN.write(plan, path)
+    found = PLAN.read(path)
+
+    written = json.loads(path.read_text("utf-8"))
+    assert [part["rank"] for part in written["ranks"]] == [0, 4]
+    assert written["like"] == {"1": 0, "2": 0, "3": 0, "5": 4, "6": 4, "7": 4}
+    assert found == plan
+    assert found.hash == plan.hash
+    assert found.by_rank[3].actors is found.by_rank[0].actors
+
+
+def test_a_plan_that_lists_every_rank_is_the_same_plan() -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 2), ("pipe", "data")))
+
+    found = from_json(to_json(plan))
+
+    assert len(to_json(plan)["ranks"]) == 4
+    assert found == plan
+    assert found.hash == plan.hash
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        {"0": 4},
+        {"1": 2},
+        {"1": "0"},
+        {"one": 0},
+        {"-1": 0},
+        {"01": 0},
+        {"9" * 5000: 0},
+        [1],
+        {"1": 1},
+    ],
+)
+def test_a_rank_like_one_that_is_not_listed_is_refused(like: object) -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 4), ("pipe", "data")))
+
+    with pytest.raises(SbpValueError, match="like"):
+        PLAN.load({**PLAN.dump(plan), "like": like})
+
+
+def test_a_rank_that_differs_is_written_by_itself() -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 2), ("pipe", "data")))
+    first, second, *others = plan.ranks
+    quotas = tuple(replace(register, quota=9) for register in second.registers)
+    changed = replace(plan, ranks=(first, replace(second, registers=quotas), *others))
+
+    assert changed.alike == {0: 0, 1: 1, 2: 2, 3: 2}
+    assert from_json(PLAN.dump(changed)) == changed
+    assert changed.hash != plan.hash

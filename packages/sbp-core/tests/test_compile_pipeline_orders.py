@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.check import check
-from sbp_core.compile import compile_plan
+from sbp_core.compile import CompileOptions, Compute, Send, compile_plan
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph.ir import Phase, Rate
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.pipeline import SCHEDULES, Action, pipeline_schedule
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
+from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster, mlp
 
@@ -58,6 +59,8 @@ def test_ranks_do_their_actions_in_the_order_of_the_strategy(name):
     for rank, order in strategy.actions.items():
         wanted = [(a.stage, "B" if a.kind in "BI" else str(a.kind), a.micro_batch) for a in order]
         made = actions_of(plan, rank)
+        if not strategy.splits_backward:
+            made = [action for action in made if action[1] != "W"]  # parts of an action B
         assert made == [action for action in wanted if action in made]
         assert {a for a in wanted if a[1] != "W"} == {a for a in made if a[1] != "W"}
 
@@ -76,10 +79,80 @@ def test_weight_gradients_fire_apart_and_nothing_of_the_backward_phase_waits_for
             assert all(user.phase in (Phase.WEIGHT_GRADIENT, Phase.OPTIMIZER) for user in users)
 
 
-def test_a_whole_backward_is_one_segment_where_no_schedule_splits_it():
-    graph, strategy = strategy_of("interleaved")
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_input_gradients_leave_before_the_weight_gradients_of_their_micro_batch(name):
+    graph, strategy = strategy_of(name)
 
     plan = compile_plan(graph, strategy)
+
+    check(plan)
+    part = plan.by_rank[1]
+    firings = [(part.by_name[actor], index) for actor, index in part.orders["compute"]]
+    at = {
+        (type(actor), actor.stage, actor.phase, index): place
+        for place, (actor, index) in enumerate(firings)
+        if actor.rate is Rate.MICRO
+    }
+    actions = actions_of(plan, 1)
+    gradients = [(actor.stage, index) for actor, index in firings if _sends_gradient(actor)]
+    assert gradients
+    for stage, index in gradients:
+        sent = at[Send, stage, Phase.BACKWARD, index]
+        assert sent < at[Compute, stage, Phase.WEIGHT_GRADIENT, index]
+        behind = actions.index((stage, "B", index)) + 1
+        assert actions[behind] == (stage, "W", index)
+
+
+def _sends_gradient(actor):
+    return isinstance(actor, Send) and actor.phase is Phase.BACKWARD and actor.rate is Rate.MICRO
+
+
+def test_a_stage_for_whose_gradients_nobody_waits_does_its_backward_in_one():
+    graph, strategy = strategy_of("1f1b")
+
+    plan = compile_plan(graph, strategy)
+
+    assert not any(actor.phase is Phase.WEIGHT_GRADIENT for actor in plan.by_rank[0].actors)
+
+
+def test_gradients_of_activations_are_held_for_one_micro_batch_where_no_schedule_splits():
+    graph, strategy = strategy_of("gpipe")
+
+    plan = compile_plan(graph, strategy)
+
+    part = plan.by_rank[1]
+    between = [
+        register.quota
+        for register in part.registers
+        if part.by_name[register.producer].phase is Phase.BACKWARD
+        and any(name.startswith("weight_gradient") for name in register.consumers)
+    ]
+    assert set(between) == {1}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_step_is_shorter_by_the_weight_gradients_that_nobody_waits_for(name):
+    graph, strategy = strategy_of(name)
+    plans = [
+        compile_plan(graph, strategy, CompileOptions(input_gradients_first=first))
+        for first in (False, True)
+    ]
+
+    took_s = [simulate(plan).step_s for plan in plans]
+
+    part = plans[1].by_rank[1]
+    (late,) = (
+        actor
+        for actor in part.actors
+        if actor.phase is Phase.WEIGHT_GRADIENT and isinstance(actor, Compute)
+    )
+    assert took_s[0] - took_s[1] > 0.99 * late.time_s
+
+
+def test_a_whole_backward_is_one_segment_if_that_is_asked_for():
+    graph, strategy = strategy_of("interleaved")
+
+    plan = compile_plan(graph, strategy, CompileOptions(input_gradients_first=False))
 
     phases = {actor.phase for part in plan.ranks for actor in part.actors}
     assert Phase.WEIGHT_GRADIENT not in phases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -155,6 +155,75 @@ def test_folded_plans_are_ordered_and_checked_as_all_ranks_are(
 
     assert folded == plan
     assert check(plan) == report
+
+
+def _edited_quota(part: RankPlan) -> RankPlan:
+    return replace(part, registers=tuple(replace(one, quota=9) for one in part.registers))
+
+
+def _edited_order(part: RankPlan) -> RankPlan:
+    order = list(part.orders["compute"])
+    at = next(i for i, (name, _) in enumerate(order) if name.startswith("optimizer"))
+    return replace(part, orders={"compute": (order.pop(at), *order)})
+
+
+def _edited_time(part: RankPlan) -> RankPlan:
+    first, *others = part.actors
+    return replace(part, actors=(replace(first, time_s=1.0), *others))
+
+
+def _edited_slot(part: RankPlan) -> RankPlan:
+    first, *others = part.slots
+    return replace(part, slots=(replace(first, local_shape=(1, 1)), *others))
+
+
+def _without_a_register(part: RankPlan) -> RankPlan:
+    return replace(part, registers=part.registers[1:])
+
+
+def _overwriting_nothing(part: RankPlan) -> RankPlan:
+    actors = (replace(one, in_place=()) if one.writes else one for one in part.actors)
+    return replace(part, actors=tuple(actors))
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_right"),
+    [
+        (_edited_quota, True),
+        (_edited_time, True),
+        (_overwriting_nothing, False),
+        (_edited_order, False),
+        (_edited_slot, False),
+        (_without_a_register, False),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 2, 7])
+def test_an_edited_rank_is_of_no_class_and_judged_by_itself(
+    edit: Callable[[RankPlan], RankPlan],
+    is_right: bool,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=_GRID)
+    (edited,) = (edit(part) for part in plan.ranks if part.rank == rank)
+    changed = replace(plan, ranks=tuple(edited if p.rank == rank else p for p in plan.ranks))
+
+    said = _verdict(changed)
+    monkeypatch.setattr(check_module, "fold", _rank_by_rank)
+
+    assert (rank,) in _classes(changed)
+    assert (said == changed) == is_right
+    assert said == _verdict(changed)
+
+
+def _verdict(plan: PhysicalPlan) -> object:
+    """Return what is said of a plan: itself if it is right, else what does not hold."""
+    try:
+        report = check(plan, types=False)
+    except PlanError as error:
+        return error.what
+    assert report.latency_s
+    return report.plan
 
 
 def test_a_rank_with_another_order_is_replayed_by_itself() -> None:

@@ -65,6 +65,16 @@ def test_repetitions_are_the_smallest_in_each_connected_part() -> None:
     assert repetitions(network) == {"a": 3, "b": 2, "c": 1, "d": 1}
 
 
+def test_a_part_fires_as_often_as_an_order_lists_its_actors() -> None:
+    network = Network(
+        actors=_actors(a=1, b=1, c=1),
+        edges=(_edge("a > b"),),
+        orders={"cpu": [("a", 0), ("c", 0), ("a", 1)]},
+    )
+
+    assert repetitions(network) == {"a": 2, "b": 2, "c": 1}
+
+
 def test_rates_that_contradict_each_other_are_named_with_their_cycle() -> None:
     network = Network(
         actors=_actors(a=1, b=1, c=1, tail=1),
@@ -283,6 +293,16 @@ def test_a_pipeline_of_many_firings_is_exact() -> None:
                 Network(actors=_pair(4).actors, edges=_pair(4).edges, orders={"cpu": [("a", 0)]})
             ),
             "'a' has 1 firings in the order",
+        ),
+        (
+            lambda: repetitions(
+                Network(
+                    actors=_actors(a=1, b=1),
+                    edges=(_edge("a > b"),),
+                    orders={"cpu": [("a", 0), ("a", 1), ("b", 0)]},
+                )
+            ),
+            "'b' has 1 firings in the order",
         ),
     ],
 )

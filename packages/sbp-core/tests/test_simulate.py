@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
+from typing import Any
 
 import pytest
 
+from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import ActorId, PhysicalPlan
 from sbp_core.compile.token_game import TokenGame
@@ -145,49 +149,176 @@ def test_a_flight_of_overlapping_boxing_goes_on_when_its_thread_is_free() -> Non
     assert all(one.actor.overlaps for one in flights)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_network_played_with_other_times_is_that_of_a_plan_with_them(name: str) -> None:
-    plan = PLANS[name]
-    slow = {(part.rank, one.name): 3 * one.time_s for part in plan.ranks[:1] for one in part.actors}
-    other = replace(
-        plan,
-        ranks=tuple(
-            replace(
-                part,
-                actors=tuple(
-                    replace(one, time_s=slow.get((part.rank, one.name), one.time_s))
-                    for one in part.actors
-                ),
-            )
-            for part in plan.ranks
-        ),
-    )
-
-    network = FiringNetwork(plan)
-    first, changed, again = network.simulate(), network.simulate(slow), network.simulate()
-
-    assert _found(changed) == _found(simulate(other))
-    assert changed.step_s > first.step_s
-    assert _found(again) == _found(first)
-
-
 def test_a_pipeline_of_equal_stages_takes_the_closed_form_of_its_schedule() -> None:
     # GPipe and 1F1B of p stages and m micro-batches: (m + p - 1) (F + B) of a stage.
     plan = PLANS["1f1b"]
-    times = {
-        (part.rank, one.name): {"forward": 1.0, "backward": 2.0}.get(one.name.split(".")[0], 0.0)
+    times_s = {"forward": 1.0, "backward": 2.0}
+    ranks = tuple(
+        replace(
+            part,
+            actors=tuple(
+                replace(one, time_s=times_s.get(one.name.split(".")[0], 0.0)) for one in part.actors
+            ),
+        )
         for part in plan.ranks
-        for one in part.actors
-    }
+    )
 
-    assert FiringNetwork(plan).simulate(times).step_s == (4 + 2 - 1) * 3.0
+    assert simulate(replace(plan, ranks=ranks)).step_s == (4 + 2 - 1) * 3.0
 
 
 def test_a_plan_that_stands_still_is_refused() -> None:
     plan = PLANS["1f1b"]
     order = dict(plan.ranks[0].orders)
     thread, firings = next(iter(order.items()))
-    backwards = replace(plan.ranks[0], orders={**order, thread: firings[::-1]})
+    late = replace(plan.ranks[0], orders={**order, thread: (firings[-1], *firings[:-1])})
 
     with pytest.raises(PlanError, match="stands still"):
-        simulate(replace(plan, ranks=(backwards, *plan.ranks[1:])))
+        simulate(replace(plan, ranks=(late, *plan.ranks[1:])))
+
+
+_Told = dict[str, dict[Any, Any]]
+
+
+def _with_quotas(plan: PhysicalPlan, rng: Random) -> tuple[PhysicalPlan, _Told]:
+    """Return a plan with up to three other quotas, and what `change` is told of them."""
+    places: list[Any] = [(part.rank, one.name) for part in plan.ranks for one in part.registers]
+    senders: list[Any] = sorted({link.sender for link in plan.links})
+    told: _Told = {
+        "quotas": {place: rng.randint(1, 6) for place in rng.sample(places, rng.randint(0, 3))},
+        "link_quotas": {
+            sender: rng.randint(1, 6)
+            for sender in rng.sample(senders, min(rng.randint(0, 3), len(senders)))
+        },
+    }
+    ranks = tuple(
+        replace(
+            part,
+            registers=tuple(
+                replace(one, quota=told["quotas"].get((part.rank, one.name), one.quota))
+                for one in part.registers
+            ),
+        )
+        for part in plan.ranks
+    )
+    links = tuple(
+        replace(one, quota=told["link_quotas"].get(one.sender, one.quota)) for one in plan.links
+    )
+    return replace(plan, ranks=ranks, links=links), told
+
+
+def _with_orders(plan: PhysicalPlan, rng: Random) -> tuple[PhysicalPlan, _Told]:
+    """Return a plan in which one firing comes earlier on its thread, and what `change` is told."""
+    part = rng.choice(plan.ranks)
+    orders = {thread: list(order) for thread, order in part.orders.items()}
+    order = orders[rng.choice(list(orders))]
+    at = rng.randrange(1, len(order))
+    to = max(0, at - rng.randint(1, 6))
+    if order[at][0] not in [name for name, _ in order[to:at]]:
+        order.insert(to, order.pop(at))
+    made = {thread: tuple(order) for thread, order in orders.items()}
+    ranks = tuple(replace(one, orders=made) if one is part else one for one in plan.ranks)
+    return replace(plan, ranks=ranks), {"orders": {part.rank: made}}
+
+
+def _of_many_quotas(plan: PhysicalPlan, rng: Random) -> PhysicalPlan:
+    """Return a plan with room to lower quotas, all of whose ranks differ in their times."""
+    return replace(
+        plan,
+        links=tuple(replace(link, quota=5) for link in plan.links),
+        ranks=tuple(
+            replace(
+                part,
+                actors=tuple(
+                    replace(one, time_s=one.time_s * rng.uniform(0.2, 5)) for one in part.actors
+                ),
+                registers=tuple(replace(one, quota=6) for one in part.registers),
+            )
+            for part in plan.ranks
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", ["data, overlapping", "tensor, overlapping", "three stages"])
+@pytest.mark.parametrize("edit", [_with_quotas, _with_orders])
+def test_a_changed_network_is_that_of_the_changed_plan(
+    name: str, edit: Callable[[PhysicalPlan, Random], tuple[PhysicalPlan, _Told]]
+) -> None:
+    rng = Random(name)
+    plan = _of_many_quotas(PLANS[name], rng)
+    network, times_s, outcomes = FiringNetwork(plan), set(), set()
+
+    for _ in range(100):
+        changed, told = edit(plan, rng)
+        is_live = network.change(**told)
+        if is_live:
+            plan = changed
+            times_s.add(tuple(network.simulate().ends_s))
+        else:
+            with pytest.raises(PlanError, match="stands still"):
+                simulate(changed)
+        outcomes.add(is_live)
+        assert _found(network.simulate()) == _found(simulate(plan))
+
+    if name == "three stages" or edit is _with_orders:
+        assert outcomes == {True, False}
+        assert len(times_s) > 3
+
+
+def _with_twins(plan: PhysicalPlan) -> PhysicalPlan:
+    """Return a plan with two of each register: a firing waits twice for each credit."""
+    ranks = tuple(
+        replace(
+            part,
+            registers=tuple(
+                twin
+                for one in part.registers
+                for twin in (one, replace(one, name=f"{one.name} again", keys=()))
+            ),
+        )
+        for part in plan.ranks
+    )
+    return replace(plan, ranks=ranks)
+
+
+def test_a_firing_that_waits_twice_waits_no_more_when_both_quotas_are_raised() -> None:
+    plan, gpipe = _with_twins(PLANS["1f1b"]), _with_twins(PLANS["gpipe"])
+    network = FiringNetwork(plan)
+    orders = {part.rank: part.orders for part in gpipe.ranks}
+
+    assert not network.change(orders=orders)
+    assert network.change(
+        quotas={(part.rank, one.name): one.quota for part in gpipe.ranks for one in part.registers},
+        link_quotas={link.sender: link.quota for link in gpipe.links},
+    )
+    assert network.change(orders=orders)
+    assert _found(network.simulate()) == _found(simulate(gpipe))
+
+
+def test_a_change_is_of_all_ranks_that_do_the_same() -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 4), ("pipe", "data")))
+    stash = next(one for one in plan.by_rank[1].registers if one.name == "forward.0.0#0")
+    network = FiringNetwork(plan)
+
+    assert not network.change(quotas={(1, stash.name): 1})
+    assert network.change(quotas={(1, stash.name): 2})
+    assert _found(network.simulate()) == _found(simulate(plan))
+
+
+def test_an_order_of_other_firings_is_refused() -> None:
+    plan = PLANS["1f1b"]
+    order = plan.by_rank[0].orders["compute"]
+
+    for other in (order[1:], (order[1], *order[1:]), order[::-1]):
+        with pytest.raises(PlanError, match="other firings than before"):
+            FiringNetwork(plan).change(orders={0: {"compute": other}})
+
+
+def test_ranks_that_do_the_same_share_their_times() -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=Placement.grid((2, 4), ("pipe", "data")))
+
+    found = simulate(plan)
+
+    for part in plan.ranks:
+        assert found.orders[part.rank, "compute"] is found.orders[part.rank // 4 * 4, "compute"]
+    assert len(found.firings) == check(plan).num_firings
+    assert _found(found) == _ends(plan)

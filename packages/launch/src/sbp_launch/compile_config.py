@@ -35,6 +35,8 @@ class CompileConfig:
             gathered.
         in_place_states: Updates write over the states, once forward and backward have succeeded on
             every rank. Otherwise new values are kept beside the old ones to the end of the step.
+        input_gradients_first: In a pipeline, gradients that another stage waits for are computed
+            and sent before those of weights; those of activations are held until then.
         regather: Patterns of the parameters that are gathered anew for the backward phase; others
             are kept from forward to backward.
     """
@@ -49,6 +51,7 @@ class CompileConfig:
     bucket_bytes: int | None = None
     prefetch: int = 1
     in_place_states: bool = True
+    input_gradients_first: bool = True
     regather: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:

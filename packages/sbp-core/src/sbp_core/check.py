@@ -36,7 +36,7 @@ from sbp_core.boxing.slices import transfer_partners
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.hazards import verify_overwriting
 from sbp_core.compile.liveness import keys_out
-from sbp_core.compile.network import plan_network, quotas_to_raise
+from sbp_core.compile.network import PlanNetwork
 from sbp_core.compile.physical import (
     Accumulate,
     Actor,
@@ -52,12 +52,13 @@ from sbp_core.compile.physical import (
 )
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
-from sbp_core.dataflow import CriticalCycle, Network, critical_cycle, cycle_lines, latency
+from sbp_core.dataflow import CriticalCycle, critical_cycle, latency
 from sbp_core.errors import PlanError
 from sbp_core.exports import make_callable
 from sbp_core.graph.ir import Rate
 from sbp_core.interpreter import Firing, Interpreter
 from sbp_core.interpreter.domain import V, Values
+from sbp_core.interpreter.firings import Firings
 from sbp_core.memory import CountedFillings, TypedValues, installed_layouts
 
 __all__ = ["CheckReport", "check"]
@@ -89,23 +90,23 @@ class CheckReport:
     @cached_property
     def latency_s(self) -> float:
         """Time of a step by itself, in seconds."""
-        return float(latency(self._network))
+        return float(latency(self._network.network))
 
     @cached_property
     def critical_cycle(self) -> tuple[str, ...]:
         """Why steps cannot follow each other faster: a line for each wait, the last for the first.
 
-        A number in brackets is that of a micro-batch.
+        Of ranks that do the same, the first is named.
         """
-        return tuple(cycle_lines(self._network, self._critical.waits, iteration="step"))
+        return tuple(self._network.cycle_lines(self._critical.waits))
 
     @cached_property
-    def _network(self) -> Network:
-        return plan_network(self.plan)
+    def _network(self) -> PlanNetwork:
+        return PlanNetwork(fold(self.plan))
 
     @cached_property
     def _critical(self) -> CriticalCycle:
-        return critical_cycle(self._network)
+        return critical_cycle(self._network.network)
 
 
 def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
@@ -164,7 +165,7 @@ def _replayed(
         raise PlanError(
             "the plan would deadlock: each of these waits for the next",
             where=_cycle(replay),
-            todo=quotas_to_raise(plan),
+            todo=PlanNetwork(folded).quotas_to_raise(),
         )
     verify_overwriting(plan, folded, domain.firings)
     return CheckReport(
@@ -407,10 +408,20 @@ def _cycle(replay: Interpreter[V]) -> list[str]:
         actor_id = firings.head(thread)
         assert actor_id is not None, "a finished thread keeps nobody waiting"
         reason, on = firings.blocker(actor_id)
-        lines[thread] = f"rank {actor_id[0]}, thread {thread[1]}: {actor_id[1]} {reason}"
+        lines[thread] = (
+            f"rank {actor_id[0]}, thread {thread[1]}: {_next(firings, actor_id)} {reason}"
+        )
         thread = firings.thread(on)
     start = list(lines).index(thread)
     return list(lines.values())[start:]
+
+
+def _next(firings: Firings, actor_id: ActorId) -> str:
+    """Return an actor's next firing in words."""
+    actor, started = firings.game.actor(actor_id), firings.game.started[actor_id]
+    is_one_of_many = actor.num_firings(firings.game.plan.num_micro_batches) > 1
+    number = f" of micro-batch {started}" if is_one_of_many else ""
+    return f"stage {actor.stage}'s {actor.name}{number}"
 
 
 make_callable(__name__)

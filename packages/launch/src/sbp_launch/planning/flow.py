@@ -122,6 +122,7 @@ class PlanSettings:
             cluster=self.cluster,
             prefetch=self.compile.prefetch,
             in_place_states=self.compile.in_place_states,
+            input_gradients_first=self.compile.input_gradients_first,
         )
 
     def request(

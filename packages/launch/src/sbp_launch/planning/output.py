@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sbp_core import strategy_yaml
-from sbp_core.compile import to_json
+from sbp_core.compile import PLAN
 from sbp_core.memory import MemoryReport
 from sbp_launch.console import say
 from sbp_launch.planning.flow import Planned
@@ -54,6 +54,6 @@ def write_plan(folder: Path, planned: Planned) -> None:
     if isinstance(planned.memory, MemoryReport):
         text = "\n".join(planned.memory.lines()) + "\n"
         (folder / "memory.txt").write_text(text, encoding="utf-8")
-    text = json.dumps(to_json(planned.plan))
+    text = json.dumps(PLAN.dump(planned.plan))
     (folder / "plan.json").write_text(text, encoding="utf-8")
     (folder / "plan.txt").write_text(plan_text(planned.op_rows), encoding="utf-8")

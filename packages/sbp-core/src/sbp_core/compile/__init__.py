@@ -13,7 +13,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from sbp_core.compile.backward_parts import split_backward
+from sbp_core.compile.backward_parts import split_backward, waited_for
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
@@ -37,6 +37,7 @@ from sbp_core.compile.physical import (
     PhysicalPlan,
     RankPlan,
     Receive,
+    Register,
     Send,
     StateSlot,
     to_json,
@@ -65,6 +66,7 @@ __all__ = [
     "PhysicalPlan",
     "RankPlan",
     "Receive",
+    "Register",
     "Send",
     "StateSlot",
     "TokenGame",
@@ -100,6 +102,8 @@ def compile_plan(
     lowered = bucket(graph, lower(graph, strategy), options.bucket_bytes, options.cluster)
     if strategy.splits_backward:
         lowered = split_backward(lowered)
+    elif options.input_gradients_first:
+        lowered = split_backward(lowered, waited_for(lowered))
     plan = form_plan(graph, strategy, lowered, options)
     if options.in_place_states:
         plan = donate_states(plan)

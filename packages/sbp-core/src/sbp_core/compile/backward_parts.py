@@ -15,7 +15,7 @@ Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, sect
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from sbp_core.compile.items import Item, ItemKind, Lowered
@@ -25,20 +25,41 @@ from sbp_core.graph.ir import Phase, Rate
 _MANY = ""
 
 
-def split_backward(lowered: Lowered) -> Lowered:
+def split_backward(lowered: Lowered, stages: Collection[int] | None = None) -> Lowered:
     """Return the items with those that make weight gradients in a phase of their own.
 
     Args:
         lowered: With levels.
+        stages: The stages whose backward is split; all if None.
     """
     reached = _reached(lowered.items)
+
+    def is_apart(item: Item) -> bool:
+        if not _is_backward(item) or not (stages is None or item.stage in stages):
+            return False
+        return _MANY not in reached[item.name] and len(reached[item.name]) == 1
+
     items = [
-        replace(item, phase=Phase.WEIGHT_GRADIENT)
-        if _is_backward(item) and _MANY not in reached[item.name] and len(reached[item.name]) == 1
-        else item
+        replace(item, phase=Phase.WEIGHT_GRADIENT) if is_apart(item) else item
         for item in lowered.items
     ]
     return replace(lowered, items=items)
+
+
+def waited_for(lowered: Lowered) -> frozenset[int]:
+    """Return the stages for whose input gradients, of a micro-batch, another stage waits.
+
+    Where their weight gradients w fire behind the send of their input gradients b, that stage
+    begins its backward B earlier, whatever the schedule:
+
+        before  rank 0  F F . . B B . B B      after  rank 0  F F . B B . B B
+                rank 1  . F b w F b w . .             rank 1  . F b w F b w .
+    """
+    return frozenset(
+        item.stage
+        for item in lowered.items
+        if item.kind is ItemKind.TRANSFER and _is_backward(item)
+    )
 
 
 def _is_backward(item: Item) -> bool:

@@ -11,6 +11,11 @@
     actor that fires for each micro-batch  at once; the last of them is the filling
     order of a thread                      order of a processor
 
+Ranks that do the same are one of them (`symmetry`), and what is found holds for all. Each wait of a
+rank is one of its class, and each wait of a class one of all its ranks. So a cycle of waits among
+all ranks is one of classes; and a walk back along a cycle of classes goes on for ever among all
+ranks, which are finitely many, so it closes there with the same times and delays for each round.
+
 A step begins on a rank when the last one is through there, on all its threads and links; ranks that
 are processes do not wait for each other beyond what registers and channels say. So the network says
 what the plan itself allows, and a session whose ranks share a process may be slower: there a step
@@ -20,8 +25,9 @@ begins when all are through, which takes the latency.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from sbp_core.compile.physical import (
     Actor,
@@ -31,9 +37,12 @@ from sbp_core.compile.physical import (
     RankPlan,
     Register,
 )
+from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.dataflow import (
+    Dependency,
     FlowActor,
     FlowEdge,
+    FlowFiring,
     Network,
     cycle_lines,
     dead_cycle,
@@ -44,22 +53,19 @@ from sbp_core.graph.ir import Rate
 #: Quotas that are named.
 _MOST_QUOTAS = 6
 
+#: Ranks of a group that are named, unless they are in a row.
+_MOST_RANKS = 4
+
+#: For each thread the firings of a step, as a rank plan has them.
+Orders = Mapping[str, Sequence[tuple[str, int]]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ends:
+class Ends:
     """The actors of a network that an actor of a plan is: as it begins, and when it is over."""
 
     begin: str
     over: str
-
-
-def plan_network(plan: PhysicalPlan) -> Network:
-    """Return the network of a plan.
-
-    Args:
-        plan: With firing orders, whose parts fit together (see `sbp_core.check`).
-    """
-    return _PlanNetwork(plan).network()
 
 
 def waits_without_order(plan: PhysicalPlan) -> tuple[list[str], str]:
@@ -69,92 +75,143 @@ def waits_without_order(plan: PhysicalPlan) -> tuple[list[str], str]:
         The lines of a cycle of waits, and a sentence as from `quotas_to_raise`; both empty if
         registers and channels alone let the step end.
     """
-    made = _PlanNetwork(plan)
-    network = replace(made.network(), orders={})
-    cycle = dead_cycle(network) or ()
-    return cycle_lines(network, cycle), _told(made, sufficient_quotas(network))
+    made = PlanNetwork(fold(plan))
+    made.network = replace(made.network, orders={})
+    return made.dead_cycle_lines(), made.quotas_to_raise()
 
 
-def quotas_to_raise(plan: PhysicalPlan) -> str:
-    """Return which quotas would have to be how large for a plan not to deadlock, as a sentence.
+class PlanNetwork:
+    """A plan as a network.
 
     Args:
-        plan: With firing orders.
+        folded: With firing orders, whose parts fit together (see `sbp_core.check`).
 
-    Returns:
-        An empty text if it does not deadlock; what to do instead if no quota helps.
+    Attributes:
+        network: Of one rank of each class.
+        ends: What each actor of these ranks is in it.
+        registers: The edges of each register, as (rank, name).
+        links: The edges of the links that each actor sends on.
     """
-    made = _PlanNetwork(plan)
-    return _told(made, sufficient_quotas(made.network()))
 
-
-def _told(made: _PlanNetwork, needed: Mapping[str, int] | None) -> str:
-    if needed is None:
-        return "no quota helps: orders and data contradict each other; plan again"
-    if not needed:
-        return ""
-    # The consumers of a register have an edge each, and its quota is for all of them.
-    quotas: dict[str, tuple[int, int]] = {}
-    for edge, tokens in needed.items():
-        name, before, each = made.quota_of[edge]
-        # The least whose tokens (see `_add_edges`) are enough.
-        quotas[name] = before, max(-(-(tokens + 1) // each) - 1, quotas.get(name, (0, 0))[1])
-    raised = [
-        f"raise the quota of {name} from {before} to {quota}"
-        for name, (before, quota) in quotas.items()
-    ]
-    more = [f"and {len(raised) - _MOST_QUOTAS} more"] * (len(raised) > _MOST_QUOTAS)
-    text = ", ".join([*raised[:_MOST_QUOTAS], *more])
-    return f"{text}; registers have theirs from in_flight of their stage"
-
-
-class _PlanNetwork:
-    """Makes the network of a plan."""
-
-    def __init__(self, plan: PhysicalPlan) -> None:
-        self._plan = plan
+    def __init__(self, folded: Folded) -> None:
+        self._plan, self._folded = folded.plan, folded
         #: For each edge with a quota the register or link that it is of, the quota there, and the
         #: tokens of a filling.
-        self.quota_of: dict[str, tuple[str, int, int]] = {}
+        self._quota_of: dict[str, tuple[str, int, int]] = {}
+        #: For each actor of the network what it is, and where, in words.
+        self._words: dict[str, tuple[str, str]] = {}
+        #: Actors that fire for each of several micro-batches.
+        self._numbered: set[str] = set()
         self._actors: dict[str, FlowActor] = {}
         self._edges: list[FlowEdge] = []
-        self._ends: dict[ActorId, _Ends] = {}
-        #: For each rank the flights that its links move.
-        self._flights: dict[int, set[str]] = defaultdict(set)
+        self.ends: dict[ActorId, Ends] = {}
+        self.registers: dict[tuple[int, str], list[str]] = defaultdict(list)
+        self.links: dict[ActorId, list[str]] = defaultdict(list)
+        self.network = self._made()
 
-    def network(self) -> Network:
-        """Return the network."""
+    def cycle_lines(self, cycle: Sequence[Dependency]) -> list[str]:
+        """Return who waits for whom on a cycle, a line for each wait."""
+        return cycle_lines(self.network, cycle, iteration="step", named=self._named)
+
+    def dead_cycle_lines(self) -> list[str]:
+        """Return the lines of a cycle of waits within one step; none if the plan does not stop."""
+        return self.cycle_lines(dead_cycle(self.network) or ())
+
+    def quotas_to_raise(self) -> str:
+        """Return which quotas would have to be how large for no deadlock to be, as a sentence.
+
+        Returns:
+            An empty text if there is none; what to do instead if no quota helps.
+        """
+        needed = sufficient_quotas(self.network)
+        if needed is None:
+            return "no quota helps: orders and data contradict each other; plan again"
+        if not needed:
+            return ""
+        # The consumers of a register have an edge each, and its quota is for all of them.
+        quotas: dict[str, tuple[int, int]] = {}
+        for edge, tokens in needed.items():
+            name, before, each = self._quota_of[edge]
+            # The least whose tokens (see `tokens_of`) are enough.
+            quotas[name] = before, max(-(-(tokens + 1) // each) - 1, quotas.get(name, (0, 0))[1])
+        raised = [
+            f"raise the quota of {name} from {before} to {quota}"
+            for name, (before, quota) in quotas.items()
+        ]
+        more = [f"and {len(raised) - _MOST_QUOTAS} more"] * (len(raised) > _MOST_QUOTAS)
+        text = ", ".join([*raised[:_MOST_QUOTAS], *more])
+        return f"{text}; registers have theirs from in_flight of their stage"
+
+    def orders_of(self, rank: int, orders: Orders) -> dict[str, list[tuple[str, int]]]:
+        """Return the orders of processors that orders of a rank's threads are."""
+        found: dict[str, list[tuple[str, int]]] = {}
+        for thread, order in orders.items():
+            ends = [(self.ends[(rank, actor)], index) for actor, index in order]
+            found[f"thread {thread} of rank {rank}"] = [(end.begin, i) for end, i in ends]
+            # The compiler lets one thread of a rank begin all its flights.
+            flights = [(end.over, i) for end, i in ends if end.over != end.begin]
+            if flights:
+                found[f"links of rank {rank} by thread {thread}"] = flights
+        if len(found) > 1:
+            found = {name: [(_step_of(rank), 0), *order] for name, order in found.items()}
+        return found
+
+    def _named(self, firing: FlowFiring) -> str:
+        what, where = self._words[firing.actor]
+        number = f" of micro-batch {firing.number}" if firing.actor in self._numbered else ""
+        return f"{what}{number}{where}"
+
+    def _made(self) -> Network:
         for part in self._plan.ranks:
             for actor in part.actors:
-                if (part.rank, actor.name) not in self._ends:
+                if (part.rank, actor.name) not in self.ends:
                     self._add_actor(part.rank, actor)
         for part in self._plan.ranks:
             for register in part.registers:
                 self._add_register(part, register)
         for link in self._plan.links:
-            self._add_edges(f"link {link.name}", link.sender, link.receiver, link.quota)
-        orders = dict(self._orders())
+            edge = self._add_edges(f"link {link.name}", link.sender, link.receiver, link.quota)
+            self.links[link.sender].append(edge)
+        orders: dict[str, list[tuple[str, int]]] = {}
+        for part in self._plan.ranks:
+            of_rank = self.orders_of(part.rank, part.orders)
+            if len(of_rank) > 1:
+                start = _step_of(part.rank)
+                self._actors[start] = FlowActor(name=start)
+                self._words[start] = start, ""
+            orders |= of_rank
         return Network(actors=tuple(self._actors.values()), edges=tuple(self._edges), orders=orders)
 
     def _add_actor(self, rank: int, actor: Actor) -> None:
-        ranks = [rank]
+        group = [rank]
         if isinstance(actor, Collective):
-            ranks = list(self._plan.steps[actor.step].group(rank))
+            group = list(self._plan.steps[actor.step].group(rank))
+        ranks = dict.fromkeys(self._folded.stands_for[other] for other in group)
         there = [self._plan.by_rank[other].by_name[actor.name] for other in ranks]
         # It is over on all ranks of its group at once, so the slowest counts.
         busy_s = max(one.busy_s for one in there)
         flight_s = max(one.time_s for one in there) - busy_s
-        name = f"{_ranks(ranks)}'s {actor.name}"
+        name = f"{actor.name} of {_ranks(group)}"
+        where = f" on {_ranks(group)}{self._others(group)}"
         self._actors[name] = FlowActor(name=name, duration_s=busy_s)
+        self._words[name] = f"stage {actor.stage}'s {actor.name}", where
         over = name
         if flight_s > 0:
             over = f"{name}, in flight"
             self._actors[over] = FlowActor(name=over, duration_s=flight_s)
+            self._words[over] = self._words[name][0], f"{where}, in flight,"
             self._edges.append(FlowEdge(name=f"begin of {name}", producer=name, consumer=over))
-            for other in ranks:
-                self._flights[other].add(over)
+        if actor.num_firings(self._plan.num_micro_batches) > 1:
+            self._numbered.update((name, over))
         for other in ranks:
-            self._ends[(other, actor.name)] = _Ends(begin=name, over=over)
+            self.ends[(other, actor.name)] = Ends(begin=name, over=over)
+
+    def _others(self, group: Sequence[int]) -> str:
+        """Return in words how many others there are like a rank or group of ranks."""
+        alike = self._folded.members[self._folded.stands_for[group[0]]]
+        here = len(set(group).intersection(alike))
+        more = len(alike) // here - 1
+        return f" (and {more} alike)" if more else ""
 
     def _add_register(self, part: RankPlan, register: Register) -> None:
         producer = part.by_name[register.producer]
@@ -163,8 +220,8 @@ class _PlanNetwork:
             tokens = self._plan.num_micro_batches
         for consumer in dict.fromkeys(register.consumers):
             to = f" to {consumer}" if len(set(register.consumers)) > 1 else ""
-            self._add_edges(
-                f"register {register.name} of rank {part.rank}",
+            edge = self._add_edges(
+                f"register {register.name} of rank {part.rank}{self._others([part.rank])}",
                 (part.rank, register.producer),
                 (part.rank, consumer),
                 register.quota,
@@ -172,6 +229,7 @@ class _PlanNetwork:
                 consumed=tokens,
                 initial=register.initial,
             )
+            self.registers[part.rank, register.name].append(edge)
 
     def _add_edges(
         self,
@@ -183,15 +241,15 @@ class _PlanNetwork:
         suffix: str = "",
         consumed: int = 1,
         initial: int = 0,
-    ) -> None:
-        """Add the edge of a register or link, and another one for its credits if a side flies.
+    ) -> str:
+        """Add the edge of a register or link, and another one for its data if a side flies.
 
-        Of `quota` fillings of several tokens, each takes its place with its last token, so those
-        before may be there already: the tokens of `quota` fillings and all but one of the next.
+        Returns:
+            The name of the edge that has the quota.
         """
-        edge, tokens = name + suffix, (quota + 1) * consumed - 1
-        self.quota_of[edge] = name, quota, consumed
-        ends = self._ends[producer], self._ends[consumer]
+        edge, tokens = name + suffix, tokens_of(quota, consumed)
+        self._quota_of[edge] = name, quota, consumed
+        ends = self.ends[producer], self.ends[consumer]
         if all(end.begin == end.over for end in ends):
             self._edges.append(
                 FlowEdge(
@@ -199,7 +257,7 @@ class _PlanNetwork:
                     initial=initial, quota=tokens,
                 )
             )  # fmt: skip
-            return
+            return edge
         # A place is taken when the producer begins, and given back when the consumer is over.
         self._edges += [
             FlowEdge(
@@ -211,30 +269,28 @@ class _PlanNetwork:
                 consumed=consumed, initial=initial,
             ),
         ]  # fmt: skip
-
-    def _orders(self) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-        """Yield the orders of threads and links, and begin the steps of ranks that have several."""
-        for part in self._plan.ranks:
-            found: dict[str, list[tuple[str, int]]] = {}
-            flown: list[tuple[str, int]] = []
-            for thread, order in part.orders.items():
-                name = f"thread {thread} of rank {part.rank}"
-                ends = [(self._ends[(part.rank, actor)], index) for actor, index in order]
-                found[name] = [(end.begin, index) for end, index in ends]
-                flown += [(end.over, i) for end, i in ends if end.over in self._flights[part.rank]]
-            if flown:
-                found[f"links of rank {part.rank}"] = flown
-            if len(found) > 1:
-                start = f"step of rank {part.rank}"
-                self._actors[start] = FlowActor(name=start)
-                found = {name: [(start, 0), *order] for name, order in found.items()}
-            yield from found.items()
+        return edge
 
 
-def _ranks(ranks: list[int]) -> str:
-    """Return ranks in words: `rank 3`, `ranks 0, 2`, `ranks 0-7`."""
+def tokens_of(quota: int, consumed: int) -> int:
+    """Return how many tokens a quota of fillings is.
+
+    Of `quota` fillings of several tokens, each takes its place with its last token, so those before
+    may be there already: the tokens of `quota` fillings and all but one of the next.
+    """
+    return (quota + 1) * consumed - 1
+
+
+def _step_of(rank: int) -> str:
+    return f"step of rank {rank}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words: `rank 3`, `ranks 0, 2`, `ranks 0-7`, `ranks 0, 64, .., 960`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]}-{ranks[-1]}"
+    if len(ranks) > _MOST_RANKS and len({b - a for a, b in pairwise(ranks)}) == 1:
+        return f"ranks {ranks[0]}, {ranks[1]}, .., {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from sbp_core.boxing.step import BoxingStep
+from sbp_core.compile.numbering import Numbering
 from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-from sbp_core.serialize import Document
+from sbp_core.serialize import Document, Lines, dump, load
 
 #: An actor among those of all ranks: its rank, and its name there.
 ActorId = tuple[int, str]
@@ -332,9 +334,35 @@ class PhysicalPlan:
         return {part.rank: part for part in self.ranks}
 
     @cached_property
+    def alike(self) -> Mapping[int, int]:
+        """For each rank the first one with equal slots, actors, registers and orders."""
+        slots = Numbering[tuple[StateSlot, ...]](lambda value: value)
+        registers = Numbering[tuple[Register, ...]](lambda value: value)
+        # Instructions are not hashable; ranks whose actors are named and timed alike are compared.
+        actors = Numbering[tuple[Actor, ...]](
+            lambda value: tuple((a.name, a.time_s) for a in value)
+        )
+        orders = Numbering[Mapping[str, tuple[tuple[str, int], ...]]](
+            lambda value: frozenset(value.items())
+        )
+        first: dict[tuple[int, ...], int] = {}
+        return {
+            part.rank: first.setdefault(
+                (
+                    slots.number(part.slots),
+                    actors.number(part.actors),
+                    registers.number(part.registers),
+                    orders.number(part.orders),
+                ),
+                part.rank,
+            )
+            for part in self.ranks
+        }
+
+    @cached_property
     def hash(self) -> str:
         """16 hex digits of everything in the plan."""
-        text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(PLAN.dump(self), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @cached_property
@@ -360,8 +388,51 @@ class PhysicalPlan:
         return sum(self.steps[index].size_bytes * count for index, count in moves.items())
 
 
+#: A rank as a key of JSON: one text for each.
+_RANK = re.compile("0|[1-9][0-9]{0,8}")
+
+_LIKE: Any = Mapping[str, Mapping[str, int]]
+
+
+class _PlanDocument(Document[PhysicalPlan]):
+    """The file of a plan, in which ranks that are alike are written once.
+
+        "ranks": [{"rank": 0, "slots": ...}, ...]
+        "like":  {"1": 0, "2": 0, ...}             ranks that have what another one has
+
+    One that lists every rank by itself says the same, and is read as well.
+    """
+
+    def dump(self, value: PhysicalPlan) -> dict[str, Any]:
+        """See `Document.dump`."""
+        alike = value.alike
+        few = tuple(part for part in value.ranks if alike[part.rank] == part.rank)
+        like = {str(rank): first for rank, first in alike.items() if rank != first}
+        return {**super().dump(replace(value, ranks=few)), "like": like}
+
+    def load(self, value: object, where: str | Lines = "") -> PhysicalPlan:
+        """See `Document.load`."""
+        if not isinstance(value, dict) or "like" not in value:
+            return super().load(value, where)
+        plan = super().load({key: part for key, part in value.items() if key != "like"}, where)
+        found: Mapping[str, Mapping[str, int]] = load(
+            {"like": value["like"]}, _LIKE, where=where, error=self.error, todo=self.todo
+        )
+        ranks = [*plan.ranks]
+        for rank, first in found["like"].items():
+            if not _RANK.fullmatch(rank) or int(rank) in plan.by_rank or first not in plan.by_rank:
+                raise self.error(
+                    f"rank {rank!r} is to be like rank {first}",
+                    where=where if isinstance(where, str) else where.where(["like", rank]),
+                    accepted="a rank that is not listed, like one that is",
+                    todo=self.todo,
+                )
+            ranks.append(replace(plan.by_rank[first], rank=int(rank)))
+        return replace(plan, ranks=tuple(sorted(ranks, key=lambda part: part.rank)))
+
+
 #: The file of a plan.
-PLAN = Document(
+PLAN = _PlanDocument(
     kind=PhysicalPlan,
     format="sbp-plan",
     version=3,
@@ -371,8 +442,8 @@ PLAN = Document(
 
 
 def to_json(plan: PhysicalPlan) -> dict[str, Any]:
-    """Return a JSON value that `from_json` reads."""
-    return PLAN.dump(plan)
+    """Return a JSON value that `from_json` reads, with every rank by itself."""
+    return {"format": PLAN.format, "version": PLAN.version, **dump(plan, PhysicalPlan)}
 
 
 def from_json(value: object) -> PhysicalPlan:

@@ -122,9 +122,11 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
     #
     #     in flight 2 (1F1B)     1 2 . a 3 b 4 c . d        activations of two at a time
     #     in flight 4 (GPipe)    1 2 3 4 . . a b c d        activations of all four
-    crosses = producer.phase is not Phase.WEIGHT_GRADIENT and any(
-        user.phase is not producer.phase for user in users
-    )
+    phases = {user.phase for user in users} - {producer.phase}
+    if producer.phase is Phase.BACKWARD and not program.strategy.splits_backward:
+        # Weight gradients that no schedule puts off come before the next input gradients.
+        phases.discard(Phase.WEIGHT_GRADIENT)
+    crosses = phases and producer.phase is not Phase.WEIGHT_GRADIENT
     # What one chunk of a rank hands to another waits for the other's turn.
     stages = {producer.stage, *(user.stage for user in users)}
     if crosses or len(stages) > 1:

@@ -56,6 +56,10 @@ class CompileOptions:
         in_place_states: Let updates write over the states, in their memory, once the step is
             committed (`commit`). Otherwise new values live beside the old ones to the end of the
             step, which takes more time and memory, and a failing update leaves the old ones.
+        input_gradients_first: Compute the gradients that another stage waits for, and send them,
+            before those of weights. The other stage begins earlier, as in a pipeline of half the
+            backward; gradients of activations are held until the weights' are made, of one
+            micro-batch.
     """
 
     overlap: bool = False
@@ -65,6 +69,7 @@ class CompileOptions:
     piece_s: float = 2e-4
     prefetch: int = 1
     in_place_states: bool = True
+    input_gradients_first: bool = True
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 0:

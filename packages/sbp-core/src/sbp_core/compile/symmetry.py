@@ -25,24 +25,18 @@ It does not tell when a rank knows of another one of its class: see `happens_bef
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from sbp_core.boxing.slices import Bounds, bounds_of, local_transition
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.compile.physical import (
-    Actor,
     ActorId,
     Channel,
     Collective,
     PhysicalPlan,
-    Register,
-    StateSlot,
 )
 from sbp_core.sbp import Partial
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +86,8 @@ def fold(plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None) -> Fol
         plan: Whose boxing actors have their partners.
         marks: By rank, what else must be equal for ranks to be of one class.
     """
-    classes = _by_content(plan, marks or {})
+    marks = marks or {}
+    classes = _numbered((rank, (marks.get(rank), first)) for rank, first in plan.alike.items())
     neighbours = _Neighbours(plan)
     num_classes = len(set(classes.values()))
     while num_classes < len(classes):
@@ -159,55 +154,6 @@ def _folded_links(links: Iterable[Channel], stands_for: Mapping[int, int]) -> It
         elif link.quota < known.quota:
             found[sender, receiver] = replace(known, quota=link.quota)
     yield from found.values()
-
-
-class _Equal(Generic[_T]):
-    """Numbers for values, the same for equal ones; an object is looked at once.
-
-    Args:
-        sketch: Makes something hashable of a value that is the same for equal ones.
-    """
-
-    def __init__(self, sketch: Callable[[_T], Hashable]) -> None:
-        self._sketch = sketch
-        self._by_id: dict[int, int] = {}
-        self._alike: dict[Hashable, list[tuple[_T, int]]] = defaultdict(list)
-
-    def number(self, value: _T) -> int:
-        """Return the number of a value, which somebody keeps alive."""
-        number = self._by_id.get(id(value))
-        if number is None:
-            alike = self._alike[self._sketch(value)]
-            number = next((n for other, n in alike if other == value), None)
-            if number is None:
-                number = len(self._by_id)
-                alike.append((value, number))
-            self._by_id[id(value)] = number
-        return number
-
-
-def _by_content(plan: PhysicalPlan, marks: Mapping[int, Hashable]) -> dict[int, int]:
-    """Return a number for each rank, the same for those with equal slots, actors and so on."""
-    slots = _Equal[tuple[StateSlot, ...]](lambda value: value)
-    registers = _Equal[tuple[Register, ...]](lambda value: value)
-    # Instructions are not hashable; ranks whose actors are named and timed alike are compared.
-    actors = _Equal[tuple[Actor, ...]](lambda value: tuple((a.name, a.time_s) for a in value))
-    orders = _Equal[Mapping[str, tuple[tuple[str, int], ...]]](
-        lambda value: frozenset(value.items())
-    )
-    return _numbered(
-        (
-            part.rank,
-            (
-                marks.get(part.rank),
-                slots.number(part.slots),
-                actors.number(part.actors),
-                registers.number(part.registers),
-                orders.number(part.orders),
-            ),
-        )
-        for part in plan.ranks
-    )
 
 
 class _Neighbours:

@@ -11,6 +11,7 @@ decided by the network alone, whatever its actors compute (Kahn 1974). In the or
 | `expansion` | the firings of an iteration, and which waits for which: rates of one |
 | `liveness` | that an iteration ends, or who waits for whom, and quotas that would be enough |
 | `cycle_ratio` | Howard's algorithm on arrays |
+| `earliest` | when firings begin at the earliest, kept up to date while a search changes waits |
 | `timing` | period and critical cycle, latency |
 | `bounds` | the most tokens on an edge, and the most bytes of all edges, over all executions |
 | `words` | a cycle of waits as lines of text |
@@ -25,7 +26,15 @@ Stability: internal.
 from __future__ import annotations
 
 from sbp_core.dataflow.bounds import Peak, edge_bound, memory_bound
-from sbp_core.dataflow.expansion import Dependency, Expansion, FlowFiring, Reason, expand
+from sbp_core.dataflow.earliest import EarliestStarts
+from sbp_core.dataflow.expansion import (
+    Dependency,
+    Expansion,
+    FlowFiring,
+    Reason,
+    expand,
+    waited_for,
+)
 from sbp_core.dataflow.liveness import check_live, dead_cycle, sufficient_quotas
 from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds
 from sbp_core.dataflow.rates import repetitions
@@ -36,6 +45,7 @@ from sbp_core.dataflow.words import cycle_lines
 __all__ = [
     "CriticalCycle",
     "Dependency",
+    "EarliestStarts",
     "Execution",
     "Expansion",
     "FlowActor",
@@ -57,4 +67,5 @@ __all__ = [
     "memory_bound",
     "repetitions",
     "sufficient_quotas",
+    "waited_for",
 ]

@@ -127,13 +127,13 @@ def expand(network: Network) -> Expansion:
         delay += [0] * (len(nodes) - 1) + [1] * bool(nodes)
         reasons += [(Reason.TURN, processor)] * len(nodes)
     for reason, name, source, target, rates in _waits(network):
-        before = counts[source]
         start, end = first[source], first[target]
-        for index in range(counts[target]):
-            iteration, number = divmod(_needed(index, *rates) - 1, before)
+        for index, (number, iterations) in enumerate(
+            waited_for(counts[source], counts[target], *rates)
+        ):
             on.append(start + number)
             waiting.append(end + index)
-            delay.append(-iteration)
+            delay.append(iterations)
             reasons.append((reason, name))
     return Expansion(
         network=network, counts=counts, first=first, duration_s=duration_s, on=on,
@@ -141,9 +141,22 @@ def expand(network: Network) -> Expansion:
     )  # fmt: skip
 
 
-def _needed(index: int, produced: int, consumed: int, initial: int) -> int:
-    """Return how many firings of the other have to be over before the firing of an index."""
-    return -((initial - consumed * (index + 1)) // produced)
+def waited_for(
+    num_others: int, num_waiting: int, produced: int, consumed: int, initial: int
+) -> Iterator[tuple[int, int]]:
+    """Yield for each firing of an actor the other's firing that it waits for, and the delay.
+
+    Args:
+        num_others: Firings of the other in an iteration.
+        num_waiting: Firings of the actor.
+        produced: Tokens that a firing of the other produces, or credits that it gives back.
+        consumed: Tokens that a firing of the actor consumes, or credits that it takes.
+        initial: Tokens that are there before, or credits that are free.
+    """
+    for index in range(num_waiting):
+        needed = -((initial - consumed * (index + 1)) // produced)
+        iteration, number = divmod(needed - 1, num_others)
+        yield number, -iteration
 
 
 def _waits(network: Network) -> Iterator[tuple[Reason, str, str, str, tuple[int, int, int]]]:

@@ -29,7 +29,8 @@ MOST_FIRINGS = 10_000_000
 def repetitions(network: Network) -> Mapping[str, int]:
     """Return how often each actor fires in an iteration: the smallest numbers that there are.
 
-    Connected parts that share no edge have no common rate: each fires as seldom as it can.
+    Connected parts that share no edge have no common rate: each fires as often as orders list its
+    actors; in none, as seldom as it can.
 
     Raises:
         SbpValueError: no numbers fit, with the cycle of edges that contradicts itself; an iteration
@@ -40,10 +41,15 @@ def repetitions(network: Network) -> Mapping[str, int]:
         ratio = Fraction(edge.produced, edge.consumed)
         near[edge.producer].append((edge, edge.consumer, ratio))
         near[edge.consumer].append((edge, edge.producer, 1 / ratio))
+    listed: dict[str, int] = {}
+    for order in network.orders.values():
+        listed |= Counter(name for name, _ in order)
     counts: dict[str, int] = {}
     for root in network.by_name:
         if root not in counts:
-            counts.update(_part(network, root, near))
+            part = _part(network, root, near)
+            times = max(1, *(listed.get(name, 0) // count for name, count in part.items()))
+            counts.update((name, times * count) for name, count in part.items())
     total = sum(counts.values())
     if total > MOST_FIRINGS:
         raise SbpValueError(

@@ -10,12 +10,12 @@ period is that of the slowest part.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 from sbp_core.dataflow.cycle_ratio import maximum_cycle_ratio
+from sbp_core.dataflow.earliest import EarliestStarts
 from sbp_core.dataflow.expansion import Dependency, Expansion, expand
-from sbp_core.dataflow.liveness import check_live, topological
+from sbp_core.dataflow.liveness import check_live
 from sbp_core.dataflow.network import Network, Seconds
 
 
@@ -40,7 +40,7 @@ def critical_cycle(network: Network) -> CriticalCycle:
         SbpValueError: it is not live, or its rates are not consistent.
     """
     expansion = expand(network)
-    start_s = _starts(expansion)
+    start_s = _starts(expansion).start_s
     # From the waiting firing to the one waited for, so that a cycle reads as its words do.
     edges = list(zip(expansion.waiting, expansion.on, expansion.delay, strict=True))
     weights = [expansion.duration_s[node] for node in expansion.on]
@@ -56,24 +56,12 @@ def latency(network: Network) -> Seconds:
     Raises:
         SbpValueError: the network is not live, or its rates are not consistent.
     """
-    expansion = expand(network)
-    ends = map(operator.add, _starts(expansion), expansion.duration_s)
-    return max(ends, default=0)
+    return _starts(expand(network)).end_s
 
 
-def _starts(expansion: Expansion) -> list[Seconds]:
+def _starts(expansion: Expansion) -> EarliestStarts:
     """Return when each firing of the first iteration begins: the longest path of waits to it."""
-    order, blocked = topological(expansion)
-    if blocked:
+    found = EarliestStarts(expansion)
+    if not found.is_live:
         check_live(expansion.network)
-    start_s: list[Seconds] = [0] * len(expansion.duration_s)
-    after: list[list[int]] = [[] for _ in start_s]
-    for on, waiting, delay in zip(expansion.on, expansion.waiting, expansion.delay, strict=True):
-        if not delay:
-            after[on].append(waiting)
-    for node in order:
-        end_s = start_s[node] + expansion.duration_s[node]
-        for other in after[node]:
-            if start_s[other] < end_s:
-                start_s[other] = end_s
-    return start_s
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from sbp_core.dataflow.expansion import Dependency, FlowFiring, Reason
@@ -11,7 +11,11 @@ from sbp_core.dataflow.rates import repetitions
 
 
 def cycle_lines(
-    network: Network, cycle: Sequence[Dependency], *, iteration: str = "iteration"
+    network: Network,
+    cycle: Sequence[Dependency],
+    *,
+    iteration: str = "iteration",
+    named: Callable[[FlowFiring], str] | None = None,
 ) -> list[str]:
     """Return who waits for whom, a line for each wait; turns of one processor share a line.
 
@@ -19,13 +23,12 @@ def cycle_lines(
         network: With the edges that are named.
         cycle: Each waits for the firing that waits in the next one; the last for the first.
         iteration: What an iteration is called, such as a step.
+        named: What a firing is called; without, `actor[number]`.
     """
+    if not cycle:
+        return []
     quotas = {edge.name: edge.quota for edge in network.edges}
-    counts = repetitions(network)
-
-    def named(firing: FlowFiring) -> str:
-        return firing.actor + (f"[{firing.number}]" if counts[firing.actor] > 1 else "")
-
+    named = named or _numbered(network)
     # A cycle may begin anywhere: not in the middle of a run of turns.
     turns = [(wait.reason is Reason.TURN, wait.name) for wait in cycle]
     start = next((i for i in range(len(cycle)) if turns[i] != turns[i - 1]), 0)
@@ -48,6 +51,11 @@ def cycle_lines(
             }.get(wait.reason, f"the end of {on}")
             lines.append(f"{named(wait.waiting)} waits for {text}")
     return lines
+
+
+def _numbered(network: Network) -> Callable[[FlowFiring], str]:
+    counts = repetitions(network)
+    return lambda firing: firing.actor + (f"[{firing.number}]" if counts[firing.actor] > 1 else "")
 
 
 def _before(delay: int, iteration: str) -> str:

@@ -1,7 +1,8 @@
 """A compiled plan in simulated time: when every firing of a step begins and ends.
 
-`network` unrolls a plan into firings and who waits for whom, once, and plays it with any times as
-often as asked; `simulation` is the result: firings by rank and thread, busy time, the step's time.
+`network` unrolls a plan into firings and who waits for whom, once, and plays it as often as a
+search changes its quotas or orders; `simulation` is the result: firings by rank and thread, busy
+time, the step's time.
 
 It is exact where times are: orders are static, so the network of a plan has one answer, and two
 processes find the same. What the machine does beside (noise, a slow rank) is not in it.
