@@ -150,7 +150,9 @@ def graphs(draw: st.DrawFn, num_micro_batches: int = 1) -> LogicalGraph:
         nodes=tuple(draft.nodes),
         types=draft.types,
     )
-    return verify_graph(accumulate(graph, num_micro_batches))
+    each = draw(st.booleans())
+    graph = accumulate(graph, num_micro_batches, update_each_micro_batch=each)
+    return verify_graph(graph)
 
 
 def _add_buffers(draw: st.DrawFn, draft: _Draft, outputs: list[GraphOutput]) -> None:
@@ -281,6 +283,9 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
         # As many as an order may ask for.
         in_flight = (graph.num_micro_batches,) * len(stages)
         orders = draw(action_orders(stages, graph.num_micro_batches))
+    staleness: tuple[int, ...] = ()
+    if graph.updates_each_micro_batch and draw(st.booleans()):
+        staleness = tuple(draw(st.integers(0, 3)) for _ in stages)
     return Strategy(
         planner="random",
         graph_hash=graph_hash(graph),
@@ -290,6 +295,7 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
         storage=storage,
         in_flight=in_flight,
         orders=orders,
+        staleness=staleness,
         regather=draw(st.sampled_from((("*",), (), (f"{_BLOCK}.w0",)))),
     )
 

@@ -25,7 +25,7 @@ def _compare_with_one_device(graph: LogicalGraph, plan: PhysicalPlan, seed: int)
     for _ in range(2):
         whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         result = session.step(whole, {})
-        outputs, expected = run_graph(graph, expected, batches, {})
+        outputs, expected = run_graph(graph, expected, batches, {}, plan.staleness)
 
         torch.testing.assert_close(dict(result.outputs), outputs, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(session.state_dict(), expected, rtol=1e-9, atol=1e-9)
