@@ -109,9 +109,7 @@ def pipeline(
 ) -> Comparison:
     """Return the comparison of a schedule, with so many blocks in each stage on both sides."""
     begins = [0, *accumulate(blocks)]
-    stages = [
-        [f"blocks.{index}" for index in range(begin, end)] for begin, end in pairwise(begins)
-    ]
+    stages = [[f"blocks.{index}" for index in range(begin, end)] for begin, end in pairwise(begins)]
     stages[0].insert(0, "embed")
     stages[-1] += ["norm", "head"]
     settings = {"pipeline": name, "stage_patterns": stages}

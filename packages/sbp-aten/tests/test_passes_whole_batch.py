@@ -372,7 +372,7 @@ def test_counts_are_accumulated_as_integers():
 
 def test_what_corrects_the_gradients_is_computed_where_the_total_is_before_the_update():
     # On several stages all others would wait for the update of the one that computes it.
-    graph = prepare_step(captured(entropy, 2), 2)
+    graph = prepare_step(captured(entropy, 2), 2, loss=WHOLE)
 
     ratios = {
         maker.name: maker
