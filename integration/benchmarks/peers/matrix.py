@@ -6,12 +6,18 @@ backend. The target is about the ratio of a step of ours to one of the first pee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch_ways as peers
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 OWN_TABLE = {"tables.*": "S(1)", "use:tables.*.weight": "S(1)"}
 OWN_CLASSES = {"batch": "S(0)", "head.weight*": "S(0)", "use:head.weight": "S(0)"}
@@ -93,14 +99,29 @@ def pinned_or_not(pins: Mapping[str, Any]) -> dict[str, Ours]:
     return {**ours, "MPI, nothing pinned": Ours(preset="infer", boxing="mpi")}
 
 
-def pipeline(schedule: type[ScheduleGPipe | Schedule1F1B], name: str) -> Comparison:
-    settings = {"pipeline": name}
+#: Blocks of each stage: of `gpt`, whose head weighs two and a half blocks, and of `deep gpt`.
+TWO_STAGES = (3, 1)
+FOUR_STAGES, EIGHT_STAGES = (2, 2, 2, 2), (1,) * 8
+
+
+def pipeline(
+    schedule: Any, name: str, blocks: Sequence[int] = TWO_STAGES, num_ranks: int = peers.NUM_RANKS
+) -> Comparison:
+    """Return the comparison of a schedule, with so many blocks in each stage on both sides."""
+    begins = [0, *accumulate(blocks)]
+    stages = [[f"blocks.{index}" for index in range(begin, end)] for begin, end in pairwise(begins)]
+    stages[0].insert(0, "embed")
+    stages[-1] += ["norm", "head"]
+    settings = {"pipeline": name, "stage_patterns": stages}
+    if len(blocks) > num_ranks:
+        settings["chunks"] = len(blocks) // num_ranks
     micro = peers.MICRO_BATCHES
     return Comparison(
-        model="gpt",
-        peers={"torch": peers.gpt_pipeline(schedule)},
+        model="gpt" if blocks is TWO_STAGES else "deep gpt",
+        peers={"torch": peers.gpt_pipeline(schedule, blocks)},
         ours=over_both("manual/pipeline", settings=settings, axis="pipe", micro_batches=micro),
-        target=0.95,
+        target=0.90,
+        num_ranks=num_ranks,
     )
 
 
@@ -134,6 +155,13 @@ COMPARISONS: Mapping[str, Comparison] = {
     ),
     "gpt, GPipe": pipeline(ScheduleGPipe, "gpipe"),
     "gpt, 1F1B": pipeline(Schedule1F1B, "1f1b"),
+    "deep gpt, interleaved": pipeline(ScheduleInterleaved1F1B, "interleaved", FOUR_STAGES),
+    "deep gpt, zero bubble": pipeline(ScheduleInterleavedZeroBubble, "zero_bubble", FOUR_STAGES),
+    "deep gpt, GPipe, 4 ranks": pipeline(ScheduleGPipe, "gpipe", FOUR_STAGES, 4),
+    "deep gpt, 1F1B, 4 ranks": pipeline(Schedule1F1B, "1f1b", FOUR_STAGES, 4),
+    "deep gpt, interleaved, 4 ranks": pipeline(
+        ScheduleInterleaved1F1B, "interleaved", EIGHT_STAGES, 4
+    ),
     "dlrm, data parallel": data_parallel("dlrm"),
     "dlrm, table split": Comparison(
         model="dlrm",

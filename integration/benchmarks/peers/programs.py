@@ -3,6 +3,7 @@
 | model | what | parameters |
 |---|---|---|
 | gpt | 4 layers, hidden 256, 4 heads, 8 x 128 tokens of 8,192: 32.2 GFLOP a step | 7.4 M |
+| deep gpt | 8 layers, its tokens of 1,024 | 6.9 M |
 | dlrm | a table of 1 M rows of 32, small MLPs, 512 samples | 32 M |
 | face | 100,000 classes over 128 features, a small trunk, 64 samples | 13.5 M |
 | cnn | ResNet-18 of half width on 64 images of 32 x 32, SGD with momentum | 2.8 M |
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,8 +70,8 @@ class Model:
         return self.batch(torch.Generator().manual_seed(index))
 
 
-def _gpt_batch(generator: torch.Generator) -> Batch:
-    tokens = torch.randint(VOCABULARY, (8, SEQUENCE + 1), generator=generator)
+def _gpt_batch(generator: torch.Generator, vocabulary: int = VOCABULARY) -> Batch:
+    tokens = torch.randint(vocabulary, (8, SEQUENCE + 1), generator=generator)
     return {"tokens": tokens[:, :-1].clone(), "targets": tokens[:, 1:].clone()}
 
 
@@ -96,6 +98,7 @@ def _cnn_batch(generator: torch.Generator) -> Batch:
 
 
 GPT = {"vocabulary": VOCABULARY, "context": SEQUENCE, "num_layers": 4, "num_heads": 4}
+DEEP_GPT = {**GPT, "vocabulary": 1024, "num_layers": 8, "hidden": 256}
 DLRM = {"rows": [TABLE_ROWS], "hidden": 32, "bottom": [64], "top": [64], "lookup": "embedding"}
 CNN = {"width": 32}
 ADAMW = {"fused": True}
@@ -104,6 +107,11 @@ MODELS: Mapping[str, Model] = {
     "gpt": Model(
         make=lambda registry: registry.make("model", "gpt", {**GPT, "hidden": 256}),
         batch=_gpt_batch,
+        options=ADAMW,
+    ),
+    "deep gpt": Model(
+        make=lambda registry: registry.make("model", "gpt", DEEP_GPT),
+        batch=partial(_gpt_batch, vocabulary=DEEP_GPT["vocabulary"]),
         options=ADAMW,
     ),
     "dlrm": Model(

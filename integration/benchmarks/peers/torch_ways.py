@@ -6,8 +6,8 @@ and None where a process has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -157,58 +158,60 @@ def face_tensor_parallel(model: Model, registry: Any) -> Step:
     return split_classes_step(lambda batch: model_loss(program, batch), optimizer)
 
 
-class _First(nn.Module):
-    """Embedding and the first blocks of a GPT."""
+class _Stage(nn.Module):
+    """Some blocks of a GPT, of the first stage with the embedding, of the last with the head."""
 
-    def __init__(self, gpt: Any, num_blocks: int) -> None:
+    def __init__(self, gpt: Any, begin: int, end: int) -> None:
         super().__init__()
-        self.embed, self.blocks = gpt.embed, gpt.blocks[:num_blocks]
+        self.embed = gpt.embed if begin == 0 else None
+        self.blocks = gpt.blocks[begin:end]
+        is_last = end == len(gpt.blocks)
+        self.norm, self.head = (gpt.norm, gpt.head) if is_last else (None, None)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.embed(tokens)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
         for block in self.blocks:
             x = block(x)
+        if self.head is not None:
+            x = self.head(self.norm(x))
         return x
 
 
-class _Last(nn.Module):
-    """The other blocks and the head."""
-
-    def __init__(self, gpt: Any, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks, self.norm, self.head = gpt.blocks[num_blocks:], gpt.norm, gpt.head
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def gpt_pipeline(schedule: type[ScheduleGPipe | Schedule1F1B], num_first: int = 3) -> Any:
-    """Return what makes a pipeline of two stages, `num_first` blocks in the first one.
-
-    The head weighs two and a half blocks: three blocks and one with the head are the best split.
-    """
+def gpt_pipeline(schedule: Any, blocks: Sequence[int]) -> Callable[[Model, Any], Step]:
+    """Return what makes a pipeline with so many blocks in each stage, dealt to ranks in turn."""
 
     def make(model: Model, registry: Any) -> Step:
-        gpt, rank = model.program(registry), dist.get_rank()
-        own = _Last(gpt, num_first) if rank else _First(gpt, num_first)
-        optimizer = model.make_optimizer(own.parameters())
-        stage = PipelineStage(own, rank, NUM_RANKS, torch.device("cpu"))
-
-        def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-        run = schedule(stage, MICRO_BATCHES, loss_fn=loss)
+        gpt, rank, num_ranks = model.program(registry), dist.get_rank(), dist.get_world_size()
+        ends = list(accumulate(blocks))
+        own = {
+            index: _Stage(gpt, end - blocks[index], end)
+            for index, end in enumerate(ends)
+            if index % num_ranks == rank
+        }
+        optimizer = model.make_optimizer(
+            [parameter for part in own.values() for parameter in part.parameters()]
+        )
+        stages: Any = [
+            PipelineStage(part, index, len(blocks), torch.device("cpu"))
+            for index, part in own.items()
+        ]
+        if issubclass(schedule, PipelineScheduleSingle):
+            (stages,) = stages
+        run = schedule(stages, MICRO_BATCHES, loss_fn=_mean_loss)
 
         def step(batch: Batch) -> Tensor | None:
             optimizer.zero_grad()
             losses: list[Tensor] = []
-            if rank:
-                run.step(target=batch["targets"], losses=losses)
+            given = (batch["tokens"],) if rank == 0 else ()
+            if rank == num_ranks - 1:
+                run.step(*given, target=batch["targets"], losses=losses)
             else:
-                run.step(batch["tokens"])
+                run.step(*given)
             optimizer.step()
             return torch.stack(losses).mean().detach() if losses else None
 

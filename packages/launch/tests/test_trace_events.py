@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def test_slices_of_a_lane_lie_in_each_other_or_apart(axis: str) -> None:
 
     lanes = defaultdict(list)
     for event in events_of(value, "X"):
-        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        end_us = round(event["ts"] + event["dur"], 3)  # whole nanoseconds
+        lanes[event["pid"], event["tid"]].append((event["ts"], end_us))
     assert sum(map(len, lanes.values())) >= len(spans)
     for slices in lanes.values():
         open_ends: list[float] = []
@@ -140,8 +142,79 @@ def test_ranks_and_threads_are_named_and_memory_is_counted() -> None:
 
     names = {(e["name"], e["pid"]): e["args"] for e in events_of(value, "M")}
     assert names["process_name", 1] == {"name": "rank 1"}
-    assert names["thread_name", 0] == {"name": "compute"}
+    lanes = {
+        (e["pid"], e["tid"]): e["args"] for e in events_of(value, "M") if e["name"] == "thread_name"
+    }
+    assert lanes[0, 1] == {"name": "compute"} and lanes[0, 41] == {"name": "compute, predicted"}
+    assert lanes[1, 101] == {"name": "compute"} and lanes[1, 141] == {"name": "compute, predicted"}
     assert names["process_labels", 0] == {"labels": "one, process 7"}
     (counter,) = events_of(value, "C")
     assert (counter["pid"], counter["ts"], counter["args"]) == (1, 5.0, {"bytes": 4096})
     assert value["otherData"]["steps"] == [1]
+
+
+@pytest.mark.parametrize("axis", ["data", "pipe"])
+def test_below_a_measured_step_lies_the_simulated_one_under_the_same_names(axis: str) -> None:
+    _, value = trace_of(axis)
+
+    begin_us = min(event["ts"] for event in events_of(value, "X"))
+    measured = {
+        (event["pid"], event["name"], event["args"]["actor"], event["args"]["micro_batch"])
+        for event in events_of(value, "X")
+        if event["cat"] in ("compute", "boxing")
+    }
+    predicted = [
+        event
+        for event in events_of(value, "X")
+        if event["cat"] in ("predicted compute", "predicted boxing")
+    ]
+    assert measured == {
+        (event["pid"], event["name"], event["args"]["actor"], event["args"]["micro_batch"])
+        for event in predicted
+    }
+    assert min(event["ts"] for event in predicted) == begin_us
+    end_us = max(event["ts"] + event["dur"] for event in predicted)
+    assert end_us - begin_us == pytest.approx(planned_over(axis).simulation.step_s * 1e6, abs=0.01)
+
+
+def test_a_step_that_begins_before_the_last_one_is_predicted_to_end_has_no_prediction() -> None:
+    made = planned_over("data")
+    spans = list(spans_of(made.plan, late_ns=0))
+    step_ns = round(made.simulation.step_s * 1e9)
+    later = [
+        replace(one, step=step, begin_ns=one.begin_ns + after_ns, end_ns=one.end_ns + after_ns)
+        for step, after_ns in ((1, step_ns // 2), (2, 2 * step_ns))
+        for one in spans
+    ]
+
+    value = trace_json(Traced(plan=made.plan, graph=made.graph, spans=[*spans, *later]))
+
+    names = [event["name"] for event in events_of(value, "X") if event["cat"] == "predicted step"]
+    assert set(names) == {"step 1", "step 3"}
+
+
+def test_of_a_plan_that_has_not_run_there_is_the_prediction_alone() -> None:
+    made = planned_over("data")
+
+    value = trace_json(Traced(plan=made.plan, graph=made.graph, spans=()))
+
+    assert {event["cat"].split()[0] for event in events_of(value, "X")} == {"predicted"}
+    lanes = [e["args"]["name"] for e in events_of(value, "M") if e["name"] == "thread_name"]
+    assert lanes == ["compute, predicted"] * 2
+
+
+def test_what_goes_over_a_link_is_predicted_behind_what_went_before() -> None:
+    made = planned_over("data")
+    late_s = 2 * made.simulation.step_s
+    ends_s = [free_s + late_s for free_s in made.simulation.frees_s]
+    simulation = replace(made.simulation, ends_s=ends_s)
+
+    value = trace_json(Traced(plan=made.plan, graph=made.graph, spans=(), simulation=simulation))
+
+    lanes = {e["args"]["name"] for e in events_of(value, "M") if e["name"] == "thread_name"}
+    assert lanes == {"compute, predicted", "compute, predicted links"}
+    for tid in (71, 171):
+        links = [e for e in events_of(value, "X") if e["tid"] == tid]
+        assert len(links) == len(made.simulation.firings) // 2
+        for before, after in pairwise(links):
+            assert after["ts"] == pytest.approx(before["ts"] + before["dur"], abs=0.002)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.errors import GraphError
-from sbp_core.graph import LogicalGraph
+from sbp_core.graph import LogicalGraph, Phase, Rate
 from sbp_torch.capture import UpdateOptions, capture, initial_states
 from sbp_torch.runtime.single import run_graph
 from sbp_torch.testing.programs import graph_states, split_batch
@@ -368,6 +368,22 @@ def test_counts_are_accumulated_as_integers():
     sums = [node for node in graph.nodes if node.op == "sbp.accumulate"]
     counts = [n.args[1] for n in sums if graph.tensor(n.outputs[0]).dtype == "int64"]
     assert counts and all(isinstance(how, int) for how in counts)
+
+
+def test_what_corrects_the_gradients_is_computed_where_the_total_is_before_the_update():
+    # On several stages all others would wait for the update of the one that computes it.
+    graph = prepare_step(captured(entropy, 2), 2, loss=WHOLE)
+
+    ratios = {
+        maker.name: maker
+        for node in graph.nodes
+        if node.phase is Phase.OPTIMIZER and node.op == "aten.div.Tensor"
+        for value in node.inputs()
+        if (maker := graph.producers.get(value)) and graph.tensor(value).shape == ()
+    }
+
+    (ratio,) = ratios.values()
+    assert (ratio.phase, ratio.rate) == (Phase.FORWARD, Rate.STEP)
 
 
 def test_batch_normalisation_is_of_each_micro_batch():

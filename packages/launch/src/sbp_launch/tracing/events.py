@@ -2,16 +2,22 @@
 
 A process is a rank, a lane in it one of its threads; below them is what the rank holds. A slice is
 a firing, named for the modules that it computes or for what it moves; slices in it and between them
-are waits. Arrows lead from sends to receives.
+are waits. Arrows lead from sends to receives. Below the threads lies what the simulation of the
+plan says of the same step, from when the first rank began with it, under the same names; a lane of
+links has the boxing that goes on while its thread is free.
 
     rank 0
-      compute  |step 10 ...
-               |forward blocks.0|all-reduce         |forward blocks.1 ...
-                                |wait for rank 1|
+      compute            |step 10 ...
+                         |forward blocks.0|all-reduce         |forward blocks.1 ...
+                                          |wait for rank 1|
+      compute, predicted |step 10 ...
+                         |forward blocks.0 |all-reduce |forward blocks.1 ...
       held bytes ▁▂▃▃▅
     rank 1
-      compute  |step 10 ...
-               |forward blocks.0                |all|forward blocks.1 ...
+      compute            |step 10 ...
+                         |forward blocks.0                |all|forward blocks.1 ...
+
+Of a plan that has not run there is the prediction alone.
 
 Source: "Trace Event Format", the JSON form of `chrome://tracing`, which Perfetto reads.
 """
@@ -35,13 +41,22 @@ from sbp_core.compile import (
 )
 from sbp_core.graph import LogicalGraph, Node, Phase
 from sbp_core.runtime import Held, Span, SpanKind
+from sbp_core.simulate import Simulation, simulate
 from sbp_launch.planning.moves import updated_module
 from sbp_launch.tracing.times import END_OF, Late, late_ranks
 
 Event = dict[str, Any]
 
+#: What is added to the number of a thread's lane for that of its prediction, and of its links.
+_PREDICTED, _LINKS = 40, 70
+
 #: How phases are called.
-_PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "update"}
+_PHASES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WEIGHT_GRADIENT: "weight gradient",
+    Phase.OPTIMIZER: "update",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +69,7 @@ class Traced:
         spans, held: Of all ranks.
         hosts: Host and process of each rank.
         clock_error_s: By how much the clocks of hosts may differ still, in seconds.
+        simulation: Of the plan; made if None.
     """
 
     plan: PhysicalPlan
@@ -62,6 +78,7 @@ class Traced:
     held: Sequence[Held] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
     clock_error_s: float = 0.0
+    simulation: Simulation | None = None
 
 
 def trace_json(traced: Traced) -> dict[str, Any]:
@@ -93,6 +110,12 @@ class _Events:
             for lane, thread in enumerate(part.orders)
         }
         self.texts: dict[tuple[int, str], tuple[str, Event]] = {}
+        self.simulation = traced.simulation or simulate(traced.plan)
+        #: When the first rank began with each step.
+        self.begins_ns: dict[int, int] = {}
+        for span in traced.spans:
+            begin_ns = self.begins_ns.get(span.step, span.begin_ns)
+            self.begins_ns[span.step] = min(begin_ns, span.begin_ns)
 
     def __iter__(self) -> Iterator[Event]:
         yield from self._names()
@@ -100,6 +123,7 @@ class _Events:
         for span in self.traced.spans:
             yield from self._slices(span)
         yield from self._arrows()
+        yield from self._predicted()
         for held in self.traced.held:
             yield {
                 "ph": "C", "name": "held", "pid": held.rank, "ts": self._us(held.time_ns),
@@ -117,9 +141,11 @@ class _Events:
             yield _meta("process_sort_index", rank, 0, sort_index=rank)
             if host:
                 yield _meta("process_labels", rank, 0, labels=host)
+        ranks = {span.rank for span in self.traced.spans}
         for (rank, thread), lane in self.lanes.items():
-            yield _meta("thread_name", rank, lane, name=thread)
-            yield _meta("thread_sort_index", rank, lane, sort_index=lane)
+            if rank in ranks:
+                yield _meta("thread_name", rank, lane, name=thread)
+                yield _meta("thread_sort_index", rank, lane, sort_index=lane)
 
     def _steps(self) -> Iterator[Event]:
         """Return a slice for each step on each lane, around those of its firings."""
@@ -156,11 +182,14 @@ class _Events:
             name = f"wait for rank {late.rank}"
             yield self._slice(span, name, "wait", late.until_ns, {"came_last": late.rank})
 
-    def _slice(self, span: Span, name: str, category: str, end_ns: int, args: Event) -> Event:
+    def _slice(
+        self, span: Span, name: str, category: str, end_ns: int, args: Event, lane: int = 0
+    ) -> Event:
+        """Return a slice; `lane` is counted from that of the thread."""
         return {
-            "ph": "X", "name": name, "cat": category, "pid": span.rank,
-            "tid": self.lanes[span.rank, span.thread], "ts": self._us(span.begin_ns),
-            "dur": (end_ns - span.begin_ns) / 1000, "args": args,
+            "ph": "X", "name": name, "cat": f"predicted {category}" if lane else category,
+            "pid": span.rank, "tid": self.lanes[span.rank, span.thread] + lane,
+            "ts": self._us(span.begin_ns), "dur": (end_ns - span.begin_ns) / 1000, "args": args,
         }  # fmt: skip
 
     def _text(self, rank: int, actor: Actor) -> tuple[str, Event]:
@@ -186,6 +215,47 @@ class _Events:
         args |= {"modules": modules, "operators": len(actor.instructions)}
         ends = dict.fromkeys(modules[:1] + modules[-1:])
         return f"{_PHASES[actor.phase]} {' to '.join(ends)}".rstrip(), args
+
+    def _predicted(self) -> Iterator[Event]:
+        """Return lanes and slices of the simulated step, beside the steps that were traced."""
+        linked: set[tuple[int, str]] = set()
+        over_ns = 0
+        for step, begin_ns in sorted(self.begins_ns.items()) or [(0, 0)]:
+            # One that is predicted to take longer than it did leaves no room beside the next.
+            if begin_ns >= over_ns:
+                over_ns = begin_ns + round(self.simulation.step_s * 1e9)
+                for rank, thread in self.lanes:
+                    span = Span(SpanKind.FIRING, rank, thread, step, "", 0, begin_ns, over_ns)
+                    yield self._slice(span, f"step {step + 1}", "step", over_ns, {}, _PREDICTED)
+                for span, lane in self._simulated(step, begin_ns):
+                    if lane == _LINKS:
+                        linked.add((span.rank, span.thread))
+                    actor = self.plan.by_rank[span.rank].by_name[span.actor]
+                    name, args = self._text(span.rank, actor)
+                    category = "boxing" if "bytes" in args else "compute"
+                    args = {"step": step + 1, "micro_batch": span.micro_batch, **args}
+                    yield self._slice(span, name, category, span.end_ns, args, lane)
+        for what, threads in ((_PREDICTED, sorted(self.lanes)), (_LINKS, sorted(linked))):
+            for rank, thread in threads:
+                lane = self.lanes[rank, thread] + what
+                name = f"{thread}, predicted" + " links" * (what == _LINKS)
+                yield _meta("thread_name", rank, lane, name=name)
+                yield _meta("thread_sort_index", rank, lane, sort_index=lane)
+
+    def _simulated(self, step: int, begin_ns: int) -> Iterator[tuple[Span, int]]:
+        """Yield the simulated firings as spans, and the lane of each, counted from its thread's."""
+        landed_s: dict[tuple[int, str], float] = {}
+        for one in self.simulation.firings:
+            thread = one.rank, one.actor.thread
+            times_s = {_PREDICTED: (one.start_s, one.free_s)}
+            if one.end_s > one.free_s:
+                # What goes over a link waits there for what went before.
+                times_s[_LINKS] = max(one.free_s, landed_s.get(thread, 0.0)), one.end_s
+                landed_s[thread] = one.end_s
+            for lane, found_s in times_s.items():
+                begin, end = (begin_ns + round(time_s * 1e9) for time_s in found_s)
+                firing = *thread, step, one.actor.name, one.index, begin, end
+                yield Span(SpanKind.FIRING, *firing), lane
 
     def _arrows(self) -> Iterator[Event]:
         """Return an arrow for each transfer: from the begin of its send to the end of receiving."""

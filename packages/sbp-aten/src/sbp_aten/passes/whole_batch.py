@@ -334,7 +334,7 @@ class _Rewriting:
         for divisor, power in self.degrees.of.get(value, {}).items():
             op = "aten.mul.Tensor" if power > 0 else "aten.div.Tensor"
             for _ in range(abs(power)):
-                ratio = self._ratio(step, divisor, kind.dtype)
+                ratio = self._ratio(divisor, kind.dtype)
                 total = self.writer.call(step, op, (total, ratio), kind, pointwise=True)
         return total.name
 
@@ -344,10 +344,13 @@ class _Rewriting:
             return 1.0 if meaning.kind is Kind.SUM else self.scales.share
         return self.scales.divided if self.degrees.of.get(value) else self.scales.plain
 
-    def _ratio(self, like: Node, total: str, dtype: str) -> Ref:
+    def _ratio(self, total: str, dtype: str) -> Ref:
         """Return how much larger a total is than the nominal one, a 0-d tensor of a dtype."""
         key = (total, dtype)
         if key not in self.ratios:
+            # With the total, not with the gradients that it divides: every stage has such, and
+            # would wait for the update of the one that computes the ratio.
+            like = self._once(self.graph.producers[total])
             wide = TensorType((), "float64")
             both = [
                 self.writer.call(
@@ -372,12 +375,15 @@ class _Rewriting:
         if value not in self.nominal:
             node = self.graph.producers[value]
             if value in self.degrees.roots:
-                late = Phase.FORWARD if node.phase is Phase.FORWARD else Phase.OPTIMIZER
-                step = replace(node, phase=late, rate=Rate.STEP, forward="")
-                self.nominal[value] = self._filled(step, value, self._whole(value)).name
+                self.nominal[value] = self._filled(self._once(node), value, self._whole(value)).name
             else:
                 self._repeat(node, self.nominal, "nominal")
         return self.nominal[value]
+
+    def _once(self, node: Node) -> Node:
+        """Return what a node is like that belongs to another, and fires once a step."""
+        late = Phase.FORWARD if node.phase is Phase.FORWARD else Phase.OPTIMIZER
+        return replace(node, phase=late, rate=Rate.STEP, forward="")
 
     def _filled(self, like: Node, root: str, shaped: str) -> Ref:
         """Return the nominal value of a sum: what it is if all elements count."""
