@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
+from sbp_aten import PassOptions
 from sbp_core import Placement
 from sbp_core.cluster import Cluster
 from sbp_core.compile import check_strategy
@@ -18,6 +19,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryReport, memory_bound
 from sbp_core.plugins import discover
 from sbp_core.strategy import Strategy
+from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned, PlanSettings, capture_training, check_fits, compiled
 
 SOFTMAX = "aten._log_softmax.default"
@@ -115,3 +117,27 @@ def test_the_limit_is_compared_with_the_exact_memory(
     check_fits(planned, cluster_of(planned.memory.peak))
     with pytest.raises(ConfigError, match="would need"):
         check_fits(planned, cluster_of(planned.memory.peak - 1))
+
+
+@pytest.mark.parametrize(
+    ("axis", "asked", "expected"),
+    [("data", None, 1), ("pipe", None, 2), ("pipe", False, 1), ("data", True, 2)],
+)
+def test_backward_of_convolutions_is_in_two_parts_where_there_may_be_stages(
+    axis: str, asked: bool | None, expected: int
+) -> None:
+    model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Conv1d(1, 1, 1))
+    settings = PlanSettings(
+        mesh=Placement.grid((2,), (axis,)),
+        cluster=discover().make("cluster", "local")(2),
+        compile=CompileConfig(passes=PassOptions(split_backward=asked)),
+    )
+    optimizer = torch.optim.SGD(model.parameters())
+
+    found = capture_training(
+        model, lambda model, batch: model(batch).square().mean(), torch.ones(4, 1, 3), optimizer,
+        settings,
+    )  # fmt: skip
+
+    of_second = [node for node in found.graph.nodes if node.name.startswith("1.grad.convolution")]
+    assert len(of_second) == expected

@@ -49,6 +49,7 @@ ON: dict[str, object] = {
     "split_classes": ClassSplit(),
     "sum_losses": True,
     "split_batch_norm": True,
+    "split_backward": True,
     "slices": {"head": Slicing(count=2)},
     "expose_batch_dim": True,
     "recompute": RecomputeOptions(),

@@ -147,6 +147,9 @@ class PassOptions:
         split_classes: Cross-entropies that split classes need no whole logits for; None: none.
         sum_losses: Mean losses are a sum over a count, so that split batches give partial sums.
         split_batch_norm: Batch normalisation in training is written in sums, for the same reason.
+        split_backward: Convolutions compute their input gradients apart from those of weights, so
+            that a pipeline can send the former first. None: where a planner is given a mesh with
+            an axis `pipe`; not in `prepare_step` itself, which knows no mesh.
         slices: Pattern of parameters or modules -> how their operators are sliced. None: not.
         expose_batch_dim: Products over (times, batch, features) keep the batch as a dim of its own.
         recompute: Forward values that are made again; by default those under
@@ -165,6 +168,7 @@ class PassOptions:
     split_classes: ClassSplit | None = field(default_factory=ClassSplit)
     sum_losses: bool = True
     split_batch_norm: bool = True
+    split_backward: bool | None = None
     slices: Mapping[str, Slicing] | None = None
     expose_batch_dim: bool = True
     recompute: RecomputeOptions | None = field(default_factory=RecomputeOptions)

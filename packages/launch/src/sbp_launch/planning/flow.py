@@ -283,6 +283,8 @@ def _prepared(captured: LogicalGraph, settings: PlanSettings, micro_batches: int
     options = settings.compile.passes
     if settings.mesh.size == 1:  # nothing is split, and PyTorch's own softmax is one operator
         options = replace(options, split_classes=None)
+    if options.split_backward is None:
+        options = replace(options, split_backward="pipe" in settings.mesh.axes)
     return prepare_step(captured, micro_batches, extra, options=options, loss=settings.loss)
 
 

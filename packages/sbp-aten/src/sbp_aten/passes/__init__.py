@@ -22,6 +22,7 @@ from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.pipeline import GraphPass, chosen_passes
 from sbp_aten.passes.simplify import fold_views, share_expressions
+from sbp_aten.passes.split_backward import split_backward
 from sbp_aten.passes.step_counters import tie_step_counters
 from sbp_aten.passes.whole_batch import whole_batch_loss
 from sbp_core.errors import GraphError
@@ -42,6 +43,7 @@ __all__ = [
     "prepare_step",
     "share_expressions",
     "slice_operators",
+    "split_backward",
     "split_classes",
     "sum_losses",
     "tie_step_counters",

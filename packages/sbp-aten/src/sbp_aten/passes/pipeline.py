@@ -13,6 +13,7 @@ The order, and why it is so:
     sum_losses
     whole_batch_loss    on ratios of sums, and on batch normalisation as one operator
     split_batch_norm
+    split_backward      before plugins, and before any operator is repeated
     extra               passes of plugins, on a graph without repetitions, at micro-batch size
     slice_operators     what is sliced has its conversions, and may be made again slice by slice
     expose_batch_dim        on products as all the others know them, before any is repeated
@@ -40,6 +41,7 @@ from sbp_aten.passes.losses import sum_losses
 from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.simplify import fold_views, share_expressions
+from sbp_aten.passes.split_backward import split_backward
 from sbp_aten.passes.step_counters import tie_step_counters
 from sbp_aten.passes.whole_batch import whole_batch_loss
 from sbp_core.graph import LogicalGraph
@@ -80,6 +82,8 @@ def chosen_passes(
         yield "whole_batch_loss", partial(whole_batch_loss, num_micro_batches=whole_batch_of)
     if options.split_batch_norm:
         yield "split_batch_norm", split_batch_norm
+    if options.split_backward:
+        yield "split_backward", split_backward
     yield from ((_name(apply), apply) for apply in extra)
     if options.slices:
         yield "slice_operators", partial(slice_operators, slices=options.slices)

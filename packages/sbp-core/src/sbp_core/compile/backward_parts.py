@@ -4,10 +4,11 @@ before: backward.0.0            dy2 = relu'(dy), dw2 = x^T dy2, dx = dy2 w^T, dy
 after:  backward.0.0            dy2, dx, dy1
         weight_gradient.0.0     dw2, dw1
 
-An item of the backward phase makes a weight gradient if one gradient that the optimizer takes, and
-nothing else, depends on it: no other stage, and not the gradients of two parameters, as those of
-activations are. The two parts then fire for themselves, so a schedule can fill bubbles with weight
-gradients. What the graph has in one op stays together: see `sbp_aten.passes.split_backward`.
+An item of the backward phase makes weight gradients if on each of its outputs one gradient that the
+optimizer takes, and nothing else, depends: no other stage, and not the gradients of two parameters,
+as those of activations are. The two parts then fire for themselves, so a schedule can fill bubbles
+with weight gradients. What the graph has in one op stays together: see
+`sbp_aten.passes.split_backward`.
 
 Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
 """
@@ -32,12 +33,10 @@ def split_backward(lowered: Lowered, stages: Collection[int] | None = None) -> L
         lowered: With levels.
         stages: The stages whose backward is split; all if None.
     """
-    reached = _reached(lowered.items)
+    makers = _makers(lowered.items)
 
     def is_apart(item: Item) -> bool:
-        if not _is_backward(item) or not (stages is None or item.stage in stages):
-            return False
-        return _MANY not in reached[item.name] and len(reached[item.name]) == 1
+        return item.name in makers and (stages is None or item.stage in stages)
 
     items = [
         replace(item, phase=Phase.WEIGHT_GRADIENT) if is_apart(item) else item
@@ -66,28 +65,38 @@ def _is_backward(item: Item) -> bool:
     return item.phase is Phase.BACKWARD and item.rate is Rate.MICRO
 
 
-def _reached(items: Sequence[Item]) -> dict[str, frozenset[str]]:
-    """Return, for each backward item, the gradients that depend on it: none, one, or `_MANY`."""
+def _makers(items: Sequence[Item]) -> frozenset[str]:
+    """Return the names of the backward items that make nothing but weight gradients."""
     many = frozenset((_MANY,))
     users: dict[str, list[Item]] = defaultdict(list)
+    # For each backward item, the gradients that depend on it: none, one, or `_MANY`.
     reached: dict[str, frozenset[str]] = {}
-    for item in reversed(items):
+    makers: set[str] = set()
+
+    def reached_from(item: Item, key: str) -> frozenset[str]:
         found: frozenset[str] = frozenset()
-        for key in item.outputs:
-            for user in users[key]:
-                if user.stage != item.stage or user.kind is ItemKind.TRANSFER:
-                    found |= many
-                elif _is_backward(user):
-                    # What leaves the phase in no gradient, such as a metric, stays where it is.
-                    found |= reached[user.name] or many
-                else:
-                    found |= frozenset((key,))
+        for user in users[key]:
+            if user.stage != item.stage or user.kind is ItemKind.TRANSFER:
+                found |= many
+            elif _is_backward(user):
+                # What leaves the phase in no gradient, such as a metric, stays where it is.
+                found |= reached[user.name] or many
+            else:
+                found |= frozenset((key,))
+        return found
+
+    for item in reversed(items):
         # A sum over micro-batches, and what the optimizer takes of the only one, ends the phase.
         if item.kind is ItemKind.ACCUMULATE:
-            found = frozenset(item.outputs)
-        if len(found) > 1:
-            found = many
-        reached[item.name] = found
+            outputs = [frozenset((key,)) for key in item.outputs]
+        else:
+            outputs = [reached_from(item, key) for key in item.outputs]
+        found = frozenset().union(*outputs)
+        # An operator may make the gradients of weights and bias at once.
+        is_maker = bool(found) and _MANY not in found and all(len(one) <= 1 for one in outputs)
+        if is_maker and _is_backward(item):
+            makers.add(item.name)
+        reached[item.name] = found if len(found) <= 1 else many
         for key in item.inputs:
             users[key].append(item)
-    return reached
+    return frozenset(makers)
