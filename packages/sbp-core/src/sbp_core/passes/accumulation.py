@@ -117,7 +117,9 @@ def _output(
     graph: LogicalGraph, out: GraphOutput, names: Mapping[str, str], results: Mapping[str, str]
 ) -> GraphOutput:
     """Return an output of the micro-batches as one of the step."""
-    return rename_outputs([out], names if out.kind is OutputKind.STATE else results)[0]
+    if _is_optimizer_state(graph, out):
+        return rename_outputs([out], names)[0]
+    return out if out.kind is OutputKind.STATE else rename_outputs([out], results)[0]
 
 
 def _is_optimizer_state(graph: LogicalGraph, out: GraphOutput) -> bool:
