@@ -12,14 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from sbp_core.errors import ConfigError, SbpError, nearest
 from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate
 from sbp_launch.exit_codes import BAD_CONFIG
 from sbp_launch.output import check_writable
 from sbp_launch.run.run import make_console
-from sbp_launch.timelines import page, svg, terminal_lines
+from sbp_launch.timelines import ENDINGS, show, write_drawings
 
 _ABOUT = {
     "pipeline": f"the schedule: {', '.join(SCHEDULES)}",
@@ -150,7 +149,7 @@ def _times(text: str) -> Sequence[object]:
 
 
 def _simulated(settings: PipelineSettings) -> SimulatedSchedule:
-    for ending in (".svg", ".html"):
+    for ending in ENDINGS:
         check_writable("out", settings.out + ending, example="out=pipeline")
     schedule = pipeline_schedule(
         settings.pipeline,
@@ -169,17 +168,8 @@ def _show(simulated: SimulatedSchedule, settings: PipelineSettings) -> None:
     told = ", ".join(f"{name} {value}" for name, value in facts.items())
     sys.stdout.write(f"{told}\n")
     timeline = simulated.timeline()
-    console = make_console()
-    coloured = console.is_terminal and console.color_system is not None
-    for line in terminal_lines(timeline, width=console.width, coloured=coloured):
-        if coloured:
-            console.print(line, no_wrap=True, crop=False)
-        else:
-            sys.stdout.write(f"{line.plain.rstrip()}\n")
-    drawings = {".svg": svg(timeline), ".html": page(timeline, facts)}
-    for ending, drawing in drawings.items():
-        Path(settings.out + ending).write_text(drawing, encoding="utf-8")
-        sys.stdout.write(f"wrote {settings.out}{ending}\n")
+    show(timeline, make_console())
+    write_drawings(timeline, facts, settings.out)
 
 
 def facts_of(simulated: SimulatedSchedule) -> dict[str, str]:

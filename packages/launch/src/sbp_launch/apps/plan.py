@@ -1,7 +1,7 @@
 """The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
 
-With `out=FILE` it writes the strategy, to edit and to use with `planner=file`. With `pipeline=NAME`
-it plans nothing, and shows a schedule.
+With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
+it draws the simulated step. With `pipeline=NAME` it plans nothing, and shows a schedule.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sbp_launch.apps.pipeline import is_asked, run_pipeline
 from sbp_launch.output import check_writable
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
+from sbp_launch.timelines import ENDINGS
 
 #: What `planner=file` reads.
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -32,13 +33,18 @@ class PlanConfig:
 
     Args:
         out: File to write the strategy to; None for none.
+        timeline: Where drawings of the simulated step go, without ending; None for none.
         overwrite: Whether it may exist.
     """
 
     out: str | None = None
+    timeline: str | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        if self.timeline is not None:
+            for ending in ENDINGS:
+                check_writable("timeline", self.timeline + ending, example="timeline=step")
         if self.out is None:
             return
         if Path(self.out).suffix not in _ENDINGS:
@@ -117,11 +123,14 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.planning.draw import draw_plan
     from sbp_launch.trainer.trainer import plan_only
 
-    strategy = plan_only(config.run, registry)
+    planned = plan_only(config.run, registry)
+    if (drawings := config.settings.timeline) is not None:
+        draw_plan(planned, drawings)
     if (path := config.settings.out) is not None:
-        save_strategy(strategy, path)
+        save_strategy(planned.strategy, path)
         sys.stdout.write(f"wrote {path}: how every tensor and op is split; edit it, then\n")
         sys.stdout.write(f"  {next_command(path, config.overrides)}\n")
 

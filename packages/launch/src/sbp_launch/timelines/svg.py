@@ -55,8 +55,13 @@ def _scale(timeline: Timeline) -> float:
     """Return the pixels a second: shortest bars show their labels, if the drawing stays small."""
     if not timeline.end_s:
         return 1.0
-    bars = [bar for lane in timeline.lanes for bar in lane.bars if bar.end_s > bar.start_s]
-    needed = max((_LETTER * len(bar.label) + 6) / (bar.end_s - bar.start_s) for bar in bars)
+    labelled = (
+        bar for lane in timeline.lanes for bar in lane.bars if bar.label and bar.end_s > bar.start_s
+    )
+    needed = max(
+        ((_LETTER * len(bar.label) + 6) / (bar.end_s - bar.start_s) for bar in labelled),
+        default=0.0,
+    )
     least, most = (pixels / timeline.end_s for pixels in (_LEAST_WIDTH, _MOST_WIDTH))
     return min(max(needed, least), most)
 

@@ -68,7 +68,9 @@ def _scale(bars: Sequence[Bar], end_s: float, columns: int, *, named: bool) -> t
     A short bar has a whole number of columns, enough for its label, and a band whole bars; where
     that takes too many bands, labels are cut.
     """
-    lengths = [bar.end_s - bar.start_s for bar in bars if bar.end_s > bar.start_s]
+    named_bars = [bar for bar in bars if bar.label] or bars
+    lengths = [bar.end_s - bar.start_s for bar in named_bars if bar.end_s > bar.start_s]
+    lengths = lengths or [end_s]
     short_s = max(min(lengths), median_low(lengths) / 4)
     needed = max(cell_len(bar.label) for bar in bars) + named + 1
     possible = int(columns * short_s / end_s + 1e-9)

@@ -14,7 +14,6 @@ from rich.console import Console
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import RunError, SbpValueError, words_of
 from sbp_core.plugins import PluginRegistry, Storage, TrainerState
-from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
 from sbp_launch.planning.flow import Planned
@@ -63,13 +62,13 @@ from sbp_torch.kinds import LanguageModel, TextDataset
 _ALL_ROWS = "see plan.txt of the run folder"
 
 
-def plan_only(config: RunConfig, registry: PluginRegistry) -> Strategy:
-    """Plan, print the plan, and return what was decided."""
+def plan_only(config: RunConfig, registry: PluginRegistry) -> Planned:
+    """Plan, print the plan, and return it."""
     run = Run(config=config, registry=registry, console=make_console())
     program = make_program(run)
     run, planned = plan_fitting(run, lambda known: plan_step(known, program))
     show_plan(run, planned, todo="raise trainer.plan_rows to see them")
-    return planned.strategy
+    return planned
 
 
 def train(

@@ -1,0 +1,31 @@
+"""Draw the simulated step of a plan: in the terminal, as SVG and as a page."""
+
+from __future__ import annotations
+
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.timeline import coarse, plan_timeline, timeline_facts
+from sbp_launch.run.run import make_console
+from sbp_launch.timelines import show, write_drawings
+
+#: Lanes in the terminal, and bars in each of them.
+_LANES, _BARS_A_LANE = 16, 120
+
+
+def draw_plan(planned: Planned, out: str) -> None:
+    """Draw the simulated step of a plan.
+
+    Args:
+        planned: The plan.
+        out: Where the drawings go, without ending.
+    """
+    plan = planned.plan
+    timeline = plan_timeline(plan, planned.simulation, f"a step of {plan.planner}, simulated")
+    lanes = min(_LANES, len(timeline.lanes))
+    few, said = coarse(timeline, lanes * _BARS_A_LANE, lanes)
+    console = make_console()
+    show(few, console)
+    for line in said:
+        console.print(f"here, {line}", highlight=False)
+    drawn, said = coarse(timeline)
+    facts = timeline_facts(planned)
+    write_drawings(drawn, {**facts, "drawn": "; ".join(said)} if said else facts, out)
