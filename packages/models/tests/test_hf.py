@@ -62,6 +62,7 @@ def needs_transformers() -> Any:
 def preset(name: str, overrides: Mapping[str, Any] | None = None, **more: Any) -> HfConfig:
     text = files("sbp_models.conf").joinpath("model", "hf", f"{name}.yaml").read_text("utf-8")
     settings = yaml.safe_load(text)
+    settings.pop("defaults", None)  # of Hydra: which data fit a model
     assert settings.pop("name") == "hf"
     settings["overrides"] |= overrides or {}
     return merge_settings(HfConfig, {**settings, **more})
