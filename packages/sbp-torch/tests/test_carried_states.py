@@ -259,6 +259,14 @@ def test_a_register_without_room_for_the_new_state_is_refused() -> None:
         check(plan)
 
 
+@pytest.mark.parametrize("changes", [{"staleness": -1}, {"staleness": 1, "carries": ()}])
+def test_a_staleness_that_is_none_is_refused(changes) -> None:
+    plan = _changed(_moving_plan(), lambda register: replace(register, **changes))
+
+    with pytest.raises(PlanError, match="is stale by"):
+        check(plan)
+
+
 def test_carrying_what_the_producer_does_not_write_is_refused() -> None:
     plan = _changed(_moving_plan(), lambda register: replace(register, carries=("x",)))
 

@@ -324,6 +324,12 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
 
 def _check_carried(part: RankPlan, register: Register) -> None:
     """Check that what a register carries are states, which its producer writes."""
+    if register.staleness < 0 or (register.staleness and not register.carries):
+        raise PlanError(
+            f"is stale by {register.staleness} updates, and carries {list(register.carries)}",
+            where=f"register {register.name!r} of rank {part.rank}",
+            accepted="a staleness >= 0, and 0 of a register that carries no states",
+        )
     if not register.carries:
         return
     written = set(part.by_name[register.producer].writes)
