@@ -84,4 +84,4 @@ def test_a_step_that_may_end_early_asks_for_nothing_behind_its_end(
         receives = [a for a in part.actors if isinstance(a, Receive)]
         asked = [call for call in calls[part.rank] if call.startswith("ask ")]
         assert len(asked) == len(set(asked))
-        assert len(asked) == sum(a.num_firings(plan.num_micro_batches) for a in receives)
+        assert len(asked) == sum(a.num_firings(plan.repetitions) for a in receives)

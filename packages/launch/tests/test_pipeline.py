@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from test_rows import found_plan, wide
 
+from sbp_core.graph.ir import repetitions
 from sbp_core.memory import predict_memory
 from sbp_core.simulate import simulate
 from sbp_launch.planning.pipeline import pipeline_lines
@@ -56,7 +57,7 @@ def test_ranks_wait_whenever_they_do_not_compute():
     *_, bubble = lines_of(found)
 
     busy = sum(
-        actor.time_s * actor.num_firings(4)
+        actor.time_s * actor.num_firings(repetitions(4, 1))
         for part in found.plan.ranks
         for actor in part.actors
         if not hasattr(actor, "step")

@@ -130,7 +130,7 @@ def test_arrows_lead_from_each_send_to_its_receive() -> None:
     plan = planned_over("pipe").plan
     assert starts.keys() == ends.keys()
     assert len(starts) == sum(
-        plan.by_rank[rank].by_name[name].num_firings(plan.num_micro_batches)
+        plan.by_rank[rank].by_name[name].num_firings(plan.repetitions)
         for rank, name in (link.sender for link in plan.links)
     )
     assert all(starts[number]["pid"] != ends[number]["pid"] for number in starts)

@@ -55,9 +55,7 @@ def _with_quota(plan: PhysicalPlan, rank: int, register: str, quota: int) -> Phy
 def test_compiled_plans_pass_and_no_register_overflows(plan: PhysicalPlan) -> None:
     report = check(plan)
 
-    firings = [
-        actor.num_firings(plan.num_micro_batches) for part in plan.ranks for actor in part.actors
-    ]
+    firings = [actor.num_firings(plan.repetitions) for part in plan.ranks for actor in part.actors]
     assert report.num_firings == sum(firings)
     quotas = {(part.rank, r.name): r.quota for part in plan.ranks for r in part.registers}
     assert report.occupancy.keys() == quotas.keys()

@@ -101,7 +101,7 @@ class _Steps:
         return [max(times) for times in zip(*self.ends.values(), strict=True)][1:]
 
     def _total(self, actor_id: ActorId) -> int:
-        return self.game.actor(actor_id).num_firings(self.plan.num_micro_batches)
+        return self.game.actor(actor_id).num_firings(self.plan.repetitions)
 
     def _fire(self, thread: tuple[int, str]) -> bool:
         actor_id, number, step = self.left[thread][-1]

@@ -8,6 +8,7 @@ from sbp_core.compile import CompileOptions
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.physical import Collective, PhysicalPlan
 from sbp_core.errors import PlanError
+from sbp_core.graph.ir import repetitions
 from sbp_core.placement import Placement
 from sbp_core.testing.plans import data_parallel_plan, pipeline_plan
 
@@ -103,7 +104,7 @@ def test_every_actor_is_listed_for_each_of_its_firings_in_turn() -> None:
     for part in plan.ranks:
         for actor in part.actors:
             indices = [index for name, index in part.orders[actor.thread] if name == actor.name]
-            assert indices == list(range(actor.num_firings(3)))
+            assert indices == list(range(actor.num_firings(repetitions(3, 1))))
 
 
 def test_a_gradient_is_sent_before_the_next_forward_begins() -> None:

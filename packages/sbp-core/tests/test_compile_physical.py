@@ -9,7 +9,7 @@ import pytest
 from sbp_core.compile import compile_plan
 from sbp_core.compile.physical import PLAN, PhysicalPlan, from_json, to_json
 from sbp_core.errors import SbpValueError
-from sbp_core.graph.ir import Symbol
+from sbp_core.graph.ir import Symbol, repetitions
 from sbp_core.placement import Placement
 from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 
@@ -71,8 +71,8 @@ def test_another_format_is_refused() -> None:
 def test_actors_and_registers_can_be_looked_up() -> None:
     part = pipeline_plan(2, (2, 1)).by_rank[1]
 
-    assert part.by_name["forward.1.1"].num_firings(5) == 5
-    assert part.by_name["optimizer.1.1"].num_firings(5) == 1
+    assert part.by_name["forward.1.1"].num_firings(repetitions(5, 1)) == 5
+    assert part.by_name["optimizer.1.1"].num_firings(repetitions(5, 1)) == 1
     taken = [r.name for r in part.inputs_of["backward.1.1"]]
     assert "forward.1.1#0" in taken
     assert [r.producer for r in part.outputs_of["forward.1.1"]] == ["forward.1.1"] * 2

@@ -150,8 +150,8 @@ def graphs(draw: st.DrawFn, num_micro_batches: int = 1) -> LogicalGraph:
         nodes=tuple(draft.nodes),
         types=draft.types,
     )
-    each = draw(st.booleans())
-    graph = accumulate(graph, num_micro_batches, update_each_micro_batch=each)
+    divisors = [n for n in range(1, num_micro_batches + 1) if num_micro_batches % n == 0]
+    graph = accumulate(graph, num_micro_batches, num_updates=draw(st.sampled_from(divisors)))
     return verify_graph(graph)
 
 
@@ -284,7 +284,7 @@ def strategies(draw: st.DrawFn, graph: LogicalGraph, stages: tuple[Placement, ..
         in_flight = (graph.num_micro_batches,) * len(stages)
         orders = draw(action_orders(stages, graph.num_micro_batches))
     staleness: tuple[int, ...] = ()
-    if graph.updates_each_micro_batch and draw(st.booleans()):
+    if graph.num_updates > 1 and draw(st.booleans()):
         staleness = tuple(draw(st.integers(0, 3)) for _ in stages)
     return Strategy(
         planner="random",

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines compute delayed updates: PipeDream, beside a plain simulation of it."""
+"""Asynchronous pipelines compute delayed updates: PipeDream and 2BW beside a plain simulation."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,6 +13,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import PhysicalPlan, compile_plan
 from sbp_core.errors import ConfigError
+from sbp_core.graph.ir import Phase
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
@@ -20,8 +21,9 @@ from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.reference import ReferenceConfig, ReferenceSession
 from sbp_torch.testing.programs import RunningNorm, small_cluster, split_batch
 
-NUM_MICRO_BATCHES = 7
-SIZE = 5
+#: Of a step, and of each of its updates.
+NUM_MICRO_BATCHES, EACH = 12, 3
+SIZE = 3
 
 
 class TiedModel(nn.Module):
@@ -60,22 +62,30 @@ BATCHES = [batch(SIZE * NUM_MICRO_BATCHES, 1 + seed) for seed in range(2)]
 
 
 @cache
-def graph():
+def graph(each: int = 1):
     model, optimizer = make()
     captured = capture(model, loss, batch(SIZE, 0), optimizer, name="tied")
-    return prepare_step(captured, NUM_MICRO_BATCHES, loss=LossMeaning.EACH_MICRO_BATCH)
+    asynchronous = LossMeaning.EACH_MICRO_BATCH
+    return prepare_step(
+        captured, NUM_MICRO_BATCHES, loss=asynchronous, micro_batches_per_update=each
+    )
 
 
 def plan_of(
-    mesh: Placement, *, vertical_sync: bool = False, pins: Mapping[str, str] | None = None
+    mesh: Placement,
+    *,
+    name: str = "pipedream",
+    each: int = 1,
+    vertical_sync: bool = False,
+    pins: Mapping[str, str] | None = None,
 ) -> tuple[PhysicalPlan, dict[str, int]]:
     """Return the plan, and the stage of each parameter."""
-    request = PlanRequest(graph=graph(), mesh=mesh, cluster=small_cluster(mesh.size))
+    request = PlanRequest(graph=graph(each), mesh=mesh, cluster=small_cluster(mesh.size))
     stages = pipelined(
         mesh,
-        "pipedream",
+        name,
         NUM_MICRO_BATCHES,
-        update_each_micro_batch=True,
+        num_updates=NUM_MICRO_BATCHES // each,
         vertical_sync=vertical_sync,
     )
     strategy = infer_strategy(
@@ -86,13 +96,19 @@ def plan_of(
         in_flight=stages.in_flight,
         staleness=stages.staleness,
     )
-    plan = compile_plan(graph(), strategy)
+    plan = compile_plan(graph(each), strategy)
     check(plan)
     return plan, {name: storage.stage for name, storage in strategy.storage.items()}
 
 
-def delayed_updates(staleness: Mapping[str, int]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Train as PipeDream says, with PyTorch alone: w(t+1) = w(t) - lr * grad f(w(t - staleness)).
+def delayed_updates(
+    staleness: Mapping[str, int], each: int = 1
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Train as the papers say, with PyTorch alone: w(t+1) = w(t) - lr * grad f(w(t - staleness)).
+
+    Args:
+        staleness: Of parameters, in updates.
+        each: How many micro-batches an update is by.
 
     Returns:
         The loss of each step, the mean over its micro-batches, and the last states.
@@ -106,16 +122,19 @@ def delayed_updates(staleness: Mapping[str, int]) -> tuple[list[Tensor], dict[st
         for index, part in enumerate(split_batch(whole, NUM_MICRO_BATCHES)):
             with torch.no_grad():
                 for name, parameter in parameters.items():
-                    parameter.copy_(versions[max(0, index - staleness[name])][name])
-            optimizer.zero_grad()
+                    parameter.copy_(versions[max(0, index // each - staleness[name])][name])
+            if index % each == 0:
+                optimizer.zero_grad()
             result = loss(model, part)
-            result.backward()
+            (result / each).backward()
+            found.append(result.detach())
+            if (index + 1) % each:
+                continue
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(versions[-1][name])
             optimizer.step()
             versions.append({name: p.detach().clone() for name, p in parameters.items()})
-            found.append(result.detach())
         losses.append(torch.stack(found).mean())
     return losses, dict(model.state_dict())
 
@@ -155,6 +174,76 @@ def test_an_asynchronous_pipeline_is_the_simulation_of_delayed_updates(shape, pi
         torch.testing.assert_close(states[name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["2bw", "pipedream"])
+@pytest.mark.parametrize(
+    ("shape", "each", "pins"),
+    [
+        ((2, 1), 2, {}),
+        ((4, 1), 3, {}),
+        ((4, 1), 6, {}),
+        ((2, 2), 4, {"batch": "S(0)", "parameters": "B"}),
+        ((2, 2), 3, {"batch": "S(0)", "parameters": "S(0)"}),
+    ],
+)
+def test_updates_by_several_micro_batches_are_those_of_the_simulation(shape, each, pins, name):
+    mesh = Placement.grid(shape, ("pipe", "data"))
+    plan, stage_of = plan_of(mesh, name=name, each=each, pins=pins)
+
+    losses, states = on_ranks(plan)
+
+    # 2BW is one update behind everywhere; PipeDream, with as many micro-batches an update, is so
+    # but on the last stage.
+    last = shape[0] - 1
+    staleness = {n: int(name == "2bw" or stage < last) for n, stage in stage_of.items()}
+    wanted, whole = delayed_updates(staleness, each)
+    torch.testing.assert_close(losses, wanted, rtol=1e-9, atol=1e-9)
+    for state, value in whole.items():
+        torch.testing.assert_close(states[state], value, rtol=1e-9, atol=1e-9)
+
+
+def test_several_updates_a_step_equal_as_many_steps_where_nothing_is_stale():
+    plan, stage_of = plan_of(Placement.grid((2,), ("data",)), name="1f1b", each=EACH)
+
+    losses, states = on_ranks(plan)
+
+    wanted, whole = delayed_updates(dict.fromkeys(stage_of, 0), EACH)
+    torch.testing.assert_close(losses, wanted, rtol=1e-9, atol=1e-9)
+    for state, value in whole.items():
+        torch.testing.assert_close(states[state], value, rtol=1e-9, atol=1e-9)
+
+
+def test_2bw_holds_two_versions_on_every_stage():
+    plan, _ = plan_of(Placement.grid((4,), ("pipe",)), name="2bw", each=EACH)
+
+    versions = [{r.quota for r in part.registers if r.staleness} for part in plan.ranks]
+
+    assert versions == [{2}] * 4
+    assert set(plan.staleness.values()) == {1}
+
+
+def test_2bw_goes_on_before_the_update_of_what_is_in_work():
+    plan, _ = plan_of(Placement.grid((4,), ("pipe",)), name="2bw", each=EACH)
+    first = plan.by_rank[0]
+
+    firings = [(first.by_name[name].phase, index) for name, index in first.orders["compute"]]
+
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    for update in range(1, NUM_MICRO_BATCHES // EACH):
+        last = max(at for at, one in enumerate(firings) if one == (backward, update * EACH - 1))
+        assert firings.index((forward, update * EACH)) < last
+
+
+def test_too_few_micro_batches_an_update_for_2bw_are_refused():
+    mesh = Placement.grid((4,), ("pipe",))
+
+    with pytest.raises(
+        ConfigError, match="two versions of the parameters, too few for 4 stages"
+    ) as refused:
+        pipelined(mesh, "2bw", 12, num_updates=6)
+
+    assert "trainer.micro_batches_per_update=4" in refused.value.todo
+
+
 def test_the_delay_is_not_lost_in_the_tolerance():
     fresh, _ = delayed_updates(dict.fromkeys(dict(make()[0].named_parameters()), 0))
     stale, _ = delayed_updates(dict.fromkeys(dict(make()[0].named_parameters()), 1))
@@ -179,7 +268,7 @@ def test_a_pipeline_of_a_rate_that_the_step_does_not_have_is_refused():
     with pytest.raises(ConfigError, match="this step has one update") as synchronous:
         pipelined(mesh, "pipedream", 4)
     with pytest.raises(ConfigError, match="would wait before the next micro-batch") as each:
-        pipelined(mesh, "1f1b", 4, update_each_micro_batch=True)
+        pipelined(mesh, "1f1b", 4, num_updates=4)
 
     assert "trainer.loss=each_micro_batch" in synchronous.value.todo
     assert "planner.pipeline=pipedream" in each.value.todo

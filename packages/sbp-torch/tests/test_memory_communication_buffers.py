@@ -73,7 +73,7 @@ def test_what_is_asked_for_ahead_has_its_memory_until_it_comes(
 
     for part in plan.ranks:
         receives = [actor for actor in part.actors if isinstance(actor, Receive)]
-        firings = sum(actor.num_firings(plan.num_micro_batches) for actor in receives)
+        firings = sum(actor.num_firings(plan.repetitions) for actor in receives)
         assert len(early[part.rank]) == firings
         held = found.ranks[part.rank].peak - without.ranks[part.rank].peak
         assert 0 <= held <= max(one.size_bytes for one in early[part.rank])

@@ -24,15 +24,17 @@ from sbp_core.compile import (
     PhysicalPlan,
     RankPlan,
 )
-from sbp_core.graph import Rate
 from sbp_torch.segments import SegmentMaker
 
 
 class Firing(NamedTuple):
-    """One firing of an actor in a step: its micro-batch, and whether that is the last one."""
+    """One firing of an actor in a step: its number, and the registers that it fills.
 
-    micro_batch: int
-    is_last: bool
+    The number is that of its micro-batch, if the actor fires for each.
+    """
+
+    number: int
+    fills: tuple[OutRegister, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,7 @@ class Post:
         actor: The actor of the plan.
         work: The function that a firing runs.
         inputs: Registers it reads.
-        outputs: Registers that every firing fills.
-        sums: Registers that only the last micro-batch of a step fills.
+        outputs: Registers that it fills.
         sends: Links that a send fills, of those whose receiver is in this process.
         receives: Name of each link that a receive empties, and the thread that gets its credit.
         is_boxing: Whether it has a part in boxing.
@@ -54,14 +55,13 @@ class Post:
     work: Work
     inputs: tuple[InRegister, ...]
     outputs: tuple[OutRegister, ...]
-    sums: tuple[OutRegister, ...]
     sends: tuple[OutRegister, ...]
     receives: tuple[tuple[str, ThreadId], ...]
     is_boxing: bool
 
-    def fills(self, is_last: bool) -> tuple[OutRegister, ...]:
-        """Return the registers that a firing fills."""
-        return self.outputs + self.sums if is_last else self.outputs
+    def firing(self, index: int) -> Firing:
+        """Return one of its firings."""
+        return Firing(index, tuple(end for end in self.outputs if end.is_filled_by(index)))
 
     def may_fire(self, firing: Firing) -> bool:
         """Whether all data and credits for a firing are there."""
@@ -78,9 +78,9 @@ class Post:
 
     def _missing(self, firing: Firing) -> Iterator[InRegister | OutRegister]:
         for register in self.inputs:
-            if not register.has_filling(firing.micro_batch):
+            if not register.has_filling(firing.number):
                 yield register
-        for end in (*self.fills(firing.is_last), *self.sends):
+        for end in (*firing.fills, *self.sends):
             if not end.has_credit:
                 yield end
 
@@ -124,9 +124,8 @@ def make_posts(
         actor.name: Post(
             actor=actor,
             work=work_of(actor, plan, communicator, turn, make_segment),
-            inputs=_inputs(part, actor),
-            outputs=_outputs(part, actor, plan.num_micro_batches, sums=False),
-            sums=_outputs(part, actor, plan.num_micro_batches, sums=True),
+            inputs=_inputs(plan, part, actor),
+            outputs=_outputs(plan, part, actor),
             sends=_link_ends(plan, sends[actor.name]),
             receives=tuple(
                 (link.name, _thread(plan, link.sender)) for link in receives[actor.name]
@@ -137,22 +136,21 @@ def make_posts(
     }
 
 
-def _inputs(part: RankPlan, actor: Actor) -> tuple[InRegister, ...]:
+def _inputs(plan: PhysicalPlan, part: RankPlan, actor: Actor) -> tuple[InRegister, ...]:
     return tuple(
         InRegister(
             register.name,
             (part.rank, part.by_name[register.producer].thread),
             dict(zip(register.carries, register.keys, strict=bool(register.carries))),
             initial=register.initial,
+            uses=plan.firings_per_filling(actor, register),
             is_begun=part.by_name[register.producer].overlaps,
         )
         for register in part.inputs_of[actor.name]
     )
 
 
-def _outputs(
-    part: RankPlan, actor: Actor, num_micro_batches: int, *, sums: bool
-) -> tuple[OutRegister, ...]:
+def _outputs(plan: PhysicalPlan, part: RankPlan, actor: Actor) -> tuple[OutRegister, ...]:
     return tuple(
         OutRegister(
             register.name,
@@ -160,10 +158,12 @@ def _outputs(
             {reader: (part.rank, part.by_name[reader].thread) for reader in register.consumers},
             register.keys,
             initial=register.initial,
-            num_taken=num_micro_batches - register.initial if register.carries else None,
+            num_taken=plan.repetitions[register.rate] - register.initial
+            if register.carries
+            else None,
+            firings=plan.firings_per_filling(actor, register),
         )
         for register in part.outputs_of[actor.name]
-        if (register.rate is Rate.STEP and actor.rate is Rate.MICRO) == sums
     )
 
 

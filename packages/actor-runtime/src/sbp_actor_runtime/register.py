@@ -28,10 +28,11 @@ class InRegister:
         producer: The thread that fills it, which acknowledgements go to.
         carries: Of a register that carries states, the key of each by name.
         initial: How many fillings hold the states themselves.
+        uses: How many firings of the consumer read each filling.
         is_begun: Whether a collective fills it when it begins: its value may be in flight.
     """
 
-    __slots__ = ("carries", "fillings", "initial", "is_begun", "name", "producer")
+    __slots__ = ("carries", "fillings", "initial", "is_begun", "name", "producer", "uses")
 
     def __init__(
         self,
@@ -40,31 +41,37 @@ class InRegister:
         carries: Mapping[str, str] | None = None,
         *,
         initial: int = 0,
+        uses: int = 1,
         is_begun: bool = False,
     ) -> None:
         self.name = name
         self.producer = producer
         self.is_begun = is_begun
+        self.uses = uses
         self.carries = dict(carries or {})
         self.initial = initial
         self.fillings: deque[Values] = deque()
 
     def has_filling(self, index: int) -> bool:
-        """Whether there is something to read in a micro-batch: in the first ones, states are."""
-        return index < self.initial or bool(self.fillings)
+        """Whether there is something for a firing to read: for the first ones, states are."""
+        return bool(self.fillings) or index // self.uses < self.initial
+
+    def is_last_use(self, index: int) -> bool:
+        """Whether no later firing reads what this one does."""
+        return self.uses == 1 or (index + 1) % self.uses == 0
 
     def open(self, index: int) -> Iterable[InFlight]:
-        """Return what is in flight of the values to read in a micro-batch."""
-        if not self.is_begun or index < self.initial:
+        """Return what is in flight of the values for a firing to read."""
+        if not self.is_begun or index // self.uses < self.initial:
             return ()
         values = self.fillings[0].values()
         return [value for value in values if isinstance(value, InFlight) and value.is_open]
 
     def take(self, index: int) -> Values:
-        """Return the values to read in a micro-batch; of carried states, none in the first ones."""
-        if index < self.initial:
+        """Return the values for a firing to read; of carried states, none for the first ones."""
+        if index // self.uses < self.initial:
             return {}
-        values = self.fillings.popleft()
+        values = self.fillings.popleft() if self.is_last_use(index) else self.fillings[0]
         if self.is_begun:
             values = {key: value_of(value) for key, value in values.items()}
         if not self.carries:
@@ -82,11 +89,12 @@ class OutRegister:
         keys: The values that one filling holds; none for a link.
         initial: How many fillings there are to begin with, of one that carries states.
         num_taken: How many that are made in a step are read in it; None for all.
+        firings: How many firings of the producer make a filling.
     """
 
     __slots__ = (
-        "acknowledged", "consumers", "filled", "initial", "keys", "name", "num_taken", "quota",
-        "read",
+        "acknowledged", "consumers", "filled", "firings", "initial", "keys", "name", "num_taken",
+        "quota", "read",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +106,7 @@ class OutRegister:
         *,
         initial: int = 0,
         num_taken: int | None = None,
+        firings: int = 1,
     ) -> None:
         self.name = name
         self.quota = quota
@@ -105,6 +114,7 @@ class OutRegister:
         self.keys = keys
         self.initial = initial
         self.num_taken = num_taken
+        self.firings = firings
         self.filled = initial
         self.read = 0
         self.acknowledged = dict.fromkeys(consumers, 0)
@@ -113,6 +123,14 @@ class OutRegister:
     def has_credit(self) -> bool:
         """Whether another filling may be made."""
         return self.filled - self.read < self.quota
+
+    def is_filled_by(self, index: int) -> bool:
+        """Whether a firing of its producer is one that fills it."""
+        return (index + 1) % self.firings == 0
+
+    def is_taken_of(self, index: int) -> bool:
+        """Whether somebody reads, in this step, what a firing of its producer fills it with."""
+        return self.num_taken is None or index // self.firings < self.num_taken
 
     def fill(self) -> None:
         """Take a credit."""

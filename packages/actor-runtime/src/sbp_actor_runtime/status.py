@@ -40,7 +40,7 @@ def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
     if worker.current_actor:
         post, firing = worker.order[place]
         lines = [
-            f"{head}: at {post.actor.name}, micro-batch {firing.micro_batch}; "
+            f"{head}: at {post.actor.name}, micro-batch {firing.number}; "
             f"{place} of {len(worker.order)} firings of the step are done"
         ]
         # What it waited for may have come by now.

@@ -176,7 +176,7 @@ def _num_operators(actor: Compute) -> int:
 
 
 def _accumulation(actor: Accumulate, plan: PhysicalPlan) -> Work:
-    sums = Accumulation(actor, plan.num_micro_batches)
+    sums = Accumulation(actor, plan.repetitions[actor.rate] // plan.repetitions[actor.fills])
 
     def run(index: int, values: Values, order: StepOrder) -> Values:
         return dict(sums.add(index, values))

@@ -110,9 +110,8 @@ class Worker:
         #: the session resets it before each step.
         self.has_overwritten = False
         posts = make_posts(plan, thread, communicator, ranks_here, turn, make_segment)
-        last = plan.num_micro_batches - 1
         self.order: list[tuple[Post, Firing]] = [
-            (posts[name], Firing(index, index == last))
+            (posts[name], posts[name].firing(index))
             for name, index in plan.by_rank[thread[0]].orders[thread[1]]
         ]
         #: The receives that are asked for before the firing at a place in the order.
@@ -126,9 +125,7 @@ class Worker:
             for register in post.inputs
         }
         self.outputs: dict[str, OutRegister] = {
-            end.name: end
-            for post in posts.values()
-            for end in (*post.outputs, *post.sums, *post.sends)
+            end.name: end for post in posts.values() for end in (*post.outputs, *post.sends)
         }
         self.os_thread = threading.Thread(
             target=self._loop, name=f"sbp rank {thread[0]} {thread[1]}", daemon=True
@@ -202,7 +199,7 @@ class Worker:
         post, firing = self.order[place]
         self.current_actor = post.actor.name
         assert isinstance(post.work, Receiving), "only receives are early"
-        post.work.ask(firing.micro_batch, order)
+        post.work.ask(firing.number, order)
 
     def _fire_traced(
         self, post: Post, firing: Firing, order: StepOrder, report: WorkerReport
@@ -210,7 +207,7 @@ class Worker:
         """Do what `_fire` does, and note when it was done and what was waited for."""
         trace = order.trace
         assert trace is not None, "the step is traced"
-        whose = (*self.id, order.index, post.actor.name, firing.micro_batch)
+        whose = (*self.id, order.index, post.actor.name, firing.number)
         began = trace.now_ns()
         if not post.may_fire(firing):
             missing = post.describe_missing(firing)
@@ -240,14 +237,14 @@ class Worker:
             self._await(self._open_inputs(post, firing))
         if post.actor.in_place:
             self._begin_update()
-        taken = self._take(post, firing.micro_batch, order)
+        taken = self._take(post, firing.number, order)
         if post.is_boxing:
             made = self._box(post, firing, taken, order)
         else:
-            made = post.work(firing.micro_batch, taken, order)
+            made = post.work(firing.number, taken, order)
         for end in post.sends:
             end.fill()
-        for register in post.fills(firing.is_last):
+        for register in firing.fills:
             self._fill(register, made, firing)
         for name, key in post.actor.emits if made else ():
             report.results[name] = made[key]
@@ -259,7 +256,8 @@ class Worker:
             else:
                 report.new_states[name] = made[key]
         for read in post.inputs:
-            self._send(read.producer, Acknowledge(read.name, post.actor.name))
+            if read.is_last_use(firing.number):
+                self._send(read.producer, Acknowledge(read.name, post.actor.name))
         for link, sender in post.receives:
             self._send(sender, Acknowledge(link, post.actor.name))
         return made
@@ -280,23 +278,23 @@ class Worker:
     def _box(self, post: Post, firing: Firing, taken: Values, order: StepOrder) -> Values:
         """Do what an actor does in boxing, and note when."""
         began_s, name = time.monotonic(), post.actor.name
-        self.boxed[name] = Boxed(order.index, firing.micro_batch, began_s)
-        made = post.work(firing.micro_batch, taken, order)
+        self.boxed[name] = Boxed(order.index, firing.number, began_s)
+        made = post.work(firing.number, taken, order)
         if post.actor.overlaps:
             self._begin(post, made)
         else:
-            self.boxed[name] = Boxed(order.index, firing.micro_batch, began_s, time.monotonic())
+            self.boxed[name] = Boxed(order.index, firing.number, began_s, time.monotonic())
         return made
 
     def _begin(self, post: Post, made: Values) -> None:
         """Note what boxing has begun."""
         self.open |= dict.fromkeys(made.values(), post.actor.name)
-        if any(t != self.id for end in (*post.outputs, *post.sums) for _, t in end.consumers):
+        if any(t != self.id for end in post.outputs for _, t in end.consumers):
             self._await(list(made.values()))  # a communicator is used by one thread
 
     def _open_inputs(self, post: Post, firing: Firing) -> list[InFlight]:
         """Return what an actor takes and is in flight."""
-        return [one for end in post.inputs for one in end.open(firing.micro_batch)]
+        return [one for end in post.inputs for one in end.open(firing.number)]
 
     def _await(self, begun: Iterable[InFlight]) -> None:
         """Wait until some of what boxing has begun is over."""
@@ -324,7 +322,7 @@ class Worker:
 
     def _fill(self, register: OutRegister, made: Values, firing: Firing) -> None:
         register.fill()
-        if register.num_taken is not None and firing.micro_batch >= register.num_taken:
+        if not register.is_taken_of(firing.number):
             return  # nobody reads it in this step; the next one begins with the newest states
         values = {key: made[key] for key in register.keys}
         if not register.keys:

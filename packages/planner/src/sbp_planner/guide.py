@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from sbp_core.cluster import Cluster
 from sbp_core.compile import lower
 from sbp_core.cost import boxing_step_time_s, op_time_s
-from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase, Rate
+from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase
 from sbp_core.sbp import split_bounds
 from sbp_core.signatures import OpCall
 from sbp_core.strategy import Strategy
@@ -161,6 +161,6 @@ def _seconds(
             assigned = strategy.nodes[node.name]
             mesh = strategy.stages[assigned.stage]
             seconds = op_time_s(OpCall.of(graph, node), assigned.signature, mesh, cluster)
-        repeats = graph.num_micro_batches if item.rate is Rate.MICRO else 1
+        repeats = graph.repetitions[item.rate]
         found[name] = found.get(name, 0.0) + repeats * seconds
     return found

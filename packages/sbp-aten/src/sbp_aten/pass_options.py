@@ -24,7 +24,8 @@ class LossMeaning(StrEnum):
 
     `whole_batch`: what it would be if the batch were one, so a mean over valid tokens is that of
     all of them. `mean_of_micro_batches`: the mean of the losses of the micro-batches.
-    `each_micro_batch`: each micro-batch ends with an update, by the gradients of its own loss.
+    `each_micro_batch`: each micro-batch, or every few of them, ends with an update by the mean of
+    their own losses.
     """
 
     WHOLE_BATCH = "whole_batch"

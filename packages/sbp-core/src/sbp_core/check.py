@@ -299,19 +299,20 @@ def _check_register(plan: PhysicalPlan, part: RankPlan, register: Register) -> N
     producer = part.by_name[register.producer]
     # A register without values may say that the last micro-batch of a step is through.
     is_token = not register.keys and register.rate is Rate.STEP
-    # With one micro-batch the two rates are the same number of fillings.
+    # With one micro-batch all rates are the same number of fillings.
     if register.rate is not producer.fill_rate and plan.num_micro_batches > 1 and not is_token:
         raise PlanError(
             f"{producer.name!r} fills at rate {producer.fill_rate.value!r}, the register at rate "
             f"{register.rate.value!r}",
             where=where,
-            accepted="the producer's rate; 'step' for the sums of an accumulation",
+            accepted="the producer's rate; that of the sums of an accumulation",
         )
     _check_carried(part, register)
-    fillings = 1 if register.rate is Rate.STEP else plan.num_micro_batches
+    fillings = plan.repetitions[register.rate]
     for name in register.consumers:
-        reads = part.by_name[name].num_firings(plan.num_micro_batches)
-        if reads != fillings:
+        reads = part.by_name[name].num_firings(plan.repetitions)
+        # Those of an update read the states that it begins with for each of its micro-batches.
+        if reads % fillings if register.carries else reads != fillings:
             raise PlanError(
                 f"filled {fillings} times a step, read {reads} by {name!r}", where=where
             )
@@ -334,13 +335,13 @@ def _check_carried(part: RankPlan, register: Register) -> None:
         return
     written = set(part.by_name[register.producer].writes)
     pairs = list(zip(register.carries, register.keys, strict=False))
-    whole = len(register.carries) == len(register.keys) and register.rate is Rate.MICRO
+    whole = len(register.carries) == len(register.keys) and register.rate is not Rate.STEP
     if not whole or not written.issuperset(pairs):
         raise PlanError(
             f"carries {list(register.carries)} as {list(register.keys)}; {register.producer!r} "
             f"writes {sorted(written)}",
             where=f"register {register.name!r} of rank {part.rank}",
-            accepted="states that its producer writes for each micro-batch, one for each key",
+            accepted="states that its producer writes several times a step, one for each key",
         )
 
 
@@ -363,11 +364,11 @@ def _check_orders(plan: PhysicalPlan) -> None:
                     )
                 listed[name] += 1
         for actor in part.actors:
-            if listed[actor.name] != actor.num_firings(plan.num_micro_batches):
+            if listed[actor.name] != actor.num_firings(plan.repetitions):
                 raise PlanError(
                     f"{actor.name!r} fires {listed[actor.name]} times a step",
                     where=f"the orders of rank {part.rank}",
-                    accepted=f"{actor.num_firings(plan.num_micro_batches)} times",
+                    accepted=f"{actor.num_firings(plan.repetitions)} times",
                 )
 
 
@@ -425,7 +426,7 @@ def _cycle(replay: Interpreter[V]) -> list[str]:
 def _next(firings: Firings, actor_id: ActorId) -> str:
     """Return an actor's next firing in words."""
     actor, started = firings.game.actor(actor_id), firings.game.started[actor_id]
-    is_one_of_many = actor.num_firings(firings.game.plan.num_micro_batches) > 1
+    is_one_of_many = actor.num_firings(firings.game.plan.repetitions) > 1
     number = f" of micro-batch {started}" if is_one_of_many else ""
     return f"stage {actor.stage}'s {actor.name}{number}"
 

@@ -188,8 +188,9 @@ class Strategy:
             I(nput gradient) and W(eight gradient), micro-batch. Empty: what the quotas allow, as
             early as they do.
         staleness: For each stage, how many updates the parameters that forward and backward of a
-            micro-batch use are behind the newest ones, if each micro-batch ends with an update;
-            `num_stages - 1 - stage` is PipeDream. Empty: none.
+            micro-batch use are behind the newest ones, if a step has several updates;
+            `num_stages - 1 - stage` is PipeDream with an update for each micro-batch, 1 everywhere
+            is 2BW. Empty: none.
         regather: Patterns (`*`, `?`) of the parameters that are boxed anew for the backward phase;
             the boxed copy of any other one lives from its forward use to its last backward use.
             `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.

@@ -26,7 +26,6 @@ from sbp_core.graph import (
     InputKind,
     LogicalGraph,
     Phase,
-    Rate,
     rename_outputs,
     rename_uses,
 )
@@ -75,8 +74,7 @@ class Planned:
         found: Counter[StepKind] = Counter()
         for item in self.lowered.items:
             if item.step is not None and item.step.size_bytes:
-                is_micro = item.rate is Rate.MICRO
-                found[item.step.kind] += self.graph.num_micro_batches if is_micro else 1
+                found[item.step.kind] += self.graph.repetitions[item.rate]
         return found
 
     @cached_property

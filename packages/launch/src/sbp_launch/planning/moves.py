@@ -27,7 +27,6 @@ from sbp_core.graph import (
     LogicalGraph,
     Node,
     Phase,
-    Rate,
 )
 from sbp_core.placement import Placement
 from sbp_core.sbp import Partial
@@ -88,7 +87,7 @@ def moves(graph: LogicalGraph, lowered: Lowered) -> Iterator[Move]:
         if step is None or step.kind is StepKind.LOCAL:
             continue
         value = lowered.held[item.outputs[0]].value
-        repeats = graph.num_micro_batches if item.rate is Rate.MICRO else 1
+        repeats = graph.repetitions[item.rate]
         if item.asked_by:
             sums = any(
                 isinstance(old, Partial) and not isinstance(new, Partial)

@@ -79,7 +79,7 @@ def _stale(strategy: Strategy, stage: int) -> str:
 def _busy_s(plan: PhysicalPlan, stage: Placement) -> float:
     """Return the seconds of a step that a rank of a stage computes, in the mean of its ranks."""
     total = sum(
-        actor.time_s * actor.num_firings(plan.num_micro_batches)
+        actor.time_s * actor.num_firings(plan.repetitions)
         for rank in stage.rank_list
         for actor in plan.by_rank[rank].actors
         if isinstance(actor, Compute | Accumulate)

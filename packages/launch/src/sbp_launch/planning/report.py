@@ -166,7 +166,7 @@ def summary(
 def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list[str]:
     """Return how much a step sends, and in how many collectives and transfers beside its commit."""
     firings = {
-        actor.step: actor.num_firings(plan.num_micro_batches)
+        actor.step: actor.num_firings(plan.repetitions)
         for part in plan.ranks
         for actor in part.actors
         if isinstance(actor, BoxingActor) and actor.name != COMMIT

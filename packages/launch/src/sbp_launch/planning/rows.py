@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.compile import Lowered
-from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Rate
+from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase
 from sbp_core.signatures import is_view
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.moves import Move, When, moves, owner_of, ranks_text
@@ -211,7 +211,7 @@ def op_rows(graph: LogicalGraph, strategy: Strategy, lowered: Lowered) -> Iterat
         value = lowered.held[item.outputs[0]].value
         name = item.asked_by or graph.producers[value].name
         (before if item.asked_by else after)[name].append(item.step)
-        repeats = graph.num_micro_batches if item.rate is Rate.MICRO else 1
+        repeats = graph.repetitions[item.rate]
         sent[name] += repeats * item.step.size_bytes
     for node in graph.nodes:
         if node.is_host:

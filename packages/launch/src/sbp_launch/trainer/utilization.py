@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from sbp_core.cluster import Device
 from sbp_core.errors import SignatureError
-from sbp_core.graph import LogicalGraph, Phase, Rate
+from sbp_core.graph import LogicalGraph, Phase
 from sbp_core.passes import REMATERIALIZED
 from sbp_core.signatures import OpCall, work_flop
 from sbp_core.units import format_flop
@@ -60,8 +60,7 @@ class ModelWork:
                 work = work_flop(call)
             except SignatureError:  # an operator without a rule, which every rank runs whole
                 continue
-            if node.rate is Rate.MICRO:
-                work *= graph.num_micro_batches
+            work *= graph.repetitions[node.rate]
             dtypes = [tensor.dtype for tensor in (*call.outputs, *call.inputs)]
             rate = next((device.flop_per_s[one] for one in dtypes if one in device.flop_per_s), 0.0)
             flop += work

@@ -60,6 +60,7 @@ def prepare_step(
     *,
     options: PassOptions | None = None,
     loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES,
+    micro_batches_per_update: int = 1,
 ) -> LogicalGraph:
     """Bring a captured graph into the form that is planned; verified after every pass.
 
@@ -70,10 +71,12 @@ def prepare_step(
         options: Which passes run, and how; the defaults if omitted. `passes.pipeline` has their
             order.
         loss: What the loss of several micro-batches is.
+        micro_batches_per_update: With `LossMeaning.EACH_MICRO_BATCH`: so many micro-batches end
+            with an update. They divide the micro-batches of a step.
 
     Raises:
-        GraphError: a pass broke the specification; or the loss of the whole batch is asked for, and
-            does not follow from those of micro-batches.
+        GraphError: a pass broke the specification; or the updates do not divide; or the loss of
+            the whole batch is asked for, and does not follow from those of micro-batches.
     """
     options = options or PassOptions()
     parts = num_micro_batches if loss is LossMeaning.WHOLE_BATCH else 1
@@ -86,11 +89,27 @@ def prepare_step(
         _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
     graph = _verified(unalias_outputs(graph), "unalias_outputs")
     each = loss is LossMeaning.EACH_MICRO_BATCH
-    graph = accumulate(graph, num_micro_batches, update_each_micro_batch=each)
+    num_updates = _num_updates(num_micro_batches, micro_batches_per_update) if each else 1
+    graph = accumulate(graph, num_micro_batches, num_updates=num_updates)
     graph = _verified(graph, "accumulate")
     if not options.accumulate_addends:
         return graph
     return _verified(accumulate_addends(graph, options.accumulate_addends), "accumulate_addends")
+
+
+def _num_updates(num_micro_batches: int, each: int) -> int:
+    """Return the number of updates of a step.
+
+    Raises:
+        GraphError: the last one would have fewer micro-batches.
+    """
+    if each < 1 or num_micro_batches % each:
+        raise GraphError(
+            f"an update of every {each} micro-batches, and {num_micro_batches} micro-batches",
+            where="trainer.micro_batches_per_update",
+            accepted="a divisor of trainer.micro_batches",
+        )
+    return num_micro_batches // each
 
 
 def _is_unchanged(graph: LogicalGraph, verified: LogicalGraph) -> bool:

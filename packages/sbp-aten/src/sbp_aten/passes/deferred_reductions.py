@@ -269,7 +269,7 @@ def _accumulations(graph: LogicalGraph, parameter: str) -> Iterator[Node]:
         if node.op == "sbp.accumulate":
             if graph.tensor(value).shape == shape:
                 yield node
-        elif node.rate is Rate.STEP:
+        elif node.rate is not Rate.MICRO:
             todo += [v for v in graph.tensor_inputs(node) if graph.tensor(v).shape == shape]
 
 
@@ -314,7 +314,7 @@ def _apart(graph: LogicalGraph, node: Node) -> tuple[list[Node], list[Node]]:
                 name=name,
                 outputs=(name,),
                 args=(Ref(total), Ref(part.outputs[0])),
-                rate=Rate.STEP,
+                rate=graph.rate_of(node.outputs[0]),
             )
         )
         total = name

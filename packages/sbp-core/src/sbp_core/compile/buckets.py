@@ -287,9 +287,8 @@ def _bucket_items(
     outputs = tuple(item.outputs[0] for item in items)
     using = [user for key in outputs for user in users.get(key, ())]
     # Views that only the optimizer takes are made in its own segments.
-    is_late = bool(using) and all(
-        user.phase is Phase.OPTIMIZER and user.rate is Rate.STEP for user in using
-    )
+    rates = {user.rate if user.phase is Phase.OPTIMIZER else Rate.MICRO for user in using}
+    is_late = len(rates) == 1 and Rate.MICRO not in rates
     pack = replace(
         first, name=before, kind=ItemKind.PACK, inputs=tuple(item.inputs[0] for item in items),
         outputs=(before,), step=None, packed=layout, is_apart=is_apart,
@@ -298,6 +297,6 @@ def _bucket_items(
     unpack = replace(
         first, name=f"{name}.unpacked", kind=ItemKind.UNPACK, inputs=(after,), outputs=outputs,
         step=None, packed=layout, phase=Phase.OPTIMIZER if is_late else first.phase,
-        rate=Rate.STEP if is_late else first.rate,
+        rate=rates.pop() if is_late else first.rate,
     )  # fmt: skip
     return pack, travel, unpack

@@ -66,7 +66,7 @@ def cut(
         # of equals: so no use comes before what it uses.
         ordered = sorted(members, key=lambda item: turns[item.name])
         # Packing alone takes no time, but lets boxing begin.
-        is_packing = first.rate is Rate.STEP and first.phase is not Phase.OPTIMIZER
+        is_packing = first.rate is not Rate.MICRO and first.phase is not Phase.OPTIMIZER
         weights = [program.time_s(item) for item in ordered]
         numbers = _pieces([turns[i.name] for i in ordered], weights, 0.0 if is_packing else piece_s)
         order |= dict(zip((item.name for item in members), ordered, strict=True))

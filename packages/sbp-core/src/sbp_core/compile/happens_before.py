@@ -39,7 +39,6 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.symmetry import Folded
-from sbp_core.graph.ir import Rate
 
 #: A moment of each thread of all ranks.
 Moments: TypeAlias = npt.NDArray[np.int64]
@@ -213,7 +212,7 @@ class HappensBefore:
         self._index[actor_id] = index = self._index[actor_id] + 1
         own, others = self._own[thread], self._others[thread]
         for producer, register in self._waits.get(actor_id, ()):
-            filling = self._filling(producer, register, index)
+            filling = self._filling(producer, actor, register, index)
             if filling >= 0:
                 end = self._ends[rank, producer.name][filling]
                 others = _later(others, end.others)
@@ -251,11 +250,11 @@ class HappensBefore:
         step = self.plan.steps[actor.step]
         return step.kind is StepKind.ALL_REDUCE and 0 not in step.shape
 
-    def _filling(self, producer: Actor, register: Register, index: int) -> int:
+    def _filling(self, producer: Actor, consumer: Actor, register: Register, index: int) -> int:
         """Return which firing of a producer fills what a consumer takes; -1 if none of the step."""
-        if register.rate is Rate.STEP:
-            return producer.num_firings(self.plan.num_micro_batches) - 1
-        return index - register.initial
+        plan = self.plan
+        filling = index // plan.firings_per_filling(consumer, register) - register.initial
+        return max(-1, (filling + 1) * plan.firings_per_filling(producer, register) - 1)
 
 
 def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:

@@ -224,7 +224,7 @@ class _Lowering:
         entry = self.graph.input_kinds.get(value)
         # What is boxed for each micro-batch cannot be read once a step.
         is_buffer = entry is not None and entry.kind is InputKind.BUFFER
-        once = rate is Rate.STEP and (is_buffer or value in self.graph.carried)
+        once = rate is not Rate.MICRO and (is_buffer or value in self.graph.carried)
         return rate.value if once else ""
 
     def _boxing_time(self, value: str, phase: Phase, rate: Rate) -> tuple[Phase, Rate]:

@@ -48,7 +48,6 @@ from sbp_core.dataflow import (
     dead_cycle,
     sufficient_quotas,
 )
-from sbp_core.graph.ir import Rate
 
 #: Quotas that are named.
 _MOST_QUOTAS = 6
@@ -96,8 +95,8 @@ class PlanNetwork:
     def __init__(self, folded: Folded) -> None:
         self._plan, self._folded = folded.plan, folded
         #: For each edge with a quota the register or link that it is of, the quota there, and the
-        #: tokens of a filling.
-        self._quota_of: dict[str, tuple[str, int, int]] = {}
+        #: tokens that a firing produces and consumes.
+        self._quota_of: dict[str, tuple[str, int, int, int]] = {}
         #: For each actor of the network what it is, and where, in words.
         self._words: dict[str, tuple[str, str]] = {}
         #: Actors that fire for each of several micro-batches.
@@ -131,9 +130,11 @@ class PlanNetwork:
         # The consumers of a register have an edge each, and its quota is for all of them.
         quotas: dict[str, tuple[int, int]] = {}
         for edge, tokens in needed.items():
-            name, before, each = self._quota_of[edge]
-            # The least whose tokens (see `tokens_of`) are enough.
-            quotas[name] = before, max(-(-(tokens + 1) // each) - 1, quotas.get(name, (0, 0))[1])
+            name, before, produced, consumed = self._quota_of[edge]
+            quotas[name] = (
+                before,
+                max(quota_of(tokens, produced, consumed), quotas.get(name, (0, 0))[1]),
+            )
         raised = [
             f"raise the quota of {name} from {before} to {quota}"
             for name, (before, quota) in quotas.items()
@@ -201,7 +202,7 @@ class PlanNetwork:
             self._actors[over] = FlowActor(name=over, duration_s=flight_s)
             self._words[over] = self._words[name][0], f"{where}, in flight,"
             self._edges.append(FlowEdge(name=f"begin of {name}", producer=name, consumer=over))
-        if actor.num_firings(self._plan.num_micro_batches) > 1:
+        if actor.num_firings(self._plan.repetitions) > 1:
             self._numbered.update((name, over))
         for other in ranks:
             self.ends[(other, actor.name)] = Ends(begin=name, over=over)
@@ -215,10 +216,9 @@ class PlanNetwork:
 
     def _add_register(self, part: RankPlan, register: Register) -> None:
         producer = part.by_name[register.producer]
-        tokens = 1
-        if register.rate is Rate.STEP and producer.rate is Rate.MICRO:
-            tokens = self._plan.num_micro_batches
+        consumed = self._plan.firings_per_filling(producer, register)
         for consumer in dict.fromkeys(register.consumers):
+            reader = part.by_name[consumer]
             to = f" to {consumer}" if len(set(register.consumers)) > 1 else ""
             edge = self._add_edges(
                 f"register {register.name} of rank {part.rank}{self._others([part.rank])}",
@@ -226,7 +226,8 @@ class PlanNetwork:
                 (part.rank, consumer),
                 register.quota,
                 suffix=to,
-                consumed=tokens,
+                produced=self._plan.firings_per_filling(reader, register),
+                consumed=consumed,
                 initial=register.initial,
             )
             self.registers[part.rank, register.name].append(edge)
@@ -239,46 +240,58 @@ class PlanNetwork:
         quota: int,
         *,
         suffix: str = "",
+        produced: int = 1,
         consumed: int = 1,
         initial: int = 0,
     ) -> str:
         """Add the edge of a register or link, and another one for its data if a side flies.
 
+        Quota and initial fillings are those of the register. A filling is one token, or as many as
+        firings of its producer make it, which is then `consumed`, or as many as firings of its
+        consumer take it, which is then `produced`.
+
         Returns:
             The name of the edge that has the quota.
         """
-        edge, tokens = name + suffix, tokens_of(quota, consumed)
-        self._quota_of[edge] = name, quota, consumed
+        edge, tokens = name + suffix, tokens_of(quota, produced, consumed)
+        self._quota_of[edge] = name, quota, produced, consumed
+        initial *= produced
         ends = self.ends[producer], self.ends[consumer]
         if all(end.begin == end.over for end in ends):
             self._edges.append(
                 FlowEdge(
-                    name=edge, producer=ends[0].begin, consumer=ends[1].begin, consumed=consumed,
-                    initial=initial, quota=tokens,
+                    name=edge, producer=ends[0].begin, consumer=ends[1].begin, produced=produced,
+                    consumed=consumed, initial=initial, quota=tokens,
                 )
             )  # fmt: skip
             return edge
         # A place is taken when the producer begins, and given back when the consumer is over.
         self._edges += [
             FlowEdge(
-                name=edge, producer=ends[0].begin, consumer=ends[1].over, consumed=consumed,
-                initial=initial, quota=tokens,
+                name=edge, producer=ends[0].begin, consumer=ends[1].over, produced=produced,
+                consumed=consumed, initial=initial, quota=tokens,
             ),
             FlowEdge(
                 name=f"{edge}, when it is there", producer=ends[0].over, consumer=ends[1].begin,
-                consumed=consumed, initial=initial,
+                produced=produced, consumed=consumed, initial=initial,
             ),
         ]  # fmt: skip
         return edge
 
 
-def tokens_of(quota: int, consumed: int) -> int:
+def tokens_of(quota: int, produced: int, consumed: int) -> int:
     """Return how many tokens a quota of fillings is.
 
-    Of `quota` fillings of several tokens, each takes its place with its last token, so those before
-    may be there already: the tokens of `quota` fillings and all but one of the next.
+    A filling that one firing makes, for several of its consumer, takes its place at once. One of
+    several firings takes its place with its last token, so those before may be there already: the
+    tokens of `quota` fillings and all but one of the next.
     """
-    return (quota + 1) * consumed - 1
+    return quota * produced if produced > 1 else (quota + 1) * consumed - 1
+
+
+def quota_of(tokens: int, produced: int, consumed: int) -> int:
+    """Return the least quota of fillings whose tokens (see `tokens_of`) are enough."""
+    return -(-tokens // produced) if produced > 1 else -(-(tokens + 1) // consumed) - 1
 
 
 def _step_of(rank: int) -> str:

@@ -90,7 +90,7 @@ class _Scheduler:
                 if is_report(actor):
                     self.reports.add(actor_id)
                 # Other micro-batches wait for the parameters that an update makes in between.
-                is_awaited = actor.phase is Phase.OPTIMIZER and actor.rate is Rate.MICRO
+                is_awaited = actor.phase is Phase.OPTIMIZER and actor.rate is not Rate.STEP
                 first = is_awaited or isinstance(actor, Send)
                 phase = -1 if first else PHASE_ORDER[actor.phase]
                 self.rank_of[actor_id] = (_urgency(part, actor), phase, index)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.numbering import Numbering
-from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType
+from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType, repetitions
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Document, Lines, dump, load
@@ -98,9 +98,9 @@ class _Actor:
         """How much of `time_s` its thread is busy, in seconds."""
         return self.time_s
 
-    def num_firings(self, num_micro_batches: int) -> int:
+    def num_firings(self, repetitions: Mapping[Rate, int]) -> int:
         """Return how often it fires in one step."""
-        return num_micro_batches if self.rate is Rate.MICRO else 1
+        return repetitions[self.rate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,19 +187,21 @@ class Receive(_Maker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(_Maker):
-    """Sums over the micro-batches of a step, handed over by the firing of the last one.
+    """Sums over micro-batches, handed over by the firing of the last one.
 
     Args:
+        fills: When it hands them over: for each update, or once a step.
         accumulates: (part, sum, how) for each value. How is the factor of the parts in their sum;
             "maximum" or "minimum"; or None for the last micro-batch's part.
     """
 
+    fills: Rate = Rate.STEP
     accumulates: tuple[tuple[str, str, float | str | None], ...]
 
     @property
     def fill_rate(self) -> Rate:
         """How often it fills its registers."""
-        return Rate.STEP
+        return self.fills
 
 
 #: One kind of work on one thread of one rank.
@@ -218,12 +220,14 @@ class Register:
         producer: Actor that fills it.
         consumers: Actors that read it; each gives its credit back after its firing.
         keys: The values in it; none of a register that only says that its producer has fired.
-        rate: How often it is filled: `STEP` for the sums of an accumulation, and where it says that
-            the last firing of the step is through.
+        rate: How often it is filled: less often than its producer fires if it holds the sums of an
+            accumulation, or says that the last firing of the step is through. Only what carries
+            states may be read more often, each filling as often as it takes.
         quota: How many may be alive at once.
-        carries: Of a register that hands states from each micro-batch to the next, the names of
-            the states, one for each key; else empty. Its consumers read them as states. It is full
-            when a step begins, with the states themselves, and when it ends, with the new ones.
+        carries: Of a register that hands states from each micro-batch or update to the next, the
+            names of the states, one for each key; else empty. Its consumers read them as states. It
+            is full when a step begins, with the states themselves, and when it ends, with the new
+            ones.
         staleness: Of one that carries states: how many updates those that a consumer takes are
             behind the newest ones, except in the first micro-batches of a step.
     """
@@ -322,11 +326,21 @@ class PhysicalPlan:
     graph_hash: str
     planner: str
     num_micro_batches: int
+    num_updates: int = 1
     ties: Mapping[str, tuple[str, ...]]
     stages: tuple[Placement, ...]
     steps: tuple[BoxingStep, ...]
     links: tuple[Channel, ...]
     ranks: tuple[RankPlan, ...]
+
+    @cached_property
+    def repetitions(self) -> Mapping[Rate, int]:
+        """How often what has a rate fires, or is filled, in one step."""
+        return repetitions(self.num_micro_batches, self.num_updates)
+
+    def firings_per_filling(self, actor: Actor, register: Register) -> int:
+        """Return how many firings of its producer a filling takes, or it serves of a consumer."""
+        return self.repetitions[actor.rate] // self.repetitions[register.rate]
 
     @cached_property
     def by_rank(self) -> Mapping[int, RankPlan]:
@@ -380,7 +394,7 @@ class PhysicalPlan:
     def boxing_bytes(self) -> int:
         """Bytes that one step moves between ranks, summed over ranks, as the steps price them."""
         moves = {
-            actor.step: actor.num_firings(self.num_micro_batches)
+            actor.step: actor.num_firings(self.repetitions)
             for part in self.ranks
             for actor in part.actors
             if isinstance(actor, Collective | Receive)

@@ -70,7 +70,7 @@ def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Itera
             producer=writer.name,
             consumers=names,
             keys=keys,
-            rate=Rate.MICRO,
+            rate=writer.fill_rate,
             quota=_carrying_quota(program, writer, users, staleness),
             carries=tuple(state for state, _ in pairs),
             staleness=staleness,
@@ -97,10 +97,10 @@ def _staleness(program: Program, state: str, reader: Actor) -> int:
 
 
 def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> list[Actor]:
-    """Return the actors that read, for each micro-batch, a state that is carried."""
+    """Return the actors that read a state that is carried, for each micro-batch or update."""
     if state not in program.graph.carried:
         return []
-    return [actor for actor in actors if state in actor.reads and actor.rate is Rate.MICRO]
+    return [actor for actor in actors if state in actor.reads and actor.rate is not Rate.STEP]
 
 
 def _lag(program: Program, users: Sequence[Actor]) -> int:
@@ -116,7 +116,7 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
     What the backward phase needs of the forward phase lives for the micro-batches in flight,
     which is what tells GPipe from 1F1B; a register between threads is double-buffered.
     """
-    if rate is Rate.STEP:
+    if rate is not Rate.MICRO:
         return 1
     # Stage 0 of two, four micro-batches, forward 1 to 4 and backward a to d:
     #

@@ -108,6 +108,7 @@ def form_plan(
         graph_hash=graph_hash(graph),
         planner=strategy.planner,
         num_micro_batches=strategy.num_micro_batches,
+        num_updates=graph.num_updates,
         ties={entry.name: entry.stands_for for entry in graph.inputs if entry.stands_for},
         stages=strategy.stages,
         steps=program.steps,
@@ -204,13 +205,16 @@ class _Actors:
     def _names(self, item: Item) -> Iterable[str]:
         """Yield the actors of this rank that an item belongs to: none, one, or send and receive."""
         segment = f"{item.phase.value}.{item.stage}.{item.level}"
-        if item.rate is Rate.STEP and item.phase is not Phase.OPTIMIZER:
-            segment += ".step"  # boxed after an accumulation: no part of the segment that feeds it
+        if item.rate is not Rate.MICRO and item.phase is not Phase.OPTIMIZER:
+            # Boxed after an accumulation: no part of the segment that feeds it.
+            segment += f".{item.rate.value}"
         segment += f".{item.piece}" if item.piece else ""
         if item.is_inside and item.stage in self.stages:
             yield segment
         elif item.kind is ItemKind.ACCUMULATE and item.stage in self.stages:
-            yield f"accumulate.{segment}"  # a loss must not wait for gradients of its level
+            # A loss must not wait for gradients of its level, and neither for the end of the step.
+            until = self.program.graph.rate_of(item.outputs[0])
+            yield f"accumulate.{segment}" + (f".{until.value}" if until is not Rate.STEP else "")
         elif (item.kind is ItemKind.COLLECTIVE or item.is_apart) and item.stage in self.stages:
             yield item.name
         elif item.kind is ItemKind.TRANSFER:
@@ -272,7 +276,8 @@ class _Actors:
             name=name,
             stage=items[0].stage,
             phase=items[0].phase,
-            rate=Rate.MICRO,
+            rate=items[0].rate,
+            fills=self.program.graph.rate_of(outputs[0]),
             thread=COMPUTE_THREAD,
             inputs=tuple(dict.fromkeys(part for part, _, _ in sums)),
             outputs=outputs,
@@ -320,7 +325,7 @@ class _Actors:
             name="host",
             stage=min(self.stages),
             phase=Phase.OPTIMIZER,
-            rate=max((item.rate for item in hosts), key=(Rate.STEP, Rate.MICRO).index),
+            rate=min((item.rate for item in hosts), key=tuple(Rate).index),
             thread=COMPUTE_THREAD,
             reads=tuple(key for key in used if key not in made),
             outputs=tuple(key for _, key in writes),

@@ -30,7 +30,6 @@ from sbp_core.compile.physical import (
     PhysicalPlan,
     Register,
 )
-from sbp_core.graph.ir import Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class TokenGame:
 
     def total(self, actor_id: ActorId) -> int:
         """Return how often an actor fires in a step."""
-        return self.actor(actor_id).num_firings(self.plan.num_micro_batches)
+        return self.actor(actor_id).num_firings(self.plan.repetitions)
 
     def is_done(self, actor_id: ActorId) -> bool:
         """Whether an actor has started all its firings of the step."""
@@ -84,16 +83,21 @@ class TokenGame:
         # With carried states the count is ahead to the end: the last filling is what the next step
         # begins with, so a step ends in the marking that it began with.
         producer = (rank, register.producer)
-        count = self.finished[producer] + register.initial
-        if register.rate is Rate.STEP and self.actor(producer).rate is Rate.MICRO:
-            # A sum is full when the last micro-batch is in it.
-            return count // self.plan.num_micro_batches
-        return count
+        # A sum is full when the last micro-batch is in it.
+        firings = self._firings_per_filling(producer, register)
+        return self.finished[producer] // firings + register.initial
 
     def live(self, rank: int, register: Register) -> int:
         """Return how many fillings of a register are alive: not yet read by all consumers."""
-        read = min(self.finished[(rank, name)] for name in register.consumers)
+        read = min(self._read((rank, name), register) for name in register.consumers)
         return self.filled(rank, register) - read
+
+    def _read(self, consumer: ActorId, register: Register) -> int:
+        """Return how many fillings of a register a consumer is through with."""
+        return self.finished[consumer] // self._firings_per_filling(consumer, register)
+
+    def _firings_per_filling(self, actor_id: ActorId, register: Register) -> int:
+        return self.plan.firings_per_filling(self.actor(actor_id), register)
 
     def waits(self, actor_id: ActorId) -> Iterator[Wait]:
         """Yield what keeps an actor from starting its next firing; nothing if it may start."""
@@ -102,23 +106,25 @@ class TokenGame:
         index = self.started[actor_id]
         for register in part.inputs_of[name]:
             # Data. The n-th firing (from 0) reads the n-th filling: whoever reads a register reads
-            # each of its fillings, in order. Fillings count from the end of a firing.
-            if self.filled(rank, register) <= index:
+            # each of its fillings, in order; those of an update as often as it has micro-batches.
+            # Fillings count from the end of a firing.
+            firings = self._firings_per_filling(actor_id, register)
+            if self.filled(rank, register) <= index // firings:
                 reason = f"waits for data in register {register.name}"
                 yield Wait(reason, (rank, register.producer))
         for link in self.receives[actor_id]:
             if self.finished[link.sender] <= index:
                 yield Wait(f"waits for data on link {link.name}", link.sender)
         for register in part.outputs_of[name]:
-            is_sum = register.rate is Rate.STEP and self.actor(actor_id).rate is Rate.MICRO
-            if is_sum and index != self.plan.num_micro_batches - 1:
-                continue  # the last firing fills it
+            firings = self._firings_per_filling(actor_id, register)
+            if (index + 1) % firings:
+                continue  # the last firing of several fills it
             # Credit. Room is taken from the start of a firing, so it is counted by `started`, and
             # given back at the end of the reader's. All consumers must have read a filling before
-            # its place is free. A register of rate step is filled once: nothing was there before.
-            fillings = index + register.initial if register.rate is Rate.MICRO else 0
+            # its place is free.
+            fillings = index // firings + register.initial
             for consumer in register.consumers:
-                if fillings - self.finished[(rank, consumer)] >= register.quota:
+                if fillings - self._read((rank, consumer), register) >= register.quota:
                     reason = f"waits for credit of register {register.name} ({register.quota})"
                     yield Wait(reason, (rank, consumer))
         for link in self.sends[actor_id]:

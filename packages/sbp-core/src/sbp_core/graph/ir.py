@@ -130,10 +130,23 @@ PHASE_ORDER = {phase: index for index, phase in enumerate(Phase)}
 
 
 class Rate(StrEnum):
-    """How often a node runs: for each micro-batch, or once a step."""
+    """How often a node runs in a step: for each micro-batch, for each update, or once.
+
+    Updates of their own are those of a step that has several, each by some of its micro-batches.
+    """
 
     MICRO = "micro"
+    UPDATE = "update"
     STEP = "step"
+
+
+def repetitions(num_micro_batches: int, num_updates: int) -> Mapping[Rate, int]:
+    """Return how often what has a rate runs in one step.
+
+    >>> repetitions(8, 2)[Rate.UPDATE]
+    2
+    """
+    return {Rate.MICRO: num_micro_batches, Rate.UPDATE: num_updates, Rate.STEP: 1}
 
 
 class InputKind(StrEnum):
@@ -278,6 +291,7 @@ class LogicalGraph:
         nodes: In topological order.
         types: Type of every value.
         num_micro_batches: Micro-batches of one step; types are those of one micro-batch.
+        num_updates: Updates of one step, each by equally many of its micro-batches in their order.
     """
 
     name: str
@@ -286,6 +300,12 @@ class LogicalGraph:
     nodes: tuple[Node, ...]
     types: Mapping[str, ValueType]
     num_micro_batches: int = 1
+    num_updates: int = 1
+
+    @cached_property
+    def repetitions(self) -> Mapping[Rate, int]:
+        """How often what has a rate runs in one step."""
+        return repetitions(self.num_micro_batches, self.num_updates)
 
     @cached_property
     def producers(self) -> Mapping[str, Node]:
@@ -318,13 +338,13 @@ class LogicalGraph:
 
     @cached_property
     def carried(self) -> Mapping[str, str]:
-        """The new values of states that every micro-batch hands to the next one."""
+        """The new values of states that micro-batches or updates hand to the next micro-batch."""
         if self.num_micro_batches == 1:
             return {}
         return {
             name: value
             for name, value in self.new_states.items()
-            if self.rate_of(value) is Rate.MICRO
+            if self.rate_of(value) is not Rate.STEP
         }
 
     @cached_property
@@ -338,15 +358,6 @@ class LogicalGraph:
             if out.kind is OutputKind.LOSS:
                 return out.value
         raise GraphError(f"graph {self.name!r} has no loss", accepted="an output of kind 'loss'")
-
-    @property
-    def updates_each_micro_batch(self) -> bool:
-        """Whether each micro-batch of a step ends with an update of the parameters."""
-        return any(
-            self.input_kinds[name].kind is InputKind.PARAMETER
-            and self.producers[value].phase is Phase.OPTIMIZER
-            for name, value in self.carried.items()
-        )
 
     def tensor(self, value: str) -> TensorType:
         """Return the type of a value that is a tensor."""
@@ -363,13 +374,14 @@ class LogicalGraph:
         return tuple(value for value in node.inputs() if self.is_tensor(value))
 
     def rate_of(self, value: str) -> Rate:
-        """Return how often a value is made: inputs by kind, `sbp.accumulate` once a step."""
+        """Return how often a value is made: inputs by kind, `sbp.accumulate` as it says."""
         node = self.producers.get(value)
         if node is None:
             kind = self.input_kinds[value].kind
             changes = kind in (InputKind.BATCH, InputKind.RNG)
             return Rate.MICRO if changes else Rate.STEP
-        return Rate.STEP if node.op == ACCUMULATE else node.rate
+        # `sbp.accumulate(part, how, rate)`: what hands a sum over says when, by default at the end.
+        return Rate(node.kwargs.get("rate", Rate.STEP)) if node.op == ACCUMULATE else node.rate
 
     def with_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> LogicalGraph:
         """Return a copy with other nodes (and other fields), dropping types nobody has."""

@@ -20,6 +20,15 @@ _SCALARS = ("float", "int", "bool")
 
 _NAMESPACES = ("aten", "host", "sbp", "prims")
 
+_OFTEN = {
+    Rate.MICRO: "for each micro-batch",
+    Rate.UPDATE: "for each update",
+    Rate.STEP: "once a step",
+}
+
+#: From what runs most often on.
+_RATES = tuple(Rate)
+
 
 def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     """Check a graph against the specification and return it.
@@ -30,16 +39,23 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
     3. `host.*` nodes make host scalars, from host scalars only (`host.item` reads a 0-d tensor);
        other nodes make tensors only.
     4. Every state output names a state input of the same type; there is at most one loss, 0-d.
-    5. A node of step rate uses no value of micro-batch rate, except through `sbp.accumulate`, and
-       a node of micro-batch rate none that a node makes once a step. With one micro-batch, rates
-       bind the forward phase only, which begins before the optimizer.
-    6. A state replaced by a value of micro-batch rate is carried: each micro-batch reads what the
-       one before has written, and nodes of step rate what was there before the step. It is a
-       tensor, or a number that the optimizer counts by.
+    5. A node uses no value that is made more often than it runs, except through `sbp.accumulate`,
+       and none that another node makes less often. With one micro-batch, rates bind the forward
+       phase only, which begins before the optimizer.
+    6. A state replaced by a value of micro-batch or update rate is carried: each micro-batch reads
+       what the one or the update before has written, and nodes of step rate what was there before
+       the step. It is a tensor, or a number that the optimizer counts by.
+    7. Each update is by equally many micro-batches.
 
     Raises:
         GraphError: names the node and what it breaks.
     """
+    if graph.num_updates < 1 or graph.num_micro_batches % graph.num_updates:
+        raise GraphError(
+            f"graph {graph.name!r} has {graph.num_updates} updates of {graph.num_micro_batches} "
+            "micro-batches",
+            accepted="a divisor of the number of micro-batches",
+        )
     _check_types(graph)
     _check_values(graph)
     for node in graph.nodes:
@@ -116,16 +132,16 @@ def _check_node(graph: LogicalGraph, node: Node) -> None:
 def _check_rates(graph: LogicalGraph, node: Node) -> None:
     for value in node.inputs():
         rate = graph.rate_of(value)
-        if graph.num_micro_batches > 1 and node.rate is Rate.STEP and rate is Rate.MICRO:
+        if graph.repetitions[node.rate] < graph.repetitions[rate]:
             raise GraphError(
-                f"{value!r} is made for each micro-batch, but used once a step",
+                f"{value!r} is made {_OFTEN[rate]}, but used {_OFTEN[node.rate]}",
                 where=node.where(),
                 accepted="sbp.accumulate between the two (pass 'accumulate')",
             )
         binds = graph.num_micro_batches > 1 or node.phase is Phase.FORWARD
-        if binds and node.rate is Rate.MICRO and rate is Rate.STEP and value in graph.producers:
+        if binds and _RATES.index(node.rate) < _RATES.index(rate) and value in graph.producers:
             raise GraphError(
-                f"{value!r} is made once a step, but used for each micro-batch",
+                f"{value!r} is made {_OFTEN[rate]}, but used {_OFTEN[node.rate]}",
                 where=node.where(),
                 accepted="values of the same micro-batch, states, scalars",
             )

@@ -18,10 +18,14 @@ from sbp_core.infer.solve import one_forward_one_backward, stage_placements
 from sbp_core.pipeline import Action, ActionKind, PipelineSchedule, pipeline_schedule
 from sbp_core.placement import Placement
 
+#: Schedules that go on while an update is under way.
+ASYNCHRONOUS = ("pipedream", "2bw")
+
 #: What to do about schedules that do not end a step with its update.
 _TODO = {
     "pipedream": "set trainer.loss=each_micro_batch, or planner.pipeline=1f1b",
-    "2bw": "set planner.pipeline=pipedream trainer.loss=each_micro_batch, or planner.pipeline=1f1b",
+    "2bw": "set trainer.loss=each_micro_batch trainer.micro_batches_per_update to at least the "
+    "number of stages, or planner.pipeline=1f1b",
 }
 
 
@@ -43,7 +47,7 @@ def pipelined(
     num_chunks: int | None = None,
     stage_ranks: Sequence[int] = (),
     *,
-    update_each_micro_batch: bool = False,
+    num_updates: int = 1,
     vertical_sync: bool = False,
 ) -> Pipelined:
     """Return the stages, quotas and orders of a schedule on a mesh.
@@ -55,7 +59,7 @@ def pipelined(
         num_chunks: How many stages each position holds; None for as many as the schedule needs.
         stage_ranks: Instead of equal positions on the axis `pipe`: how many positions of the first
             axis of the mesh each rank of the pipeline takes.
-        update_each_micro_batch: Whether each micro-batch ends with an update of the parameters.
+        num_updates: Of a step, each by equally many of its micro-batches.
         vertical_sync: Of the schedule `pipedream`: whether all stages compute a micro-batch with
             the parameters of one update, those of the first stage, instead of the newest ones that
             each has when it comes.
@@ -65,17 +69,18 @@ def pipelined(
             parameters as often; or the mesh has other positions than `stage_ranks` takes.
 
     Source for `pipedream`: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN
-        training", SOSP 2019, section 3.3 (weight stashing, vertical sync). A step is drained, so
-        its first micro-batches use newer versions than they would in the middle of a longer run.
+        training", SOSP 2019, section 3.3 (weight stashing, vertical sync); for `2bw`: Narayanan et
+        al., "Memory-efficient pipeline-parallel DNN training", ICML 2021, section 3.1. A step is
+        drained, so its first micro-batches use newer versions than in the middle of a longer run.
     """
     meshes = unequal_placements(mesh, stage_ranks) if stage_ranks else stage_placements(mesh)
     if len(meshes) == 1 and (num_chunks or 1) == 1:
         return Pipelined(name=name, stages=meshes, in_flight=(num_micro_batches,))
-    if num_micro_batches == 1 and name == "pipedream":
+    if num_micro_batches == 1 and name in ASYNCHRONOUS:
         name = "1f1b"  # one update a step, of parameters that are not stale
-    if update_each_micro_batch:
+    if num_updates > 1:
         return _asynchronous(
-            meshes, name, num_micro_batches, num_chunks, vertical_sync=vertical_sync
+            meshes, name, num_micro_batches, num_updates, num_chunks, vertical_sync=vertical_sync
         )
     # These two follow from their quotas, so they need no order, and go on where one would wait.
     if (num_chunks or 1) == 1 and name in ("gpipe", "1f1b"):
@@ -104,30 +109,49 @@ def _asynchronous(
     meshes: tuple[Placement, ...],
     name: str,
     num_micro_batches: int,
+    num_updates: int,
     num_chunks: int | None,
     *,
     vertical_sync: bool,
 ) -> Pipelined:
-    """Return PipeDream's schedule, in which each stage has a version for each micro-batch in work.
+    """Return a schedule that goes on while updates are under way, with versions of parameters.
+
+    A stage that has k more stages behind it has k + 1 micro-batches in work. Of updates by n
+    micro-batches each, at most ceil(k / n) lie between the first and the last of these:
+
+        n = 1   F4 B1 | F5 B2 | F6 B3 |     k = 3: F4 before the updates by 1, 2, 3
+        n = 3   F4 B1   F5 B2   F6 B3 |     k = 3: F4 before the update by 1, 2 and 3
+
+    With that staleness no micro-batch waits for an update. `2bw` has that of one update everywhere.
 
     Raises:
-        ConfigError: another schedule is asked for, or several chunks.
+        ConfigError: another schedule is asked for, or several chunks; or `2bw` has fewer
+            micro-batches an update than it needs.
     """
-    count = len(meshes)
-    if name != "pipedream" or (num_chunks or 1) > 1:
+    count, each = len(meshes), num_micro_batches // num_updates
+    if name not in ASYNCHRONOUS or (num_chunks or 1) > 1:
         chunks = f" of {num_chunks} chunks a rank" if (num_chunks or 1) > 1 else ""
         raise ConfigError(
-            f"each micro-batch ends with an update, for which the schedule {name!r}{chunks} would "
-            "wait before the next micro-batch",
-            accepted="pipedream, of one chunk a rank",
+            f"a step has {num_updates} updates, for which the schedule {name!r}{chunks} would wait "
+            "before the next micro-batch",
+            accepted=f"{', '.join(ASYNCHRONOUS)}, of one chunk a rank",
             todo="set planner.pipeline=pipedream, or trainer.loss=whole_batch for one update a "
             "step",
         )
+    if name == "2bw" and each < count - 1:
+        raise ConfigError(
+            f"2bw has two versions of the parameters, too few for {count} stages with an update "
+            f"of every {each} micro-batches",
+            accepted=f"updates of at least {count - 1} micro-batches; {count} or more are usual",
+            todo=f"set trainer.micro_batches_per_update={count}, or planner.pipeline=pipedream, "
+            "which has as many versions as it takes",
+        )
+    behind = [count - 1 - (0 if vertical_sync else stage) for stage in range(count)]
     return Pipelined(
         name=name,
         stages=meshes,
         in_flight=one_forward_one_backward(count, num_micro_batches),
-        staleness=tuple(count - 1 - (0 if vertical_sync else stage) for stage in range(count)),
+        staleness=tuple(1 if name == "2bw" else -(-number // each) for number in behind),
     )
 
 

@@ -205,7 +205,8 @@ def predict_stages(
     bucketed = bucket(graph, lowered, bucket_bytes, cluster)
     program = Program(graph, strategy, bucketed, cluster)
     for item in bucketed.items:
-        stages[item.target_stage].add_time(item, program.time_s(item))
+        updates = graph.num_updates if item.rate is Rate.UPDATE else 1
+        stages[item.target_stage].add_time(item, updates * program.time_s(item))
     commit = commit_step(strategy.stages) if graph.new_states else None
     if commit is not None:
         moved += commit.size_bytes
@@ -303,7 +304,7 @@ def _add_boxing(
         stage.gathered_bytes = max(stage.gathered_bytes, size)
     elif producer is not None and producer.phase is Phase.FORWARD and is_kept:
         stage.activations_bytes += size
-    return step.size_bytes * (graph.num_micro_batches if item.rate is Rate.MICRO else 1)
+    return step.size_bytes * graph.repetitions[item.rate]
 
 
 def predict_cost(

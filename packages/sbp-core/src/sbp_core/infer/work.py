@@ -104,7 +104,7 @@ class StepWork:
 
     def executions(self, rate: Rate) -> int:
         """Return how often a step does something of that rate."""
-        return self.graph.num_micro_batches if rate is Rate.MICRO else 1
+        return self.graph.repetitions[rate]
 
     @cached_property
     def states_by_value(self) -> Mapping[str, tuple[str, ...]]:

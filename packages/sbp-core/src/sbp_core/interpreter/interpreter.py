@@ -30,7 +30,6 @@ from sbp_core.compile.physical import (
     Send,
 )
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.graph.ir import Rate
 from sbp_core.interpreter.domain import Domain, Firing, V, Values, is_firing_of
 from sbp_core.interpreter.firings import Firings
 
@@ -103,7 +102,7 @@ class Interpreter(Generic[V]):
             for register in part.registers:
                 pairs = list(zip(register.keys, register.carries, strict=bool(register.carries)))
                 held = {key: states[part.rank][state] for key, state in pairs}
-                for _ in range(min(register.initial, plan.num_micro_batches)):
+                for _ in range(min(register.initial, plan.repetitions[register.rate])):
                     self._fill(part.rank, register, held)
 
     def run(self) -> bool:
@@ -194,11 +193,13 @@ class Interpreter(Generic[V]):
     def _put(self, firing: Firing[Actor], made: Values[V], under_way: _UnderWay[V] | None) -> None:
         """Fill registers, hand over results and new states, drop what was made."""
         rank, actor, domain = firing.rank, firing.actor, self.domain
-        left = actor.num_firings(self.plan.num_micro_batches) - 1 - firing.index
         for register in self.plan.by_rank[rank].outputs_of[actor.name]:
             # What is carried beyond the step is the state that the next step begins with; and a
-            # register that is filled once a step is so with the last micro-batch.
-            if left >= register.initial and (left == 0 or register.rate is Rate.MICRO):
+            # register that is filled by several firings is so with the last one.
+            firings = self.plan.firings_per_filling(actor, register)
+            filling, is_open = divmod(firing.index + 1, firings)
+            left = self.plan.repetitions[register.rate] - filling
+            if not is_open and left >= register.initial:
                 held = {key: made[key] for key in register.keys}
                 self._fill(rank, register, held, under_way)
         # Registers first, then results and states; what is made is let go last, so that it has a
@@ -217,11 +218,15 @@ class Interpreter(Generic[V]):
         values: Values[V],
         under_way: _UnderWay[V] | None = None,
     ) -> None:
-        filling = _Filling(values, len(register.consumers), under_way)
+        part, plan = self.plan.by_rank[rank], self.plan
+        times = [
+            plan.firings_per_filling(part.by_name[name], register) for name in register.consumers
+        ]
+        filling = _Filling(values, sum(times), under_way)
         for value in values.values():
             self.domain.keep(rank, value)
-        for consumer in register.consumers:
-            self._fillings[rank, register.name, consumer].append(filling)
+        for consumer, count in zip(register.consumers, times, strict=True):
+            self._fillings[rank, register.name, consumer].extend([filling] * count)
 
     # The work of a firing. What is made is held once; what was taken is dropped.
 
@@ -293,7 +298,8 @@ class Interpreter(Generic[V]):
             del new
             if last_use[part] == number:
                 domain.drop(rank, taken.pop(part))
-        if firing.index < self.plan.num_micro_batches - 1:
+        repeats = self.plan.repetitions
+        if (firing.index + 1) % (repeats[firing.actor.rate] // repeats[firing.actor.fills]):
             return None
         return self._sums.pop(firing.id)
 

@@ -59,7 +59,10 @@ class _Bound:
             slot.local_bytes * (1 if InputKind(slot.kind).is_state else count)
             for slot in part.slots
         )
-        made = sum(actor.num_firings(count) * self._made_bytes(actor) for actor in part.actors)
+        made = sum(
+            actor.num_firings(self.plan.repetitions) * self._made_bytes(actor)
+            for actor in part.actors
+        )
         return held + 2 * made
 
     def _made_bytes(self, actor: Actor) -> float:

@@ -29,7 +29,7 @@ _COUNTED = ("int", "uint", "bool")
 
 
 def accumulate(
-    graph: LogicalGraph, num_micro_batches: int, *, update_each_micro_batch: bool = False
+    graph: LogicalGraph, num_micro_batches: int, *, num_updates: int = 1
 ) -> LogicalGraph:
     """Sum every value that crosses from micro-batch rate to step rate.
 
@@ -45,81 +45,109 @@ def accumulate(
 
     What another pass has accumulated stays as it is: a value that is made once a step.
 
-    With `update_each_micro_batch` the optimizer is no exception: each micro-batch has an update of
-    its own, by its own gradients, and the next one reads what that has written.
+    With U updates a step the optimizer runs U times, each time by the mean over the M / U
+    micro-batches since the update before, and what comes next reads what it has written:
+
+    after:  g = mm(dy, x) [micro]; G = sbp.accumulate(g, U/M, update); w1 = sub(w, G) [update]
+
+    If there are as many updates as micro-batches, there is nothing to sum, and all is of
+    micro-batch rate but what is reported of the step.
 
     Raises:
-        GraphError: M < 1; a host number is replaced at micro-batch rate; the optimizer uses what
-            has no mean, such as a count of integers, or draws random numbers; or forward and
-            optimizer change the same parameter.
+        GraphError: M < 1, or U does not divide it; a host number is replaced at micro-batch rate;
+            the optimizer uses what has no mean, such as a count of integers, or draws random
+            numbers; or forward and optimizer change the same parameter.
     """
     if num_micro_batches < 1:
         raise GraphError(f"num_micro_batches={num_micro_batches}", accepted="an integer >= 1")
+    if num_updates < 1 or num_micro_batches % num_updates:
+        raise GraphError(
+            f"num_updates={num_updates} of {num_micro_batches} micro-batches",
+            accepted="a divisor of the number of micro-batches",
+        )
     if num_micro_batches == 1:
         return graph
-    micro = _micro_values(graph)
     _check_draws(graph, num_micro_batches)
-    _check_written_once(graph, micro, num_micro_batches)
-    if update_each_micro_batch:
-        nodes = tuple(replace(node, rate=Rate.MICRO) for node in graph.nodes)
-        graph = graph.with_nodes(nodes)
-        micro = _micro_values(graph)
-        carried = {out.value for out in graph.outputs if out.kind is OutputKind.STATE}
-    else:
-        carried = _carried(graph, micro)
-    # What crosses from one rate to the other, and as what:
-    #
-    #     used by the optimizer        its mean over micro-batches          g -> g.mean
-    #     a carried state, used so     that of the last micro-batch         m -> m.last
-    #     new value of optimizer state the mean, as it writes once a step
-    #     a loss or metric             mean, sum, maximum or minimum        n -> n.sum
-    used = [v for node in graph.nodes if node.rate is Rate.STEP for v in node.inputs()]
-    means = [
-        out.value
-        for out in graph.outputs
-        if _is_optimizer_state(graph, out) and out.value not in carried
-    ]
+    _check_written_once(graph, _micro_values(graph), num_micro_batches)
+    if num_updates > 1:
+        late = Rate.UPDATE if num_updates < num_micro_batches else Rate.MICRO
+        nodes = (replace(n, rate=late) if n.rate is Rate.STEP else n for n in graph.nodes)
+        graph = graph.with_nodes(tuple(nodes))
+    graph = replace(graph, num_micro_batches=num_micro_batches, num_updates=num_updates)
+    if num_updates < num_micro_batches:
+        graph = _with_sums(graph)
+    return _with_results(graph)
+
+
+def _with_sums(graph: LogicalGraph) -> LogicalGraph:
+    """Return a graph in which the optimizer uses sums of what micro-batches make.
+
+    used by the optimizer        its mean over micro-batches          g -> g.mean
+    a carried state, used so     that of the last micro-batch         m -> m.last
+    new value of optimizer state the mean, as it writes more seldom
+    """
+    micro = _micro_values(graph)
+    carried = _carried(graph, micro)
+    late = Rate.UPDATE if graph.num_updates > 1 else Rate.STEP
+    count = graph.num_micro_batches // graph.num_updates
+    used = [v for node in graph.nodes if node.rate is late for v in node.inputs()]
+    means = [out.value for out in graph.outputs if _is_optimizer_state(graph, out)]
     crossing = dict.fromkeys(value for value in (*used, *means) if value in micro)
-    reported = [out.value for out in graph.outputs if out.kind is not OutputKind.STATE]
-    varying = _varying_inputs(graph, carried)
-    reported_values = dict.fromkeys(
-        value for value in reported if value in micro or value in varying
-    )
     names = {v: f"{v}.last" if v in carried else f"{v}.mean" for v in crossing}
-    scales = {v: None if v in carried else _mean(graph, v, num_micro_batches) for v in crossing}
-    sums = [_sum_node(graph, value, names[value], scales[value]) for value in crossing]
-    results = {v: f"{v}.{_combination(graph, v)}" for v in reported_values}
-    for value in reported_values:
-        # Not a second time if the optimizer uses the same mean that is reported.
-        if names.get(value) != results[value]:
-            combination = _combination(graph, value)
-            how: float | str = 1 if combination == "sum" else combination
-            if combination == "mean":
-                how = _mean(graph, value, num_micro_batches)
-            sums.append(_sum_node(graph, value, results[value], how))
-    # In topological order: nothing of rate micro reads a sum, or what is made once a step.
+    scales = {v: None if v in carried else _mean(graph, v, count) for v in crossing}
+    sums = [_sum_node(graph, value, names[value], scales[value], late) for value in crossing]
+    # In topological order: nothing of rate micro reads a sum, or what the optimizer makes.
     micro_nodes = [node for node in graph.nodes if node.rate is Rate.MICRO]
-    step_nodes = [rename_uses(node, names) for node in graph.nodes if node.rate is Rate.STEP]
+    late_nodes = [rename_uses(node, names) for node in graph.nodes if node.rate is late]
     return graph.with_nodes(
-        (*micro_nodes, *sums, *step_nodes),
-        outputs=tuple(_output(graph, out, names, results) for out in graph.outputs),
-        types={**graph.types, **_types(graph, names), **_types(graph, results)},
-        num_micro_batches=num_micro_batches,
+        (*micro_nodes, *sums, *late_nodes),
+        outputs=tuple(
+            rename_outputs([out], names)[0] if _is_optimizer_state(graph, out) else out
+            for out in graph.outputs
+        ),
+        types={**graph.types, **_types(graph, names)},
+    )
+
+
+def _with_results(graph: LogicalGraph) -> LogicalGraph:
+    """Return a graph whose loss and metrics are those of the step: mean, sum, or extreme."""
+    reported = [out.value for out in graph.outputs if out.kind is not OutputKind.STATE]
+    varying = _varying_inputs(graph)
+    made = {value for node in graph.nodes for value in node.outputs}
+    values = dict.fromkeys(
+        value
+        for value in reported
+        if value in varying or (value in made and graph.rate_of(value) is not Rate.STEP)
+    )
+    names: dict[str, str] = {}
+    sums: list[Node] = []
+    for value in values:
+        combination = _combination(graph, value)
+        names[value] = f"{value}.{combination}"
+        is_there = names[value] in graph.types
+        if is_there and graph.num_updates == 1:
+            continue  # the optimizer uses the same mean that is reported
+        if is_there:
+            names[value] += "_of_step"
+        how: float | str = 1 if combination == "sum" else combination
+        if combination == "mean":
+            rate = graph.rate_of(value) if value in graph.producers else Rate.MICRO
+            how = _mean(graph, value, graph.repetitions[rate])
+        sums.append(_sum_node(graph, value, names[value], how, Rate.STEP))
+    last = [node for node in graph.nodes if node.rate is Rate.STEP]
+    return graph.with_nodes(
+        (*(node for node in graph.nodes if node.rate is not Rate.STEP), *sums, *last),
+        outputs=tuple(
+            out if out.kind is OutputKind.STATE else rename_outputs([out], names)[0]
+            for out in graph.outputs
+        ),
+        types={**graph.types, **_types(graph, names)},
     )
 
 
 def _micro_values(graph: LogicalGraph) -> set[str]:
     made = {value for node in graph.nodes for value in node.outputs}
     return {value for value in made if graph.rate_of(value) is Rate.MICRO}
-
-
-def _output(
-    graph: LogicalGraph, out: GraphOutput, names: Mapping[str, str], results: Mapping[str, str]
-) -> GraphOutput:
-    """Return an output of the micro-batches as one of the step."""
-    if _is_optimizer_state(graph, out):
-        return rename_outputs([out], names)[0]
-    return out if out.kind is OutputKind.STATE else rename_outputs([out], results)[0]
 
 
 def _is_optimizer_state(graph: LogicalGraph, out: GraphOutput) -> bool:
@@ -129,13 +157,12 @@ def _is_optimizer_state(graph: LogicalGraph, out: GraphOutput) -> bool:
     return graph.input_kinds[out.name].kind is InputKind.OPTIMIZER_STATE
 
 
-def _varying_inputs(graph: LogicalGraph, carried: Iterable[str]) -> set[str]:
+def _varying_inputs(graph: LogicalGraph) -> set[str]:
     """Return the inputs that differ between micro-batches: batch tensors and carried states."""
-    replaced = {out.name for out in graph.outputs if out.value in set(carried)}
     return {
         entry.name
         for entry in graph.inputs
-        if entry.kind is InputKind.BATCH or (entry.kind.is_state and entry.name in replaced)
+        if entry.kind is InputKind.BATCH or entry.name in graph.carried
     }
 
 
@@ -265,7 +292,9 @@ def _mean(graph: LogicalGraph, value: str, num_micro_batches: int) -> float:
     return 1.0 / num_micro_batches
 
 
-def _sum_node(graph: LogicalGraph, value: str, name: str, how: float | str | None) -> Node:
+def _sum_node(
+    graph: LogicalGraph, value: str, name: str, how: float | str | None, until: Rate
+) -> Node:
     # A batch tensor that is reported has no producer.
     source = Node(name=name, op=ACCUMULATE, args=(), outputs=(name,))
     producer = graph.producers.get(value, source)
@@ -274,10 +303,9 @@ def _sum_node(graph: LogicalGraph, value: str, name: str, how: float | str | Non
         name=name,
         op=ACCUMULATE,
         args=(Ref(value), how),
-        kwargs={},
+        kwargs={} if until is Rate.STEP else {"rate": until.value},
         outputs=(name,),
         phase=producer.phase if producer.phase is Phase.FORWARD else Phase.BACKWARD,
-        rate=Rate.MICRO,
         tags=("pointwise",),
     )
 

@@ -108,7 +108,7 @@ class FiringNetwork:
         """
         rank_of = self._folded.stands_for
         edges = {
-            name: replace(edge, quota=tokens_of(quota, edge.consumed))
+            name: replace(edge, quota=tokens_of(quota, edge.produced, edge.consumed))
             for found, changed in (
                 (self._made.registers, quotas or {}),
                 (self._made.links, link_quotas or {}),

@@ -1,4 +1,4 @@
-"""What an accumulation does with the parts of a step's micro-batches."""
+"""What an accumulation does with the parts of several micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTREMES: Mapping[str, Callable[..., Tensor]] = {
 
 
 def joined(total: Tensor | None, part: Tensor, how: float | str | None) -> Tensor:
-    """Return the sum of a step so far, with one more part; an earlier sum is written over.
+    """Return a sum so far, with one more part; an earlier sum is written over.
 
     Args:
         total: The sum of the parts before; None for the first part.
@@ -33,35 +33,37 @@ def joined(total: Tensor | None, part: Tensor, how: float | str | None) -> Tenso
 
 
 class Accumulation:
-    """Sums over the micro-batches of a step, in their order.
+    """Sums over micro-batches, in their order.
 
     Args:
         actor: An accumulation.
-        num_micro_batches: Of a step.
+        num_parts: Of each sum.
     """
 
-    def __init__(self, actor: Accumulate, num_micro_batches: int) -> None:
+    def __init__(self, actor: Accumulate, num_parts: int) -> None:
         parts = [part for part, _, _ in actor.accumulates]
         self.parts = [
             (part, total, how, part not in parts[turn + 1 :])
             for turn, (part, total, how) in enumerate(actor.accumulates)
         ]
-        self.last = num_micro_batches - 1
+        self.num_parts = num_parts
         self.sums: dict[str, Tensor] = {}
 
     def add(self, index: int, values: dict[str, Tensor | float | int]) -> dict[str, Tensor]:
-        """Add the parts of one micro-batch; return the sums with the last one, else nothing.
+        """Add the parts of one firing; return the sums with the last one, else nothing.
 
         Args:
-            index: Of the micro-batch; 0 begins anew, whatever a step that failed has left.
+            index: Of the firing; the first of a sum begins anew, whatever a step that failed has
+                left.
             values: The parts by key; each is taken out after its last use.
         """
+        number = index % self.num_parts
         for part, total, how, is_last_use in self.parts:
             value = values.pop(part) if is_last_use else values[part]
             assert isinstance(value, Tensor), f"{total} sums tensors"
-            self.sums[total] = joined(self.sums.get(total) if index else None, value, how)
+            self.sums[total] = joined(self.sums.get(total) if number else None, value, how)
             del value
-        if index < self.last:
+        if number + 1 < self.num_parts:
             return {}
         made, self.sums = self.sums, {}
         return made

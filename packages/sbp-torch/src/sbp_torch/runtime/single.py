@@ -38,7 +38,7 @@ def run_graph(
         states: Every state input by name.
         batches: One batch for each micro-batch.
         scalars: Every scalar input by name; `step` too, if the graph draws random numbers.
-        staleness: Of parameters by name, in updates, if each micro-batch ends with one.
+        staleness: Of parameters by name, in updates, if a step has several.
 
     Returns:
         The losses and metrics by name, and the new states by name (unchanged ones included).
@@ -46,20 +46,28 @@ def run_graph(
     constants: dict[str, Any] = {**states, **scalars}
     sums: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    versions: list[dict[str, Any]] = [{name: states[name] for name in graph.carried}]
+    newest: dict[str, Any] = {name: states[name] for name in graph.carried}
+    versions = [newest]
+    per_update = graph.num_micro_batches // graph.num_updates
     draws = [entry.name for entry in graph.inputs if entry.kind is InputKind.RNG]
     for index, batch in enumerate(batches):
-        values = {**constants, **versions[-1], **batch}
-        stale = {n: versions[max(0, index - d)][n] for n, d in (staleness or {}).items()}
+        values = {**constants, **newest, **batch}
+        number, place = divmod(index, per_update)
+        stale = {n: versions[max(0, number - d)][n] for n, d in (staleness or {}).items()}
+        ends_update = place == per_update - 1
         values |= {name: draw_of(scalars, len(batches), index) for name in draws}
         for node in graph.nodes:
-            if node.rate is Rate.STEP:
+            if node.rate is Rate.STEP or (node.rate is Rate.UPDATE and not ends_update):
                 continue
             if node.op == "sbp.accumulate":
                 _accumulate(node, values, sums)
+                if ends_update and graph.rate_of(node.name) is Rate.UPDATE:
+                    values[node.name] = sums.pop(node.name)
             else:
                 _run(node, values, {} if node.phase is Phase.OPTIMIZER else stale)
-        versions.append({name: values[value] for name, value in graph.carried.items()})
+        newest = {name: values.get(value, newest[name]) for name, value in graph.carried.items()}
+        if ends_update:
+            versions.append(newest)
     values |= constants | sums
     for node in graph.nodes:
         if node.rate is Rate.STEP:

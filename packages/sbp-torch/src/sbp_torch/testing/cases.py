@@ -95,6 +95,7 @@ class RuntimeCase:
         num_rows: Of a table of the model; 0 for none.
         num_blocks: Residual blocks of the model.
         loss: What the loss of several micro-batches is.
+        micro_batches_per_update: See `prepare_step`.
     """
 
     mesh_shape: tuple[int, ...]
@@ -111,6 +112,7 @@ class RuntimeCase:
     num_rows: int = 0
     num_blocks: int = 0
     loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES
+    micro_batches_per_update: int = 1
 
     @property
     def step(self) -> OneDeviceStep:
@@ -122,6 +124,7 @@ class RuntimeCase:
             num_rows=self.num_rows,
             num_blocks=self.num_blocks,
             loss=self.loss,
+            micro_batches_per_update=self.micro_batches_per_update,
         )
 
 
@@ -208,6 +211,27 @@ CASES: Mapping[str, RuntimeCase] = {
         loss=LossMeaning.EACH_MICRO_BATCH,
         overlap=True,
     ),
+    "two versions of parameters": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "data"),
+        num_micro_batches=8,
+        num_blocks=4,
+        pipeline="2bw",
+        has_statistics=True,
+        loss=LossMeaning.EACH_MICRO_BATCH,
+        micro_batches_per_update=2,
+    ),
+    "two versions of parameters with overlap": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "data"),
+        pins={**_REPLICATED, "parameters": "S(0)"},
+        num_micro_batches=6,
+        num_blocks=4,
+        pipeline="2bw",
+        loss=LossMeaning.EACH_MICRO_BATCH,
+        micro_batches_per_update=2,
+        overlap=True,
+    ),
     "pipeline of unequal stages": RuntimeCase(
         mesh_shape=(4,), axes=("data",), num_micro_batches=4, num_blocks=4, stage_ranks=(3, 1)
     ),
@@ -244,7 +268,7 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
         case.pipeline,
         case.num_micro_batches,
         stage_ranks=case.stage_ranks,
-        update_each_micro_batch=case.step.graph.updates_each_micro_batch,
+        num_updates=case.step.graph.num_updates,
     )
     strategy = infer_strategy(
         request,

@@ -138,6 +138,7 @@ def capture_tiny(
     num_rows: int = 0,
     num_blocks: int = 0,
     loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES,
+    micro_batches_per_update: int = 1,
 ) -> OneDeviceStep:
     """Return the training step of a `TinyMlp` under AdamW, in float64."""
     with torch.random.fork_rng(devices=()):
@@ -149,7 +150,9 @@ def capture_tiny(
     graph = capture(model, tiny_loss, tiny_batch(micro_batch_size, 0), optimizer, name="tiny")
     batches = (tiny_batch(micro_batch_size * num_micro_batches, 1 + i) for i in range(num_steps))
     return OneDeviceStep(
-        graph=prepare_step(graph, num_micro_batches, loss=loss),
+        graph=prepare_step(
+            graph, num_micro_batches, loss=loss, micro_batches_per_update=micro_batches_per_update
+        ),
         states=initial_states(model, optimizer),
         batches=tuple(batches),
         scalars={"lr": 1e-2},
