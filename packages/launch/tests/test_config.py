@@ -40,6 +40,25 @@ def test_updates_behind_micro_batches_need_a_number_of_them() -> None:
         TrainerConfig(micro_batches="auto", loss="each_micro_batch")
 
 
+def test_updates_behind_several_micro_batches_divide_the_step() -> None:
+    assert (
+        TrainerConfig(
+            batch_size=12, micro_batches=6, loss="each_micro_batch", micro_batches_per_update=3
+        ).micro_batches_per_update
+        == 3
+    )
+
+    with pytest.raises(ConfigError, match="does not divide into updates") as undivided:
+        TrainerConfig(
+            batch_size=12, micro_batches=6, loss="each_micro_batch", micro_batches_per_update=4
+        )
+    with pytest.raises(ConfigError, match="one update a step") as one:
+        TrainerConfig(batch_size=12, micro_batches=6, micro_batches_per_update=3)
+
+    assert undivided.value.accepted.endswith("1, 2, 3, 6")
+    assert "trainer.loss=each_micro_batch" in one.value.todo
+
+
 @pytest.mark.parametrize(
     ("group", "name"),
     [

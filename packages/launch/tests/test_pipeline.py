@@ -36,13 +36,23 @@ def test_each_stage_says_its_ranks_modules_and_activations():
 
 def test_stages_of_an_asynchronous_pipeline_say_how_old_their_parameters_are():
     found = found_plan("pipeline")
-    strategy = replace(found.strategy, staleness=(1, 0))
+    strategy = replace(found.strategy, staleness=(1, 0), report={"pipeline": "pipedream"})
+    plan = replace(found.plan, num_updates=4)
 
-    first, *stages, _ = pipeline_lines(found.plan, strategy, found.module_rows)
+    first, *stages, _ = pipeline_lines(plan, strategy, found.module_rows)
 
     assert first.endswith("schedule PipeDream, an update behind each micro-batch")
     assert stages[0].endswith(", 2 in flight, parameters up to 1 update old")
     assert stages[1].endswith(", 1 in flight")
+
+
+def test_updates_by_several_micro_batches_are_said():
+    found = found_plan("pipeline")
+    strategy = replace(found.strategy, staleness=(1, 1), report={"pipeline": "2bw"})
+
+    first, *_ = pipeline_lines(replace(found.plan, num_updates=2), strategy, found.module_rows)
+
+    assert first.endswith("schedule 2BW, an update behind every 2 micro-batches")
 
 
 def test_the_ranks_of_stages_are_named():

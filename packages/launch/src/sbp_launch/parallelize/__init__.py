@@ -63,6 +63,7 @@ def parallelize(
     cluster: Choice | Cluster = "local",
     micro_batches: int = 1,
     loss_is: LossIs = "whole_batch",
+    micro_batches_per_update: int = 1,
     batch_is: BatchIs = "global",
     clip_norm: float | None = None,
     update: UpdateOptions | None = None,
@@ -93,7 +94,9 @@ def parallelize(
         micro_batches: Parts of one step, whose gradients are accumulated.
         loss_is: What gradients of several micro-batches are of: `whole_batch`, the loss of the
             batch as if it were one; `mean_of_micro_batches`, the mean of theirs; or
-            `each_micro_batch`, its own, with an update behind each.
+            `each_micro_batch`, its own, with an update behind each, or behind every few.
+        micro_batches_per_update: With `each_micro_batch`: behind so many there is an update, by the
+            mean of their losses; divides `micro_batches`.
         batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
             the part of its own rank, as loaders with a `DistributedSampler` make it.
         clip_norm: Largest norm of all gradients together.
@@ -128,6 +131,7 @@ def parallelize(
         compile_config(compile, autocast),
         micro_batches,
         loss_is,
+        micro_batches_per_update,
         update_options(update, clip_norm),
     )
 

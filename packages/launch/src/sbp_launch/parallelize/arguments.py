@@ -27,6 +27,7 @@ LossIs = Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"]
 _KEYS = {
     "cluster.mesh": "mesh",
     "cluster.axes": "axes",
+    "trainer.micro_batches_per_update": "micro_batches_per_update",
     "trainer.micro_batches": "micro_batches",
     "trainer.loss": "loss_is",
     "trainer.batch_size": "batch",
@@ -71,12 +72,14 @@ def make_settings(
     config: CompileConfig,
     micro_batches: int,
     loss_is: LossIs,
+    micro_batches_per_update: int,
     update: UpdateOptions,
 ) -> PlanSettings:
     """Return how steps are planned.
 
     Raises:
-        ConfigError: there are no micro-batches, or their loss has no such meaning.
+        ConfigError: there are no micro-batches, or they do not divide into updates; or their loss
+            has no such meaning, or another one than what has several updates.
     """
     if type(micro_batches) is not int or micro_batches < 1:
         raise ConfigError(
@@ -90,6 +93,22 @@ def make_settings(
             where="the argument loss_is",
             accepted=" or ".join(map(repr, get_args(LossIs))),
         )
+    several = loss_is == "each_micro_batch"
+    fits = type(micro_batches_per_update) is int and micro_batches_per_update >= 1
+    if not fits or micro_batches % (micro_batches_per_update if several else 1):
+        raise ConfigError(
+            f"micro_batches_per_update={micro_batches_per_update!r} of "
+            f"micro_batches={micro_batches}",
+            where="the argument micro_batches_per_update",
+            accepted="a divisor of micro_batches",
+        )
+    if micro_batches_per_update > 1 and not several:
+        raise ConfigError(
+            f"micro_batches_per_update={micro_batches_per_update} with loss_is={loss_is!r}, which "
+            "has one update a step",
+            where="the argument micro_batches_per_update",
+            accepted="1, or loss_is='each_micro_batch'",
+        )
     return PlanSettings(
         mesh=Placement.grid(mesh.mesh_shape, mesh.axes, cluster.device.kind),
         cluster=cluster,
@@ -97,6 +116,7 @@ def make_settings(
         passes=tuple(cast(GraphPass, registry.make("pass", name)) for name in config.plugins),
         micro_batches=micro_batches,
         loss=LossMeaning(loss_is),
+        micro_batches_per_update=micro_batches_per_update,
         update=update,
     )
 

@@ -99,6 +99,7 @@ class PlanSettings:
         passes: Passes of plugins, in the order in which they are applied.
         micro_batches: Parts of one step.
         loss: What the loss of several micro-batches is.
+        micro_batches_per_update: How many, if `loss` says that a step has several updates.
         update: What happens once a step beside the optimizer.
     """
 
@@ -108,6 +109,7 @@ class PlanSettings:
     passes: tuple[GraphPass, ...] = ()
     micro_batches: int = 1
     loss: LossMeaning = LossMeaning.WHOLE_BATCH
+    micro_batches_per_update: int = 1
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 
     @property
@@ -161,7 +163,7 @@ class Captured:
             return None
         passes = replace(self.settings.compile.passes, split_classes=None)
         settings = replace(self.settings, compile=replace(self.settings.compile, passes=passes))
-        return _prepared(self.original, settings, settings.micro_batches)
+        return _prepared(self.original, settings)
 
     def planned(self, plan: Callable[[LogicalGraph], Strategy]) -> tuple[LogicalGraph, Strategy]:
         """Return the form that is the better one for what a planner decides, and that.
@@ -232,7 +234,7 @@ def capture_training(
         device=settings.mesh.device,
     )
     check_precision(settings.compile, captured)
-    graph = _prepared(captured, settings, settings.micro_batches)
+    graph = _prepared(captured, settings)
     return Captured(graph=graph, original=captured, settings=settings)
 
 
@@ -249,7 +251,7 @@ def capture_forward(
         per_shard_random=settings.compile.random == "per_shard",
         device=settings.mesh.device,
     )
-    return _prepared(captured, settings, 1)
+    return _prepared(captured, replace(settings, micro_batches=1, micro_batches_per_update=1))
 
 
 def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
@@ -275,7 +277,7 @@ def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
     )
 
 
-def _prepared(captured: LogicalGraph, settings: PlanSettings, micro_batches: int) -> LogicalGraph:
+def _prepared(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
     unknown = UnknownOperator(settings.compile.unknown_ops)
     extra = [*settings.passes, partial(allow_unknown, unknown=unknown)]
     options = settings.compile.passes
@@ -283,7 +285,14 @@ def _prepared(captured: LogicalGraph, settings: PlanSettings, micro_batches: int
         options = replace(options, split_classes=None)
     if options.split_backward is None:
         options = replace(options, split_backward="pipe" in settings.mesh.axes)
-    return prepare_step(captured, micro_batches, extra, options=options, loss=settings.loss)
+    return prepare_step(
+        captured,
+        settings.micro_batches,
+        extra,
+        options=options,
+        loss=settings.loss,
+        micro_batches_per_update=settings.micro_batches_per_update,
+    )
 
 
 def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:

@@ -25,6 +25,8 @@ from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleRow
 from sbp_launch.planning.table import groups_of
 
+_NAMES = {"pipedream": "PipeDream", "2bw": "2BW"}
+
 #: Most modules that are named of a stage.
 _MOST_NAMES = 4
 
@@ -37,7 +39,7 @@ def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[Module
     step_s = simulate(plan).step_s
     busy = [_busy_s(plan, stage) / step_s for stage in plan.stages]
     batches = f"{micro_batches} micro-batch" + "es" * (micro_batches != 1)
-    lines = [f"pipeline: {count} stages, {batches}, schedule {_schedule(strategy)}"]
+    lines = [f"pipeline: {count} stages, {batches}, schedule {_schedule(plan, strategy)}"]
     for index, stage in enumerate(plan.stages):
         lines.append(
             f"  stage {index} ({ranks_text(stage)}): {_modules(rows, index)}; "
@@ -55,13 +57,17 @@ def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[Module
     return [*lines, bubble]
 
 
-def _schedule(strategy: Strategy) -> str:
+def _schedule(plan: PhysicalPlan, strategy: Strategy) -> str:
     """Return the name of what the quotas of the stages make, with the quotas if it has none."""
     stages, micro_batches = len(strategy.stages), strategy.num_micro_batches
     if strategy.orders:
         return str(strategy.report.get("pipeline", "of its own order"))
     if strategy.staleness:
-        return "PipeDream, an update behind each micro-batch"
+        name = _NAMES.get(str(strategy.report.get("pipeline")), "with stale parameters")
+        each = plan.num_micro_batches // plan.num_updates
+        return f"{name}, an update behind " + (
+            "each micro-batch" if each == 1 else f"every {each} micro-batches"
+        )
     if micro_batches == 1:
         return "one after the other"
     if strategy.in_flight == one_forward_one_backward(stages, micro_batches):

@@ -42,7 +42,9 @@ GROUPS = (*PLUGIN_GROUPS, "trainer", "compile")
 #: The budgets that a run may be given.
 _BUDGETS: tuple[Unit, ...] = ("steps", "epochs", "tokens", "hours")
 
-_AT_LEAST_ONE = ("steps", "tokens", "batch_size", "micro_batches", "log_every")
+_AT_LEAST_ONE = (
+    "steps", "tokens", "batch_size", "micro_batches", "micro_batches_per_update", "log_every",
+)  # fmt: skip
 _AT_LEAST_ZERO = ("seed", "compare_steps", "sample_tokens", "plan_rows", "prefetch")
 
 
@@ -104,8 +106,10 @@ class TrainerConfig:
         micro_batches: Parts of one step; divides `batch_size`. `auto`: the fewest with which every
             rank fits its memory.
         loss: What the loss of several micro-batches is: that of the `whole_batch`, as if it were
-            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, which then ends with an
-            update of its own.
+            one; the `mean_of_micro_batches`; or that of `each_micro_batch`, with an update behind
+            each, or behind every few.
+        micro_batches_per_update: With `loss=each_micro_batch`: behind so many there is an update,
+            by the mean of their losses; divides `micro_batches`.
         seed: Seed of the initialisation and of the order of the samples, >= 0.
         init_from: Weights to start from: a checkpoint, a run folder, a file of safetensors, or a
             folder of Hugging Face or torch.distributed.checkpoint; None for those that the model
@@ -141,6 +145,7 @@ class TrainerConfig:
     batch_size: int = 16
     micro_batches: int | Literal["auto"] = 1
     loss: Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"] = "whole_batch"
+    micro_batches_per_update: int = 1
     seed: int = 0
     init_from: str | None = None
     order: Order = "shuffled"
@@ -176,6 +181,7 @@ class TrainerConfig:
                 accepted="a number of micro-batches with loss=each_micro_batch",
                 todo="say trainer.micro_batches=NUMBER, or trainer.loss=whole_batch",
             )
+        self._check_updates()
         if self.micro_batches != "auto" and self.batch_size % self.micro_batches:
             divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
             raise ConfigError(
@@ -190,6 +196,24 @@ class TrainerConfig:
             raise ConfigError(
                 f"trace={self.trace} names no steps of this run",
                 accepted=f"first..last, or one step{steps}",
+            )
+
+    def _check_updates(self) -> None:
+        each = self.micro_batches_per_update
+        if each > 1 and self.loss != "each_micro_batch":
+            raise ConfigError(
+                f"micro_batches_per_update={each} with loss={self.loss}, which has one update a "
+                "step",
+                accepted="1, or loss=each_micro_batch",
+                todo=f"say trainer.loss=each_micro_batch, or trainer.micro_batches={each} for one "
+                "update a step",
+            )
+        if self.micro_batches != "auto" and self.micro_batches % each:
+            divisors = [n for n in range(1, self.micro_batches + 1) if self.micro_batches % n == 0]
+            raise ConfigError(
+                f"micro_batches={self.micro_batches} does not divide into updates of "
+                f"micro_batches_per_update={each}",
+                accepted=f"micro_batches_per_update one of {', '.join(map(str, divisors))}",
             )
 
     def _check_budget(self) -> None:

@@ -61,6 +61,7 @@ def plan_settings(run: Run, program: Program) -> PlanSettings:
         passes=tuple(cast(GraphPass, run.registry.make("pass", name)) for name in names),
         micro_batches=config.trainer.num_micro_batches,
         loss=LossMeaning(config.trainer.loss),
+        micro_batches_per_update=config.trainer.micro_batches_per_update,
         update=config.trainer.update,
     )
 

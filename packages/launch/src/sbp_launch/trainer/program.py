@@ -227,14 +227,15 @@ class EagerReference:
 
     def _loss(self, parts: Sequence[Mapping[str, Tensor]], index: int) -> float:
         """Return the loss of a micro-batch, after its backward phase."""
-        each = self.settings.loss == "each_micro_batch"
+        several = self.settings.loss == "each_micro_batch"
+        count = self.settings.micro_batches_per_update if several else len(parts)
         with counted_random(self.settings.seed, len(self.losses) * len(parts) + index):
             own = split_losses(model_loss(self.model, parts[index]))[0]
-        (own if each else own / len(parts)).backward()  # type: ignore[no-untyped-call] # untyped
+        (own / count).backward()  # type: ignore[no-untyped-call] # untyped
         return own.item()
 
     def _updates(self, parts: Sequence[Mapping[str, Tensor]], factor: float) -> float:
-        """Take an update behind each micro-batch, which is computed with stale parameters.
+        """Take several updates, by micro-batches that are computed with stale parameters.
 
         Returns:
             The mean of their losses.
@@ -242,12 +243,15 @@ class EagerReference:
         parameters = dict(self.model.named_parameters())
         late = {name: parameters[name] for name in self.staleness}
         versions = [{name: one.detach().clone() for name, one in late.items()}]
-        total = 0.0
+        total, each = 0.0, self.settings.micro_batches_per_update
         for index in range(len(parts)):
             for name, one in late.items():
-                one.data.copy_(versions[max(0, index - self.staleness[name])][name])
-            self.optimizer.zero_grad()
+                one.data.copy_(versions[max(0, index // each - self.staleness[name])][name])
+            if index % each == 0:
+                self.optimizer.zero_grad()
             total += self._loss(parts, index)
+            if (index + 1) % each:
+                continue
             for name, one in late.items():
                 one.data.copy_(versions[-1][name])
             self._update(factor)

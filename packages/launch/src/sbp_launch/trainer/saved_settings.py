@@ -25,6 +25,7 @@ def settings_of(run: Run) -> dict[str, Any]:
         "trainer.batch_size": trainer.batch_size,
         "trainer.micro_batches": trainer.micro_batches,
         "trainer.loss": trainer.loss,
+        "trainer.micro_batches_per_update": trainer.micro_batches_per_update,
         "trainer.schedule": asdict(trainer.schedule),
         "trainer.update": asdict(trainer.update),
     }

@@ -48,6 +48,7 @@ from sbp_core.dataflow import (
     dead_cycle,
     sufficient_quotas,
 )
+from sbp_core.graph.ir import Rate
 
 #: Quotas that are named.
 _MOST_QUOTAS = 6
@@ -99,8 +100,8 @@ class PlanNetwork:
         self._quota_of: dict[str, tuple[str, int, int, int]] = {}
         #: For each actor of the network what it is, and where, in words.
         self._words: dict[str, tuple[str, str]] = {}
-        #: Actors that fire for each of several micro-batches.
-        self._numbered: set[str] = set()
+        #: Of actors that fire several times: for each of what, in words.
+        self._numbered: dict[str, str] = {}
         self._actors: dict[str, FlowActor] = {}
         self._edges: list[FlowEdge] = []
         self.ends: dict[ActorId, Ends] = {}
@@ -159,7 +160,8 @@ class PlanNetwork:
 
     def _named(self, firing: FlowFiring) -> str:
         what, where = self._words[firing.actor]
-        number = f" of micro-batch {firing.number}" if firing.actor in self._numbered else ""
+        each = self._numbered.get(firing.actor)
+        number = f" of {each} {firing.number}" if each else ""
         return f"{what}{number}{where}"
 
     def _made(self) -> Network:
@@ -203,7 +205,8 @@ class PlanNetwork:
             self._words[over] = self._words[name][0], f"{where}, in flight,"
             self._edges.append(FlowEdge(name=f"begin of {name}", producer=name, consumer=over))
         if actor.num_firings(self._plan.repetitions) > 1:
-            self._numbered.update((name, over))
+            each = "update" if actor.rate is Rate.UPDATE else "micro-batch"
+            self._numbered |= dict.fromkeys((name, over), each)
         for other in ranks:
             self.ends[(other, actor.name)] = Ends(begin=name, over=over)
 

@@ -24,8 +24,8 @@ ASYNCHRONOUS = ("pipedream", "2bw")
 #: What to do about schedules that do not end a step with its update.
 _TODO = {
     "pipedream": "set trainer.loss=each_micro_batch, or planner.pipeline=1f1b",
-    "2bw": "set trainer.loss=each_micro_batch trainer.micro_batches_per_update to at least the "
-    "number of stages, or planner.pipeline=1f1b",
+    "2bw": "set trainer.loss=each_micro_batch and trainer.micro_batches_per_update=N, N at least "
+    "the number of stages; or planner.pipeline=1f1b",
 }
 
 
