@@ -256,10 +256,11 @@ def test_a_session_lets_go_of_the_batch_when_the_step_is_over() -> None:
         assert wait_until(lambda: kept() is None, 1.0)
 
 
-def test_all_credits_are_back_when_a_step_is_over() -> None:
-    with start(PIPELINE) as session:
+@pytest.mark.parametrize("name", [PIPELINE, "two versions of parameters"])
+def test_all_credits_are_back_when_a_step_is_over(name: str) -> None:
+    with start(name) as session:
         for index in range(3):
-            run_step(session, PIPELINE, index)
+            run_step(session, name, index)
         session.close()
         ends = []
         for worker in session.workers.values():
@@ -271,7 +272,7 @@ def test_all_credits_are_back_when_a_step_is_over() -> None:
 
     assert ends
     for end in ends:
-        assert set(end.acknowledged.values()) == {end.filled}, end.name
+        assert set(end.acknowledged.values()) == {end.filled - end.initial}, end.name
 
 
 def test_the_main_thread_keeps_its_own_number_of_threads() -> None:

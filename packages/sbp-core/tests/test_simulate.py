@@ -46,6 +46,17 @@ PLANS = {
     "1f1b": pipeline_plan(4, (2, 1)),
     "gpipe": pipeline_plan(4, (4, 4)),
     "three stages": pipeline_plan(5, (3, 2, 1), widths=(4, 4, 4, 4)),
+    "several updates": pipeline_plan(6, (2, 1), num_updates=3),
+    "pipedream": pipeline_plan(5, (2, 1), num_updates=5, staleness=(1, 0)),
+    "2bw": pipeline_plan(9, (3, 2, 1), widths=(4, 4, 4, 4), num_updates=3, staleness=(1, 1, 1)),
+    "2bw, overlapping": pipeline_plan(
+        8,
+        (2, 1),
+        mesh=Placement.grid((2, 2), ("pipe", "data")),
+        options=CompileOptions(overlap=True, piece_s=0.0),
+        num_updates=2,
+        staleness=(1, 1),
+    ),
 }
 
 

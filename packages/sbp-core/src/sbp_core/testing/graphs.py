@@ -135,7 +135,10 @@ def chain(batch: int = 8, width: int = 4) -> LogicalGraph:
 
 
 def mlp(
-    widths: Sequence[int] = (4, 8, 4), batch: int = 8, num_micro_batches: int = 1
+    widths: Sequence[int] = (4, 8, 4),
+    batch: int = 8,
+    num_micro_batches: int = 1,
+    num_updates: int = 1,
 ) -> LogicalGraph:
     """Return a whole training step of an MLP: forward, backward, an Adam-like update.
 
@@ -186,7 +189,7 @@ def mlp(
             grad = of_layer(f"{m}.grad.mm_1", "mm.default", (Ref(grad), Ref(w_t)), (batch, before))
     for i, shape in layers:
         _add_update(b, f"layers.{i}", gradients[i], shape)
-    return accumulate(b.graph("mlp"), num_micro_batches)
+    return accumulate(b.graph("mlp"), num_micro_batches, num_updates=num_updates)
 
 
 def _add_update(b: Builder, module: str, grad: str, shape: tuple[int, int]) -> None:

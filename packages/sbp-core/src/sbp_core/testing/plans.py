@@ -98,13 +98,17 @@ def pipeline_plan(
     widths: Sequence[int] = (4, 8, 4),
     options: CompileOptions | None = None,
     batch: int = 8,
+    num_updates: int = 1,
+    staleness: tuple[int, ...] = (),
 ) -> PhysicalPlan:
     """Return the plan of an MLP in as many stages as there are quotas."""
     mesh = mesh or Placement.grid((len(in_flight),), ("pipe",))
-    graph = mlp(widths, batch=batch, num_micro_batches=num_micro_batches)
+    graph = mlp(widths, batch, num_micro_batches, num_updates)
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), pins={})
     pins = {"batch": "S(0)"} if mesh.num_axes > 1 else {}
-    strategy = infer_strategy(request, planner="test", pins=pins, in_flight=in_flight)
+    strategy = infer_strategy(
+        request, planner="test", pins=pins, in_flight=in_flight, staleness=staleness
+    )
     return compile_plan(graph, strategy, options)
 
 

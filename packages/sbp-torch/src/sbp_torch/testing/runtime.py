@@ -142,6 +142,14 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
         """Stale parameters are gathered for each micro-batch, beside compute."""
         self.check_case("asynchronous pipeline with overlap")
 
+    def test_updates_by_several_micro_batches_equal_the_reference_and_delayed_updates(self) -> None:
+        """2BW: two versions of the parameters on each stage."""
+        self.check_case("two versions of parameters")
+
+    def test_updates_by_several_micro_batches_of_sharded_states_equal_delayed_updates(self) -> None:
+        """The same with ZeRO-3 inside the stages, whose boxing goes on beside compute."""
+        self.check_case("two versions of parameters with overlap")
+
     def test_a_pipeline_of_unequal_stages_equals_the_reference_and_one_device(self) -> None:
         """Three ranks share the micro-batches of the first stage, one has the second."""
         self.check_case("pipeline of unequal stages")
