@@ -22,6 +22,7 @@ from sbp_actor_runtime.register import OutRegister
 from sbp_actor_runtime.worker import Boxed, Worker
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Actor, Collective, Receive, Send
+from sbp_core.graph import Rate
 from sbp_core.units import format_seconds
 
 #: Most boxing actors that are named.
@@ -40,7 +41,7 @@ def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
     if worker.current_actor:
         post, firing = worker.order[place]
         lines = [
-            f"{head}: at {post.actor.name}, micro-batch {firing.number}; "
+            f"{head}: at {post.actor.name}{_number(post.actor, firing.number)}; "
             f"{place} of {len(worker.order)} firings of the step are done"
         ]
         # What it waited for may have come by now.
@@ -71,6 +72,12 @@ def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
     told = f"  registers: {len(full)} of {len(worker.outputs)} {are} full"
     lines.append(told + "; alive of quota, and who reads last:" * bool(alive))
     return [*lines, *map(_register, alive)]
+
+
+def _number(actor: Actor, number: int) -> str:
+    """Return which firing of the step it is, of an actor that fires several times."""
+    each = {Rate.MICRO: "micro-batch", Rate.UPDATE: "update", Rate.STEP: ""}[actor.rate]
+    return f", {each} {number}" if each else ""
 
 
 def _boxing(actor: Actor, steps: Sequence[BoxingStep]) -> str:

@@ -10,6 +10,8 @@ Then come the Python stacks of all threads. Each process of a run writes a file 
 on; what is asked later is written behind it. What each thread is at is said to stderr, too, where
 the log of the run takes it up.
 
+`sbp-watch RUN` asks by a socket instead (`live`), and is told the same lines.
+
 In a job of Slurm, SIGUSR1 says that its time is almost up (`stopping`), and SIGUSR2 alone asks.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import selectors
 import signal
 import socket
 import threading
@@ -28,6 +31,7 @@ from types import FrameType
 from typing import Any, Self
 
 from sbp_core.runtime import Session
+from sbp_launch.run.live import answer, listen
 from sbp_launch.world import World, is_slurm_job
 
 
@@ -66,6 +70,7 @@ class StatusSignal:
     def __init__(self, folder: Path, world: World) -> None:
         self.path = folder / f"status_{world.rank}.txt"
         self.world = world
+        self.live_path = folder / f"status_{world.rank}.sock"
         #: What is asked, once there is one.
         self.session: Session | None = None
         self._thread: threading.Thread | None = None
@@ -88,6 +93,7 @@ class StatusSignal:
         self._wakeup_before = signal.set_wakeup_fd(
             self._written.fileno(), warn_on_full_buffer=False
         )
+        self._listener = listen(self.live_path)
         self._thread = threading.Thread(target=self._serve, name="sbp status", daemon=True)
         self._thread.start()
         return self
@@ -102,22 +108,56 @@ class StatusSignal:
         self._written.close()
         self._thread.join()
         self._read.close()
+        if self._listener is not None:
+            self._listener.close()
+            self.live_path.unlink(missing_ok=True)
         self._thread = None
 
     def _serve(self) -> None:
-        while number := self._read.recv(1):
-            if number[0] not in self._before:  # another signal, which has a handler of its own
-                continue
-            try:
-                # Lists, such as of registers, are in the file alone.
-                written = self.write()
-                lines = [one for one in written if not one.startswith("    ") and one[-1:] != ":"]
-                told = [f"what its ranks are at: {self.path}", *lines]
-            except Exception as error:  # whatever it is, the run goes on
-                told = [f"what its ranks are at cannot be written: {error}"]
-            with suppress(OSError):
-                # Past Python's buffers: the main thread may hold their lock.
-                os.write(2, "".join(f"sbp-train: {line}\n" for line in told).encode())
+        with selectors.DefaultSelector() as asked:
+            asked.register(self._read, selectors.EVENT_READ)
+            if self._listener is not None:
+                asked.register(self._listener, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in asked.select()]
+                if self._listener in ready:
+                    self._answer(self._listener)
+                if self._read in ready:
+                    number = self._read.recv(1)
+                    if not number:
+                        return
+                    if number[0] in self._before:  # else one that has a handler of its own
+                        self._tell()
+
+    def _answer(self, listener: socket.socket) -> None:
+        """Tell what it is at to who has connected."""
+        try:
+            lines = [self._head(), *self._lines()]
+        except Exception as error:  # whatever it is, the run goes on
+            lines = [self._head(), f"what its ranks are at cannot be said: {error}"]
+        answer(listener, lines)
+
+    def _tell(self) -> None:
+        """Write what it is at, and say it to stderr."""
+        try:
+            # Lists, such as of registers, are in the file alone.
+            written = self.write()
+            lines = [one for one in written if not one.startswith("    ") and one[-1:] != ":"]
+            told = [f"what its ranks are at: {self.path}", *lines]
+        except Exception as error:  # whatever it is, the run goes on
+            told = [f"what its ranks are at cannot be written: {error}"]
+        with suppress(OSError):
+            # Past Python's buffers: the main thread may hold their lock.
+            os.write(2, "".join(f"sbp-train: {line}\n" for line in told).encode())
+
+    def _lines(self) -> Sequence[str]:
+        session = self.session
+        return ["there is no session yet, or no more"] if session is None else session.status()
+
+    def _head(self) -> str:
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        process = f"process {self.world.rank} of {self.world.size}"
+        return f"{now} {process}: host {socket.gethostname()}, pid {os.getpid()}"
 
     def write(self) -> Sequence[str]:
         """Append what each rank of this process is at, and the stacks of its threads.
@@ -128,14 +168,10 @@ class StatusSignal:
         Raises:
             OSError: it cannot be written.
         """
-        session = self.session
-        lines = ["there is no session yet, or no more"] if session is None else session.status()
-        now = datetime.now().astimezone().isoformat(" ", "seconds")
-        process = f"process {self.world.rank} of {self.world.size}"
-        host = f"host {socket.gethostname()}, pid {os.getpid()}"
+        lines = self._lines()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{now} {process}: {host}\n")
+            file.write(f"{self._head()}\n")
             file.writelines(f"{line}\n" for line in lines)
             file.write("stacks:\n")
             file.flush()

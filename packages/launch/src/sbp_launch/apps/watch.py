@@ -1,0 +1,169 @@
+"""`sbp-watch RUN`: what each rank of a running run is at, as a table that goes on.
+
+It asks the socket of each process (`sbp_launch.run.live`), which costs the run what it takes to
+list its registers. Of them it shows those that are full: whoever fills these waits for a credit of
+the actor that reads last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from sbp_core.errors import ConfigError, SbpError
+from sbp_launch.exit_codes import BAD_CONFIG, INTERRUPTED
+from sbp_launch.run.folder import LOGS
+from sbp_launch.run.live import ask
+
+_HEAD = re.compile(r"rank (?P<rank>\d+), thread (?P<thread>[^:]+): (?P<rest>.*)")
+_AT = re.compile(r"at (?P<actor>.*); (?P<done>\d+ of \d+) firings of the step are done")
+_REGISTER = re.compile(r"    (?P<name>.+): (?P<alive>\d+) of (?P<quota>\d+), for (?P<user>.+)")
+
+_COUNT = re.compile(r"  registers: (?P<count>\d+ of \d+) (is|are) full.*")
+
+#: Most registers that are named of a thread: those that are full.
+_MOST = 4
+
+#: Most processes that are asked at once.
+_MOST_AT_ONCE = 64
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Show a run until it ends; `--once` shows it once.
+
+    Exits with 0 if the run was there, 2 if there is none, 130 after Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(
+        prog="sbp-watch", description="What each rank of a running run is at.", allow_abbrev=False
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of the run")
+    parser.add_argument("--once", action="store_true", help="print it once")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="SECONDS", help="seconds between two looks"
+    )
+    given = parser.parse_args(argv)
+    try:
+        _watch(given.run, given.every, is_once=given.once)
+    except SbpError as error:
+        sys.exit(_said(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _said(error: SbpError) -> int:
+    sys.stderr.write(f"sbp-watch: {error}\n")
+    return BAD_CONFIG
+
+
+def _watch(run: Path, every_s: float, *, is_once: bool) -> None:
+    """Show a run until its processes end.
+
+    Raises:
+        ConfigError: no process of it runs here, or the time between two looks is none.
+    """
+    if not 0.05 <= every_s <= 3600:
+        raise ConfigError(f"--every {every_s:g}", accepted="0.05 to 3600 seconds")
+    console = Console()
+    sockets = _sockets(run)
+    if is_once:
+        console.print(picture(sockets))
+        return
+    with Live(picture(sockets), console=console, auto_refresh=False) as live:
+        while sockets := sorted((run / LOGS).glob("status_*.sock"), key=_number):
+            live.update(picture(sockets), refresh=True)
+            time.sleep(every_s)
+    console.print("the run has ended")
+
+
+def _sockets(run: Path) -> list[Path]:
+    found = sorted((run / LOGS).glob("status_*.sock"), key=_number)
+    if not found:
+        has = "has ended, or not begun" if (run / LOGS).is_dir() else "is no folder of a run"
+        raise ConfigError(
+            f"{run} {has}",
+            where="the command line",
+            accepted="the folder of a run that goes on: it has files logs/status_N.sock",
+            todo="take the path that sbp-train prints behind 'run folder:'",
+        )
+    return found
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("_")[2])
+
+
+def picture(sockets: Iterable[Path]) -> RenderableType:
+    """Return a table of what the processes at some sockets say, and the registers that are full."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("rank", justify="right", no_wrap=True)
+    for name in ("at", "of the step", "does", "registers"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("of the step", "registers"))
+    heads: list[Text] = []
+    full: list[Text] = []
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as asking:  # a process that is stuck takes seconds
+        answers = list(asking.map(_answer, sockets))
+    for answer in answers:
+        if isinstance(answer, Text):
+            heads.append(answer)
+            continue
+        head, *lines = answer
+        # What is not of a thread, such as how many steps are done.
+        whole = [line for line in lines if not line.startswith(("rank ", " "))]
+        heads.append(Text(" · ".join((head, *whole)), style="dim"))
+        for start, inside in _threads(lines):
+            table.add_row(*_row(start, inside))
+            full += [Text(f"  rank {start['rank']}: {one}") for one in _full(inside)]
+    if full:
+        full.insert(0, Text("full, alive/quota > who reads last:", style="bold"))
+    return Group(*heads, *([table] if table.row_count else []), *full)
+
+
+def _answer(path: Path) -> list[str] | Text:
+    """Return what a process says, or that it says nothing."""
+    try:
+        return ask(path)
+    except SbpError as error:
+        return Text(f"process {_number(path)}: {error.what}", style="red")
+
+
+def _threads(lines: Sequence[str]) -> Iterator[tuple[re.Match[str], Sequence[str]]]:
+    """Yield the first line of each thread, and those below it."""
+    starts = [(index, one) for index, line in enumerate(lines) if (one := _HEAD.fullmatch(line))]
+    ends = [index for index, _ in starts[1:]] + [len(lines)] * bool(starts)
+    for (index, start), end in zip(starts, ends, strict=True):
+        yield start, lines[index + 1 : end]
+
+
+def _row(start: re.Match[str], inside: Sequence[str]) -> tuple[str, str, str, str, str]:
+    thread = "" if start["thread"] == "compute" else f", {start['thread']}"
+    at = _AT.fullmatch(start["rest"])
+    # Without an actor, what comes next are lists: of boxing, of registers.
+    does = inside[0].strip() if at and inside else ""
+    counts = [one["count"] for line in inside if (one := _COUNT.fullmatch(line))]
+    return (
+        f"{start['rank']}{thread}",
+        at["actor"] if at else start["rest"],
+        at["done"] if at else "",
+        does,
+        "".join(f"{count} full" for count in counts),
+    )
+
+
+def _full(inside: Iterable[str]) -> Iterator[str]:
+    """Yield the full registers of several places: one place is full whenever it is used."""
+    found = [register for line in inside if (register := _REGISTER.fullmatch(line))]
+    full = [one for one in found if int(one["alive"]) >= int(one["quota"]) > 1]
+    for one in full[:_MOST]:
+        yield f"{one['name']} {one['alive']}/{one['quota']} > {one['user']}"
+    if len(full) > _MOST:
+        yield f"and {len(full) - _MOST} more"
