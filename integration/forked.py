@@ -25,6 +25,7 @@ COMMANDS = {
     "sbp-train": "sbp_launch.apps.train",
     "sbp-plan": "sbp_launch.apps.plan",
     "sbp-checkpoint": "sbp_launch.checkpoint.command.app",
+    "sbp-watch": "sbp_launch.apps.watch",
 }
 
 

@@ -1,8 +1,9 @@
 """How long a run takes to say what it is at: `python benchmarks/status_time.py [RANKS]`.
 
 A GPT trains in a pipeline, as threads, over gloo and over MPI. Each process is sent SIGUSR1, and
-the time is that until each has written the whole of its file; then `sbp-watch` asks by sockets.
-Once more while the last process is stopped, as one that hangs is: then the others answer.
+the time is that until each has written the whole of its file; then `sbp-watch RUN --once` asks by
+sockets, its own start included. Once more while the last process is stopped, as one that hangs is:
+then the others write, and `sbp-watch` waits 2 s for it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sbp_core.errors import SbpError
-from sbp_launch.run.live import ask
-
 _PATIENCE_S = 120.0
 
 
 def main(num_ranks: int) -> None:
     """Print a line for each launcher, with and without a rank that hangs."""
-    print(f"{num_ranks} ranks             SIGUSR1 to all files    sockets")
+    print(f"{num_ranks} ranks             SIGUSR1 to all files    sbp-watch")
     for boxing, launcher in (("local", "threads"), ("torch", "torchrun"), ("mpi", "mpiexec")):
         with tempfile.TemporaryDirectory() as folder:
             _measure(Path(folder), boxing, launcher, num_ranks)
@@ -42,14 +40,14 @@ def _measure(folder: Path, boxing: str, launcher: str, num_ranks: int) -> None:
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as run:
         try:
             pids = _pids(logs, 1 if launcher == "threads" else num_ranks)
-            print(f"{launcher:<18}{_asked(logs, pids):>18.3f} s{_sockets(logs, pids):>16.3f} s")
+            print(f"{launcher:<18}{_asked(logs, pids):>18.3f} s{_watched(logs)[1]:>12.3f} s")
             if len(pids) > 1:
                 *others, hanging = pids
                 os.kill(hanging, signal.SIGSTOP)
                 time.sleep(1.0)
-                took_s = _asked(logs, others), _sockets(logs, others)
+                took_s = _asked(logs, others), _watched(logs)[1]
                 os.kill(hanging, signal.SIGCONT)
-                print(f"  one is stopped  {took_s[0]:>18.3f} s{took_s[1]:>16.3f} s")
+                print(f"  one is stopped  {took_s[0]:>18.3f} s{took_s[1]:>12.3f} s")
         finally:
             run.send_signal(signal.SIGTERM)
 
@@ -58,12 +56,10 @@ def _pids(logs: Path, count: int) -> list[int]:
     """Return the processes of a run by their ranks, once all are past their first steps."""
     end = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end:
-        try:
-            told = ["\n".join(ask(logs / f"status_{rank}.sock")) for rank in range(count)]
-        except SbpError:
-            told = []
-        if told and all(re.search(r"[1-9] steps are done", one) for one in told):
-            return [int(found[1]) for one in told if (found := re.search(r"pid (\d+)", one))]
+        told = _watched(logs)[0]
+        pids = re.findall(r"pid (\d+) · .*[1-9] steps are done", told)
+        if len(pids) == count:
+            return [int(pid) for pid in pids]
         time.sleep(0.1)
     raise TimeoutError(f"the run in {logs.parent} takes no steps")
 
@@ -81,11 +77,13 @@ def _asked(logs: Path, pids: Sequence[int]) -> float:
     return time.monotonic() - begun_s
 
 
-def _sockets(logs: Path, pids: Sequence[int]) -> float:
+def _watched(logs: Path) -> tuple[str, float]:
+    """Return what `sbp-watch` prints, and the seconds that it takes."""
     begun_s = time.monotonic()
-    for rank in range(len(pids)):
-        ask(logs / f"status_{rank}.sock")
-    return time.monotonic() - begun_s
+    command = [sys.executable, "-m", "sbp_launch.apps.watch", str(logs.parent), "--once"]
+    environment = {**os.environ, "COLUMNS": "200"}
+    told = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return told.stdout, time.monotonic() - begun_s
 
 
 if __name__ == "__main__":

@@ -167,3 +167,7 @@ def _full(inside: Iterable[str]) -> Iterator[str]:
         yield f"{one['name']} {one['alive']}/{one['quota']} > {one['user']}"
     if len(full) > _MOST:
         yield f"and {len(full) - _MOST} more"
+
+
+if __name__ == "__main__":
+    main()
