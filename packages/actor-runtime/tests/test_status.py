@@ -77,7 +77,9 @@ def test_what_an_actor_waits_for_is_told_with_registers_that_are_full_and_what_w
         assert wait_until(
             lambda: (
                 any(worker.current_actor == actor for worker in session.workers.values())
-                and any("waits for" in line for line in lines_of(session, 0))
+                and any("waits for: data" in line for line in lines_of(session, 0))
+                # Rank 0 has gone on as far as its credits go.
+                and any(re.search(r": 2 of 2, for backward", one) for one in lines_of(session, 0))
             )
         )
 
