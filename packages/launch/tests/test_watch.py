@@ -113,8 +113,9 @@ def test_what_ranks_are_at_and_full_registers_are_shown(tmp_path: Path) -> None:
 
 @hears_signals()
 def test_a_run_answers_while_its_main_thread_is_busy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     session: Any = SimpleNamespace(status=lambda: ["7 steps are done", *SAID[2:]])
     with StatusSignal(tmp_path / "logs", World(rank=1, size=2, local_rank=1, local_size=2)) as one:
         one.session = session
@@ -126,8 +127,16 @@ def test_a_run_answers_while_its_main_thread_is_busy(
 
     assert "process 1 of 2: host " in told and "7 steps are done" in told
     assert "28 of 46" in told
-    assert "there is no session" in before
+    assert "there is no session yet, or no more" in " ".join(before.split())
     assert not list((tmp_path / "logs").glob("*.sock"))
+
+
+@hears_signals()
+def test_a_run_that_has_not_begun_leaves_its_folder_alone(tmp_path: Path) -> None:
+    with StatusSignal(tmp_path / "logs", World()):
+        pass
+
+    assert not list(tmp_path.iterdir())
 
 
 @hears_signals()

@@ -34,6 +34,9 @@ from sbp_core.runtime import Session
 from sbp_launch.run.live import answer, listen
 from sbp_launch.world import World, is_slurm_job
 
+#: What stands for none where numbers of signals are written.
+_NO_SIGNAL = b"\0"
+
 
 def status_signals() -> tuple[int, ...]:
     """Return the signals that ask a run what it is at; Windows has none of them."""
@@ -71,10 +74,22 @@ class StatusSignal:
         self.path = folder / f"status_{world.rank}.txt"
         self.world = world
         self.live_path = folder / f"status_{world.rank}.sock"
-        #: What is asked, once there is one.
-        self.session: Session | None = None
+        self._session: Session | None = None
+        self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._before: dict[int, Any] = {}
+
+    @property
+    def session(self) -> Session | None:
+        """What is asked, once there is one. With the first one the run has a folder."""
+        return self._session
+
+    @session.setter
+    def session(self, session: Session | None) -> None:
+        self._session = session
+        if self._thread is not None and self._listener is None:
+            self._listener = listen(self.live_path)
+            self._written.send(_NO_SIGNAL)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -93,7 +108,6 @@ class StatusSignal:
         self._wakeup_before = signal.set_wakeup_fd(
             self._written.fileno(), warn_on_full_buffer=False
         )
-        self._listener = listen(self.live_path)
         self._thread = threading.Thread(target=self._serve, name="sbp status", daemon=True)
         self._thread.start()
         return self
@@ -111,21 +125,24 @@ class StatusSignal:
         if self._listener is not None:
             self._listener.close()
             self.live_path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder holds something else
+                self.live_path.parent.rmdir()
+            self._listener = None
         self._thread = None
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as asked:
             asked.register(self._read, selectors.EVENT_READ)
-            if self._listener is not None:
-                asked.register(self._listener, selectors.EVENT_READ)
             while True:
                 ready = [key.fileobj for key, _ in asked.select()]
-                if self._listener in ready:
+                if self._listener is not None and self._listener in ready:
                     self._answer(self._listener)
                 if self._read in ready:
                     number = self._read.recv(1)
                     if not number:
                         return
+                    if number == _NO_SIGNAL and self._listener is not None:
+                        asked.register(self._listener, selectors.EVENT_READ)
                     if number[0] in self._before:  # else one that has a handler of its own
                         self._tell()
 
