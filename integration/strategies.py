@@ -4,9 +4,9 @@
     mpiexec -n 2 python strategies.py [SEED [COUNT]]               over MPI
 
 All processes draw the same graphs, strategies and options. Each runs its rank through the actor
-runtime, twice, which must be equal bit for bit, and all ranks through the reference runtime: losses,
-metrics and the shards of the rank must be equal bit for bit on two ranks. On more, libraries add in
-orders of their own, so that it is 1e-9 in float64, as from one device.
+runtime, twice, which must be equal bit for bit, and all ranks through the reference runtime:
+losses, metrics and the shards of the rank must be equal bit for bit on two ranks. On more,
+libraries add in orders of their own, so that it is 1e-9 in float64, as from one device.
 """
 
 from __future__ import annotations
