@@ -29,9 +29,8 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import discover
 from sbp_launch.world import World
+from sbp_torch.runtime import ReferenceSession, run_graph
 from sbp_torch.runtime.configs import ReferenceConfig
-from sbp_torch.runtime.reference import ReferenceSession
-from sbp_torch.runtime.single import run_graph
 
 _NUM_STEPS = 2
 _REGISTRY = discover(strict=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from sbp_torch.runtime.reference import ReferenceSession
     from sbp_torch.runtime.sharing import store_of
+    from sbp_torch.runtime.single import run_graph
     from sbp_torch.runtime.store import StateStore, Values
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "not_finite",
     "overwrite",
     "partially_updated",
+    "run_graph",
     "step_failure",
     "step_interrupted",
     "store_of",
@@ -66,6 +68,7 @@ __getattr__, __dir__ = lazy(
         "not_finite": "finite",
         "overwrite": "partial_update",
         "partially_updated": "partial_update",
+        "run_graph": "single",
         "store_of": "sharing",
         "step_failure": "partial_update",
         "step_interrupted": "partial_update",
