@@ -12,7 +12,8 @@ from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.memory import memory_bound, predict_memory
+from sbp_core.memory import call_layouts, memory_bound, predict_memory
+from sbp_core.memory.lifetime import lifetimes, lifetimes_of_classes, peak_bytes
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -64,6 +65,37 @@ def test_any_plan_holds_no_more_than_was_predicted(
     data: st.DataObject, num_stages: int, num_micro_batches: int
 ) -> None:
     _holds_what_was_predicted(data, num_stages, num_micro_batches)
+
+
+def _is_that_of_each_rank(data: st.DataObject, num_stages: int, num_micro_batches: int) -> None:
+    _, plan = _draw(data, num_stages, num_micro_batches)
+    layouts = call_layouts()
+
+    found = lifetimes(plan, layouts)
+    each = lifetimes_of_classes(plan, layouts, {part.rank: part.rank for part in plan.ranks})
+
+    # Of several threads of a rank, what comes first of what ends at once is a matter of names.
+    peaks = {rank: peak_bytes(one) for rank, one in found.items()}
+    assert peaks == {rank: peak_bytes(one) for rank, one in each.items()}
+    if all(len(part.orders) == 1 for part in plan.ranks):
+        assert found == each
+
+
+@_QUICK
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_the_memory_of_ranks_that_are_alike_is_that_of_each_of_them(
+    data: st.DataObject, num_stages: int, num_micro_batches: int
+) -> None:
+    _is_that_of_each_rank(data, num_stages, num_micro_batches)
+
+
+@pytest.mark.exhaustive
+@_LONG
+@given(st.data(), st.integers(1, 3), st.integers(1, 4))
+def test_the_memory_of_very_many_plans_is_that_of_each_rank(
+    data: st.DataObject, num_stages: int, num_micro_batches: int
+) -> None:
+    _is_that_of_each_rank(data, num_stages, num_micro_batches)
 
 
 @pytest.mark.exhaustive

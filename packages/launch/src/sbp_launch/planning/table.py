@@ -34,7 +34,12 @@ _GAP = "  "
 _HEADS = ("module", "parameters", "output", "a rank sends")
 
 #: How phases are called for one module.
-_PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "update"}
+_PHASES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WEIGHT_GRADIENT: "weight gradient",
+    Phase.OPTIMIZER: "update",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

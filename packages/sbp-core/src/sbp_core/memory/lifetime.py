@@ -20,12 +20,13 @@ ahead of its receivers as can be; what needs more memory counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
-from sbp_core.boxing.slices import bounds_of, collective_pieces, transfer_pieces
+from sbp_core.boxing.slices import Piece, bounds_of, collective_pieces, transfer_pieces
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import (
@@ -40,6 +41,7 @@ from sbp_core.compile.physical import (
     Receive,
     Send,
 )
+from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.graph.primitives import CLONE, MULTIPLY
@@ -116,15 +118,66 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
     Raises:
         PlanError: the orders come to a stand, or the layout of a result is not known.
     """
-    first = _replayed(plan, layouts, {})
+    return lifetimes_of_classes(plan, layouts, _marks(plan))
+
+
+def lifetimes_of_classes(
+    plan: PhysicalPlan, layouts: CallLayouts, marks: Mapping[int, Hashable]
+) -> dict[int, RankLifetimes]:
+    """Return the lifetimes of all ranks, of which those that are alike are replayed once.
+
+    Args:
+        plan: See `lifetimes`.
+        layouts: Likewise.
+        marks: By rank, what must be equal for ranks to be alike.
+    """
+    folded = fold(plan, marks)
+    first = _replayed(folded, layouts, {})
     # New states may lie otherwise than the first ones, such as column by column.
-    moved = first.moved_states()
-    found = (_replayed(plan, layouts, moved) if moved else first).found()
-    for sender in {channel.sender[0] for channel in plan.links}:
+    moved = {
+        (member, state): view
+        for (rank, state), view in first.moved_states().items()
+        for member in folded.members[rank]
+    }
+    found = (_replayed(folded, layouts, moved) if moved else first).found()
+    for sender in sorted({channel.sender[0] for channel in folded.plan.links}):
         # How long it holds what it sent is a matter of time: longest if it is ahead of all others.
-        ahead = _replayed(plan, layouts, moved, ahead=sender).found()[sender]
+        alone = folded
+        if _sends_to_its_like(plan, folded, sender):
+            # Its like would go ahead with it.
+            alone = fold(plan, {rank: (mark, rank == sender) for rank, mark in marks.items()})
+        ahead = _replayed(alone, layouts, moved, ahead=sender).found()[sender]
         found[sender] = max(found[sender], ahead, key=peak_bytes)
-    return found
+    return {
+        member: replace(found[rank], rank=member)
+        for member, rank in sorted(folded.stands_for.items())
+    }
+
+
+def _marks(plan: PhysicalPlan) -> dict[int, Hashable]:
+    """Return what ranks have in common whose values lie alike, by rank.
+
+    The shapes of their shards, and which piece of them a boxing step leaves where it is.
+    """
+    shapes = shard_shapes(plan.steps)
+    kept: dict[int, list[Hashable]] = defaultdict(list)
+    for number, step in enumerate(plan.steps):
+        if step.kind in (StepKind.ALL_REDUCE, StepKind.LOCAL):
+            continue
+        for rank in {*step.source[0].rank_list, *step.target[0].rank_list}:
+            piece = _own_piece(step, rank)
+            if piece is not None:
+                kept[rank].append((number, str(piece.source_slices)))
+    return {part.rank: (shapes.get(part.rank), tuple(kept[part.rank])) for part in plan.ranks}
+
+
+def _sends_to_its_like(plan: PhysicalPlan, folded: Folded, rank: int) -> bool:
+    """Whether a message of a rank, or of one that is like it, goes to another such rank."""
+    return any(
+        folded.stands_for[link.sender[0]] == rank == folded.stands_for[link.receiver[0]]
+        and link.sender[0] != link.receiver[0]
+        for link in plan.links
+    )
 
 
 def peak_bytes(found: RankLifetimes) -> int:
@@ -147,7 +200,7 @@ def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
 
 
 def _replayed(
-    plan: PhysicalPlan,
+    folded: Folded,
     layouts: CallLayouts,
     moved: Mapping[tuple[int, str], StorageView],
     ahead: int | None = None,
@@ -155,16 +208,16 @@ def _replayed(
     """Return the storages of a step.
 
     Args:
-        plan: What is replayed.
+        folded: What is replayed.
         layouts: Says how results lie.
         moved: How the first states lie that do not lie contiguously.
         ahead: The rank that is as far ahead of all others as can be, which is all that counts then;
             None for ranks of which every instruction takes equally long.
     """
-    domain = _Storages(plan, layouts, moved)
+    domain = _Storages(folded.plan, layouts, moved)
     states = {name: rank.states for name, rank in domain.ranks.items()}
     fed = {name: rank.fed for name, rank in domain.ranks.items()}
-    replay = Interpreter(plan, domain, states, fed)
+    replay = Interpreter(folded.plan, domain, states, fed, folded.stands_for)
     if not (replay.run() if ahead is None else replay.run_ahead(ahead)):
         raise PlanError("the firing orders come to a stand", todo="check the plan first")
     for rank in domain.ranks.values():
@@ -406,15 +459,10 @@ def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout 
     # A group of one has nothing to add to.
     if step.kind is StepKind.ALL_REDUCE:
         return own if own.is_contiguous and len(step.group(rank)) == 1 else None
-    if step.kind is StepKind.TRANSFER:
-        pieces = transfer_pieces(step)
-    else:
-        pieces = collective_pieces(step, step.group(rank))
-    mine = [piece for piece in pieces if piece.receiver == rank]
-    # Several pieces are put together in a new storage, and what comes from others is one anyhow.
-    if len(mine) != 1 or mine[0].sender != rank:
+    piece = _own_piece(step, rank)
+    if piece is None:
         return None
-    cuts = mine[0].source_slices
+    cuts = piece.source_slices
     part = StridedLayout(
         shape=tuple(cut.stop - cut.start for cut in cuts),
         strides=own.strides,
@@ -422,3 +470,14 @@ def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout 
         dtype=own.dtype,
     )
     return part if part.is_contiguous else None
+
+
+def _own_piece(step: BoxingStep, rank: int) -> Piece | None:
+    """Return the piece of a rank's shard that is all it has after the step, if it is one."""
+    if step.kind is StepKind.TRANSFER:
+        pieces = transfer_pieces(step)
+    else:
+        pieces = collective_pieces(step, step.group(rank))
+    mine = [piece for piece in pieces if piece.receiver == rank]
+    # Several pieces are put together in a new storage, and what comes from others is one anyhow.
+    return mine[0] if len(mine) == 1 and mine[0].sender == rank else None
