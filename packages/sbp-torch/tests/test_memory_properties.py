@@ -90,7 +90,7 @@ def test_the_memory_of_ranks_that_are_alike_is_that_of_each_of_them(
 
 
 @pytest.mark.exhaustive
-@_LONG
+@settings(_LONG, max_examples=400)
 @given(st.data(), st.integers(1, 3), st.integers(1, 4))
 def test_the_memory_of_very_many_plans_is_that_of_each_rank(
     data: st.DataObject, num_stages: int, num_micro_batches: int

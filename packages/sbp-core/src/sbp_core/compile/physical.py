@@ -340,7 +340,12 @@ class PhysicalPlan:
 
     def firings_per_filling(self, actor: Actor, register: Register) -> int:
         """Return how many firings of its producer a filling takes, or it serves of a consumer."""
-        return self.repetitions[actor.rate] // self.repetitions[register.rate]
+        return self._per_filling[actor.rate, register.rate]
+
+    @cached_property
+    def _per_filling(self) -> Mapping[tuple[Rate, Rate], int]:
+        times = self.repetitions
+        return {(fires, filled): times[fires] // times[filled] for fires in Rate for filled in Rate}
 
     @cached_property
     def by_rank(self) -> Mapping[int, RankPlan]:
