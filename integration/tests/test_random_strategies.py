@@ -13,7 +13,12 @@ STRATEGIES = Path(__file__).parent.parent / "strategies.py"
 
 COMMANDS = {
     "torch": ["torchrun", "--nproc-per-node"],
-    "mpi": ["mpiexec", "-n"],
+    "mpi": ["mpiexec", "--oversubscribe", "--bind-to", "none", "-n"],
+}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 
 
@@ -25,7 +30,7 @@ def told_by(boxing: str, num_ranks: int, seed: int, count: int) -> str:
         [*command, str(STRATEGIES), str(seed), str(count)],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT},
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
