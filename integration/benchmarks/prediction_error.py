@@ -1,12 +1,16 @@
 """Compare predicted and measured time of a step, in cells of the matrix of models and layouts.
 
     python integration/benchmarks/prediction_error.py [ROUNDS] [--all] [--cluster FILE ...]
+        [--operators own | others]
 
 All layouts of a model are compiled for one machine, started on the actor runtime with ranks as
 threads, and stepped in turns, so that what else runs on the machine slows all of them. Measured is
 the median of ROUNDS steps after a warm-up; predicted is what `simulate` says of the plan, as the
 trainer prints it. The machine is the cluster profile `local`, with declared rates, or what
-`sbp-calibrate` has measured: of several files, the one with the fewest ranks that suffice.
+`sbp-calibrate` has measured: of several files, the one with the fewest ranks that suffice. With
+`--operators` the times of operators are added to it that were measured before, in traced steps of
+the same plan, or of the other layouts with as many ranks, which leave a rank some of the same
+calls.
 
 Prints for each cell both times and the error, predicted / measured - 1, so that -50 % is half of
 what was measured; then the median of the errors' absolute values; and for each model how far the
@@ -23,30 +27,63 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import torch
+
 # The matrix is a package of `integration`.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from models.layouts import LAYOUTS, Layout
-from models.programs import PROGRAMS
-from models.trial import LEARNING_RATE, TOLERANCES, batches, compiled, make, storage_dtype
+from models.programs import PROGRAMS, Program
+from models.trial import LEARNING_RATE, TOLERANCES, batches, make, planned, storage_dtype
 from sbp_core import Cluster
-from sbp_core.compile import PhysicalPlan
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.graph import LogicalGraph
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import PluginRegistry, discover
+from sbp_core.runtime import Session, Trace
 from sbp_core.simulate import simulate
+from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
+from sbp_launch.tracing.operators import measured_operators
 from sbp_torch.capture import initial_states
 
 #: The models that run unless all are asked for: of each kind one.
 FEW_PROGRAMS = ("gpt2", "vit", "resnet18", "dlrm", "moe")
 
 WARM_UP_STEPS = 3
+
+#: Steps in which operators are measured.
+TRACED_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One program under one layout: captured, planned for a machine, and compiled."""
+
+    graph: LogicalGraph
+    strategy: Strategy
+    machine: Cluster
+    plan: PhysicalPlan
+
+    @classmethod
+    def of(cls, name: str, layout: Layout, dtype_name: str, machine: Cluster) -> Prepared:
+        """Prepare a layout of a program."""
+        graph, strategy = planned(name, layout, dtype_name, machine)
+        plan = compile_plan(graph, strategy, CompileOptions(cluster=machine))
+        return cls(graph=graph, strategy=strategy, machine=machine, plan=plan)
+
+    def predicted_s(self, operators: Sequence[MeasuredOperator]) -> float:
+        """Return the predicted time of a step, with these times of operators."""
+        device = replace(self.machine.device, operators=tuple(operators))
+        options = CompileOptions(cluster=replace(self.machine, device=device))
+        return simulate(compile_plan(self.graph, self.strategy, options)).step_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +140,10 @@ def measure(
     program, dtype = PROGRAMS[name], storage_dtype(dtype_name)
     step_s: dict[str, list[float]] = {layout: [] for layout in plans}
     with ExitStack() as stack:
-        sessions = {}
-        for layout, plan in plans.items():
-            states = initial_states(*make(program, dtype))
-            runtime, backend = registry.make("runtime", "actor"), registry.make("boxing", "local")
-            sessions[layout] = stack.enter_context(runtime.start(plan, states, backend))
+        sessions = {
+            layout: stack.enter_context(started(registry, program, plan, dtype))
+            for layout, plan in plans.items()
+        }
         for index, batch in enumerate(batches(program, WARM_UP_STEPS + rounds, dtype)):
             scalars = {"lr": LEARNING_RATE, "seed": 0, "step": index}
             for layout, session in sessions.items():
@@ -115,6 +151,42 @@ def measure(
                 session.step(batch, scalars).loss.item()
                 step_s[layout].append(time.perf_counter() - began)
     return {layout: times[WARM_UP_STEPS:] for layout, times in step_s.items()}
+
+
+def started(registry: Any, program: Program, plan: PhysicalPlan, dtype: torch.dtype) -> Session:
+    """Return a session of a plan, whose ranks are threads."""
+    runtime, backend = registry.make("runtime", "actor"), registry.make("boxing", "local")
+    session: Session = runtime.start(plan, initial_states(*make(program, dtype)), backend)
+    return session
+
+
+def operators_of(
+    registry: Any, name: str, prepared: Prepared, dtype_name: str
+) -> tuple[MeasuredOperator, ...]:
+    """Return what the operators take in traced steps of a layout of a program."""
+    program, dtype = PROGRAMS[name], storage_dtype(dtype_name)
+    trace = Trace(operators=True)
+    with started(registry, program, prepared.plan, dtype) as session:
+        for index, batch in enumerate(batches(program, WARM_UP_STEPS + TRACED_STEPS, dtype)):
+            session.trace = trace if index >= WARM_UP_STEPS else None
+            session.step(batch, {"lr": LEARNING_RATE, "seed": 0, "step": index}).loss.item()
+    return measured_operators(prepared.graph, prepared.strategy, trace.spans)
+
+
+def known_operators(
+    which: str, layout: str, found: Mapping[str, Sequence[MeasuredOperator]]
+) -> Sequence[MeasuredOperator]:
+    """Return the operators that are known when a layout is predicted: its own, or of others."""
+    if which == "own":
+        return found[layout]
+    ranks = prod(LAYOUTS[layout].mesh)
+    others = [
+        one
+        for other, of in found.items()
+        if other != layout and prod(LAYOUTS[other].mesh) == ranks
+        for one in of
+    ]
+    return list({one.call: one for one in others}.values())
 
 
 def kendall(cells: Sequence[Cell]) -> float:
@@ -144,19 +216,29 @@ def main() -> None:
     names = list(PROGRAMS) if options.all else FEW_PROGRAMS
     found: dict[str, Sequence[Cell]] = {}
     began = time.perf_counter()
-    _print_machine(options.cluster)
+    _print_machine(options)
     heads = ("predicted", "measured", "spread", "error")
     print("model        layout     {:>10} {:>10} {:>7} {:>7}".format(*heads))
     for name in names:
-        plans = {
-            layout: compiled(name, way, options.dtype, machine(registry, way, options.cluster))
+        prepared = {
+            layout: Prepared.of(name, way, options.dtype, machine(registry, way, options.cluster))
             for layout, way in LAYOUTS.items()
             if not way.fits(PROGRAMS[name])
         }
+        predicted_s = {layout: simulate(one.plan).step_s for layout, one in prepared.items()}
+        if options.operators:
+            operators = {
+                layout: operators_of(registry, name, one, options.dtype)
+                for layout, one in prepared.items()
+            }
+            for layout, one in prepared.items():
+                known = known_operators(options.operators, layout, operators)
+                predicted_s[layout] = one.predicted_s(known)
+        plans = {layout: one.plan for layout, one in prepared.items()}
         times = measure(registry, name, plans, options.dtype, options.rounds)
         found[name] = [
-            Cell(layout=layout, predicted_s=simulate(plan).step_s, step_s=times[layout])
-            for layout, plan in plans.items()
+            Cell(layout=layout, predicted_s=predicted_s[layout], step_s=times[layout])
+            for layout in plans
         ]
         for cell in found[name]:
             print(
@@ -169,7 +251,7 @@ def main() -> None:
     print("order of layouts, Kendall's rank correlation:")
     for name, of in found.items():
         print(order_line(name, of))
-    _print_machine(options.cluster)
+    _print_machine(options)
     print(
         f"median error {error:.0%} of {len(cells)} cells, median correlation "
         f"{median(map(kendall, found.values())):+.2f} of {len(found)} models, "
@@ -177,9 +259,12 @@ def main() -> None:
     )
 
 
-def _print_machine(files: Sequence[Path]) -> None:
+def _print_machine(options: argparse.Namespace) -> None:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    rates = ", ".join(map(str, files)) or "declared, cluster=local"
+    rates = ", ".join(map(str, options.cluster)) or "declared, cluster=local"
+    if options.operators:
+        which = "the same plan" if options.operators == "own" else "other layouts"
+        rates += f"; operators measured in steps of {which}"
     print(f"rates: {rates}; {os.cpu_count()} cores, load of the last 1, 5 and 15 minutes: {load}")
 
 
@@ -188,6 +273,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("rounds", type=int, nargs="?", default=30, help="steps of each cell, >= 2")
     parser.add_argument("--all", action="store_true", help="all models, not five of them")
     parser.add_argument("--cluster", type=Path, nargs="+", default=[], help="of sbp-calibrate")
+    parser.add_argument("--operators", choices=("own", "others"), default="")
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     options = parser.parse_args()
     if options.rounds < 2:

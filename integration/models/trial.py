@@ -24,6 +24,7 @@ from sbp_core.memory import predict_memory
 from sbp_core.passes import RecomputeOptions
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest, discover
+from sbp_core.strategy import Strategy
 from sbp_torch.boxing import shard
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.memory import MemoryMeter
@@ -173,6 +174,22 @@ def cluster(num_devices: int) -> Cluster:
     )
 
 
+def planned(
+    name: str, layout: Layout, dtype_name: str, machine: Cluster | None = None
+) -> tuple[LogicalGraph, Strategy]:
+    """Capture and plan a cell; see `compiled` for the arguments."""
+    program = PROGRAMS[name]
+    graph = prepared(name, layout, dtype_name)
+    mesh = Placement.grid(layout.mesh, layout.axes)
+    strategy = infer_strategy(
+        PlanRequest(graph=graph, mesh=mesh, cluster=machine or cluster(mesh.size)),
+        planner="manual",
+        pins=layout.pins(program),
+        stage_patterns=program.stages if "pipe" in layout.axes else (),
+    )
+    return graph, strategy
+
+
 def compiled(
     name: str, layout: Layout, dtype_name: str, machine: Cluster | None = None
 ) -> PhysicalPlan:
@@ -185,15 +202,7 @@ def compiled(
         machine: What it is planned and compiled for; without it, planned for a declared machine
             and compiled for a nominal one.
     """
-    program = PROGRAMS[name]
-    graph = prepared(name, layout, dtype_name)
-    mesh = Placement.grid(layout.mesh, layout.axes)
-    strategy = infer_strategy(
-        PlanRequest(graph=graph, mesh=mesh, cluster=machine or cluster(mesh.size)),
-        planner="manual",
-        pins=layout.pins(program),
-        stage_patterns=program.stages if "pipe" in layout.axes else (),
-    )
+    graph, strategy = planned(name, layout, dtype_name, machine)
     plan = compile_plan(graph, strategy, CompileOptions(cluster=machine))
     check(plan)
     return plan

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
+from sbp_launch.machine import describe_machine
 
 
 def run(folder: Path, module: str, *arguments: str) -> str:
@@ -55,3 +59,31 @@ def test_a_file_holds_the_calibrations_of_several_backends(tmp_path: Path) -> No
 
     assert set(cluster.calibrations) == {"local", "mpi"}
     assert cluster.backend == "mpi"
+
+
+def test_a_plan_is_priced_with_the_operators_of_a_traced_run(tmp_path: Path) -> None:
+    """Of the actor runtime, whose steps have each operator once."""
+    small = ["model.num_layers=1", "model.hidden=32", "model.num_heads=2", "trainer.plan_rows=1"]
+    plan = ["planner=manual/data_parallel", "cluster=measured", "cluster.file=cluster.json", *small]
+    sample = Measurement(
+        backend="local", kind="all-reduce", group_size=2, shared_bytes=1000, times_s=(1e-9,)
+    )
+    machine = replace(
+        Cluster.nominal(2),
+        calibrations={"local": Calibration.of([sample])},
+        backend="local",
+        machine=describe_machine("1.0"),
+    )
+    machine.save(tmp_path / "cluster.json")
+    before = run(tmp_path, "sbp_launch.apps.plan", *plan)
+    steps = ["trainer.steps=6", "trainer.trace=3..6", "trainer.trace_operators=true"]
+    quiet = ["trainer.sample_tokens=0", "trainer.compare_steps=0", "hydra.run.dir=traced"]
+
+    run(tmp_path, "sbp_launch.apps.train", *plan, *steps, *quiet)
+    run(tmp_path, "sbp_launch.calibrate.app", "ops=traced")
+
+    operators = Cluster.load(tmp_path / "cluster.json").calibrations["local"].operators
+    assert {"aten.addmm.default", "aten.native_layer_norm.default"} <= {one.op for one in operators}
+    after = run(tmp_path, "sbp_launch.apps.plan", *plan)
+    predicted = re.compile(r"predicted time of a step: (.*)")
+    assert predicted.findall(before) != predicted.findall(after)

@@ -23,6 +23,7 @@ from sbp_core.calibration import CALL_KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, MeasuredCase, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import merge_settings
 from sbp_core.simulate import simulate
 from sbp_launch.calibrate import collectives
@@ -31,14 +32,15 @@ from sbp_launch.calibrate.collectives import CalibrationShards, RankMeasurer, St
 from sbp_launch.calibrate.config import CALL_KINDS, CalibrateConfig, CalibrateRun
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
-from sbp_launch.calibrate.machine import (
+from sbp_launch.calibrate.kept import Kept
+from sbp_launch.calibrate.run import link_of, make_cluster
+from sbp_launch.calibrate.steps import SmallModel, launches, make_plans, measure_steps
+from sbp_launch.calibrate.table import plain
+from sbp_launch.machine import (
     describe_machine,
     free_memory_bytes,
     total_memory_bytes,
 )
-from sbp_launch.calibrate.run import link_of, make_cluster
-from sbp_launch.calibrate.steps import SmallModel, launches, make_plans, measure_steps
-from sbp_launch.calibrate.table import plain
 from sbp_launch.settings.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -46,6 +48,13 @@ from sbp_torch.runtime.reference import ReferenceRuntime
 
 CONF = Path(sbp_launch.conf.__file__).parent / "calibrate.yaml"
 
+RELU = MeasuredOperator(
+    call="aten.relu.default(float32[2])->float32[2]",
+    dtype="float32",
+    flop=2.0,
+    num_bytes=16,
+    time_s=1e-6,
+)
 TINY = CalibrateConfig(ranks=2, sizes=(1024, 4096, 16_384), repetitions=2, time_s=60)
 
 
@@ -412,7 +421,7 @@ def test_a_cluster_has_the_ranks_and_rates_that_were_found(
         settings=TINY,
     )
     kept = Calibration.of([replace(sample, backend="mpi") for sample in linear(1e-4, 1e-9)])
-    run = replace(run, kept={"mpi": kept})
+    run = replace(run, kept=Kept(calibrations={"mpi": kept}, operators=(RELU,)))
     rates = Rates(flop_per_s={"float32": 1e9}, memory_bytes_per_s=2e9, launch_s=1e-6)
     found = CalibrationResult(samples=samples, rates=rates, rounds=2, skipped="", library="2.13")
 
@@ -421,6 +430,8 @@ def test_a_cluster_has_the_ranks_and_rates_that_were_found(
     assert cluster.num_devices == cluster.devices_per_node == 2
     assert cluster.device.flop_per_s == {"float32": 1e9}
     assert set(cluster.calibrations) == ({"local", "mpi"} if samples else {"mpi"})
+    measured = cluster.calibrations["local"] if samples else cluster.device
+    assert measured.operators == (RELU,)
     assert bool(held_out) == bool(samples)
 
 

@@ -11,10 +11,22 @@ import pytest
 from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover
 from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
-from sbp_launch.calibrate.machine import describe_machine
+from sbp_launch.calibrate.kept import Kept
+from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import ComposedConfig
+
+OPERATORS = (
+    MeasuredOperator(
+        call="aten.relu.default(float32[2])->float32[2]",
+        dtype="float32",
+        flop=2.0,
+        num_bytes=16,
+        time_s=1e-6,
+    ),
+)
 
 
 def calibration(backend: str) -> Calibration:
@@ -28,7 +40,10 @@ def machine() -> Cluster:
     """Return a cluster of two ranks of this machine, measured through two backends."""
     return replace(
         Cluster.nominal(2),
-        calibrations={name: calibration(name) for name in ("local", "mpi")},
+        calibrations={
+            "local": replace(calibration("local"), operators=OPERATORS),
+            "mpi": calibration("mpi"),
+        },
         backend="mpi",
         machine=describe_machine("1.0"),
     )
@@ -40,19 +55,20 @@ def check(path: Path, **settings: Any) -> CalibrateRun:
     return check_calibrate(composed, discover())
 
 
-def test_times_of_other_backends_are_kept(tmp_path: Path) -> None:
+def test_times_of_other_backends_and_of_operators_are_kept(tmp_path: Path) -> None:
     machine().save(tmp_path / "here.json")
 
     run = check(tmp_path / "here.json")
 
-    assert dict(run.kept) == {"mpi": calibration("mpi")}
+    assert dict(run.kept.calibrations) == {"mpi": calibration("mpi")}
+    assert run.kept.operators == OPERATORS
 
 
 def test_nothing_is_kept_where_there_is_no_file_or_it_may_be_lost(tmp_path: Path) -> None:
     machine().save(tmp_path / "here.json")
 
-    assert not check(tmp_path / "new.json").kept
-    assert not check(tmp_path / "here.json", overwrite=True, ranks=1).kept
+    assert check(tmp_path / "new.json").kept == Kept()
+    assert check(tmp_path / "here.json", overwrite=True, ranks=1).kept == Kept()
 
 
 @pytest.mark.parametrize(
@@ -82,4 +98,4 @@ def test_a_file_whose_times_cannot_stay_is_refused_and_left_alone(
     assert "out=FILE" in caught.value.todo
     assert "overwrite=true" in caught.value.todo
     assert path.read_bytes() == before
-    assert not check(path, overwrite=True).kept
+    assert check(path, overwrite=True).kept == Kept()

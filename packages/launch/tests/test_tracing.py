@@ -43,7 +43,7 @@ def run_steps(folder: Path, steps: range, *, fails_at: int = 0) -> StepTracer:
     backend = LocalBackend()
     backend.open([0, 1])
     states = program.made.states(program.optimizer)
-    with StepTracer(made.plan, made.graph, backend, steps, folder) as tracer:
+    with StepTracer(made, backend, steps, folder) as tracer:
         session = start_traced(made.plan, states)
         for number in (1, 2, 3):
             with tracer.step(number, session):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 
-from sbp_core.compile import PhysicalPlan
+from sbp_core.compile import Compute, PhysicalPlan
 from sbp_core.runtime import BatchIs, Number, Session, Span, SpanKind, StepResult
 from sbp_core.tensor import Tensor
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -27,10 +28,28 @@ def spans_of(plan: PhysicalPlan, step: int = 0, late_ns: int = 0) -> Iterator[Sp
                 )
 
 
+def operators_of(plan: PhysicalPlan, spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield the operators of the firings among these spans, all of the same length."""
+    for span in spans:
+        actor = plan.by_rank[span.rank].by_name[span.actor]
+        if span.kind is SpanKind.FIRING and isinstance(actor, Compute):
+            each_ns = (span.end_ns - span.begin_ns) // len(actor.instructions)
+            for number, entry in enumerate(actor.instructions):
+                begin_ns = span.begin_ns + number * each_ns
+                yield replace(
+                    span,
+                    kind=SpanKind.OPERATOR,
+                    node=entry.node,
+                    begin_ns=begin_ns,
+                    end_ns=begin_ns + each_ns,
+                )
+
+
 class TracingRuntime(ReferenceRuntime):
     """The reference runtime, whose sessions note made-up spans."""
 
     traces = True
+    traces_operators = True
 
     def start(self, plan, states, backend=None, ranks=None):
         return _TracingSession(plan, states, self.config)
@@ -48,7 +67,10 @@ class _TracingSession(ReferenceSession):
     ) -> StepResult:
         result = super().step(batch, scalars, batch_is=batch_is)
         if self.trace is not None:
-            self.trace.spans.extend(spans_of(self.plan, self.steps))
+            spans = list(spans_of(self.plan, self.steps))
+            self.trace.spans.extend(spans)
+            if self.trace.operators:
+                self.trace.spans.extend(operators_of(self.plan, spans))
         self.steps += 1
         return result
 

@@ -3,7 +3,13 @@ from dataclasses import replace
 import pytest
 
 from sbp_core.boxing.router import route
-from sbp_core.cost import boxing_time_s, flop_rate, local_bytes, op_time_s, work_fraction
+from sbp_core.cost import (
+    boxing_time_s,
+    local_bytes,
+    op_time_s,
+    rate_dtype,
+    work_fraction,
+)
 from sbp_core.graph.ir import Ref, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -107,7 +113,10 @@ def test_an_unlisted_dtype_gets_the_slowest_rate():
         tags=("pointwise",),
     )
 
-    assert flop_rate(call, cluster().device) == 1e10
+    assert rate_dtype(call) == "bfloat16"
+    slow = replace(cluster().device, flop_per_s={"float32": 1e3, "float64": 2e3})
+    machine = replace(cluster(), device=slow)
+    assert op_time_s(call, signature(["B"], ["B"]), MESH, machine) == 4 / 1e3
 
 
 def test_local_bytes_are_those_of_the_first_rank():

@@ -22,7 +22,12 @@ from sbp_core.testing.plans import diamond, strategy_of
 from sbp_torch.capture import initial_states
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceSession
-from sbp_torch.segments.codegen import keys_out, segment_function, segment_source
+from sbp_torch.segments.codegen import (
+    keys_out,
+    segment_function,
+    segment_source,
+    timed_segment_function,
+)
 from sbp_torch.testing.models import Program, same_states
 
 
@@ -268,3 +273,23 @@ def test_the_name_of_a_node_stays_a_comment() -> None:
     segment_function(actor, 0, ())(torch.ones(2))
 
     assert not hasattr(builtins, "sbp_was_here")
+
+
+def test_a_timed_segment_makes_the_same_and_looks_at_the_clock_between_operators() -> None:
+    actor = _segment(
+        _call("aten.mm.default", Ref("x"), Ref("w"), outputs=("a",)),
+        _call("aten.relu.default", Ref("a"), outputs=("b",)),
+        inputs=("x",),
+        reads=("w",),
+        outputs=("b",),
+    )
+    x, w = torch.randn(3, 4), torch.randn(4, 2)
+    clock = iter(range(100, 200))
+    given = [x, w]
+
+    (made,), times_ns = timed_segment_function(actor, 0, ())(given, lambda: next(clock))
+
+    (wanted,) = segment_function(actor, 0, (), owns=True)([x, w])
+    assert torch.equal(made, wanted)
+    assert times_ns == (100, 101, 102)
+    assert given == []

@@ -73,6 +73,8 @@ class ActorRuntime(Runtime):
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.make_segment: SegmentMaker | None = None
+        # Of what was compiled, nobody knows where one operator ends and the next begins.
+        self.traces_operators = config.compile == "eager"
         if config.compile != "eager":
             self.make_segment = segment_maker(config.compile, fallback=config.compile_fallback)
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -33,8 +34,11 @@ from sbp_torch.segments import (
     OwningSegment,
     SegmentMaker,
     TellingSegment,
+    TimedSegment,
+    operator_clock,
     segment_function,
     telling_segment_function,
+    timed_segment_function,
 )
 
 #: (index of the micro-batch, values taken, order of the step) -> values made.
@@ -96,10 +100,24 @@ def _segment(
             return telling_segment_function(actor, rank, plan.steps)
         return _telling_all(actor, function)
 
+    @cache
+    def timed() -> TimedSegment:
+        return timed_segment_function(actor, rank, plan.steps)
+
+    def run_timed(index: int, given: list[Any], order: StepOrder, trace: Trace) -> tuple[Any, ...]:
+        values, times_ns = timed()(given, operator_clock(given))
+        whose = (rank, actor.thread, order.index, actor.name, index)
+        for entry, (began, ended) in zip(actor.instructions, pairwise(times_ns), strict=True):
+            trace.note(Span(SpanKind.OPERATOR, *whose, began, ended, node=entry.node))
+        return values
+
     def run(index: int, values: Values, order: StepOrder) -> Values:
         # Handed over, so that each value can die inside, after its last use.
         given = [values.pop(key) for key in taken]
+        trace = order.trace
         if order.before_overwrite is None or not actor.in_place:
+            if trace is not None and trace.operators and make_segment is None:
+                return dict(zip(made, run_timed(index, given, order, trace), strict=True))
             return dict(zip(made, function(given), strict=True))
         return dict(zip(made, telling()(given, order.before_overwrite), strict=True))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sbp_core.calibration import Calibration
 from sbp_core.errors import ConfigError, SbpValueError
+from sbp_core.operators import MeasuredOperator, OperatorTable
 from sbp_core.placement import MOST_RANKS, Placement
 from sbp_core.serialize import Document
 
@@ -35,6 +36,7 @@ class Device:
         launch_s: Time to start one operator.
         boxing_launch_s: Time that a runtime takes to start one boxing step, beside what its
             transport takes: an actor fires, and so do those of the segments that it parts.
+        operators: What calls of operators were measured to take; the rates say it of all others.
     """
 
     kind: str = "cpu"
@@ -43,6 +45,9 @@ class Device:
     memory_bytes_per_s: float
     launch_s: float = 0.0
     boxing_launch_s: float = 0.0
+    operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
+    #: The one table of `operators`, made when it is needed.
+    _table: list[OperatorTable] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         rates = [self.memory_bytes, self.memory_bytes_per_s, *self.flop_per_s.values()]
@@ -54,6 +59,30 @@ class Device:
                 accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0; "
                 "launch_s and boxing_launch_s from 0 on",
             )
+
+    def roofline_s(self, flop: float, num_bytes: float, dtype: str) -> float:
+        """Return the time of an operator by the rates, in seconds, with its launch.
+
+        Args:
+            flop: Its work.
+            num_bytes: What it reads and writes.
+            dtype: Whose rate it computes with; one that is not listed has the slowest listed rate.
+
+        Source: Williams, Waterman, Patterson, "Roofline", CACM 52 (2009).
+        """
+        rate = self.flop_per_s.get(dtype, min(self.flop_per_s.values()))
+        return max(flop / rate, num_bytes / self.memory_bytes_per_s) + self.launch_s
+
+    @property
+    def operator_table(self) -> OperatorTable:
+        """What `operators` say of all calls."""
+        if not self._table:
+            rooflines_s = [
+                self.roofline_s(one.flop, one.num_bytes, one.dtype) if one.flop else 0.0
+                for one in self.operators
+            ]
+            self._table.append(OperatorTable(self.operators, rooflines_s))
+        return self._table[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +169,8 @@ class Cluster:
             device = replace(device, launch_s=of.launch_s)
         if of.boxing_launch_s is not None:
             device = replace(device, boxing_launch_s=of.boxing_launch_s)
+        if of.operators:
+            device = replace(device, operators=of.operators)
         return replace(self, backend=backend, device=device)
 
     def node(self, rank: int) -> int:

@@ -13,7 +13,9 @@
 * launch: `Device.launch_s`, once for a call; launches of a boxing step: that, and
   `Device.boxing_launch_s`, unless it is a local step, which is an operator like others.
 
-A view moves and computes nothing: 0. The time that a step spends on links is `boxing.price`; the
+A view moves and computes nothing: 0. Where calls of operators were measured on the device, their
+times are taken in place of the roofline, and what `sbp_core.operators` makes of them for other
+calls. The time that a step spends on links is `boxing.price`; the
 rest of a boxing is handling its steps and writing their results, so that a slice is not free
 either. Where a calibration measured whole calls of the transport, that rest is in it already, but
 for what the runtime does around a call.
@@ -23,14 +25,15 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from sbp_core.boxing.price import step_time
 from sbp_core.boxing.routes import Route
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster, Device
-from sbp_core.graph.ir import ITEMSIZE, TensorType
+from sbp_core.graph.ir import ITEMSIZE, Argument, TensorType
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Split, local_shape, split_bounds
 from sbp_core.signatures.call import OpCall
@@ -44,8 +47,11 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex1
 
 def local_bytes(tensor: TensorType, sbp: NdSbp, mesh_shape: Sequence[int]) -> int:
     """Return the bytes of the largest shard of a tensor (that of the first rank)."""
-    shard = local_shape(tensor.shape, sbp, mesh_shape, (0,) * len(mesh_shape))
-    return prod(shard) * ITEMSIZE[tensor.dtype]
+    return prod(_shard(tensor, sbp, mesh_shape)) * ITEMSIZE[tensor.dtype]
+
+
+def _shard(tensor: TensorType, sbp: NdSbp, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    return local_shape(tensor.shape, sbp, mesh_shape, (0,) * len(mesh_shape))
 
 
 def work_fraction(call: OpCall, signature: Signature, mesh_shape: Sequence[int]) -> float:
@@ -77,11 +83,42 @@ def _axis_share(
     return split_bounds(extent, ranks, 0)[1] / extent if extent else 1.0
 
 
-def flop_rate(call: OpCall, device: Device) -> float:
-    """Return the device's rate for a call, in flop/s."""
+def rate_dtype(call: OpCall) -> str:
+    """Return the dtype whose rate a call computes with; "" if it has no floating tensor."""
     dtypes = [tensor.dtype for tensor in (*call.outputs, *call.inputs)]
-    floating = next((dtype for dtype in dtypes if dtype in _FLOATING), "")
-    return device.flop_per_s.get(floating, min(device.flop_per_s.values()))
+    return next((dtype for dtype in dtypes if dtype in _FLOATING), "")
+
+
+def local_call(call: OpCall, signature: Signature, mesh_shape: Sequence[int]) -> str:
+    """Return what the rank with the largest shards calls, as text: `aten.mm.default(...)->...`.
+
+    Equal texts take about equal times: of what is no tensor only truth values are in it, such as
+    which gradients are asked for. Sizes are told by the results.
+
+    Args:
+        call: Op, arguments and logical types.
+        signature: How it is cut.
+        mesh_shape: Of its mesh.
+    """
+
+    def text(tensors: Sequence[TensorType], sbps: Sequence[NdSbp]) -> str:
+        return ", ".join(
+            f"{tensor.dtype}{list(_shard(tensor, sbp, mesh_shape))}".replace(" ", "")
+            for tensor, sbp in zip(tensors, sbps, strict=True)
+        )
+
+    flags = "".join(_flags((*call.args, *call.kwargs.values())))
+    taken, made = text(call.inputs, signature.inputs), text(call.outputs, signature.outputs)
+    return f"{call.op}({taken}{flags and '; ' + flags})->{made}"
+
+
+def _flags(value: Argument) -> Iterator[str]:
+    """Yield the truth values in an argument, as `t` and `f`."""
+    if isinstance(value, bool):
+        yield "ft"[value]
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _flags(part)
 
 
 def boxing_time_s(route: Route, cluster: Cluster) -> float:
@@ -157,8 +194,37 @@ def grid_time_s(
         device: What runs it.
         flop: Work of the whole call, `work_flop(call)`.
     """
+    table = device.operator_table if device.operators else None
+    if table is not None:
+        measured_s = table.measured_s(local_call(call, signature, mesh_shape))
+        if measured_s is not None:
+            return measured_s
     if is_free(call, flop):
         return 0.0
+    work = operator_work(call, signature, mesh_shape, flop)
+    roofline_s = device.roofline_s(work.flop, work.num_bytes, work.dtype)
+    return table.estimated_s(call.op, work.dtype, roofline_s) if table else roofline_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorWork:
+    """What one rank does of a call.
+
+    Args:
+        dtype: Whose rate it computes with.
+        flop: Its work; 0 of what is free.
+        num_bytes: Of the tensors that it reads and writes.
+    """
+
+    dtype: str
+    flop: float
+    num_bytes: int
+
+
+def operator_work(
+    call: OpCall, signature: Signature, mesh_shape: Sequence[int], flop: float
+) -> OperatorWork:
+    """Return what the rank with the largest shards does of a call; see `grid_time_s`."""
     held: dict[object, int] = {}
     for name, tensor, sbp in zip(call.tensor_names, call.inputs, signature.inputs, strict=True):
         held[name, sbp] = local_bytes(tensor, sbp, mesh_shape)
@@ -166,6 +232,5 @@ def grid_time_s(
         local_bytes(tensor, sbp, mesh_shape)
         for tensor, sbp in zip(call.outputs, signature.outputs, strict=True)
     )
-    compute_s = flop * work_fraction(call, signature, mesh_shape) / flop_rate(call, device)
-    memory_s = (sum(held.values()) + made) / device.memory_bytes_per_s
-    return max(compute_s, memory_s) + device.launch_s
+    done = 0.0 if is_free(call, flop) else flop * work_fraction(call, signature, mesh_shape)
+    return OperatorWork(dtype=rate_dtype(call), flop=done, num_bytes=sum(held.values()) + made)

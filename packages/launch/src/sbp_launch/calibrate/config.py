@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
-from sbp_launch.calibrate.kept import kept_calibrations
+from sbp_launch.calibrate.kept import Kept, kept_of
 from sbp_launch.output import check_writable
 from sbp_launch.settings.check import choose, refuse_unknown
 from sbp_launch.settings.config import ComposedConfig, PluginChoice
 
 if TYPE_CHECKING:
-    from sbp_core.calibration import Calibration
+    from sbp_core.cluster import Cluster
 
 #: Kinds of steps that are measured, as `sbp_core.calibration.CALL_KINDS` lists them.
 CALL_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "transfer")
@@ -48,6 +47,8 @@ class CalibrateConfig:
         time_s: Seconds that measuring may take once the ranks are connected; fewer repetitions are
             made, and sizes left out, to keep to it. Below 20 the small model has fewer layers.
         deadline_s: Seconds that one call may wait for other ranks.
+        ops: Run folders whose times of operators are added to `out`, or one of them, once made a
+            tuple; then nothing is measured, and no other setting counts.
     """
 
     ranks: int = 2
@@ -62,8 +63,11 @@ class CalibrateConfig:
     repetitions: int = 9
     time_s: float = 120.0
     deadline_s: float = 60.0
+    ops: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.ops, str):
+            object.__setattr__(self, "ops", (self.ops,) if self.ops else ())
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}", accepted="an integer >= 1")
@@ -125,14 +129,16 @@ class CalibrateRun:
         runtime: What runs the steps that say how long launches take.
         device: Where its tensors live, such as `cpu` or `cuda`: each process finds out which GPU.
         settings: What to measure.
-        kept: Calibrations of other backends that stay in the file.
+        kept: What stays in the file.
+        with_operators: If operators are added: what the file then says.
     """
 
     boxing: PluginChoice
     runtime: PluginChoice
     device: str
     settings: CalibrateConfig
-    kept: Mapping[str, Calibration] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
+    with_operators: Cluster | None = None
 
 
 def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> CalibrateRun:
@@ -153,13 +159,19 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
     calibrate = merge_settings(
         CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *overrides]
     )
-    kept: Mapping[str, Calibration] = {}
-    if not calibrate.overwrite:
-        kept = kept_calibrations(calibrate.out, calibrate.ranks, choice.name)
+    with_operators, kept = None, Kept()
+    if calibrate.ops:
+        # Here and not above: config errors are answered without numpy.
+        from sbp_launch.calibrate.operators import add_operators
+
+        with_operators = add_operators(calibrate.out, tuple(calibrate.ops))
+    elif not calibrate.overwrite:
+        kept = kept_of(calibrate.out, calibrate.ranks, choice.name)
     return CalibrateRun(
         boxing=choice,
         runtime=runtime,
         device="cuda" if device == "auto" else device,
         settings=calibrate,
         kept=kept,
+        with_operators=with_operators,
     )

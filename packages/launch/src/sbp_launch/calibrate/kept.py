@@ -1,4 +1,4 @@
-"""What stays of a cluster file that a calibration writes to: the times of other backends.
+"""What stays of a cluster file that a calibration writes to: times of other backends, operators.
 
 A file is for one machine and one number of ranks. Nothing that it says is lost unless that is asked
 for: what cannot stay in it is refused before anything is measured.
@@ -7,14 +7,17 @@ for: what cannot stay in it is refused before anything is measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
-from sbp_launch.calibrate.machine import describe_machine
+from sbp_launch.machine import describe_machine
 
 if TYPE_CHECKING:
     from sbp_core.calibration import Calibration
+    from sbp_core.cluster import Cluster
+    from sbp_core.operators import MeasuredOperator
 
 #: What tells machines apart, of `describe_machine`: versions of libraries do not.
 _MACHINE = ("processor", "cores", "system")
@@ -22,8 +25,21 @@ _MACHINE = ("processor", "cores", "system")
 _TODO = "choose another file with out=FILE, or overwrite=true to lose what this one says"
 
 
-def kept_calibrations(out: str, ranks: int, boxing: str) -> Mapping[str, Calibration]:
-    """Return the calibrations that stay in a file: those of other backends than this one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What stays in a file.
+
+    Args:
+        calibrations: Of other backends than the one that is measured.
+        operators: What `sbp-calibrate ops=` has added of the one that is measured.
+    """
+
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    operators: tuple[MeasuredOperator, ...] = ()
+
+
+def kept_of(out: str, ranks: int, boxing: str) -> Kept:
+    """Return what stays in a file that a calibration of a backend writes to.
 
     Args:
         out: The file, which need not exist.
@@ -36,7 +52,7 @@ def kept_calibrations(out: str, ranks: int, boxing: str) -> Mapping[str, Calibra
     """
     path = Path(out)
     if not path.exists():
-        return {}
+        return Kept()
     # Here and not above: config errors are answered without numpy.
     from sbp_core.cluster import Cluster
 
@@ -56,13 +72,21 @@ def kept_calibrations(out: str, ranks: int, boxing: str) -> Mapping[str, Calibra
             accepted=f"ranks={old.num_devices}, or another file",
             todo=_TODO,
         )
-    here = describe_machine(library="")
-    for key in _MACHINE:
-        if old.machine.get(key) != here[key]:
-            raise ConfigError(
-                f"out={out!r} is of another machine: {key} "
-                f"{old.machine.get(key, 'not said')!r}, here {here[key]!r}",
-                accepted="a file that was measured on this machine, or another file",
-                todo=_TODO,
-            )
-    return {name: of for name, of in old.calibrations.items() if name != boxing}
+    key = differing_part(old, describe_machine(library=""))
+    if key:
+        raise ConfigError(
+            f"out={out!r} is of another machine: {key} "
+            f"{old.machine.get(key, 'not said')!r}, here {describe_machine(library='')[key]!r}",
+            accepted="a file that was measured on this machine, or another file",
+            todo=_TODO,
+        )
+    own = old.calibrations.get(boxing)
+    return Kept(
+        calibrations={name: of for name, of in old.calibrations.items() if name != boxing},
+        operators=own.operators if own else old.device.operators,
+    )
+
+
+def differing_part(cluster: Cluster, machine: Mapping[str, str]) -> str:
+    """Return what tells the machine of a cluster file from another one; "" if it is the same."""
+    return next((key for key in _MACHINE if cluster.machine.get(key) != machine.get(key)), "")

@@ -22,13 +22,13 @@ from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress
-from sbp_launch.calibrate.machine import (
+from sbp_launch.calibrate.steps import SmallModel, launches
+from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
+from sbp_launch.machine import (
     describe_machine,
     free_memory_bytes,
     total_memory_bytes,
 )
-from sbp_launch.calibrate.steps import SmallModel, launches
-from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 
 #: Copies of a message that a rank and its transport hold, at most, while it is under way.
 _COPIES = 5
@@ -87,7 +87,11 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
         console.print(call_table(calibration, held_out))
         for line in error_lines(calibration):
             console.print(line, highlight=False)
-    kept = f"; kept what it says of boxing={', '.join(run.kept)}" if run.kept else ""
+    kept = ""
+    if run.kept.calibrations:
+        kept += f"; kept what it says of boxing={', '.join(run.kept.calibrations)}"
+    if run.kept.operators:
+        kept += f"; kept the times of {len(run.kept.operators)} calls of operators"
     console.print(f"wrote {settings.out}{kept}", highlight=False, soft_wrap=True)
     mesh = "" if settings.ranks == 2 else f' "cluster.mesh=[{settings.ranks}]"'
     console.print(
@@ -192,12 +196,14 @@ def make_cluster(
         found: What was measured.
     """
     settings, name = run.settings, run.boxing.name
-    calibrations = dict(run.kept)
+    calibrations = dict(run.kept.calibrations)
     held_out: tuple[HeldOut, ...] = ()
     link, shared = _NO_LINK, False
     if found.samples:
         errors, held_out = cross_validate(found.samples)
-        calibration = replace(Calibration.of(found.samples), errors=errors)
+        calibration = replace(
+            Calibration.of(found.samples), errors=errors, operators=run.kept.operators
+        )
         calibrations[name] = calibration
         link, shared = link_of(calibration, settings.ranks)
     device = Device(
@@ -206,6 +212,7 @@ def make_cluster(
         flop_per_s=found.rates.flop_per_s,
         memory_bytes_per_s=found.rates.memory_bytes_per_s,
         launch_s=found.rates.launch_s,
+        operators=() if found.samples else run.kept.operators,
     )
     cluster = Cluster(
         name=settings.name,
@@ -227,7 +234,8 @@ def make_cluster(
     calibrations[name] = replace(
         calibrations[name], launch_s=launch_s, boxing_launch_s=boxing_launch_s
     )
-    return replace(cluster, calibrations=calibrations).priced_by(name), held_out
+    device = replace(device, launch_s=launch_s, boxing_launch_s=boxing_launch_s)
+    return replace(cluster, device=device, calibrations=calibrations), held_out
 
 
 def link_of(calibration: Calibration, num_ranks: int) -> tuple[Link, bool]:

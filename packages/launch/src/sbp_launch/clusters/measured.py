@@ -77,8 +77,9 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
     if cluster.num_devices <= per_node:
         # Only one node was measured: all ranks are on one.
         per_node = max(per_node, num_devices)
-    if config.backend:
-        cluster = cluster.priced_by(config.backend)
+    backend = config.backend or cluster.backend
+    if backend in cluster.calibrations:
+        cluster = cluster.priced_by(backend)
     return replace(cluster, num_devices=num_devices, devices_per_node=per_node)
 
 

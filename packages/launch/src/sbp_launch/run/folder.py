@@ -25,6 +25,7 @@ RUN_FILES = (
     "metrics.csv",
     "tensorboard",
     "trace.json",
+    "operators.json",
     "result.json",
 )
 

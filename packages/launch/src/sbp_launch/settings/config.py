@@ -126,6 +126,7 @@ class TrainerConfig:
         on_nan: What to do if the loss is infinite or no number: `stop`, or `warn` and go on.
         trace: Steps of which it is kept what every rank did when, counted from 1: `10..12`, or
             one; None for none.
+        trace_operators: Whether each operator of those steps is kept, too, and its time.
         overwrite: Whether a run may replace the files of an earlier one in its folder.
         resume: Where to go on: `auto`, the newest checkpoint that is whole, of this run folder; or
             the path of one, of a folder of them, or of a run. None to begin.
@@ -163,6 +164,7 @@ class TrainerConfig:
     plan_rows: int = 30
     on_nan: Literal["stop", "warn"] = "stop"
     trace: str | int | None = None
+    trace_operators: bool = False
     overwrite: bool = False
     resume: str | None = None
     other_data: bool = False
@@ -196,6 +198,12 @@ class TrainerConfig:
             raise ConfigError(
                 f"trace={self.trace} names no steps of this run",
                 accepted=f"first..last, or one step{steps}",
+            )
+        if self.trace_operators and self.trace is None:
+            raise ConfigError(
+                "trace_operators=true without trace: no step is traced",
+                accepted="trace_operators=true with trace=first..last",
+                todo="choose steps in the middle of the run, such as trainer.trace=5..14",
             )
 
     def _check_updates(self) -> None:

@@ -2,9 +2,10 @@
 
 A process is a rank, a lane in it one of its threads; below them is what the rank holds. A slice is
 a firing, named for the modules that it computes or for what it moves; slices in it and between them
-are waits. Arrows lead from sends to receives. Below the threads lies what the simulation of the
-plan says of the same step, from when the first rank began with it, under the same names; a lane of
-links has the boxing that goes on while its thread is free.
+are waits, those in it also operators, if they were traced. Arrows lead from sends to receives.
+Below the threads lies what the simulation of the plan says of the same step, from when the first
+rank began with it, under the same names; a lane of links has the boxing that goes on while its
+thread is free.
 
     rank 0
       compute            |step 10 ...
@@ -161,6 +162,12 @@ class _Events:
     def _slices(self, span: Span) -> Iterator[Event]:
         """Return the slice of a span, and the wait for other ranks inside of it."""
         label = {"step": span.step + 1, "micro_batch": span.micro_batch}
+        if span.kind is SpanKind.OPERATOR:
+            node = self.nodes.get(span.node)
+            name = node.op.removesuffix(".default") if node else span.node
+            args = {**label, "node": span.node, "module": _module_of(node) if node else ""}
+            yield self._slice(span, name, "operator", span.end_ns, args)
+            return
         if span.kind is not SpanKind.FIRING:
             is_end = span.waits_for.startswith(END_OF)
             name = "wait for boxing" if is_end else "wait for data or credits"

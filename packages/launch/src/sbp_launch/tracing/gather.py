@@ -123,7 +123,7 @@ def pack(part: Part) -> str:
         "spans": [
             [
                 str(span.kind), span.rank, span.thread, span.step, span.actor, span.micro_batch,
-                span.begin_ns, span.end_ns, span.waits_for,
+                span.begin_ns, span.end_ns, span.waits_for, span.node,
             ]
             for span in part.spans
         ],

@@ -121,6 +121,8 @@ def rank_times(plan: PhysicalPlan, spans: Sequence[Span]) -> dict[tuple[int, str
     late, found = late_ranks(plan, spans), defaultdict[tuple[int, str], RankTimes](RankTimes)
     extents: dict[tuple[int, str, int], tuple[int, int]] = {}
     for span in spans:
+        if span.kind is SpanKind.OPERATOR:
+            continue  # a part of a firing
         times, took = found[span.rank, span.thread], span.end_ns - span.begin_ns
         key = (span.rank, span.thread, span.step)
         begin_ns, end_ns = extents.get(key, (span.begin_ns, span.end_ns))

@@ -1,6 +1,6 @@
 """Trace some steps of a run, and leave the trace as a file that viewers draw.
 
-    with StepTracer(plan, graph, backend, range(10, 13), folder) as tracer:
+    with StepTracer(planned, backend, range(10, 13), folder) as tracer:
         for number in range(1, 101):
             with tracer.step(number, session):
                 session.step(batch, scalars)
@@ -17,13 +17,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 from sbp_core.boxing import BoxingBackend
-from sbp_core.compile import PhysicalPlan
-from sbp_core.graph import LogicalGraph
-from sbp_core.runtime import Session, Trace
+from sbp_core.runtime import Session, Span, Trace
+from sbp_launch.machine import describe_machine
+from sbp_launch.planning.flow import Planned
 from sbp_launch.run.folder import writing
 from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.tracing.gather import Part, gather_parts, own_part, with_one_clock
+from sbp_launch.tracing.operators import OPERATORS, OperatorTimes, measured_operators
 from sbp_launch.tracing.times import time_table
 from sbp_torch.memory import MemoryMeter
 
@@ -41,25 +44,26 @@ class StepTracer:
     processes that do not write it.
 
     Args:
-        plan: What the session runs.
-        graph: That it was compiled from.
+        planned: What the session runs.
         backend: Of the session.
         steps: To trace, counted from 1; empty for none.
         folder: Of the run.
+        operators_of: Name of the boxing backend, if operators are to be traced, too; what they take
+            is then left in the folder.
     """
 
     def __init__(
         self,
-        plan: PhysicalPlan,
-        graph: LogicalGraph,
+        planned: Planned,
         backend: BoxingBackend,
         steps: range,
         folder: Path,
+        operators_of: str = "",
     ) -> None:
-        self.plan, self.graph, self.backend = plan, graph, backend
-        self.steps, self.folder = steps, folder
+        self.planned, self.plan, self.backend = planned, planned.plan, backend
+        self.steps, self.folder, self.operators_of = steps, folder, operators_of
         self.lines: list[str] = []
-        self._ranks = tuple(part.rank for part in plan.ranks)
+        self._ranks = tuple(part.rank for part in self.plan.ranks)
         self._meter: MemoryMeter | None = None
         self._trace: Trace | None = None
 
@@ -84,7 +88,7 @@ class StepTracer:
                 self._ranks = self.backend.local_ranks()
             self._meter = MemoryMeter(self.plan, self._ranks)
             self._meter.note_states(session)
-            self._trace = Trace(self._meter)
+            self._trace = Trace(self._meter, operators=bool(self.operators_of))
         session.trace = self._trace
         try:
             yield
@@ -116,7 +120,7 @@ class StepTracer:
             return
         traced = Traced(
             plan=self.plan,
-            graph=self.graph,
+            graph=self.planned.graph,
             spans=spans,
             held=[held for part in parts for held in part.held],
             hosts={rank: f"{p.host}, process {p.process}" for p in parts for rank in p.ranks},
@@ -132,3 +136,18 @@ class StepTracer:
             *time_table(self.plan, spans, file),
             f"trace of these steps: {file}, for https://ui.perfetto.dev or chrome://tracing",
         ]
+        if self.operators_of and file == TRACE:
+            self._write_operators(spans)
+
+    def _write_operators(self, spans: Sequence[Span]) -> None:
+        found = OperatorTimes(
+            backend=self.operators_of,
+            num_ranks=len(self.plan.ranks),
+            machine=describe_machine(torch.__version__),
+            operators=measured_operators(self.planned.graph, self.planned.strategy, spans),
+        )
+        found.save(self.folder / OPERATORS)
+        self.lines.append(
+            f"times of {len(found.operators)} calls of operators: {OPERATORS}; plan with them: "
+            f"sbp-calibrate ops={self.folder} out=CLUSTER_FILE"
+        )

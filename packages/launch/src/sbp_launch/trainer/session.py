@@ -57,6 +57,13 @@ def check_traces(run: Run) -> None:
             accepted="a runtime that does, such as runtime=actor",
             todo="leave out trainer.trace or runtime",
         )
+    if run.config.trainer.trace_operators and not runtime.traces_operators:
+        raise ConfigError(
+            f"trainer.trace_operators=true: runtime={run.config.runtime.name} runs segments that "
+            "were compiled, and cannot tell where in them an operator is",
+            accepted="runtime=actor with runtime.compile=eager",
+            todo="leave out trainer.trace_operators, or runtime.compile",
+        )
 
 
 def save_states(run: Run, loop: TrainingLoop) -> None:

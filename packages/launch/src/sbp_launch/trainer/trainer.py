@@ -168,7 +168,11 @@ def train_states(
     here = [run.world.rank] if backend.spans_processes else None
     step_meter = StepMeter(planned.plan, backend, counts_memory=eager, ranks=here)
     tracer = StepTracer(
-        planned.plan, planned.graph, backend, config.trainer.traced_steps, run.folder
+        planned,
+        backend,
+        config.trainer.traced_steps,
+        run.folder,
+        operators_of=config.boxing.name if config.trainer.trace_operators else "",
     )
     reference: EagerReference | None = None
     resume = begin if isinstance(begin, Resume) else None

@@ -13,6 +13,7 @@ from sbp_core.calibration.held_out import FitError
 from sbp_core.calibration.sample import MeasuredCase, Measurement
 from sbp_core.calibration.structure import TransportModel
 from sbp_core.errors import SbpValueError
+from sbp_core.operators import MeasuredOperator
 
 #: Kind, group size, groups at once, nodes.
 _Key = tuple[str, int, int, int]
@@ -35,6 +36,7 @@ class Calibration:
         errors: How far such a fit is off samples that it did not see, as `cross_validate` found.
         launch_s, boxing_launch_s: What `Device` calls so, in seconds, in steps that box through
             this backend; None if no step was measured.
+        operators: What operators take beside boxing through this backend.
     """
 
     backend: str
@@ -44,6 +46,7 @@ class Calibration:
     errors: tuple[FitError, ...] = ()
     launch_s: float | None = None
     boxing_launch_s: float | None = None
+    operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
     #: The structural model of groups within a node (False), and of those on several (True); made
     #: when it is needed, as most plans only need the curves. None without samples of such groups.
     _structures: dict[bool, TransportModel | None] = field(

@@ -241,10 +241,12 @@ class Session(ABC):
 class Runtime(ABC):
     """Kind `runtime`: `build(config)` returns one.
 
-    `traces` says whether its sessions note what they do in `Session.trace`.
+    `traces` says whether its sessions note what they do in `Session.trace`, and `traces_operators`
+    whether they note each operator if the trace asks for it.
     """
 
     traces: bool = False
+    traces_operators: bool = False
 
     @abstractmethod
     def start(

@@ -25,12 +25,13 @@ class SpanKind(StrEnum):
 
     A `FIRING` is one of an actor. `BLOCKED` is the time before a firing in which data or credits
     are missing. `TURN` is a part of a firing: waiting until another rank of the process has
-    computed.
+    computed. `OPERATOR` is one, too: the call of one operator, with freeing what dies behind it.
     """
 
     FIRING = "firing"
     BLOCKED = "blocked"
     TURN = "turn"
+    OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Span:
         actor, micro_batch: Which firing it was, or was waited with.
         begin_ns, end_ns: Nanoseconds of the wall clock.
         waits_for: Of a wait: data and credits that were missing when it began.
+        node: Of an operator: the node of the graph that calls it.
     """
 
     kind: SpanKind
@@ -55,6 +57,7 @@ class Span:
     begin_ns: int
     end_ns: int
     waits_for: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +87,14 @@ class Trace:
     Args:
         meter: Counts what the firings leave; None to count nothing. What operators hold only
             inside a firing is not seen.
+        operators: Whether each operator is noted, too. The clock between them takes less than a
+            tenth of a microsecond; on a GPU it waits for the operator, so that steps are slower.
     """
 
     now_ns = staticmethod(time.time_ns)
 
-    def __init__(self, meter: TensorMeter | None = None) -> None:
-        self.meter = meter
+    def __init__(self, meter: TensorMeter | None = None, *, operators: bool = False) -> None:
+        self.meter, self.operators = meter, operators
         self.spans: list[Span] = []
         self.held: list[Held] = []
 

@@ -15,9 +15,12 @@ from sbp_core.exports import lazy
 if TYPE_CHECKING:
     from sbp_torch.segments.codegen import (
         TellingSegment,
+        TimedSegment,
         failed_call,
+        operator_clock,
         segment_function,
         telling_segment_function,
+        timed_segment_function,
     )
     from sbp_torch.segments.execution import OwningSegment, SegmentMaker, segment_maker
 
@@ -25,10 +28,13 @@ __all__ = [
     "OwningSegment",
     "SegmentMaker",
     "TellingSegment",
+    "TimedSegment",
     "failed_call",
+    "operator_clock",
     "segment_function",
     "segment_maker",
     "telling_segment_function",
+    "timed_segment_function",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -37,9 +43,12 @@ __getattr__, __dir__ = lazy(
         "OwningSegment": "execution",
         "SegmentMaker": "execution",
         "TellingSegment": "codegen",
+        "TimedSegment": "codegen",
         "failed_call": "codegen",
+        "operator_clock": "codegen",
         "segment_function": "codegen",
         "segment_maker": "execution",
         "telling_segment_function": "codegen",
+        "timed_segment_function": "codegen",
     },
 )

@@ -12,7 +12,8 @@ from __future__ import annotations
 import linecache
 import math
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from keyword import iskeyword
 from types import FrameType
 from typing import Any
@@ -38,6 +39,9 @@ Segment = Callable[..., tuple[Any, ...]]
 #: (values taken, what is called with a state that is about to be overwritten) -> values made.
 TellingSegment = Callable[[list[Any], Callable[[str], None]], tuple[Any, ...]]
 
+#: (values taken, clock in nanoseconds) -> (values made, times of the clock).
+TimedSegment = Callable[[list[Any], Callable[[], int]], tuple[tuple[Any, ...], tuple[int, ...]]]
+
 
 def segment_function(
     actor: Compute, rank: int, steps: Sequence[BoxingStep], *, owns: bool = False
@@ -53,7 +57,8 @@ def segment_function(
         owns: Take the values in one list, which is emptied: a value that nobody else holds dies
             after its last use. Otherwise they are arguments, which the caller holds to the end.
     """
-    return _function(actor, rank, steps, segment_source(actor, owns=owns))
+    made: Segment = _function(actor, rank, steps, segment_source(actor, owns=owns))
+    return made
 
 
 def telling_segment_function(
@@ -65,12 +70,41 @@ def telling_segment_function(
     of each state just before the operator that overwrites it.
     """
     writer = _Writer(actor, tells=True)
-    return _function(actor, rank, steps, (writer.write(owns=True), writer.operators))
+    made: TellingSegment = _function(
+        actor, rank, steps, (writer.write(owns=True), writer.operators)
+    )
+    return made
+
+
+def timed_segment_function(actor: Compute, rank: int, steps: Sequence[BoxingStep]) -> TimedSegment:
+    """Return the function of a compute actor that looks at a clock between its operators.
+
+    It takes the values of `segment_function(owns=True)`, and a clock. It returns the values made,
+    and a time more than there are instructions: when each began, and when the last was over.
+    """
+    writer = _Writer(actor, is_timed=True)
+    made: TimedSegment = _function(actor, rank, steps, (writer.write(owns=True), writer.operators))
+    return made
+
+
+def operator_clock(values: Iterable[Any]) -> Callable[[], int]:
+    """Return a clock for a timed segment that takes these values, in nanoseconds of the wall clock.
+
+    A GPU computes behind the host: there the clock first waits until it is through.
+    """
+    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
+        return time.time_ns
+
+    def wait_and_look() -> int:
+        torch.cuda.synchronize()
+        return time.time_ns()
+
+    return wait_and_look
 
 
 def _function(
     actor: Compute, rank: int, steps: Sequence[BoxingStep], written: tuple[str, dict[str, str]]
-) -> Segment:
+) -> Any:
     """Return the function whose source, and the name of each operator in it, was written."""
     source, names = written
     namespace: dict[str, Any] = {"torch": torch, "results_of": results_of}
@@ -80,8 +114,7 @@ def _function(
     exec(compile(source, file, "exec"), namespace)
     # Tracebacks and debuggers then show the line of the generated function.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    made: Segment = namespace["segment"]
-    return made
+    return namespace["segment"]
 
 
 def failed_call(error: BaseException) -> str:
@@ -127,10 +160,16 @@ def segment_source(actor: Compute, *, owns: bool = False) -> tuple[str, dict[str
 
 
 class _Writer:
-    """The state of writing one function; see `telling_segment_function` for `tells`."""
+    """The state of writing one function.
 
-    def __init__(self, actor: Compute, *, tells: bool = False) -> None:
-        self.actor, self.tells = actor, tells
+    Args:
+        actor: Whose function it is.
+        tells: See `telling_segment_function`.
+        is_timed: See `timed_segment_function`.
+    """
+
+    def __init__(self, actor: Compute, *, tells: bool = False, is_timed: bool = False) -> None:
+        self.actor, self.tells, self.is_timed = actor, tells, is_timed
         self.names: dict[str, str] = {}
         self.operators: dict[str, str] = {}
         for key in (*actor.inputs, *actor.reads):
@@ -139,20 +178,28 @@ class _Writer:
     def write(self, owns: bool) -> str:
         lines = [f"def segment({', '.join(self.names.values())}):"]
         if owns:
-            lines = [f"def segment(taken{', before_overwrite' if self.tells else ''}):"]
+            beside = ", before_overwrite" * self.tells + ", clock" * self.is_timed
+            lines = [f"def segment(taken{beside}):"]
             if self.names:
                 # The caller's list is emptied, so that these names are the only holders: `del`
                 # frees.
                 lines.append(f"    {', '.join(self.names.values())}, = taken; taken.clear()")
         firsts = first_overwrites(self.actor) if self.tells else {}
         entries = zip(self.actor.instructions, dying_keys(self.actor), strict=True)
+        times = "".join(f"t{at}, " for at in range(len(self.actor.instructions) + 1))
+        if self.is_timed:
+            lines.append("    t0 = clock()")
         for at, (entry, dying) in enumerate(entries):
             lines += [f"    before_overwrite({state!r})" for state in firsts.get(at, ())]
             lines.append(f"    {self._call(entry)}  # {_comment(entry.node)}")
             if dying:
                 lines.append(f"    del {', '.join(self.names[key] for key in dying)}")
+            if self.is_timed:
+                lines.append(f"    t{at + 1} = clock()")
         values = "".join(f"{self.names[key]}, " for key in keys_out(self.actor))
-        lines.append(f"    return ({values})")
+        lines.append(
+            f"    return ({values}), ({times})" if self.is_timed else f"    return ({values})"
+        )
         return "\n".join(lines) + "\n"
 
     def _call(self, entry: Instruction) -> str:

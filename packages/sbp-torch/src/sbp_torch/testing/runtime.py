@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.compile import PhysicalPlan
+from sbp_core.compile import Compute, PhysicalPlan, RankPlan
 from sbp_core.errors import RunError, SbpError, SbpTypeError, SbpValueError
-from sbp_core.runtime import NotFiniteStepError, SpanKind, Trace, batch_parts
+from sbp_core.runtime import NotFiniteStepError, Span, SpanKind, Trace, batch_parts
 from sbp_torch.testing.cases import (
     CASES,
     REFUSAL,
@@ -258,9 +260,10 @@ class RuntimeConformance(StateCases, LoadingCases, SnapshotCases):
             assert_equal(f"{name} after closing", value, states[name])
 
     def test_a_traced_step_notes_each_firing_once_and_in_order(self) -> None:
-        """Of a runtime that `traces`; spans of a thread do not overlap, save waits in a firing."""
-        for name in ("accumulation", "pipeline with boxing threads"):
-            plan, step, trace = compile_case(name), CASES[name].step, Trace()
+        """Of a runtime that `traces`; spans of a thread do not overlap, save those in a firing."""
+        cases = ("accumulation", "pipeline with boxing threads")
+        for name, operators in product(cases, {False, self.make_runtime().traces_operators}):
+            plan, step, trace = compile_case(name), CASES[name].step, Trace(operators=operators)
             with self.start(name) as session:
                 losses = [session.step(step.batches[0], step.scalars).loss]
                 session.trace = trace
@@ -357,7 +360,28 @@ def check_trace(plan: PhysicalPlan, trace: Trace, step_index: int) -> None:
             firings = [span for span in own if span.kind is SpanKind.FIRING]
             found = [(span.actor, span.micro_batch) for span in firings]
             assert found == list(order), f"the firings of rank {part.rank}, thread {thread!r}"
-            outside = [span for span in own if span.kind is not SpanKind.TURN]
+            inside = SpanKind.TURN, SpanKind.OPERATOR
+            outside = [span for span in own if span.kind not in inside]
             for before, after in pairwise(outside):
                 assert before.begin_ns <= before.end_ns <= after.begin_ns, "spans overlap"
-            assert all(span.waits_for for span in own if span.kind is not SpanKind.FIRING)
+            waits = [span for span in own if span.kind in (SpanKind.BLOCKED, SpanKind.TURN)]
+            assert all(span.waits_for for span in waits)
+            check_operators(part, own, is_noted=trace.operators)
+
+
+def check_operators(part: RankPlan, spans: Sequence[Span], *, is_noted: bool) -> None:
+    """Check that each firing of a thread has its operators, one after the other, if it has any."""
+    noted: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind is SpanKind.OPERATOR:
+            noted[span.actor, span.micro_batch].append(span)
+    for firing in spans:
+        if firing.kind is not SpanKind.FIRING:
+            continue
+        actor = part.by_name[firing.actor]
+        nodes = [one.node for one in actor.instructions] if isinstance(actor, Compute) else []
+        found = noted[firing.actor, firing.micro_batch]
+        assert [span.node for span in found] == (nodes if is_noted else []), "other operators"
+        times_ns = [firing.begin_ns, firing.end_ns]
+        times_ns[1:1] = [time_ns for span in found for time_ns in (span.begin_ns, span.end_ns)]
+        assert times_ns == sorted(times_ns), "operators overlap, or are outside of their firing"
