@@ -47,11 +47,10 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import PluginRegistry, discover
-from sbp_core.runtime import Session, Trace
+from sbp_core.runtime import Session, Trace, measured_operators
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
-from sbp_launch.tracing.operators import measured_operators
 from sbp_torch.capture import initial_states
 
 #: The models that run unless all are asked for: of each kind one.

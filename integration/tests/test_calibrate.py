@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import pytest
 
 from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
-from sbp_launch.machine import describe_machine
 
 
 def run(folder: Path, module: str, *arguments: str) -> str:
@@ -72,7 +72,6 @@ def test_a_plan_is_priced_with_the_operators_of_a_traced_run(tmp_path: Path) -> 
         Cluster.nominal(2),
         calibrations={"local": Calibration.of([sample])},
         backend="local",
-        machine=describe_machine("1.0"),
     )
     machine.save(tmp_path / "cluster.json")
     before = run(tmp_path, "sbp_launch.apps.plan", *plan)
@@ -80,6 +79,8 @@ def test_a_plan_is_priced_with_the_operators_of_a_traced_run(tmp_path: Path) -> 
     quiet = ["trainer.sample_tokens=0", "trainer.compare_steps=0", "hydra.run.dir=traced"]
 
     run(tmp_path, "sbp_launch.apps.train", *plan, *steps, *quiet)
+    found = json.loads((tmp_path / "traced" / "operators.json").read_text("utf-8"))
+    replace(machine, machine=found["machine"]).save(tmp_path / "cluster.json")
     run(tmp_path, "sbp_launch.calibrate.app", "ops=traced")
 
     operators = Cluster.load(tmp_path / "cluster.json").calibrations["local"].operators

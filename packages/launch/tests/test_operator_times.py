@@ -20,7 +20,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.graph import TensorType
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover
-from sbp_core.runtime import Span, SpanKind
+from sbp_core.runtime import Span, SpanKind, measured_operators
 from sbp_core.signatures import OpCall
 from sbp_launch.calibrate import app
 from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
@@ -30,7 +30,7 @@ from sbp_launch.machine import describe_machine
 from sbp_launch.run.folder import RUN_FILES
 from sbp_launch.settings.config import ComposedConfig
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.operators import OperatorTimes, measured_operators
+from sbp_launch.tracing.operators import OperatorTimes
 from sbp_launch.tracing.times import rank_times
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer import trainer

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.runtime import Session, Span, Trace
+from sbp_core.runtime import Session, Span, Trace, measured_operators
 from sbp_launch.machine import describe_machine
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.folder import writing
 from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.tracing.gather import Part, gather_parts, own_part, with_one_clock
-from sbp_launch.tracing.operators import OPERATORS, OperatorTimes, measured_operators
+from sbp_launch.tracing.operators import OPERATORS, OperatorTimes
 from sbp_launch.tracing.times import time_table
 from sbp_torch.memory import MemoryMeter
 

@@ -2,7 +2,8 @@
 
 `contract` has the classes; `batches` says which samples of a batch a rank holds; `ownership` which
 rank owns which part of a state, and how a whole one is gathered; `snapshot` has states that later
-steps do not change; `trace` what a session notes of steps that are traced.
+steps do not change; `trace` what a session notes of steps that are traced, and `operator_times`
+what such a trace says of operators.
 
 Stability: provisional.
 """
@@ -26,6 +27,7 @@ from sbp_core.runtime.contract import (
     Watch,
     unwatched,
 )
+from sbp_core.runtime.operator_times import measured_operators
 from sbp_core.runtime.ownership import (
     StatePiece,
     StateSlice,
@@ -63,6 +65,7 @@ __all__ = [
     "known_state",
     "local_samples",
     "lost_states",
+    "measured_operators",
     "micro_batch_rows",
     "state_owners",
     "state_slots",
