@@ -1,8 +1,8 @@
 """Inference of a whole strategy from a few pinned tensors, at least predicted cost.
 
 In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
-`work` (what is to be decided), `axis` (one mesh axis as a min-sum problem), `minsum` (solves it),
-`predict_cost` (what the result costs).
+`work` (what is to be decided), `problem` (variables and costs on some mesh axes), `axis` (one of
+them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the result costs).
 
 Stability: provisional.
 """
@@ -10,21 +10,37 @@ Stability: provisional.
 from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
 from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
-from sbp_core.infer.solve import infer_strategy, one_forward_one_backward, stage_placements
+from sbp_core.infer.problem import FORBIDDEN_S, ConversionGroup, Request, StepProblem
+from sbp_core.infer.solve import (
+    infer_strategy,
+    joint_problem,
+    one_forward_one_backward,
+    stage_placements,
+    strategy_of,
+)
 from sbp_core.infer.stages import StagePatterns
+from sbp_core.infer.work import Decision, StepWork
 
 __all__ = [
+    "FORBIDDEN_S",
     "PINS",
     "PIPE_AXIS",
     "Conversion",
+    "ConversionGroup",
+    "Decision",
     "PinValue",
     "Pipelined",
+    "Request",
     "StagePatterns",
+    "StepProblem",
+    "StepWork",
     "check_pin",
     "conversions",
     "infer_strategy",
+    "joint_problem",
     "one_forward_one_backward",
     "pipelined",
     "predict_cost",
     "stage_placements",
+    "strategy_of",
 ]

@@ -1,14 +1,14 @@
-"""Prices of conversions on one mesh axis, each asked of the router once.
+"""Prices of conversions on some mesh axes, each asked of the router once.
 
-The search decides one mesh axis at a time, so it prices a conversion as the route on the mesh of
-one axis that a group of ranks along that axis is. The whole plan is priced again, with whole
-routes, when it is done.
+A search that decides one mesh axis at a time prices a conversion as the route on the mesh of one
+axis that a group of ranks along that axis is, one that decides all axes at once as the whole route.
+The whole plan is priced again, with whole routes, when it is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, prod
 
 from sbp_core.boxing.router import route
 from sbp_core.cluster import Cluster
@@ -21,40 +21,37 @@ from sbp_core.sbp import NdSbp, Sbp
 Price = tuple[float, int]
 
 
-class AxisPrices:
-    """Conversion prices on one mesh axis of the stages.
+class Prices:
+    """Conversion prices on some mesh axes of the stages.
 
     Args:
         stages: Placement of each stage.
-        axis: The mesh axis.
+        axes: The mesh axes.
         cluster: Links.
     """
 
-    def __init__(self, stages: Sequence[Placement], axis: int, cluster: Cluster) -> None:
-        self._groups = [
-            Placement(
-                list(stage.group(stage.rank_list[0], axis)), (stage.axes[axis],), stage.device
-            )
-            for stage in stages
+    def __init__(self, stages: Sequence[Placement], axes: range, cluster: Cluster) -> None:
+        self._groups = [_group(stage, axes) for stage in stages]
+        self._num_groups = [
+            stage.size // prod(stage.mesh_shape[axis] for axis in axes) for stage in stages
         ]
-        self._num_groups = [stage.size // stage.mesh_shape[axis] for stage in stages]
         self._cluster = cluster
-        self._found: dict[tuple[tuple[int, ...], str, int, Sbp, int, Sbp], Price] = {}
+        self._found: dict[tuple[object, ...], Price] = {}
 
     def price(
         self,
         shape: tuple[int, ...],
         dtype: str,
-        source: tuple[int, Sbp],
-        target: tuple[int, Sbp],
+        source: tuple[int, tuple[Sbp, ...]],
+        target: tuple[int, tuple[Sbp, ...]],
     ) -> Price:
-        """Return the price from one (stage, SBP on this axis) to another.
+        """Return the price from one (stage, SBP on these axes) to another.
 
         Args:
-            shape: Of what one group of ranks along the axis holds together.
+            shape: Of what one group of ranks along the axes holds together.
             dtype: Its dtype name.
-            source: (stage, SBP on this axis) that it comes from.
-            target: (stage, SBP on this axis) that it is to have.
+            source: (stage, SBP on these axes) that it comes from.
+            target: (stage, SBP on these axes) that it is to have.
 
         Returns:
             Seconds and bytes; infinite seconds if no route exists.
@@ -70,16 +67,24 @@ class AxisPrices:
         self,
         shape: tuple[int, ...],
         dtype: str,
-        source: tuple[int, Sbp],
-        target: tuple[int, Sbp],
+        source: tuple[int, tuple[Sbp, ...]],
+        target: tuple[int, tuple[Sbp, ...]],
     ) -> Price:
         try:
             found = route(
                 shape,
                 dtype,
-                (self._groups[source[0]], NdSbp(source[1])),
-                (self._groups[target[0]], NdSbp(target[1])),
+                (self._groups[source[0]], NdSbp(*source[1])),
+                (self._groups[target[0]], NdSbp(*target[1])),
             )
         except SbpError:
             return inf, 0
         return boxing_time_s(found, self._cluster), found.bytes * self._num_groups[source[0]]
+
+
+def _group(stage: Placement, axes: range) -> Placement:
+    """Return the first group of ranks along some mesh axes, as a mesh of these axes."""
+    for axis in reversed(range(stage.num_axes)):
+        if axis not in axes:
+            stage = stage.submesh(axis, 0)
+    return stage

@@ -3,20 +3,22 @@
 Mesh axes are decided one after the other, the outermost first, each exactly where that is possible
 (`axis`, `minsum`). This decomposition is legal because an n-D signature is legal iff its entries
 are legal on every axis and the axes do not clash, which later axes take into account; it is not
-always the n-D optimum, since an early axis does not foresee a later one.
+always the n-D optimum, since an early axis does not foresee a later one. `joint_problem` poses all
+axes at once, for planners that search that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sbp_core.errors import ConfigError, SignatureError
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer.axis import decide_axis
-from sbp_core.infer.pins import PIPE_AXIS, PinValue, resolve_pins
+from sbp_core.infer.pins import PIPE_AXIS, Pins, PinValue, resolve_pins
 from sbp_core.infer.predict import predict_cost
+from sbp_core.infer.problem import StepProblem
 from sbp_core.infer.stages import StagePatterns, assign_stages
 from sbp_core.infer.work import Decision, StepWork
 from sbp_core.placement import Placement
@@ -64,38 +66,112 @@ def infer_strategy(
         PlanError: nothing fulfils the pins or the stages.
         SignatureError: an operator has no signatures.
     """
-    graph = request.graph
-    placements = stages or stage_placements(request.mesh)
-    _check_placements(placements, request.cluster)
+    work, resolved = _work(request, pins, stages, stage_patterns)
     progress = request.progress or (lambda what, fraction: None)
-    progress("assigning stages", 0.0)
-    work = StepWork(
-        graph=graph,
-        placements=placements,
-        stages=assign_stages(graph, len(placements), stage_patterns),
-        cluster=request.cluster,
+    decision, optimal = _decided_by_axis(work, resolved, progress)
+    return strategy_of(
+        request,
+        work,
+        decision,
+        planner=planner,
+        in_flight=in_flight,
+        orders=orders,
+        staleness=staleness,
+        report={"optimal_by_axis": optimal, **(report or {})},
     )
-    resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
-    decision = Decision()
-    optimal: dict[str, bool] = {}
-    for axis, name in enumerate(work.axes):
-        progress(f"inferring mesh axis {name!r}", (1 + axis) / (2 + len(work.axes)))
-        optimal[name] = decide_axis(work, decision, axis, resolved)
+
+
+def joint_problem(
+    request: PlanRequest,
+    *,
+    pins: Mapping[str, PinValue] | None = None,
+    stages: tuple[Placement, ...] | None = None,
+    stage_patterns: StagePatterns = (),
+) -> StepProblem:
+    """Return the problem of a step on all mesh axes at once.
+
+    It starts from what is found axis by axis, which is one of its solutions: `strategy_of` makes a
+    strategy of the decision of any other.
+
+    Args:
+        request: See `infer_strategy`, as for all others.
+        pins: The planner's own pins.
+        stages: Placement of each stage.
+        stage_patterns: For each stage, patterns of module paths.
+
+    Raises:
+        ConfigError: a pin or stage pattern cannot be meant.
+        PlanError: nothing fulfils the pins or the stages.
+        SignatureError: an operator has no signatures.
+    """
+    work, resolved = _work(request, pins, stages, stage_patterns)
+    progress = request.progress or (lambda what, fraction: None)
+    decision, _ = _decided_by_axis(work, resolved, progress)
+    return StepProblem(work, decision, range(len(work.axes)), resolved)
+
+
+def strategy_of(
+    request: PlanRequest,
+    work: StepWork,
+    decision: Decision,
+    *,
+    planner: str,
+    in_flight: tuple[int, ...] | None = None,
+    orders: tuple[str, ...] = (),
+    staleness: tuple[int, ...] = (),
+    report: Mapping[str, Any] | None = None,
+) -> Strategy:
+    """Return the strategy of what is decided on all axes; see `infer_strategy` for the arguments.
+
+    Raises:
+        SignatureError: the signatures of an operator do not go together.
+    """
     _check_legal(work, decision)
-    quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
+    num_stages = len(work.placements)
+    quotas = in_flight or one_forward_one_backward(num_stages, work.graph.num_micro_batches)
     strategy = replace(
         _strategy(work, decision, planner, quotas),
         regather=request.regather,
         orders=orders,
         staleness=staleness,
     )
+    progress = request.progress or (lambda what, fraction: None)
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
-    found = {
-        **predict_cost(graph, strategy, request.cluster, request.options),
-        "optimal_by_axis": optimal,
-    }
+    found = predict_cost(work.graph, strategy, request.cluster, request.options)
     progress("planned", 1.0)
     return replace(strategy, report={**found, **(report or {})})
+
+
+def _work(
+    request: PlanRequest,
+    pins: Mapping[str, PinValue] | None,
+    stages: tuple[Placement, ...] | None,
+    stage_patterns: StagePatterns,
+) -> tuple[StepWork, Pins]:
+    """Return a request on its stages, and the pins of the planner and the user."""
+    placements = stages or stage_placements(request.mesh)
+    _check_placements(placements, request.cluster)
+    if request.progress:
+        request.progress("assigning stages", 0.0)
+    work = StepWork(
+        graph=request.graph,
+        placements=placements,
+        stages=assign_stages(request.graph, len(placements), stage_patterns),
+        cluster=request.cluster,
+    )
+    return work, resolve_pins(request.graph, work.axes, pins or {}, request.pins)
+
+
+def _decided_by_axis(
+    work: StepWork, pins: Pins, progress: Callable[[str, float], None]
+) -> tuple[Decision, dict[str, bool]]:
+    """Decide one axis after the other; say of each whether its choice is proved to be the best."""
+    decision = Decision()
+    optimal: dict[str, bool] = {}
+    for axis, name in enumerate(work.axes):
+        progress(f"inferring mesh axis {name!r}", (1 + axis) / (2 + len(work.axes)))
+        optimal[name] = decide_axis(work, decision, axis, pins)
+    return decision, optimal
 
 
 def stage_placements(mesh: Placement) -> tuple[Placement, ...]:

@@ -5,7 +5,7 @@ Searches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -97,6 +97,10 @@ class StepWork:
         """Return the shape of the mesh that a node runs on."""
         return self.mesh_shape(self.stages.nodes[node.name])
 
+    def has_ranks(self, axis: int) -> bool:
+        """Return whether any stage has several ranks along a mesh axis."""
+        return any(stage.mesh_shape[axis] > 1 for stage in self.placements)
+
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh axes of every stage."""
@@ -158,22 +162,22 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The legal signatures of one call on the next mesh axis, given those on the axes before.
+    """The legal signatures of one call on some mesh axes, given those on the axes before.
 
     Args:
-        parts: The signatures.
+        parts: The signatures, each with an entry for each of the axes.
         seconds: Time of the call on the axes so far under each.
     """
 
-    parts: tuple[Signature1d, ...]
+    parts: tuple[tuple[Signature1d, ...], ...]
     seconds: tuple[float, ...]
 
 
 class OptionTable:
-    """Finds the options of each node on one mesh axis; equal calls share them."""
+    """Finds the options of each node on successive mesh axes; equal calls share them."""
 
-    def __init__(self, work: StepWork, axis: int) -> None:
-        self._work, self._num_axes = work, axis + 1
+    def __init__(self, work: StepWork, axes: range) -> None:
+        self._work, self._axes = work, axes
         self._found: dict[tuple[str, tuple[int, ...], tuple[Signature1d, ...]], Options] = {}
 
     def options(self, node: Node, before: tuple[Signature1d, ...]) -> Options:
@@ -182,18 +186,31 @@ class OptionTable:
         Raises:
             SignatureError: the operator has no rule, or the rule does not fit.
         """
-        mesh_shape = self._work.mesh_shape_of(node)[: self._num_axes]
+        mesh_shape = self._work.mesh_shape_of(node)[: self._axes.stop]
         key = (self._work.kinds[node.name], mesh_shape, before)
         if key not in self._found:
             call = self._work.calls[node.name]
-            parts = continuations(call, before, mesh_shape)
+            combined = tuple(self._extended(call, before, mesh_shape))
             flop, device = work_flop(call), self._work.cluster.device
             seconds = tuple(
-                grid_time_s(call, combine((*before, part)), mesh_shape, device, flop)
-                for part in parts
+                grid_time_s(call, combine(parts), mesh_shape, device, flop) for parts in combined
             )
+            parts = tuple(one[self._axes.start :] for one in combined)
             self._found[key] = Options(parts=parts, seconds=seconds)
         return self._found[key]
+
+    def _extended(
+        self, call: OpCall, before: tuple[Signature1d, ...], mesh_shape: tuple[int, ...]
+    ) -> Iterator[tuple[Signature1d, ...]]:
+        """Yield every legal signature on all axes so far that begins with those before."""
+        if len(before) == len(mesh_shape):
+            yield before
+        elif not self._work.has_ranks(len(before)):
+            # All SBPs are the same thing there.
+            yield from self._extended(call, (*before, replicated(call)), mesh_shape)
+        else:
+            for part in continuations(call, before, mesh_shape[: len(before) + 1]):
+                yield from self._extended(call, (*before, part), mesh_shape)
 
 
 def shard_shape(

@@ -1,0 +1,98 @@
+"""What a strategy comes to: compiled, played in simulated time, its memory exact.
+
+All planners that compare plans compare these figures, so that none of them is told one thing and
+its user another. The limit is kept by what the compiled plan holds; without a tensor library, which
+says how results lie, by a bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.errors import PlanError, SbpLookupError
+from sbp_core.memory import CallLayouts, call_layouts, memory_bound, predict_memory
+from sbp_core.plugins import PlanRequest
+from sbp_core.simulate import simulate
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A strategy and what its compiled plan takes.
+
+    Args:
+        strategy: Of which the plan is.
+        step_s: Predicted time of a step, in seconds.
+        memory_bytes: What the fullest rank holds at its peak; of a plan whose bound fits the limit
+            that bound, which costs less to know.
+        is_exact: Whether it is what the rank holds, not a bound.
+        fits: Whether that is within the limit.
+    """
+
+    strategy: Strategy
+    step_s: float
+    memory_bytes: float
+    is_exact: bool
+    fits: bool
+
+    def __str__(self) -> str:
+        at_most = "" if self.is_exact else "at most "
+        short = "" if self.fits else ", does not fit"
+        return (
+            f"{format_seconds(self.step_s)} a step, {at_most}{format_bytes(self.memory_bytes)}"
+            f"{short}"
+        )
+
+    def rank(self) -> tuple[bool, float, float]:
+        """Return what is less of the better plan: fitting, then fast, then small."""
+        return not self.fits, self.step_s, self.memory_bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Compilation:
+    """Compiles the strategies of one request; what is learned of layouts is shared by all.
+
+    Args:
+        request: What is planned.
+        limit_bytes: Memory of one rank.
+    """
+
+    request: PlanRequest
+    limit_bytes: float
+    num_compiled: int = 0
+    _layouts: CallLayouts | None = field(default=None)
+
+    def compiled(self, strategy: Strategy, *, exact: bool = False) -> Compiled:
+        """Return what a strategy comes to.
+
+        Args:
+            strategy: For the graph of the request.
+            exact: Whether memory is to be known exactly even where a bound fits the limit.
+
+        Raises:
+            PlanError: it cannot be compiled.
+        """
+        request = self.request
+        options = request.options or CompileOptions(cluster=request.cluster)
+        plan = compile_plan(request.graph, strategy, options)
+        self.num_compiled += 1
+        memory_bytes, is_exact = self._memory(plan, exact=exact)
+        return Compiled(
+            strategy=strategy,
+            step_s=simulate(plan).step_s,
+            memory_bytes=memory_bytes,
+            is_exact=is_exact,
+            fits=memory_bytes <= self.limit_bytes,
+        )
+
+    def _memory(self, plan: PhysicalPlan, *, exact: bool) -> tuple[float, bool]:
+        bound = memory_bound(plan, self.request.graph)
+        if bound <= self.limit_bytes and not exact:
+            return bound, False
+        try:
+            self._layouts = self._layouts or call_layouts()
+            return float(predict_memory(plan, layouts=self._layouts).peak), True
+        except (SbpLookupError, PlanError):
+            return bound, False

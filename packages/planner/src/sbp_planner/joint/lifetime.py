@@ -1,0 +1,116 @@
+"""How long values are held, and how much each option of a variable makes of that.
+
+    states        stored all the time; replaced in place
+    a value       from the node that makes it to the last that uses it, at the places that these
+                  have in the graph; through views, which hold nothing themselves
+
+It is the shape of memory over the step and no promise: boxed copies, gathers, micro-batches in
+flight and the buffers of runtimes are not in it. What a plan holds, its compiled form says
+(`sbp_core.memory`); `joint.search` corrects the limit by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.graph import ITEMSIZE, TensorType
+from sbp_core.infer import StepProblem
+from sbp_core.sbp import NdSbp, Sbp, local_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """What the values of each variable hold.
+
+    Args:
+        usages: For each variable the bytes of each of its values on the fullest rank.
+        intervals: For each variable from which place of the graph to which it holds them.
+        limit_bytes: What all of them may hold at any place.
+    """
+
+    usages: tuple[NDArray[np.int64], ...]
+    intervals: tuple[tuple[int, int], ...]
+    limit_bytes: float
+
+    def within(self, limit_bytes: float) -> Held:
+        """Return the same under another limit."""
+        return replace(self, limit_bytes=limit_bytes)
+
+    def peak_bytes(self, values: Sequence[int]) -> int:
+        """Return what an assignment holds at most at any place."""
+        places = max((end for _, end in self.intervals), default=0)
+        change = np.zeros(places + 1, dtype=np.int64)
+        for usage, (start, end), value in zip(self.usages, self.intervals, values, strict=True):
+            change[start] += usage[value]
+            change[end] -= usage[value]
+        return int(np.cumsum(change).max(initial=0))
+
+
+def held(problem: StepProblem, limit_bytes: float) -> Held:
+    """Return what the variables of a step hold, on the fullest rank of each stage.
+
+    A stage has its own stretch of places, so that the limit is that of each.
+
+    Args:
+        problem: The step.
+        limit_bytes: Of one rank.
+    """
+    work = problem.work
+    graph, num_stages = work.graph, len(work.placements)
+    place = {node.name: at for at, node in enumerate(graph.nodes)}
+    length = len(graph.nodes) + 1
+    last = _last_uses(problem, place)
+    usages = [np.zeros(len(table), dtype=np.int64) for table in problem.unary]
+    intervals = [(0, 0)] * len(problem.unary)
+    for node in work.nodes:
+        variable, stage = problem.node_variable[node.name], work.stages.nodes[node.name]
+        if work.is_free(node):
+            continue
+        mesh_shape, start = work.mesh_shape(stage), place[node.name]
+        for at, value in enumerate(node.outputs):
+            tensor = graph.tensor(value)
+            usages[variable] += np.array(
+                [
+                    _bytes(tensor, [part.outputs[at] for part in option], mesh_shape)
+                    for option in problem.parts[node.name]
+                ],
+                dtype=np.int64,
+            )
+        end = max((last[value] for value in node.outputs), default=start) + 1
+        intervals[variable] = (stage * length + start, stage * length + end)
+    for entry in work.inputs:
+        variable, stage = problem.storage_variable[entry.name], work.stages.inputs[entry.name]
+        tensor, mesh_shape = graph.tensor(entry.name), work.mesh_shape(stage)
+        usages[variable] += np.array(
+            [_bytes(tensor, of, mesh_shape) for of in problem.storage_entries[entry.name]],
+            dtype=np.int64,
+        )
+        intervals[variable] = (stage * length, (stage + 1) * length)
+    assert num_stages * length >= max(end for _, end in intervals)
+    return Held(usages=tuple(usages), intervals=tuple(intervals), limit_bytes=limit_bytes)
+
+
+def _last_uses(problem: StepProblem, place: dict[str, int]) -> dict[str, int]:
+    """Return the place of the last use of each value, also of what views look at."""
+    work, graph = problem.work, problem.work.graph
+    last: dict[str, int] = {}
+    for node in reversed(work.nodes):
+        for value in node.outputs:
+            last.setdefault(value, place[node.name])
+        if work.is_free(node):
+            used = max((last[value] for value in node.outputs), default=place[node.name])
+        else:
+            used = place[node.name]
+        for value in graph.tensor_inputs(node):
+            last[value] = max(last.get(value, 0), used)
+    return last
+
+
+def _bytes(tensor: TensorType, sbp: Sequence[Sbp], mesh_shape: Sequence[int]) -> int:
+    shape = local_shape(tensor.shape, NdSbp(*sbp), mesh_shape, (0,) * len(mesh_shape))
+    return prod(shape) * ITEMSIZE[tensor.dtype]

@@ -1,0 +1,68 @@
+"""The settings of the planners that search signatures on all mesh axes at once.
+
+As in `configs`, messages begin with the name of the setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sbp_core.errors import ConfigError
+
+#: Pattern -> SBP, as of `ManualConfig`.
+PinMap = Mapping[str, str | Mapping[str, str]]
+
+
+def _check_limits(memory_bytes: float | None, **positive: float) -> None:
+    """Refuse limits that are none.
+
+    Raises:
+        ConfigError: one is not above 0.
+    """
+    for name, value in {"memory_bytes": memory_bytes, **positive}.items():
+        if value is not None and not value > 0:
+            unset = ", or null for the device's" if name == "memory_bytes" else ""
+            raise ConfigError(f"{name}={value}", accepted=f"a number above 0{unset}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IlpConfig:
+    """Settings of `sbp_planner.ilp`.
+
+    Args:
+        pins: What is decided before, as of `ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        time_limit_s: For each integer program, in seconds.
+        gap: Relative distance to the bound at which a program counts as solved, >= 0.
+        tied: Whether equal layers are decided alike, which makes the program that much smaller.
+    """
+
+    pins: PinMap = field(default_factory=dict)
+    memory_bytes: float | None = None
+    time_limit_s: float = 60.0
+    gap: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s)
+        if not self.gap >= 0:
+            raise ConfigError(f"gap={self.gap}", accepted="a number from 0, such as 0.01")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExhaustiveConfig:
+    """Settings of `sbp_planner.exhaustive`.
+
+    Args:
+        pins: What is decided before, as of `ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        max_assignments: Branches of the search that may be looked at.
+    """
+
+    pins: PinMap = field(default_factory=dict)
+    memory_bytes: float | None = None
+    max_assignments: int = 2_000_000
+
+    def __post_init__(self) -> None:
+        _check_limits(self.memory_bytes, max_assignments=self.max_assignments)

@@ -1,0 +1,534 @@
+"""What the search decides on some mesh axes at once: variables, their options, and what they cost.
+
+Variables
+    signature of each node            its options on these axes, given those on the axes before
+    storage of each tensor input      S(d) or B; one value if pinned; a state without a pin shares
+                                      the variable of its parameter if their shapes are equal
+
+Costs, in seconds of one step (a micro-batch's cost counts once for each micro-batch)
+    node        time of the op on the rank with the largest shard
+    conversion  for each value and each *distinct* target that its users ask for: the route from
+                what it is made as; users that ask for the same share one. New states are asked for
+                as they are stored, loss and metrics as B
+    tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
+                views of gradients rather pass partial values on
+
+Slices of an operator (`sbp_aten.passes.operator_slicing`) are boxed as the whole would be: a slice
+costs its share of that, not the latency of a message of its own, for which a larger tensor might be
+gathered.
+A slice of an input (`sbp.piece`) is cut from the input as it is stored, if it can be.
+
+Pins remove values from the variables: a pinned input has one storage, and the users of a pinned
+value keep only the signatures that take it so; a view of it is pinned to what it then must be.
+
+On one axis this is what `infer.axis` solves, axis after axis; on all axes it is the joint problem.
+Searches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isinf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.compile.levels import is_gathered_on_use
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import GraphInput, InputKind, Node, Rate, TensorType
+from sbp_core.graph.primitives import PIECE
+from sbp_core.infer.pins import PINS, Pin, Pins
+from sbp_core.infer.prices import Prices
+from sbp_core.infer.work import (
+    Decision,
+    OptionTable,
+    StepWork,
+    shard_shape,
+    smaller_shape,
+)
+from sbp_core.sbp import B, Broadcast, Partial, Sbp, Split
+from sbp_core.signatures.signature import Signature1d
+
+#: Seconds that stand for "not possible" in tables: far above any step, and finite, so that sums
+#: of tables stay numbers.
+FORBIDDEN_S = 1e9
+
+#: Weights of the tie-break: seconds for each byte, and for each step away from B.
+_TIE_S_PER_BYTE = 1e-18
+_TIE_S_PER_RANK = 1e-15
+
+Table = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+#: The SBP of a tensor on the axes of a problem.
+Entries = tuple[Sbp, ...]
+
+#: As the variable of an end: there is none, the end is always the same.
+NO_VARIABLE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ConversionEnd:
+    """One end of conversions: what a tensor is made as, or asked for as.
+
+    Args:
+        variable: The variable that decides it; `NO_VARIABLE` if it is always the first of
+            `entries`.
+        entries: The SBP on the axes of the problem for each value of the variable.
+        stage: Where.
+        before: The entries on the axes before.
+        phase: For the use of a value that each phase boxes for itself, that phase; else empty.
+        rate: For such a use, how often it is boxed; else None, as often as it is made.
+        as_stored: Whether it is not boxed at all, if it can be used as it is stored.
+    """
+
+    variable: int
+    entries: tuple[Entries, ...]
+    stage: int
+    before: tuple[Sbp, ...]
+    phase: str = ""
+    rate: Rate | None = None
+    as_stored: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What one variable asks for of a value: the target by its number, for each of its values.
+
+    Args:
+        variable: Which; `NO_VARIABLE` if the request is always that of `targets[0]`.
+        targets: (values of the variable,), numbers of columns of `ConversionGroup.costs`.
+    """
+
+    variable: int
+    targets: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ConversionGroup:
+    """All that is asked for of one value on one stage in one phase; equal targets are made once.
+
+        cost = sum over the distinct targets t that are asked for of costs[value of source, t]
+
+    Args:
+        value: Which value.
+        source: The variable that decides what it is made as.
+        costs: (values of the source, targets), seconds of a step.
+        requests: Of all users.
+    """
+
+    value: str
+    source: int
+    costs: Table
+    requests: tuple[Request, ...]
+
+    def cost(self, values: Sequence[int]) -> float:
+        """Return what is paid for a value of each variable, in seconds of a step."""
+        row = self.costs[values[self.source]]
+        asked = {
+            int(request.targets[0 if request.variable < 0 else values[request.variable]])
+            for request in self.requests
+        }
+        return sum(float(row[target]) for target in asked)
+
+    def own(self) -> tuple[Request, ...]:
+        """Return the requests that the source's own variable makes, or none."""
+        return tuple(r for r in self.requests if r.variable in (NO_VARIABLE, self.source))
+
+    def others(self) -> dict[int, list[Request]]:
+        """Return the requests of each other variable."""
+        found: dict[int, list[Request]] = {}
+        for request in self.requests:
+            if request.variable not in (NO_VARIABLE, self.source):
+                found.setdefault(request.variable, []).append(request)
+        return found
+
+
+class StepProblem:
+    """The variables and costs of a step on some mesh axes, given those on the axes before.
+
+    Args:
+        work: The step.
+        decision: What is decided on the axes before `axes`; the problem starts from what it says of
+            `axes` themselves, if it says that too.
+        axes: Successive mesh axes, such as `range(1, 2)`.
+        pins: What is decided already.
+
+    Raises:
+        PlanError: a pin asks for what an operator cannot take.
+        SignatureError: an operator has no signatures.
+    """
+
+    def __init__(self, work: StepWork, decision: Decision, axes: range, pins: Pins) -> None:
+        self.work, self.decision, self.axes, self.pins = work, decision, axes, pins
+        self.use = [
+            {value: pin for (value, at), pin in pins.use.items() if at == axis} for axis in axes
+        ]
+        self.prices = Prices(work.placements, axes, work.cluster)
+        #: Seconds of each value of each variable, by itself.
+        self.unary: list[Table] = []
+        #: A value of each variable.
+        self.start: list[int] = []
+        #: By node, the signature on each of the axes for each value of its variable.
+        self.parts: dict[str, tuple[tuple[Signature1d, ...], ...]] = {}
+        self.node_variable: dict[str, int] = {}
+        self.storage_variable: dict[str, int] = {}
+        self.storage_entries: dict[str, tuple[Entries, ...]] = {}
+        self.groups: list[ConversionGroup] = []
+        self._costs: dict[object, Table] = {}
+        self._add_storage()
+        self._add_nodes()
+        for value in work.graph.types:
+            if work.graph.is_tensor(value):
+                self.groups += self._groups_of(value)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many values each variable has."""
+        return tuple(map(len, self.unary))
+
+    def cost(self, values: Sequence[int]) -> float:
+        """Return what a value of each variable costs, in seconds of a step.
+
+        `FORBIDDEN_S` or more means that it cannot be.
+        """
+        seconds = sum(float(table[value]) for table, value in zip(self.unary, values, strict=True))
+        return seconds + sum(group.cost(values) for group in self.groups)
+
+    def decided(self, values: Sequence[int]) -> Decision:
+        """Return the decision on the axes up to these that a value of each variable means."""
+        first, before, found = self.axes.start, self.decision, Decision()
+        for node in self.work.nodes:
+            chosen = self.parts[node.name][values[self.node_variable[node.name]]]
+            found.nodes[node.name] = (*before.nodes.get(node.name, ())[:first], *chosen)
+        for entry in self.work.inputs:
+            stored = self.storage_entries[entry.name][values[self.storage_variable[entry.name]]]
+            found.storage[entry.name] = (*self._stored(entry.name)[:first], *stored)
+        return found
+
+    def variable(self, unary: Sequence[float], start: int = 0) -> int:
+        """Add a variable; return its number."""
+        self.start.append(start)
+        self.unary.append(np.array(unary, dtype=np.float64))
+        return len(self.unary) - 1
+
+    # Variables
+
+    def _before(self, of: Sequence[Sbp] | None) -> tuple[Sbp, ...]:
+        return tuple(of or ())[: self.axes.start]
+
+    def _decided(self, of: Sequence[object] | None) -> tuple[object, ...] | None:
+        """Return what was decided on the axes of the problem already, if it was."""
+        found = tuple(of or ())[self.axes.start : self.axes.stop]
+        return found if len(found) == len(self.axes) else None
+
+    def _add_storage(self) -> None:
+        # Parameters first: a state without a pin takes the variable of its parameter.
+        ordered = sorted(
+            self.work.inputs, key=lambda entry: entry.name in self.work.parameter_of_state
+        )
+        for entry in ordered:
+            pinned = any((entry.name, axis) in self.pins.storage for axis in self.axes)
+            parameter = self.work.parameter_of_state.get(entry.name)
+            if not pinned and parameter is not None:
+                self.storage_variable[entry.name] = self.storage_variable[parameter]
+                self.storage_entries[entry.name] = self.storage_entries[parameter]
+                continue
+            entries = tuple(self._storable(entry, self._before(self._stored(entry.name))))
+            self.storage_entries[entry.name] = entries
+            decided = self._decided(self._stored(entry.name))
+            start = entries.index(decided) if decided in entries else 0
+            self.storage_variable[entry.name] = self.variable(
+                [sum(map(_entry_tie_break, of)) for of in entries], start
+            )
+
+    def _stored(self, name: str) -> tuple[Sbp, ...]:
+        return self.decision.storage.get(name, ())
+
+    def _storable(self, entry: GraphInput, before: tuple[Sbp, ...]) -> Iterator[Entries]:
+        """Yield the ways in which an input may be stored on the axes, given those before."""
+        if len(before) == self.axes.stop:
+            yield before[self.axes.start :]
+            return
+        pin = self.pins.storage.get((entry.name, len(before)))
+        if pin is not None:
+            possible: tuple[Sbp, ...] = (pin.entry,)
+        elif entry.kind is InputKind.RNG or not self.work.has_ranks(len(before)):
+            # The state of a generator is no tensor of elements: half of it draws nothing.
+            possible = (B,)
+        else:
+            possible = (B, *self._splits(entry.name, before))
+        for one in possible:
+            yield from self._storable(entry, (*before, one))
+
+    def _splits(self, name: str, before: tuple[Sbp, ...]) -> list[Sbp]:
+        """Return the splits that leave no rank of the next axis without elements."""
+        tensor = self.work.graph.tensor(name)
+        mesh_shape = self.work.mesh_shape(self.work.stages.inputs[name])
+        shape, ranks = shard_shape(tensor, before, mesh_shape), mesh_shape[len(before)]
+        return [Split(dim) for dim, extent in enumerate(shape) if extent >= ranks]
+
+    def _add_nodes(self) -> None:
+        table = OptionTable(self.work, self.axes)
+        for node in self.work.nodes:
+            decided = self.decision.nodes.get(node.name, ())
+            options = table.options(node, decided[: self.axes.start])
+            kept = self._unpinned(node, options.parts)
+            times = self.work.executions(node.rate)
+            passes_on = node.name in self.work.views_of_gradients
+            parts = self.parts[node.name] = tuple(options.parts[at] for at in kept)
+            found = self._decided(decided)
+            self.node_variable[node.name] = self.variable(
+                [
+                    times * options.seconds[at]
+                    + sum(_signature_tie_break(passes_on, part) for part in options.parts[at])
+                    for at in kept
+                ],
+                parts.index(found) if found in parts else 0,
+            )
+
+    def _unpinned(self, node: Node, parts: Sequence[tuple[Signature1d, ...]]) -> list[int]:
+        """Return which options take the node's arguments as they are pinned."""
+        kept = list(range(len(parts)))
+        for axis, use in enumerate(self.use):
+            kept = self._unpinned_on(axis, use, node, parts, kept)
+        return kept
+
+    def _unpinned_on(
+        self,
+        axis: int,
+        use: dict[str, Pin],
+        node: Node,
+        parts: Sequence[tuple[Signature1d, ...]],
+        kept: list[int],
+    ) -> list[int]:
+        pinned = [
+            (at, value, use[value])
+            for at, value in enumerate(self.work.calls[node.name].tensor_names)
+            if value in use
+        ]
+        # Firm pins first. A pin that is not firm then chooses among what they leave, and gives way
+        # where they leave nothing that it fits.
+        for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
+            fits = [index for index in kept if parts[index][axis].inputs[at] == pin.entry]
+            if not fits and pin.firm:
+                possible = {parts[index][axis].inputs[at] for index in kept}
+                raise self._untakable(self.axes[axis], node, value, pin, possible)
+            kept = fits or kept
+        # What a view of a pinned value must be is pinned for its users too.
+        left = dict.fromkeys(parts[index][axis] for index in kept)
+        if len(left) == 1 and pinned and self.work.is_free(node) and pinned[0][2].firm:
+            (only,) = left
+            for value, entry in zip(node.outputs, only.outputs, strict=True):
+                use.setdefault(value, replace(pinned[0][2], entry=entry))
+        return kept
+
+    def _untakable(
+        self, axis: int, node: Node, value: str, pin: Pin, possible: set[Sbp]
+    ) -> PlanError:
+        return PlanError(
+            f"the pin '{pin.text}' asks that {value!r} is used as {pin.entry!r} on mesh axis "
+            f"{self.work.axes[axis]!r}, which {node.op} cannot take",
+            where=(*node.where(), PINS),
+            accepted=", ".join(sorted(map(repr, possible))),
+            todo="pin what is accepted, or pin another value on the way",
+        )
+
+    # Ends of conversions
+
+    def _source(self, value: str) -> _ConversionEnd:
+        work = self.work
+        node = work.graph.producers.get(value)
+        if node is None:
+            return self._storage_end(value)
+        at = node.outputs.index(value)
+        return _ConversionEnd(
+            variable=self.node_variable[node.name],
+            entries=_entries(self.parts[node.name], outputs=at),
+            stage=work.stages.nodes[node.name],
+            before=self._before(
+                self.decision.value(work.graph, value) if self.axes.start else None
+            ),
+        )
+
+    def _storage_end(self, name: str) -> _ConversionEnd:
+        return _ConversionEnd(
+            variable=self.storage_variable[name],
+            entries=self.storage_entries[name],
+            stage=self.work.stages.inputs[name],
+            before=self._before(self._stored(name)),
+        )
+
+    def _argument_ends(self, node: Node, value: str) -> list[_ConversionEnd]:
+        names = self.work.calls[node.name].tensor_names
+        before = self.decision.nodes.get(node.name, ())[: self.axes.start]
+        again = is_gathered_on_use(self.work.graph, value)
+        return [
+            _ConversionEnd(
+                variable=self.node_variable[node.name],
+                entries=_entries(self.parts[node.name], inputs=at),
+                stage=self.work.stages.nodes[node.name],
+                before=tuple(part.inputs[at] for part in before),
+                phase=node.phase.value if again else "",
+                rate=node.rate if again else None,
+                as_stored=node.op == PIECE and value in self.storage_variable,
+            )
+            for at, name in enumerate(names)
+            if name == value
+        ]
+
+    def _targets(self, value: str, source: _ConversionEnd) -> list[_ConversionEnd]:
+        ends = [
+            end
+            for user in self.work.graph.users[value]
+            if not user.is_host
+            for end in self._argument_ends(user, value)
+        ]
+        ends += [self._storage_end(state) for state in self.work.states_by_value.get(value, ())]
+        if value in self.work.reported_values:
+            ends.append(
+                _ConversionEnd(
+                    variable=NO_VARIABLE,
+                    entries=((B,) * len(self.axes),),
+                    stage=source.stage,
+                    before=(B,) * self.axes.start,
+                )
+            )
+        return ends
+
+    # Conversions
+
+    def _groups_of(self, value: str) -> Iterator[ConversionGroup]:
+        source = self._source(value)
+        together: dict[tuple[int, tuple[Sbp, ...], str, bool], list[_ConversionEnd]] = {}
+        for end in self._targets(value, source):
+            key = (end.stage, end.before, end.phase, end.as_stored)
+            together.setdefault(key, []).append(end)
+        for ends in together.values():
+            targets = tuple(dict.fromkeys(entries for end in ends for entries in end.entries))
+            costs = self._conversion_costs(value, source, ends[0], targets)
+            if costs.any():
+                number = {target: index for index, target in enumerate(targets)}
+                yield ConversionGroup(
+                    value=value,
+                    source=source.variable,
+                    costs=costs,
+                    requests=tuple(
+                        Request(
+                            end.variable,
+                            np.array([number[of] for of in end.entries], dtype=np.int64),
+                        )
+                        for end in ends
+                    ),
+                )
+
+    def _conversion_costs(
+        self,
+        value: str,
+        source: _ConversionEnd,
+        end: _ConversionEnd,
+        targets: tuple[Entries, ...],
+    ) -> Table:
+        """Return the cost of each target (columns) from each value of the source (rows)."""
+        tensor, slices = self._unsliced(value)
+        times = self.work.executions(end.rate or self.work.graph.rate_of(value))
+        made = (source.entries, source.stage, source.before)
+        # Repeated layers ask the same, under other names.
+        key = (tensor, slices, times, *made, end.stage, end.before, targets, end.as_stored)
+        if key not in self._costs:
+            single = self._target_costs(tensor, source, end, targets)
+            self._costs[key] = times / slices * single
+        return self._costs[key]
+
+    def _unsliced(self, value: str) -> tuple[TensorType, int]:
+        """Return the tensor that a value is a slice of, and of how many; else itself and 1."""
+        tensor, node = self.work.graph.tensor(value), self.work.graph.producers.get(value)
+        slices = 1 if node is None else node.num_slices
+        if slices == 1:
+            return tensor, 1
+        return replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] * slices)), slices
+
+    def _target_costs(
+        self,
+        tensor: TensorType,
+        source: _ConversionEnd,
+        end: _ConversionEnd,
+        targets: tuple[Entries, ...],
+    ) -> Table:
+        stage, before = end.stage, end.before
+        shape = smaller_shape(
+            shard_shape(tensor, source.before, self.work.mesh_shape(source.stage)),
+            shard_shape(tensor, before, self.work.mesh_shape(stage)),
+        )
+        # By SBP, as many signatures of a node differ in its arguments only and make the same.
+        rows: dict[Entries, list[float]] = {}
+        for entry in source.entries:
+            if entry not in rows:
+                stays = end.as_stored and entry in targets
+                rows[entry] = [
+                    FORBIDDEN_S
+                    if stays and target != entry
+                    else self._cost(shape, tensor.dtype, (source.stage, entry), (stage, target))
+                    for target in targets
+                ]
+        return np.array([rows[entry] for entry in source.entries], dtype=np.float64)
+
+    def _cost(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        source: tuple[int, Entries],
+        target: tuple[int, Entries],
+    ) -> float:
+        seconds, size_bytes = self.prices.price(shape, dtype, source, target)
+        return FORBIDDEN_S if isinf(seconds) else seconds + _TIE_S_PER_BYTE * size_bytes
+
+    # A first assignment
+
+    def start_greedily(self) -> None:
+        """Let each node in turn take the option that is cheapest after those before it."""
+        before: dict[int, list[tuple[ConversionGroup, Request]]] = {}
+        for group in self.groups:
+            for request in group.requests:
+                before.setdefault(request.variable, []).append((group, request))
+        for node in self.work.nodes:
+            variable = self.node_variable[node.name]
+            # Later nodes are not looked at: they follow this one, as minimising goes on from here.
+            cost = self.unary[variable].copy()
+            for group, request in before.get(variable, ()):
+                if group.source != variable:
+                    cost += group.costs[self.start[group.source], request.targets]
+            self.start[variable] = int(cost.argmin())
+
+
+def _entries(
+    parts: Sequence[tuple[Signature1d, ...]], *, inputs: int | None = None, outputs: int = 0
+) -> tuple[Entries, ...]:
+    """Return the SBP of one argument, or of one output, under each option."""
+    if inputs is not None:
+        return tuple(tuple(part.inputs[inputs] for part in option) for option in parts)
+    return tuple(tuple(part.outputs[outputs] for part in option) for option in parts)
+
+
+def _signature_tie_break(passes_on: bool, part: Signature1d) -> float:
+    """Return the tie-break of a signature; views of gradients pass partial values on.
+
+    What only the optimizer reduces can then travel together (`compile.buckets`).
+
+    before: g@(B) = all-reduce(g); view(g@(B)); update(..)      g of the backward phase
+    after:  view(g); view@(B) = all-reduce(view); update(..)
+    """
+    entries = (*part.inputs, *part.outputs)
+    if not passes_on:
+        return sum(map(_entry_tie_break, entries))
+    return sum(
+        0.0 if isinstance(e, Partial) else _TIE_S_PER_RANK + _entry_tie_break(e) for e in entries
+    )
+
+
+def _entry_tie_break(entry: Sbp) -> float:
+    """Return the tie-break of one entry: B before low dims before partial values."""
+    if isinstance(entry, Broadcast):
+        return 0.0
+    return _TIE_S_PER_RANK * (1 + entry.dim if isinstance(entry, Split) else 20)
