@@ -206,10 +206,9 @@ class ChoiceProblem:
         if not all(0 <= node < len(self.costs) for node in tie):
             raise self._error(f"ties[{n}] is {tie!r}", f"nodes from 0 to {len(self.costs) - 1}")
         if len({len(self.costs[node]) for node in tie}) > 1:
-            raise self._error(
-                f"ties[{n}] = {tuple(tie)} have {[len(self.costs[node]) for node in tie]} strategies",
-                "equally many strategies",
-            )
+            counts = [len(self.costs[node]) for node in tie]
+            what = f"the nodes of ties[{n}], {tuple(tie)}, have {counts} strategies"
+            raise self._error(what, "equally many strategies")
         return tuple(int(node) for node in tie)
 
 

@@ -25,6 +25,7 @@ linearised in another way).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -289,9 +290,31 @@ def _passed(
     lp.a_matrix_.start_ = starts.astype(np.int32)
     lp.a_matrix_.index_ = rows[order].astype(np.int32)
     lp.a_matrix_.value_ = entries[order]
-    model: Any = highspy.Highs()  # type: ignore[no-untyped-call]  # its constructor has no types
-    model.setOptionValue("output_flag", False)
+    model = _silent_model()
     model.setOptionValue("mip_rel_gap", gap)
     model.setOptionValue("mip_abs_gap", 0.0)
     model.passModel(lp)
+    return model
+
+
+def _silent_model() -> Any:
+    """Return an empty model that prints nothing.
+
+    Its constructor prints a banner to file descriptor 1, which may be somebody's output.
+    """
+    try:
+        stdout = os.dup(1)
+    except OSError:  # there is none
+        stdout = -1
+    try:
+        if stdout >= 0:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.close(nowhere)
+        model: Any = highspy.Highs()  # type: ignore[no-untyped-call]  # as highspy has it
+        model.setOptionValue("output_flag", False)
+    finally:
+        if stdout >= 0:
+            os.dup2(stdout, 1)
+            os.close(stdout)
     return model
