@@ -8,6 +8,7 @@ extended to all nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +87,18 @@ class Graph:
                 if first < end:
                     self._add_span(node, (first, end), problem.usages[node])
             self.drop_slack_rows()
+
+    def copy(self) -> Graph:
+        """Return a graph that shrinks on its own; they share arrays, which are not written to."""
+        other = copy(self)
+        other.cost = list(self.cost)
+        other.tables = [dict(tables) for tables in self.tables]
+        other.spans = [dict(spans) for spans in self.spans]
+        other.changed = [set(changed) for changed in self.changed]
+        other.alive = list(self.alive)
+        other.base = self.base.copy()
+        other._steps = list(self._steps)
+        return other
 
     def add_edge(self, u: int, v: int, table: Floats) -> None:
         """Add a table, of shape (strategies of u, of v), to the edge between two nodes."""

@@ -15,6 +15,9 @@ the program begins with none, and has the rows added that its solution exceeds, 
 none. The linear relaxation is solved so first, then the program with the rows found. Without some
 rows a bound is still a bound.
 
+Where no assignment that fits is known, the program may be *elastic*: capacity_t (1 + z) in place of
+capacity_t, for one z >= 0 that costs far more than all else.
+
 Costs are scaled to 10^6 at most. A row of bytes is divided by the greatest common divisor of its
 bytes, its capacity rounded down.
 
@@ -69,6 +72,7 @@ def solve_program(
     start: Ints | None = None,
     on_better: Callable[[Ints], None] | None = None,
     on_bound: Callable[[float], None] | None = None,
+    elastic: bool = False,
 ) -> ProgramResult:
     """Solve the integer program.
 
@@ -79,8 +83,10 @@ def solve_program(
         start: An allowed assignment that fits, to begin with.
         on_better: Told of assignments that fit, as they are found.
         on_bound: Told of lower bounds, as they are found.
+        elastic: Whether an assignment may exceed capacities, the least possible. The values are
+            then the last ones found, and the bound means nothing.
     """
-    return _Program(compact, deadline, gap, on_better, on_bound).solve(start)
+    return _Program(compact, deadline, gap, on_better, on_bound, elastic).solve(start)
 
 
 class _Program:
@@ -91,12 +97,14 @@ class _Program:
         gap: float,
         on_better: Callable[[Ints], None] | None,
         on_bound: Callable[[float], None] | None,
+        elastic: bool,
     ) -> None:
         self.compact = compact
         self.deadline = deadline
         self.gap = gap
         self.on_better = on_better
         self.on_bound = on_bound
+        self.elastic = elastic
         self.bound = -inf
         self.best: Ints | None = None
         self.best_cost = inf
@@ -104,9 +112,12 @@ class _Program:
         costs = [compact.cost, *(table[table < inf] for table in compact.tables)]
         cost = np.concatenate(costs)
         largest = float(np.abs(cost).max()) if len(cost) else 0.0
-        self.scale = _LARGEST_COST / largest if largest > 0 else 1.0
+        self.scale = (1.0 if elastic else _LARGEST_COST) / largest if largest > 0 else 1.0
         self.model = self._model(cost * self.scale)
         self.num_columns = len(cost)
+        if elastic:
+            # z comes last; the rows that it is in are added later.
+            self.model.addCol(_LARGEST_COST, 0.0, highspy.kHighsInf, 0, [], [])
 
     def solve(self, start: Ints | None) -> ProgramResult:
         if start is not None:
@@ -132,6 +143,8 @@ class _Program:
                 return self._result(self.bound)
             if self.compact.fits(found):
                 return self._result(self.bound, optimal=True)
+            if self.elastic:
+                self.best = found
             if not self._add_rows(self.compact.excess(found)):
                 # Within the tolerance of HiGHS, but not exactly: all rows are there already.
                 return self._result(self.bound)
@@ -159,6 +172,8 @@ class _Program:
         return ProgramResult(values=self.best, bound=bound, optimal=optimal)
 
     def _offer(self, values: Ints) -> None:
+        if self.elastic and self.best is None:
+            self.best = values
         cost = self.compact.total(values)
         if cost < self.best_cost and self.compact.fits(values):
             self.best, self.best_cost = values, cost
@@ -224,12 +239,16 @@ class _Program:
         unit = int(np.gcd.reduce(held[columns]))
         held, capacity = held[columns] // unit, int(compact.capacity[row]) // unit
         scale = min(1.0, _LARGEST_COST / int(held.max()))
+        entries = held * scale
+        if self.elastic:
+            columns = np.append(columns, self.num_columns)
+            entries = np.append(entries, -max(abs(capacity) * scale, 1.0))
         self.model.addRow(
             -highspy.kHighsInf,
             capacity * scale,
             len(columns),
             columns.astype(np.int32),
-            held * scale,
+            entries,
         )
         self.rows.add(row)
 
@@ -292,6 +311,7 @@ def _passed(
     lp.a_matrix_.value_ = entries[order]
     model = _silent_model()
     model.setOptionValue("mip_rel_gap", gap)
+    model.setOptionValue("threads", 1)
     model.setOptionValue("mip_abs_gap", 0.0)
     model.passModel(lp)
     return model

@@ -54,7 +54,7 @@ def reduce_problem(problem: ChoiceProblem, deadline: float) -> Graph:
     Raises:
         NothingAllowedError: If no assignment is allowed.
     """
-    reduction = _Reduction(problem, deadline)
+    reduction = _Reduction(Graph(problem), deadline)
     for tie in problem.ties:
         leader, *followers = dict.fromkeys(tie) or (0,)
         for node in followers:
@@ -65,11 +65,39 @@ def reduce_problem(problem: ChoiceProblem, deadline: float) -> Graph:
     return reduction.graph
 
 
+def reduce_further(
+    graph: Graph,
+    strategies: dict[int, NDArray[np.bool_]],
+    pairs: dict[tuple[int, int], NDArray[np.bool_]],
+    deadline: float,
+) -> Graph:
+    """Return what is left of a graph, of which a copy is made, when more is forbidden.
+
+    Args:
+        graph: What is left of a problem.
+        strategies: By node, which are allowed.
+        pairs: By edge, which pairs are allowed, of shape (strategies of both).
+        deadline: Of `time.monotonic`, in s.
+
+    Raises:
+        NothingAllowedError: If no assignment is allowed any more.
+    """
+    reduction = _Reduction(graph.copy(), deadline)
+    for (u, v), allowed in pairs.items():
+        table = reduction.graph.tables[u][v]
+        reduction.graph.set_edge(u, v, np.where(allowed, table, np.inf))
+    for node, allowed in strategies.items():
+        cost = reduction.graph.cost[node]
+        reduction.graph.cost[node] = np.where(allowed, cost, np.inf)
+    reduction.run()
+    return reduction.graph
+
+
 class _Reduction:
-    def __init__(self, problem: ChoiceProblem, deadline: float) -> None:
-        self.graph = Graph(problem)
+    def __init__(self, graph: Graph, deadline: float) -> None:
+        self.graph = graph
         self.deadline = deadline
-        count = problem.num_nodes
+        count = len(graph.cost)
         self.queue = deque(range(count))
         self.hubs: deque[int] = deque()
         self.queued = [True] * count
