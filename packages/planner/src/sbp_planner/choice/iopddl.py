@@ -1,0 +1,167 @@
+"""The JSON of the IOPDDL contest: read a problem, write an assignment.
+
+    {"problem": {"name": ..., "usage_limit": bytes,                                   (may lack)
+                 "nodes": {"intervals": [[0, 7], ...],     half-open; [0, 0] holds no memory
+                           "costs":     [[12, 40], ...],   by strategy; 10^18 or more forbids
+                           "usages":    [[64, 32], ...]},  bytes, by strategy
+                 "edges": {"nodes":     [[0, 3], ...],
+                           "costs":     [[0, 9, 9, 0], ...]}}}   row-major over both strategies
+
+A solution is the list of strategy indices, `[0, 2, 1]`, alone on the last line, as the contest
+wants it.
+
+Source: google/iopddl, `iopddl.cc` (`ReadProblem`) and `main.cc`; asplos-contest/2025, `IOPDDL.md`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbp_core.errors import SbpValueError
+from sbp_planner.choice.problem import ChoiceProblem, Floats
+
+#: Costs from here on forbid.
+FORBIDDEN = 1e18
+
+
+def read_problem(path: Path) -> ChoiceProblem:
+    """Return the problem of a file, plain or gzipped (told by its first bytes, not its name).
+
+    Raises:
+        SbpValueError: If the file cannot be read, is no JSON, or lacks something.
+    """
+    data = _load(path)
+    problem = _get(data, "problem", dict, path, "")
+    nodes = _get(problem, "nodes", dict, path, "problem.")
+    edges = problem.get("edges", {"nodes": [], "costs": []})
+    if not isinstance(edges, dict):
+        raise _wrong(path, "problem.edges", edges, "an object with nodes and costs")
+    costs = _tables(_get(nodes, "costs", list, path, "problem.nodes."), path, "problem.nodes.costs")
+    pairs, tables = _edges(
+        _get(edges, "nodes", list, path, "problem.edges."),
+        _tables(_get(edges, "costs", list, path, "problem.edges."), path, "problem.edges.costs"),
+        costs,
+        path,
+    )
+    limit = problem.get("usage_limit")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
+        raise _wrong(path, "problem.usage_limit", limit, "a number of bytes, or no such key")
+    intervals = _get(nodes, "intervals", list, path, "problem.nodes.")
+    for i, interval in enumerate(intervals):
+        if not isinstance(interval, list) or [type(value) for value in interval] != [int, int]:
+            raise _wrong(path, f"problem.nodes.intervals[{i}]", interval, "[start, end]")
+    usages = _get(nodes, "usages", list, path, "problem.nodes.")
+    for i, own in enumerate(usages):
+        if not isinstance(own, list):
+            raise _wrong(path, f"problem.nodes.usages[{i}]", own, "a list of bytes")
+    return ChoiceProblem(
+        costs=costs,
+        usages=usages,
+        intervals=intervals,
+        edges=pairs,
+        edge_costs=tables,
+        usage_limit=limit,
+        name=str(path),
+    )
+
+
+def write_assignment(path: Path, assignment: Sequence[int]) -> None:
+    """Write the strategy index of each node as one JSON list."""
+    path.write_text(json.dumps([int(strategy) for strategy in assignment]) + "\n")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        data = json.loads(content)
+    except OSError as error:
+        raise SbpValueError(
+            f"{path} cannot be read: {error.strerror or error}", accepted="a file of JSON, or .gz"
+        ) from error
+    except (ValueError, EOFError, zlib.error) as error:
+        raise SbpValueError(
+            f"{path} is no JSON: {error}", accepted="an instance of the IOPDDL contest, or its .gz"
+        ) from error
+    if not isinstance(data, dict):
+        raise _wrong(path, "the file", data, "an object with the key problem")
+    return data
+
+
+def _get(
+    data: dict[str, Any],
+    key: str,
+    kind: type[dict[Any, Any]] | type[list[Any]],
+    path: Path,
+    prefix: str,
+) -> Any:
+    words = "an object" if kind is dict else "a list"
+    if key not in data:
+        raise SbpValueError(
+            f"{prefix}{key} is missing",
+            where=str(path),
+            accepted=f"{words}; the keys here are {', '.join(map(str, data)) or 'none'}",
+        )
+    if not isinstance(data[key], kind):
+        raise _wrong(path, f"{prefix}{key}", data[key], words)
+    return data[key]
+
+
+def _wrong(path: Path, key: str, value: object, accepted: str) -> SbpValueError:
+    return SbpValueError(f"{key} is {value!r:.80}", where=str(path), accepted=accepted)
+
+
+def _tables(lists: list[Any], path: Path, key: str) -> list[Floats]:
+    """Return the lists of costs as arrays, `inf` where forbidden."""
+    for i, own in enumerate(lists):
+        if not isinstance(own, list):
+            raise _wrong(path, f"{key}[{i}]", own, "a list of costs")
+    # One conversion for all is many times faster than one for each.
+    try:
+        flat = np.array(list(chain.from_iterable(lists)), dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        for i, own in enumerate(lists):
+            if not all(isinstance(value, int | float) for value in own):
+                raise _wrong(path, f"{key}[{i}]", own, "a list of numbers") from None
+        raise _wrong(path, key, "with a number too large", "numbers below 1e308") from None
+    flat[flat >= FORBIDDEN] = np.inf
+    ends = np.cumsum([0, *map(len, lists)])
+    return [flat[a:b] for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+
+
+def _edges(
+    nodes: list[Any], flat: list[Floats], costs: list[Floats], path: Path
+) -> tuple[list[tuple[int, int]], list[Floats]]:
+    if len(nodes) != len(flat):
+        raise SbpValueError(
+            f"problem.edges has {len(nodes)} nodes and {len(flat)} costs",
+            where=str(path),
+            accepted="as many of both",
+        )
+    tables = []
+    for n, (pair, own) in enumerate(zip(nodes, flat, strict=True)):
+        if (
+            not isinstance(pair, list)
+            or [type(node) for node in pair] != [int, int]
+            or not all(0 <= node < len(costs) for node in pair)
+        ):
+            accepted = f"two nodes, each from 0 to {len(costs) - 1}"
+            raise _wrong(path, f"problem.edges.nodes[{n}]", pair, accepted)
+        shape = len(costs[pair[0]]), len(costs[pair[1]])
+        if own.size != shape[0] * shape[1]:
+            raise SbpValueError(
+                f"problem.edges.costs[{n}], of nodes {pair}, has {own.size} entries",
+                where=str(path),
+                accepted=f"{shape[0]} x {shape[1]}, the strategies of the two nodes",
+            )
+        tables.append(own.reshape(shape))
+    return [(pair[0], pair[1]) for pair in nodes], tables

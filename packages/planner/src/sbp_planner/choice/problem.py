@@ -1,0 +1,296 @@
+"""A choice problem: one strategy for each node, least total cost, within a memory limit over time.
+
+    minimise    sum_i cost_i(s_i) + sum_(u,v) edge_cost_uv(s_u, s_v)
+    such that   sum of usage_i(s_i) over the nodes live at t  <=  usage_limit      for every time t
+                s_i = s_j                                            for i and j of one tie
+
+What intra-operator parallelism is after: a node is an operator (or a tensor), a strategy one way to
+split it, an edge the boxing between two of them. Holds the problem, and what an assignment costs;
+solves nothing.
+
+Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep
+Learning", OSDI 2022, section 4.2; the contest of ASPLOS 2025, "Intra-Operator Parallelism for
+Distributed Deep Learning", from which the words node, strategy, usage and interval are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor, inf, isinf, isnan
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.errors import SbpValueError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: Sums of usages must stay below this to be exact in int64.
+_MAX_TOTAL_USAGE = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChoiceProblem:
+    """Nodes with strategies, edges with cost matrices, and a limit of memory.
+
+    Args:
+        costs: For each node the cost of each of its strategies, one or more; float64, `inf`
+            forbids.
+        usages: For each node the bytes that each strategy holds while the node lives, >= 0; None if
+            no memory is counted. May be Python ints of any size.
+        intervals: For each node its half-open lifetime (start, end), >= 0; empty if start >= end.
+            None: every node lives in (0, 1), so that all count at once.
+        edges: Pairs of nodes; the same pair may come several times, and a node with itself.
+        edge_costs: For each edge its costs, float64 of shape (strategies of u, strategies of v);
+            `inf` forbids.
+        usage_limit: Bytes that all live nodes together may hold at any time; None: no limit.
+        ties: Groups of nodes that take the same strategy index, hence have equally many.
+        name: Of the problem, for messages.
+    """
+
+    costs: Sequence[Floats]
+    usages: Sequence[Ints] | None = None
+    intervals: Sequence[tuple[int, int]] | None = None
+    edges: Sequence[tuple[int, int]] = ()
+    edge_costs: Sequence[Floats] = ()
+    usage_limit: float | None = None
+    ties: Sequence[Sequence[int]] = ()
+    name: str = "choice problem"
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(
+            self, "costs", tuple(self._table(f"costs[{i}]", c, 1) for i, c in enumerate(self.costs))
+        )
+        sizes = self.sizes
+        for i, size in enumerate(sizes):
+            if size == 0:
+                raise self._error(f"node {i} has no strategy", "one or more strategies a node")
+        put(self, "edges", tuple(self._pair(n, pair) for n, pair in enumerate(self.edges)))
+        if len(self.edges) != len(self.edge_costs):
+            raise self._error(
+                f"{len(self.edges)} edges and {len(self.edge_costs)} edge_costs", "as many of both"
+            )
+        put(
+            self, "edge_costs", tuple(self._edge_table(n, c) for n, c in enumerate(self.edge_costs))
+        )
+        put(self, "intervals", self._checked_intervals())
+        limit, usages = self._checked_usages()
+        put(self, "usage_limit", limit)
+        put(self, "usages", usages)
+        put(self, "ties", tuple(self._tie(n, tie) for n, tie in enumerate(self.ties)))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.costs)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of strategies of each node."""
+        return [len(cost) for cost in self.costs]
+
+    def _error(self, what: str, accepted: str) -> SbpValueError:
+        return SbpValueError(what, where=self.name, accepted=accepted)
+
+    def _table(self, key: str, values: Any, ndim: int) -> Floats:
+        try:
+            table: Floats = np.asarray(values, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._error(f"{key} is {values!r:.80}", "numbers") from error
+        if table.ndim != ndim:
+            raise self._error(f"{key} has shape {table.shape}", f"{ndim} dims")
+        # A minimum is NaN if some entry is.
+        if table.size and not table.min() > -inf:
+            raise self._error(f"{key} has the cost NaN or -inf", "finite numbers, or inf to forbid")
+        return table
+
+    def _pair(self, n: int, pair: Sequence[int]) -> tuple[int, int]:
+        if len(pair) != 2 or not all(0 <= node < len(self.costs) for node in pair):
+            raise self._error(
+                f"edges[{n}] is {pair!r}", f"two nodes, each from 0 to {len(self.costs) - 1}"
+            )
+        return int(pair[0]), int(pair[1])
+
+    def _edge_table(self, n: int, values: Any) -> Floats:
+        table = self._table(f"edge_costs[{n}]", values, 2)
+        u, v = self.edges[n]
+        accepted = (len(self.costs[u]), len(self.costs[v]))
+        if table.shape != accepted:
+            raise self._error(
+                f"edge_costs[{n}], of edge {(u, v)}, has shape {table.shape}",
+                f"shape {accepted}: strategies of the two nodes",
+            )
+        return table
+
+    def _checked_intervals(self) -> tuple[tuple[int, int], ...]:
+        if self.intervals is None:
+            return ((0, 1),) * len(self.costs)
+        if len(self.intervals) != len(self.costs):
+            raise self._error(
+                f"{len(self.intervals)} intervals and {len(self.costs)} nodes", "as many of both"
+            )
+        found = []
+        for i, interval in enumerate(self.intervals):
+            if len(interval) != 2 or min(interval) < 0:
+                raise self._error(
+                    f"intervals[{i}] is {interval!r}", "a pair (start, end) of numbers >= 0"
+                )
+            start, end = int(interval[0]), int(interval[1])
+            found.append((start, end) if start < end else (0, 0))
+        return tuple(found)
+
+    def _checked_usages(self) -> tuple[float | None, tuple[Ints, ...] | None]:
+        limit = self.usage_limit
+        if limit is not None and isnan(limit):
+            raise self._error("usage_limit is NaN", "bytes, or None for no limit")
+        if self.usages is None:
+            return (None if limit is None or limit >= 0 else limit), None
+        if len(self.usages) != len(self.costs):
+            raise self._error(
+                f"{len(self.usages)} usages and {len(self.costs)} nodes", "as many of both"
+            )
+        whole = None if limit is None or isinf(limit) else floor(limit)
+        if limit is not None and limit == -inf:
+            whole = -1
+        found: list[Ints] = []
+        for i, own in enumerate(self.usages):
+            if len(own) != len(self.costs[i]):
+                raise self._error(
+                    f"usages[{i}] has {len(own)} entries and costs[{i}] has {len(self.costs[i])}",
+                    "as many of both",
+                )
+            found.append(self._usage(i, own, whole))
+        if whole is not None:
+            whole = self._scaled(found, whole)
+        return whole, tuple(found)
+
+    def _usage(self, i: int, own: Any, limit: int | None) -> Ints:
+        array = np.asarray(own)
+        if array.dtype.kind not in "iu" or (array.size and int(array.max()) > _MAX_TOTAL_USAGE):
+            # What is beyond int64, or beyond the limit, is all the same: it never fits.
+            most = _MAX_TOTAL_USAGE if limit is None else min(max(limit, 0) + 1, _MAX_TOTAL_USAGE)
+            try:
+                whole = [most if value >= most else int(value) for value in own]
+                odd = [value for value in own if value < most and value != int(value)]
+            except (TypeError, ValueError) as error:
+                raise self._error(
+                    f"usages[{i}] is {own!r:.80}", "whole numbers of bytes"
+                ) from error
+            if odd:
+                raise self._error(f"usages[{i}] has {odd[0]!r}", "whole numbers of bytes")
+            array = np.asarray(whole, dtype=np.int64)
+        if array.size and array.min() < 0:
+            raise self._error(f"usages[{i}] has {array.min()}", "bytes >= 0")
+        result = array.astype(np.int64, copy=False)
+        if limit is not None and result.size and result.max() > limit + 1:
+            result = np.minimum(result, max(limit, 0) + 1)
+        return result
+
+    def _scaled(self, usages: list[Ints], limit: int) -> int | None:
+        """Make sums fit int64, in place, by dropping low bits (usages up, the limit down)."""
+        total = sum(int(own.max()) for own in usages)
+        if total <= limit:
+            return None
+        bits = 0
+        while total >> bits > _MAX_TOTAL_USAGE:
+            bits += 1
+        if bits:
+            usages[:] = [-(-own >> bits) for own in usages]
+        return limit >> bits
+
+    def _tie(self, n: int, tie: Sequence[int]) -> tuple[int, ...]:
+        if not all(0 <= node < len(self.costs) for node in tie):
+            raise self._error(f"ties[{n}] is {tie!r}", f"nodes from 0 to {len(self.costs) - 1}")
+        if len({len(self.costs[node]) for node in tie}) > 1:
+            counts = [len(self.costs[node]) for node in tie]
+            what = f"the nodes of ties[{n}], {tuple(tie)}, have {counts} strategies"
+            raise self._error(what, "equally many strategies")
+        return tuple(int(node) for node in tie)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an assignment costs.
+
+    Args:
+        cost: Total of nodes and edges; `inf` if something forbidden is chosen, a tie broken, or the
+            limit of memory exceeded.
+        peak_usage: Most bytes held at any time.
+        peak_time: The first time at which that is so; 0 if nothing is held.
+        reason: Why the cost is `inf`; empty if it is not.
+    """
+
+    cost: float
+    peak_usage: int
+    peak_time: int
+    reason: str = ""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the assignment is allowed and fits."""
+        return not self.reason
+
+
+def evaluate(problem: ChoiceProblem, assignment: Sequence[int]) -> Evaluation:
+    """Return cost and memory of an assignment.
+
+    Args:
+        problem: The problem.
+        assignment: A strategy index for each node.
+
+    Raises:
+        SbpValueError: If the assignment is not one strategy for each node.
+    """
+    if len(assignment) != problem.num_nodes:
+        raise SbpValueError(
+            f"the assignment has {len(assignment)} entries",
+            where=problem.name,
+            accepted=f"{problem.num_nodes}, one for each node",
+        )
+    for i, (s, size) in enumerate(zip(assignment, problem.sizes, strict=True)):
+        if not 0 <= s < size:
+            raise SbpValueError(
+                f"the assignment has strategy {s} for node {i}",
+                where=problem.name,
+                accepted=f"0 to {size - 1}",
+            )
+    node_cost = sum(float(c[s]) for c, s in zip(problem.costs, assignment, strict=True))
+    edge_cost = sum(
+        float(c[assignment[u], assignment[v]])
+        for (u, v), c in zip(problem.edges, problem.edge_costs, strict=True)
+    )
+    time, usage = _peak(problem, assignment)
+    reason = ""
+    if isinf(node_cost + edge_cost):
+        reason = "a forbidden strategy, or pair of strategies, is chosen"
+    elif problem.usage_limit is not None and usage > problem.usage_limit:
+        reason = f"{usage} bytes are held at time {time}, the limit is {problem.usage_limit}"
+    elif broken := [tie for tie in problem.ties if len({assignment[i] for i in tie}) > 1]:
+        reason = f"the tied nodes {broken[0]} take different strategies"
+    cost = inf if reason else node_cost + edge_cost
+    return Evaluation(cost=cost, peak_usage=usage, peak_time=time, reason=reason)
+
+
+def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
+    """Return the first time of the most usage, and that usage."""
+    if problem.usages is None or not problem.costs:
+        return 0, 0
+    assert problem.intervals is not None
+    held = np.array([own[s] for own, s in zip(problem.usages, assignment, strict=True)])
+    spans = np.array(problem.intervals, dtype=np.int64)
+    live = spans[:, 0] < spans[:, 1]
+    # Usage changes where a node is born or dies: +usage at the start, -usage at the end.
+    times = np.concatenate([spans[live, 0], spans[live, 1]])
+    steps = np.concatenate([held[live], -held[live]])
+    points, place = np.unique(times, return_inverse=True)
+    if not len(points):
+        return 0, 0
+    change = np.zeros(len(points), dtype=np.int64)
+    np.add.at(change, place, steps)
+    level = np.cumsum(change)
+    at = int(level.argmax())
+    return (int(points[at]), int(level[at])) if level[at] > 0 else (0, 0)

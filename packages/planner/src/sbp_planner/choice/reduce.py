@@ -1,0 +1,295 @@
+"""Exact reductions: a smaller problem of the same least cost.
+
+Applied until none applies any more (or time is up, which leaves a larger problem, no wrong one):
+
+    forbidden    a strategy that some neighbour cannot answer is dropped
+    shift        the least cost of each row and column of an edge moves to its nodes; an edge of
+                 which nothing is left is dropped (it was a sum of two node costs)
+    single       a node with one strategy is put into its neighbours
+    follow       a node of which each strategy of a neighbour allows one only is put into that
+                 neighbour, memory and edges and all (tied nodes, "follow chains" of operators)
+    eliminate    a node without memory, of degree 0, 1 or 2: the minimum over it takes its place
+    dominated    a strategy is dropped if another costs no more whatever the neighbours take, and
+                 holds no more bytes at any time
+    pair         for one strategy of one neighbour, a strategy dominated so is forbidden; often only
+                 one is left for each, and the node follows
+    rows         times at which all choices together fit are dropped
+
+    before  a --- b --- c        after  a === c     b eliminated
+                  |                                 d has for each strategy of b a best one: follows
+                  d
+
+Source: Dechter, "Bucket elimination", Artificial Intelligence 113 (1999); Jia et al., ICML 2018,
+section 5 (elimination of nodes and edges); Goldstein, "Efficient rotamer elimination", Biophysical
+Journal 66 (1994) (dominated strategies, there of protein side chains).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_planner.choice.graph import Graph, Indices
+from sbp_planner.choice.problem import ChoiceProblem, Floats
+
+#: Beyond these, dominance is not looked for: the comparison would cost more than it brings.
+_MAX_DEGREE = 24
+_MAX_PAIR_DEGREE = 4
+_MAX_COMPARED = 1 << 20
+
+#: Nodes of larger degree wait until all others are done, as each of these may change them.
+_HUB = 16
+
+
+def reduce_problem(problem: ChoiceProblem, deadline: float) -> Graph:
+    """Return what is left of a problem.
+
+    Args:
+        problem: The problem.
+        deadline: Of `time.monotonic`, in s; when it has passed, what is left is returned.
+
+    Raises:
+        NothingAllowedError: If no assignment is allowed.
+    """
+    reduction = _Reduction(Graph(problem), deadline)
+    for tie in problem.ties:
+        leader, *followers = dict.fromkeys(tie) or (0,)
+        for node in followers:
+            leader = reduction.root(leader)
+            if (node := reduction.root(node)) != leader:
+                reduction.tie(node, leader)
+    reduction.run()
+    return reduction.graph
+
+
+def reduce_further(
+    graph: Graph,
+    strategies: dict[int, NDArray[np.bool_]],
+    pairs: dict[tuple[int, int], NDArray[np.bool_]],
+    deadline: float,
+) -> Graph:
+    """Return what is left of a graph, of which a copy is made, when more is forbidden.
+
+    Args:
+        graph: What is left of a problem.
+        strategies: By node, which are allowed.
+        pairs: By edge, which pairs are allowed, of shape (strategies of both).
+        deadline: Of `time.monotonic`, in s.
+
+    Raises:
+        NothingAllowedError: If no assignment is allowed any more.
+    """
+    reduction = _Reduction(graph.copy(), deadline)
+    for (u, v), allowed in pairs.items():
+        table = reduction.graph.tables[u][v]
+        reduction.graph.set_edge(u, v, np.where(allowed, table, np.inf))
+    for node, allowed in strategies.items():
+        cost = reduction.graph.cost[node]
+        reduction.graph.cost[node] = np.where(allowed, cost, np.inf)
+    reduction.run()
+    return reduction.graph
+
+
+class _Reduction:
+    def __init__(self, graph: Graph, deadline: float) -> None:
+        self.graph = graph
+        self.deadline = deadline
+        count = len(graph.cost)
+        self.queue = deque(range(count))
+        self.hubs: deque[int] = deque()
+        self.queued = [True] * count
+        self.leaders = list(range(count))
+
+    def root(self, node: int) -> int:
+        """Return the node that stands for a tied one."""
+        while self.leaders[node] != node:
+            node = self.leaders[node]
+        return node
+
+    def tie(self, node: int, leader: int) -> None:
+        """Let a node take the strategy index of another."""
+        self.leaders[node] = leader
+        self.graph.follow(node, leader, np.arange(len(self.graph.cost[leader])))
+
+    def push(self, node: int) -> None:
+        """Have a node looked at again."""
+        if not self.queued[node] and self.graph.alive[node]:
+            self.queued[node] = True
+            small = len(self.graph.tables[node]) <= _HUB
+            (self.queue if small else self.hubs).append(node)
+
+    def run(self) -> None:
+        """Apply the reductions until none applies or time is up."""
+        while True:
+            while (self.queue or self.hubs) and time.monotonic() < self.deadline:
+                node = (self.queue or self.hubs).popleft()
+                self.queued[node] = False
+                if self.graph.alive[node]:
+                    self._visit(node)
+            touched = self.graph.drop_slack_rows() if self.graph.limit is not None else set()
+            for node in touched:
+                self.push(node)
+            if not touched or time.monotonic() >= self.deadline:
+                return
+
+    def _visit(self, node: int) -> None:
+        """Apply the first reduction that applies to a node; it is queued again if one did."""
+        graph = self.graph
+        if self._drop_forbidden(node) or self._shift(node):
+            return
+        tables = graph.tables[node]
+        degree = len(tables)
+        if not graph.spans[node] and (degree <= 1 or (degree == 2 and self._pays(node))):
+            neighbours = tuple(tables)
+            graph.eliminate(node)
+            self._push_all(neighbours)
+        elif len(graph.cost[node]) == 1:
+            self._fold(node)
+        elif degree <= _MAX_DEGREE:
+            self._drop_dominated(node)
+
+    def _push_all(self, nodes: tuple[int, ...]) -> None:
+        for node in nodes:
+            self.push(node)
+
+    def _drop_forbidden(self, node: int) -> bool:
+        graph = self.graph
+        allowed = graph.cost[node] < np.inf
+        for other in graph.changed[node]:
+            table = graph.tables[node].get(other)
+            if table is not None:
+                allowed &= table.min(axis=1) < np.inf
+        if allowed.all():
+            return False
+        self._keep(node, np.flatnonzero(allowed))
+        return True
+
+    def _keep(self, node: int, kept: Indices) -> None:
+        self.graph.keep(node, kept)
+        self._push_all((node, *self.graph.tables[node]))
+
+    def _shift(self, node: int) -> bool:
+        """Move costs of changed edges to their nodes; let a node follow if its edge says so."""
+        graph = self.graph
+        changed, graph.changed[node] = graph.changed[node], set()
+        leader: tuple[int, Indices] | None = None
+        for other in changed:
+            if other not in graph.tables[node]:
+                continue
+            table = graph.tables[node][other]
+            columns = table.min(axis=0)
+            if columns.max() == np.inf:
+                # The other end drops strategies first, and this edge comes again.
+                self.push(other)
+                continue
+            if columns.any():
+                table = table - columns
+                graph.cost[other] = graph.cost[other] + columns
+                self.push(other)
+            rows = table.min(axis=1)
+            if rows.any():
+                table = table - rows[:, None]
+                graph.cost[node] = graph.cost[node] + rows
+            if not table.any():
+                graph.drop_edge(node, other)
+                self._push_all((node, other))
+                continue
+            graph.tables[node][other], graph.tables[other][node] = table, table.T
+            graph.changed[other].discard(node)
+            strategies = _decided(table)
+            back = _decided(table.T)
+            if strategies is not None and back is not None:
+                # Either may follow: the one with fewer edges to move does.
+                if len(graph.tables[node]) <= len(graph.tables[other]):
+                    back = None
+                else:
+                    strategies = None
+            if strategies is not None:
+                leader = other, strategies
+            elif back is not None:
+                # The other end follows, when its turn comes.
+                graph.changed[other].add(node)
+                self.push(other)
+        if leader is None:
+            return False
+        neighbours = tuple(graph.tables[node])
+        graph.follow(node, *leader)
+        self._push_all(neighbours)
+        return True
+
+    def _pays(self, node: int) -> bool:
+        """Return whether eliminating a node of degree 2 makes no much larger table."""
+        first, second = (table.shape[1] for table in self.graph.tables[node].values())
+        return bool(first * second <= 2 * len(self.graph.cost[node]) * (first + second))
+
+    def _fold(self, node: int) -> None:
+        """Put a node with one strategy into its neighbours; its memory is in the base already."""
+        graph = self.graph
+        neighbours = tuple(graph.tables[node])
+        for other in neighbours:
+            graph.cost[other] = graph.cost[other] + graph.tables[node][other][0]
+            graph.drop_edge(node, other)
+        graph.eliminate(node)
+        self._push_all(neighbours)
+
+    def _drop_dominated(self, node: int) -> None:
+        """Drop dominated strategies of a node; if there are none, forbid dominated pairs."""
+        graph = self.graph
+        cost, tables = graph.cost[node], graph.tables[node]
+        size = len(cost)
+        if size * size * max((t.shape[1] for t in tables.values()), default=1) > _MAX_COMPARED:
+            return
+        # fits[s, t]: t holds no more bytes than s at any time.
+        fits = ~np.eye(size, dtype=bool)
+        for usage in graph.spans[node].values():
+            fits &= usage[None, :] <= usage[:, None]
+        if not fits.any():
+            return
+        # added[s, t]: the most that t in place of s may add.
+        differences = {other: _differences(table) for other, table in tables.items()}
+        most = {other: difference.max(axis=2) for other, difference in differences.items()}
+        own = cost[None, :] - cost[:, None]
+        with np.errstate(invalid="ignore"):  # NaN, as of inf - inf, is not below 0: nothing is lost
+            added = own + sum(most.values())
+        beaten = _beaten(fits & (added <= 0))
+        if beaten.any():
+            self._keep(node, np.flatnonzero(~beaten))
+            return
+        if len(tables) > _MAX_PAIR_DEGREE:
+            return
+        for other, table in list(tables.items()):
+            with np.errstate(invalid="ignore"):
+                rest = own + sum(m for neighbour, m in most.items() if neighbour != other)
+                better = fits[:, :, None] & (rest[:, :, None] + differences[other] <= 0)
+            pairs = _beaten(better & (table < np.inf)[:, None, :]) & (table < np.inf)
+            if pairs.any():
+                graph.set_edge(node, other, np.where(pairs, np.inf, table))
+                self._push_all((node, other))
+                return
+
+
+def _decided(table: Floats) -> Indices | None:
+    """Return the one strategy that each strategy of the neighbour allows, if it is one for each."""
+    allowed = table < np.inf
+    return allowed.argmax(axis=0) if (allowed.sum(axis=0) == 1).all() else None
+
+
+def _differences(table: Floats) -> Floats:
+    """Return at [s, t, r] what t in place of s adds beside r; -inf where s is forbidden."""
+    with np.errstate(invalid="ignore"):
+        difference = table[None, :, :] - table[:, None, :]
+    forbidden = np.broadcast_to((table == np.inf)[:, None, :], difference.shape)
+    result: Floats = np.where(forbidden, -np.inf, difference)
+    return result
+
+
+def _beaten(better: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which s some t beats, `better[s, t]` (and more axes); of equals the first stays."""
+    count = len(better)
+    later = np.arange(count)[None, :] > np.arange(count)[:, None]
+    later = later.reshape(count, count, *[1] * (better.ndim - 2))
+    strictly = better & ~(better.swapaxes(0, 1) & later)
+    return np.asarray(strictly.any(axis=1))
