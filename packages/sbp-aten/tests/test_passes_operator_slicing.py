@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sbp_aten.pass_options import PassOptions, SliceAlong, Slicing
+from sbp_aten.pass_options import PassOptions, Slicing
 from sbp_aten.passes import prepare_step, share_expressions
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_core.check import check
@@ -20,6 +20,7 @@ from sbp_core.compile.physical import Collective, PhysicalPlan
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import Phase, TensorType
+from sbp_core.graph_variant import SliceAlong
 from sbp_core.infer import infer_strategy
 from sbp_core.infer.pins import PinValue, activations
 from sbp_core.memory import RankMemory, predict_memory

@@ -10,13 +10,13 @@ from sbp_aten.pass_options import (
     ClassSplit,
     MixedPrecision,
     PassOptions,
-    SliceAlong,
     Slicing,
 )
 from sbp_aten.passes import prepare_step
 from sbp_aten.passes.pipeline import chosen_passes
 from sbp_core.errors import ConfigError, GraphError
 from sbp_core.graph import LogicalGraph
+from sbp_core.graph_variant import SliceAlong
 from sbp_core.passes import RecomputeOptions
 from sbp_core.plugins.settings import merge_settings
 from sbp_core.testing.graphs import mlp

@@ -62,10 +62,11 @@ class ExhaustivePlanner:
             search.bound_s, cheapest = seconds, (seconds, values)
         if cheapest is None:
             raise PlanError("no assignment fulfils the pins", todo="remove a pin")
-        best: tuple[float, Compiled] | None = cheapest[0], compiled(cheapest[1])
-        least_bytes = best[1].memory_bytes
-        if not best[1].fits:
-            best, search.bound_s = None, FORBIDDEN_S
+        first = compiled(cheapest[1])
+        best = (cheapest[0], first) if first.fits else None
+        least_bytes = first.memory_bytes
+        if best is None:
+            search.bound_s = FORBIDDEN_S
             for seconds, values in search.assignments():
                 found = compiled(values)
                 least_bytes = min(least_bytes, found.memory_bytes)

@@ -9,6 +9,15 @@ from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import Factory, hookimpl
 from sbp_planner.configs import FileConfig, InferConfig, ManualConfig, OsdpConfig
+from sbp_planner.search_configs import (
+    AutoConfig,
+    ExhaustiveConfig,
+    GreedyConfig,
+    IlpConfig,
+    McmcConfig,
+    OptcnnConfig,
+    TofuConfig,
+)
 
 SBP_API_VERSION = 2
 
@@ -17,6 +26,41 @@ SBP_API_VERSION = 2
 def sbp_planners() -> Mapping[str, Factory]:
     """Return the planners of this package."""
     return {
+        "auto": Factory(
+            build="sbp_planner.auto:build",
+            config=AutoConfig,
+            summary="other planners, on other meshes of the same ranks: the fastest that fits",
+        ),
+        "exhaustive": Factory(
+            build="sbp_planner.exhaustive:build",
+            config=ExhaustiveConfig,
+            summary="every assignment of a step of a few operators",
+        ),
+        "greedy": Factory(
+            build="sbp_planner.greedy:build",
+            config=GreedyConfig,
+            summary="operator after operator, the cheapest signature right there",
+        ),
+        "ilp": Factory(
+            build="sbp_planner.ilp:build",
+            config=IlpConfig,
+            summary="all operators and mesh axes in one integer program, with a bound",
+        ),
+        "mcmc": Factory(
+            build="sbp_planner.mcmc:build",
+            config=McmcConfig,
+            summary="a random walk, judged by the simulated step",
+        ),
+        "optcnn": Factory(
+            build="sbp_planner.optcnn:build",
+            config=OptcnnConfig,
+            summary="exact elimination on all mesh axes at once, without a memory limit",
+        ),
+        "tofu": Factory(
+            build="sbp_planner.tofu:build",
+            config=TofuConfig,
+            summary="the ranks in prime factors, decided one after the other",
+        ),
         "infer": Factory(
             build="sbp_planner.infer:build",
             config=InferConfig,

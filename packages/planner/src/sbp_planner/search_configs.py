@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, nearest
+from sbp_core.pipeline import SCHEDULES
 
 #: Pattern -> SBP, as of `ManualConfig`.
 PinMap = Mapping[str, str | Mapping[str, str]]
@@ -66,3 +67,98 @@ class ExhaustiveConfig:
 
     def __post_init__(self) -> None:
         _check_limits(self.memory_bytes, max_assignments=self.max_assignments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyConfig:
+    """Settings of `sbp_planner.greedy`.
+
+    Args:
+        pins: What is decided before, as of `ManualConfig`.
+    """
+
+    pins: PinMap = field(default_factory=lambda: {"batch": "S(0)"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TofuConfig:
+    """Settings of `sbp_planner.tofu`.
+
+    Args:
+        pins: What is decided before, as of `ManualConfig`; of a mesh axis, it holds for all of its
+            factors.
+    """
+
+    pins: PinMap = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptcnnConfig:
+    """Settings of `sbp_planner.optcnn`.
+
+    Args:
+        pins: What is decided before, as of `ManualConfig`.
+        max_entries: Of the largest table that elimination may make.
+    """
+
+    pins: PinMap = field(default_factory=dict)
+    max_entries: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        _check_limits(None, max_entries=self.max_entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McmcConfig:
+    """Settings of `sbp_planner.mcmc`.
+
+    Args:
+        pins: What is decided before, as of `ManualConfig`.
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        proposals: Steps of the walk, each with a plan compiled.
+        time_limit_s: After which the walk ends, in seconds.
+        temperature: Share of the best time of a step by which a step that is slower is accepted
+            with probability 1 / e.
+        seed: Of the walk.
+    """
+
+    pins: PinMap = field(default_factory=dict)
+    memory_bytes: float | None = None
+    proposals: int = 200
+    time_limit_s: float = 60.0
+    temperature: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_limits(
+            self.memory_bytes,
+            proposals=self.proposals,
+            time_limit_s=self.time_limit_s,
+            temperature=self.temperature,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoConfig:
+    """Settings of `sbp_planner.auto`.
+
+    Args:
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        time_limit_s: After which no further candidate is looked at, in seconds.
+        pipeline: Schedule of candidates with several stages, see `ManualConfig`.
+        num_shown: How many of the candidates are listed.
+    """
+
+    memory_bytes: float | None = None
+    time_limit_s: float = 60.0
+    pipeline: str = "1f1b"
+    num_shown: int = 8
+
+    def __post_init__(self) -> None:
+        _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s)
+        if self.pipeline not in SCHEDULES:
+            raise ConfigError(
+                f"pipeline={self.pipeline!r}", accepted=nearest(self.pipeline, SCHEDULES)
+            )
+        if self.num_shown < 1:
+            raise ConfigError(f"num_shown={self.num_shown}", accepted="1 or more")

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Literal
 
 from sbp_core.errors import SbpValueError
+from sbp_core.graph_variant import SliceAlong
 from sbp_core.passes import RecomputeOptions
 
 __all__ = ["LossMeaning", "PassOptions"]
@@ -103,13 +104,6 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16"):
             raise SbpValueError(f"dtype={self.dtype!r}", accepted="'bfloat16' or 'float16'")
-
-
-class SliceAlong(StrEnum):
-    """What the slices of an operator are."""
-
-    OUTPUT = "output"
-    CONTRACTION = "contraction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import SbpValueError
+from sbp_core.graph_variant import GraphVariant
 from sbp_core.pipeline import Action, PipelineSchedule
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
@@ -194,6 +195,7 @@ class Strategy:
         regather: Patterns (`*`, `?`) of the parameters that are boxed anew for the backward phase;
             the boxed copy of any other one lives from its forward use to its last backward use.
             `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
+        variant: Of the step, which the graph is of, if the planner has chosen it.
         report: What the planner predicts and why it chose so; plain JSON values, SI base units.
         storage: Stage and SBP of every tensor input.
         nodes: Stage and signature of every node that computes tensors.
@@ -207,6 +209,7 @@ class Strategy:
     orders: tuple[str, ...] = ()
     staleness: tuple[int, ...] = ()
     regather: tuple[str, ...] = ("*",)
+    variant: GraphVariant | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Storage]
     nodes: Mapping[str, Assignment]
@@ -225,6 +228,12 @@ class Strategy:
         if self.num_micro_batches < 1:
             raise SbpValueError(
                 f"num_micro_batches={self.num_micro_batches}", accepted="an integer >= 1"
+            )
+        if self.variant and self.variant.num_micro_batches != self.num_micro_batches:
+            raise SbpValueError(
+                f"num_micro_batches={self.num_micro_batches}, and those of the variant are "
+                f"{self.variant.num_micro_batches}",
+                accepted="the same number in both",
             )
 
         if self.orders:

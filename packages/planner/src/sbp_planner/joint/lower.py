@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbp_core.infer import FORBIDDEN_S, ConversionGroup, StepProblem
+from sbp_core.infer import FORBIDDEN_S, ConversionGroup, Costed, Request
 from sbp_planner.choice import ChoiceProblem
 from sbp_planner.choice.problem import Floats
-from sbp_planner.joint.layers import repeated
 from sbp_planner.joint.lifetime import Held
 
 
@@ -59,13 +58,13 @@ class LoweredStep:
 class _Lowering:
     """Collects nodes and edges."""
 
-    def __init__(self, problem: StepProblem, *, tied: bool) -> None:
+    def __init__(self, problem: Costed, ties: Sequence[Sequence[int]]) -> None:
         self.problem = problem
         self.costs = [_without_forbidden(table) for table in problem.unary]
         self.edges: list[tuple[int, int]] = []
         self.edge_costs: list[Floats] = []
         self.conversions: list[tuple[tuple[int, Floats], ...]] = []
-        self.ties = list(repeated(problem)) if tied else []
+        self.ties: list[Sequence[int]] = [*ties]
         self._tie_of = {v: n for n, tie in enumerate(self.ties) for v in tie}
         self._tied_conversions: dict[object, list[int]] = {}
         self._shared: dict[object, Floats] = {}
@@ -103,7 +102,7 @@ class _Lowering:
             )
             self._add_conversion(group, int(target), rest[:, target], users)
 
-    def _asked(self, requests: Sequence[object], num_targets: int, num_values: int) -> Floats:
+    def _asked(self, requests: Sequence[Request], num_targets: int, num_values: int) -> Floats:
         """Return (values, targets), 1 where a value of a variable asks for a target."""
         found = np.zeros((num_values, num_targets))
         for request in requests:
@@ -142,16 +141,16 @@ def _without_forbidden(table: Floats) -> Floats:
 
 
 def lower_step(
-    problem: StepProblem, *, tied: bool = False, held: Held | None = None
+    problem: Costed, *, ties: Sequence[Sequence[int]] = (), held: Held | None = None
 ) -> LoweredStep:
     """Return the choice problem of a step.
 
     Args:
         problem: The step.
-        tied: Whether equal layers are to be decided alike.
+        ties: Variables that are to have the same value.
         held: What values hold while they live, and the limit; None if memory does not matter.
     """
-    lowering = _Lowering(problem, tied=tied)
+    lowering = _Lowering(problem, ties)
     num_conversions = len(lowering.conversions)
     nothing = [np.zeros(2, dtype=np.int64)] * num_conversions
     choice = ChoiceProblem(
@@ -162,7 +161,7 @@ def lower_step(
         usages=None if held is None else [*held.usages, *nothing],
         intervals=None if held is None else [*held.intervals, *[(0, 0)] * num_conversions],
         usage_limit=None if held is None else held.limit_bytes,
-        name=problem.work.graph.name,
+        name="step",
     )
     return LoweredStep(
         choice=choice,

@@ -1,12 +1,15 @@
 """The search over all mesh axes at once, under the exact memory of compiled plans.
 
-1. Solve the choice problem of the step without memory. If the compiled plan of that fits, done.
-2. Else with memory over time (`joint.lifetime`), whose limit is corrected by what the compiled plan
-   holds beside what was counted, until plans that fit and limits whose plans do not are next to
-   each other or the tries are used up. The fastest plan that fits is taken.
+1. Without memory: elimination (`sbp_core.infer.minimise`), begun from what was found axis by axis;
+   a bound by moving costs (`joint.bound`); where that leaves a gap, an integer program
+   (`sbp_planner.choice`). If the compiled plan of that fits, done.
+2. Else with memory over time (`joint.lifetime`) in the integer program, whose limit is corrected by
+   what the compiled plan holds beside what was counted, until limits whose plans fit and limits
+   whose plans do not are next to each other, or the tries are used up. The fastest that fits is
+   taken.
 
-The bound is that of the choice problem without a limit, or of the one whose plan was taken: no
-assignment of all signatures costs less, serially and without overlap.
+The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
+without overlap; with equal layers alike, none that is so.
 """
 
 from __future__ import annotations
@@ -14,19 +17,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import Any
 
 from sbp_core.errors import PlanError
-from sbp_core.infer import PinValue, Pipelined, joint_problem, strategy_of
+from sbp_core.infer import (
+    FORBIDDEN_S,
+    PINS,
+    CostTables,
+    PinValue,
+    Pipelined,
+    joint_problem,
+    minimise,
+    strategy_of,
+)
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
-from sbp_core.units import format_bytes
-from sbp_planner.choice import ChoiceSolution, solve
+from sbp_core.units import format_bytes, format_seconds
+from sbp_planner.choice import solve
 from sbp_planner.compiled import Compilation, Compiled
+from sbp_planner.joint.bound import DualBound
+from sbp_planner.joint.layers import repeated, tie, untied
 from sbp_planner.joint.lifetime import Held, held
-from sbp_planner.joint.lower import LoweredStep, lower_step
+from sbp_planner.joint.lower import lower_step
 
 #: Limits that are tried, each with a choice problem solved and a plan compiled.
 MAX_TRIES = 8
+
+#: Of the largest table of elimination, and of one value with its users.
+MAX_ENTRIES, MAX_DIRECT_ENTRIES = 1 << 20, 1 << 20
+
+#: Pairs of strategies of an integer program, above which none is tried.
+MAX_PAIRS = 4_000_000
+
+#: Share of the time for the bound; the rest is for the integer program.
+_BOUND_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +59,8 @@ class JointSettings:
 
     Args:
         planner: Name for the strategy.
-        time_limit_s: For each choice problem, in seconds.
-        gap: Relative distance to the bound at which the search may end.
+        time_limit_s: For each assignment that is searched, in seconds.
+        gap: Relative distance to the bound at which a search may end.
         tied: Whether equal layers are decided alike.
     """
 
@@ -44,6 +68,23 @@ class JointSettings:
     time_limit_s: float = 60.0
     gap: float = 0.0
     tied: bool = True
+
+
+#: A value of each variable of the step.
+Values = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """An assignment, and what is proved of it.
+
+    Args:
+        values: Of each variable of the step.
+        bound_s: No assignment costs less, in seconds of a step.
+    """
+
+    values: Values
+    bound_s: float
 
 
 def plan_jointly(
@@ -81,23 +122,19 @@ class _Search:
     ) -> None:
         self.request, self.settings, self.limit_bytes = request, settings, limit_bytes
         self.stages = stages
+        self._say("posing all mesh axes as one problem", 0.0)
         quiet = replace(request, progress=None)
         self.problem = joint_problem(
             quiet, pins=pins, stages=stages.stages if stages is not None else None
         )
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
-        self.started = monotonic()
+        self.least_bytes = 0.0
 
     def run(self) -> Strategy:
-        first = self.solved(None)
-        if first is None:
-            raise PlanError(
-                "no assignment of signatures on all mesh axes fulfils the pins",
-                todo="remove a pin",
-            )
-        best, compiled = first, self.compiled(first)
+        free = self.free()
+        best, compiled = free.values, self.compiled(free.values)
         if not compiled.fits:
-            found = self.within_memory(first, compiled)
+            found = self.within_memory(free.values, compiled)
             if found is None:
                 raise PlanError(
                     f"no plan that was found fits the {format_bytes(self.limit_bytes)} of a rank: "
@@ -106,31 +143,82 @@ class _Search:
                     "take more ranks",
                 )
             best, compiled = found
-        return self.reported(best, compiled)
+        return self.reported(best, compiled, free)
 
-    def within_memory(self, first: _Solved, compiled: Compiled) -> tuple[_Solved, Compiled] | None:
+    def free(self) -> Assigned:
+        """Return the cheapest assignment whatever memory it takes, and a bound.
+
+        Raises:
+            PlanError: nothing fulfils the pins.
+        """
+        settings, problem = self.settings, self.problem
+        ends = monotonic() + settings.time_limit_s
+        self._say("eliminating operators on all mesh axes", 0.1)
+        step = tie(problem) if settings.tied else untied(problem)
+        tables = CostTables(step, max_entries=MAX_DIRECT_ENTRIES)
+        found = minimise(tables.sizes, tables.factors, tables.start, max_entries=MAX_ENTRIES)
+        values = step.expanded(found.values)
+        cost = problem.cost(values)
+        if problem.cost(problem.start) < cost:
+            values, cost = tuple(problem.start), problem.cost(problem.start)
+        if found.exact:
+            return self._allowed(Assigned(values=values, bound_s=cost))
+        self._say("bounding what any assignment costs", 0.3)
+        dual = DualBound(tables.sizes, tables.factors)
+        wanted = cost * (1 - settings.gap)
+        dual.climb(deadline=monotonic() + _BOUND_SHARE * settings.time_limit_s, target=wanted)
+        bound = max(dual.bound, dual.eliminated(MAX_ENTRIES))
+        lowered = lower_step(step)
+        pairs = sum(table.size for table in lowered.choice.edge_costs)
+        if bound < wanted and pairs <= MAX_PAIRS and monotonic() < ends:
+            self._say("closing the gap with an integer program", 0.5)
+            solution = solve(
+                lowered.choice,
+                time_limit_s=max(ends - monotonic(), 1.0),
+                gap=settings.gap,
+                start=lowered.assignment(found.values[: len(step.unary)]),
+            )
+            bound = max(bound, solution.bound)
+            if solution.assignment is not None:
+                other = step.expanded(lowered.values(solution.assignment))
+                if problem.cost(other) < cost:
+                    values, cost = other, problem.cost(other)
+        return self._allowed(Assigned(values=values, bound_s=min(bound, cost)))
+
+    def _allowed(self, found: Assigned) -> Assigned:
+        if self.problem.cost(found.values) >= FORBIDDEN_S:
+            raise PlanError(
+                "no assignment of signatures on all mesh axes that was found fulfils the pins",
+                where=PINS,
+                todo="remove a pin",
+            )
+        return found
+
+    def within_memory(self, free: Values, compiled: Compiled) -> tuple[Values, Compiled] | None:
         """Return the fastest plan that fits, of limits that close in on where plans fit."""
         counted = held(self.problem, self.limit_bytes)
-        above, below = float(counted.peak_bytes(first.values)), 0.0
+        above, below = float(counted.peak_bytes(free)), 0.0
         wanted = above + self.limit_bytes - compiled.memory_bytes
         self.least_bytes = compiled.memory_bytes
-        found: tuple[_Solved, Compiled] | None = None
-        for _ in range(MAX_TRIES):
+        found: tuple[Values, Compiled] | None = None
+        for number in range(MAX_TRIES):
             if not below < wanted < above:
                 wanted = (below + above) / 2
-            solved = self.solved(counted.within(wanted))
-            if solved is None:
+            self._say("choosing within memory", 0.6 + 0.4 * number / MAX_TRIES)
+            values = self.within(counted.within(wanted))
+            if values is None:
                 below = wanted
-                if found is not None:
+                if above - below < 0.01 * self.limit_bytes:
                     break
+                wanted = (below + above) / 2
                 continue
-            compiled = self.compiled(solved)
-            peak = counted.peak_bytes(solved.values)
+            compiled = self.compiled(values)
+            peak = counted.peak_bytes(values)
             self.least_bytes = min(self.least_bytes, compiled.memory_bytes)
             if compiled.fits:
                 below = wanted
                 if found is None or compiled.rank() < found[1].rank():
-                    found = solved, compiled
+                    found = values, compiled
             else:
                 above = min(wanted, float(peak))
             if above - below < 0.01 * self.limit_bytes:
@@ -138,48 +226,71 @@ class _Search:
             wanted = peak + self.limit_bytes - compiled.memory_bytes
         return found
 
-    def solved(self, memory: Held | None) -> _Solved | None:
-        """Return the cheapest assignment within a limit; None if none was found."""
-        lowered = lower_step(self.problem, tied=self.settings.tied, held=memory)
-        progress = self.request.progress
-        if progress is not None:
-            progress("choosing signatures on all mesh axes", 0.5)
+    def within(self, memory: Held) -> Values | None:
+        """Return the cheapest assignment within a counted limit; None if none was found."""
+        ties = repeated(self.problem) if self.settings.tied else ()
+        lowered = lower_step(self.problem, ties=ties, held=memory)
         solution = solve(
             lowered.choice,
-            time_limit_s=self.settings.time_limit_s,
-            gap=self.settings.gap,
-            start=lowered.assignment(self.problem.start),
+            time_limit_s=self.settings.time_limit_s / MAX_TRIES,
+            gap=max(self.settings.gap, 1e-3),
         )
         if solution.assignment is None:
             return None
-        return _Solved(lowered=lowered, solution=solution)
+        return lowered.values(solution.assignment)
 
-    def compiled(self, solved: _Solved) -> Compiled:
-        return self.compilation.compiled(self.strategy(solved))
+    def compiled(self, values: Values) -> Compiled:
+        """Compile an assignment."""
+        return self.compilation.compiled(self.strategy(values))
 
-    def strategy(self, solved: _Solved) -> Strategy:
+    def strategy(self, values: Values) -> Strategy:
+        """Return the strategy of an assignment."""
         stages = self.stages
         return strategy_of(
             replace(self.request, progress=None),
             self.problem.work,
-            self.problem.decided(solved.values),
+            self.problem.decided(values),
             planner=self.settings.planner,
             in_flight=stages.in_flight if stages is not None else None,
             orders=stages.orders if stages is not None else (),
             staleness=stages.staleness if stages is not None else (),
         )
 
-    def reported(self, best: _Solved, compiled: Compiled) -> Strategy: ...
+    def reported(self, best: Values, compiled: Compiled, free: Assigned) -> Strategy:
+        """Return the strategy, and in its report what was found and proved.
 
+        Args:
+            best: What was chosen.
+            compiled: Its plan.
+            free: The best without a limit of memory, whose bound holds for all.
+        """
+        problem = self.problem
+        cost, by_axis = problem.cost(best), problem.cost(problem.start)
+        bound = min(free.bound_s, cost)
+        gap = (cost - bound) / cost if cost > 0 else 0.0
+        tied = ", equal layers alike," if self.settings.tied else ""
+        lines = [
+            f"{self.settings.planner}: {format_seconds(cost)} a step without overlap, "
+            f"{format_seconds(by_axis)} axis by axis; no assignment{tied} takes less than "
+            f"{format_seconds(bound)} (gap {gap:.2%})"
+        ]
+        if best != free.values:
+            lines.append(
+                f"  memory: the fastest without a limit takes "
+                f"{format_seconds(problem.cost(free.values))} and does not fit "
+                f"{format_bytes(self.limit_bytes)}; {self.compilation.num_compiled} plans were "
+                "compiled"
+            )
+        report: dict[str, Any] = {
+            "cost_s": cost,
+            "cost_by_axis_s": by_axis,
+            "bound_s": bound,
+            "gap": gap,
+            "num_compiled": self.compilation.num_compiled,
+            "explanation": lines,
+        }
+        return replace(compiled.strategy, report={**compiled.strategy.report, **report})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Solved:
-    """A solution of the choice problem of a step."""
-
-    lowered: LoweredStep
-    solution: ChoiceSolution
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        assert self.solution.assignment is not None, "only what was found is kept"
-        return self.lowered.values(self.solution.assignment)
+    def _say(self, what: str, fraction: float) -> None:
+        if self.request.progress is not None:
+            self.request.progress(what, fraction)

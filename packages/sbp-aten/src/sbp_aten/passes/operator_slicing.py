@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from sbp_aten.pass_options import SliceAlong, Slicing
+from sbp_aten.pass_options import Slicing
 from sbp_core.errors import ConfigError
 from sbp_core.graph import (
     Argument,
@@ -40,6 +40,7 @@ from sbp_core.graph import (
     ValueType,
     drop_dead,
 )
+from sbp_core.graph_variant import SliceAlong
 
 #: Contractions: the positions of both factors, and of what is added (-1: nothing).
 _CONTRACTIONS = {

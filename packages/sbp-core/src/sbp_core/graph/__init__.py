@@ -5,6 +5,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
+from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import (
     ITEMSIZE,
     Argument,
@@ -44,6 +45,7 @@ __all__ = [
     "Symbol",
     "TensorType",
     "ValueType",
+    "block_of",
     "drop_dead",
     "from_json",
     "graph_hash",

@@ -7,6 +7,7 @@ them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the resul
 Stability: provisional.
 """
 
+from sbp_core.infer.minsum import Factor, minimise
 from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
 from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
@@ -19,6 +20,7 @@ from sbp_core.infer.solve import (
     strategy_of,
 )
 from sbp_core.infer.stages import StagePatterns
+from sbp_core.infer.tables import Costed, CostTables
 from sbp_core.infer.work import Decision, StepWork
 
 __all__ = [
@@ -27,7 +29,10 @@ __all__ = [
     "PIPE_AXIS",
     "Conversion",
     "ConversionGroup",
+    "CostTables",
+    "Costed",
     "Decision",
+    "Factor",
     "PinValue",
     "Pipelined",
     "Request",
@@ -38,6 +43,7 @@ __all__ = [
     "conversions",
     "infer_strategy",
     "joint_problem",
+    "minimise",
     "one_forward_one_backward",
     "pipelined",
     "predict_cost",

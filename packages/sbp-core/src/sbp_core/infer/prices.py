@@ -14,8 +14,9 @@ from sbp_core.boxing.router import route
 from sbp_core.cluster import Cluster
 from sbp_core.cost import boxing_time_s
 from sbp_core.errors import SbpError
+from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.placement import Placement
-from sbp_core.sbp import NdSbp, Sbp
+from sbp_core.sbp import NdSbp, Sbp, Split
 
 #: (seconds, bytes moved between all ranks)
 Price = tuple[float, int]
@@ -58,10 +59,38 @@ class Prices:
         """
         if source == target:
             return 0.0, 0
-        key = (shape, dtype, *source, *target)
+        key = self._alike(shape, dtype, source, target)
         if key not in self._found:
             self._found[key] = self._ask(shape, dtype, source, target)
         return self._found[key]
+
+    def _alike(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        source: tuple[int, tuple[Sbp, ...]],
+        target: tuple[int, tuple[Sbp, ...]],
+    ) -> tuple[object, ...]:
+        """Return a key that is equal for conversions of one price.
+
+        Dims may change places, and of one that all ranks divide evenly the extent does not matter
+        beside the size of the tensor:
+
+            float32[8, 64] S(0) -> S(1)  on 4 ranks  =  float32[64, 8] S(1) -> S(0)
+                                                     =  float32[16, 32] S(0) -> S(1)
+        """
+        ends = (*source[1], *target[1])
+        ranks = max(self._groups[source[0]].size, self._groups[target[0]].size)
+        at: dict[int, list[int]] = {}
+        for place, entry in enumerate(ends):
+            if isinstance(entry, Split):
+                at.setdefault(entry.dim, []).append(place)
+        dims = sorted(
+            (tuple(at.get(dim, ())), 0 if extent % ranks == 0 else extent)
+            for dim, extent in enumerate(shape)
+        )
+        rest = tuple(None if isinstance(entry, Split) else entry for entry in ends)
+        return (source[0], target[0], prod(shape), ITEMSIZE[dtype], *dims, rest)
 
     def _ask(
         self,

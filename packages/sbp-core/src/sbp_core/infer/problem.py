@@ -176,7 +176,14 @@ class StepProblem:
         self.storage_variable: dict[str, int] = {}
         self.storage_entries: dict[str, tuple[Entries, ...]] = {}
         self.groups: list[ConversionGroup] = []
-        self._costs: dict[object, Table] = {}
+        # Repeated layers ask for the same under other names, so what is made once is kept: options
+        # by their call and pins, entries by options, costs and targets by entries. Ids tell these
+        # apart, as everything that has one lives as long as this.
+        self._whole: tuple[Entries, ...] = ((B,) * len(axes),)
+        self._storages: dict[tuple[Entries, ...], tuple[Entries, ...]] = {}
+        self._kept: dict[tuple[int, tuple[int, ...]], tuple[tuple[Signature1d, ...], ...]] = {}
+        self._found_entries: dict[tuple[int, str, int], tuple[Entries, ...]] = {}
+        self._costs: dict[object, tuple[Table, tuple[Numbers, ...]]] = {}
         self._add_storage()
         self._add_nodes()
         for value in work.graph.types:
@@ -207,8 +214,7 @@ class StepProblem:
             found.storage[entry.name] = (*self._stored(entry.name)[:first], *stored)
         return found
 
-    def variable(self, unary: Sequence[float], start: int = 0) -> int:
-        """Add a variable; return its number."""
+    def _variable(self, unary: Sequence[float], start: int = 0) -> int:
         self.start.append(start)
         self.unary.append(np.array(unary, dtype=np.float64))
         return len(self.unary) - 1
@@ -236,10 +242,11 @@ class StepProblem:
                 self.storage_entries[entry.name] = self.storage_entries[parameter]
                 continue
             entries = tuple(self._storable(entry, self._before(self._stored(entry.name))))
+            entries = self._storages.setdefault(entries, entries)
             self.storage_entries[entry.name] = entries
             decided = self._decided(self._stored(entry.name))
             start = entries.index(decided) if decided in entries else 0
-            self.storage_variable[entry.name] = self.variable(
+            self.storage_variable[entry.name] = self._variable(
                 [sum(map(_entry_tie_break, of)) for of in entries], start
             )
 
@@ -277,9 +284,12 @@ class StepProblem:
             kept = self._unpinned(node, options.parts)
             times = self.work.executions(node.rate)
             passes_on = node.name in self.work.views_of_gradients
-            parts = self.parts[node.name] = tuple(options.parts[at] for at in kept)
+            key = (id(options.parts), tuple(kept))
+            if key not in self._kept:
+                self._kept[key] = tuple(options.parts[at] for at in kept)
+            parts = self.parts[node.name] = self._kept[key]
             found = self._decided(decided)
-            self.node_variable[node.name] = self.variable(
+            self.node_variable[node.name] = self._variable(
                 [
                     times * options.seconds[at]
                     + sum(_signature_tie_break(passes_on, part) for part in options.parts[at])
@@ -337,6 +347,17 @@ class StepProblem:
 
     # Ends of conversions
 
+    def _entries(
+        self, parts: tuple[tuple[Signature1d, ...], ...], side: str, at: int
+    ) -> tuple[Entries, ...]:
+        """Return the SBP of one argument, or of one output, under each option."""
+        key = (id(parts), side, at)
+        if key not in self._found_entries:
+            self._found_entries[key] = tuple(
+                tuple(getattr(part, side)[at] for part in option) for option in parts
+            )
+        return self._found_entries[key]
+
     def _source(self, value: str) -> _ConversionEnd:
         work = self.work
         node = work.graph.producers.get(value)
@@ -345,7 +366,7 @@ class StepProblem:
         at = node.outputs.index(value)
         return _ConversionEnd(
             variable=self.node_variable[node.name],
-            entries=_entries(self.parts[node.name], outputs=at),
+            entries=self._entries(self.parts[node.name], "outputs", at),
             stage=work.stages.nodes[node.name],
             before=self._before(
                 self.decision.value(work.graph, value) if self.axes.start else None
@@ -367,7 +388,7 @@ class StepProblem:
         return [
             _ConversionEnd(
                 variable=self.node_variable[node.name],
-                entries=_entries(self.parts[node.name], inputs=at),
+                entries=self._entries(self.parts[node.name], "inputs", at),
                 stage=self.work.stages.nodes[node.name],
                 before=tuple(part.inputs[at] for part in before),
                 phase=node.phase.value if again else "",
@@ -390,7 +411,7 @@ class StepProblem:
             ends.append(
                 _ConversionEnd(
                     variable=NO_VARIABLE,
-                    entries=((B,) * len(self.axes),),
+                    entries=self._whole,
                     stage=source.stage,
                     before=(B,) * self.axes.start,
                 )
@@ -405,41 +426,30 @@ class StepProblem:
         for end in self._targets(value, source):
             key = (end.stage, end.before, end.phase, end.as_stored)
             together.setdefault(key, []).append(end)
+        tensor, slices = self._unsliced(value)
         for ends in together.values():
-            targets = tuple(dict.fromkeys(entries for end in ends for entries in end.entries))
-            costs = self._conversion_costs(value, source, ends[0], targets)
-            if costs.any():
+            times = self.work.executions(ends[0].rate or self.work.graph.rate_of(value))
+            made = (id(source.entries), source.stage, source.before)
+            asked = (ends[0].stage, ends[0].before, ends[0].as_stored)
+            alike = (tensor, slices, times, *made, *asked, *(id(end.entries) for end in ends))
+            if alike not in self._costs:
+                targets = {entries: 0 for end in ends for entries in end.entries}
                 number = {target: index for index, target in enumerate(targets)}
+                numbers = tuple(
+                    np.array([number[of] for of in end.entries], dtype=np.int64) for end in ends
+                )
+                costs = self._target_costs(tensor, source, ends[0], tuple(targets))
+                self._costs[alike] = times / slices * costs, numbers
+            costs, numbers = self._costs[alike]
+            if costs.any():
                 yield ConversionGroup(
                     value=value,
                     source=source.variable,
                     costs=costs,
                     requests=tuple(
-                        Request(
-                            end.variable,
-                            np.array([number[of] for of in end.entries], dtype=np.int64),
-                        )
-                        for end in ends
+                        Request(end.variable, of) for end, of in zip(ends, numbers, strict=True)
                     ),
                 )
-
-    def _conversion_costs(
-        self,
-        value: str,
-        source: _ConversionEnd,
-        end: _ConversionEnd,
-        targets: tuple[Entries, ...],
-    ) -> Table:
-        """Return the cost of each target (columns) from each value of the source (rows)."""
-        tensor, slices = self._unsliced(value)
-        times = self.work.executions(end.rate or self.work.graph.rate_of(value))
-        made = (source.entries, source.stage, source.before)
-        # Repeated layers ask the same, under other names.
-        key = (tensor, slices, times, *made, end.stage, end.before, targets, end.as_stored)
-        if key not in self._costs:
-            single = self._target_costs(tensor, source, end, targets)
-            self._costs[key] = times / slices * single
-        return self._costs[key]
 
     def _unsliced(self, value: str) -> tuple[TensorType, int]:
         """Return the tensor that a value is a slice of, and of how many; else itself and 1."""
@@ -456,6 +466,7 @@ class StepProblem:
         end: _ConversionEnd,
         targets: tuple[Entries, ...],
     ) -> Table:
+        """Return the cost of each target (columns) from each value of the source (rows)."""
         stage, before = end.stage, end.before
         shape = smaller_shape(
             shard_shape(tensor, source.before, self.work.mesh_shape(source.stage)),
@@ -500,15 +511,6 @@ class StepProblem:
                 if group.source != variable:
                     cost += group.costs[self.start[group.source], request.targets]
             self.start[variable] = int(cost.argmin())
-
-
-def _entries(
-    parts: Sequence[tuple[Signature1d, ...]], *, inputs: int | None = None, outputs: int = 0
-) -> tuple[Entries, ...]:
-    """Return the SBP of one argument, or of one output, under each option."""
-    if inputs is not None:
-        return tuple(tuple(part.inputs[inputs] for part in option) for option in parts)
-    return tuple(tuple(part.outputs[outputs] for part in option) for option in parts)
 
 
 def _signature_tie_break(passes_on: bool, part: Signature1d) -> float:

@@ -87,17 +87,18 @@ def joint_problem(
     pins: Mapping[str, PinValue] | None = None,
     stages: tuple[Placement, ...] | None = None,
     stage_patterns: StagePatterns = (),
+    from_axes: bool = True,
 ) -> StepProblem:
     """Return the problem of a step on all mesh axes at once.
 
-    It starts from what is found axis by axis, which is one of its solutions: `strategy_of` makes a
-    strategy of the decision of any other.
+    `strategy_of` makes a strategy of the decision of any of its solutions.
 
     Args:
         request: See `infer_strategy`, as for all others.
         pins: The planner's own pins.
         stages: Placement of each stage.
         stage_patterns: For each stage, patterns of module paths.
+        from_axes: Whether it starts from what is found axis by axis, which takes a while.
 
     Raises:
         ConfigError: a pin or stage pattern cannot be meant.
@@ -106,7 +107,9 @@ def joint_problem(
     """
     work, resolved = _work(request, pins, stages, stage_patterns)
     progress = request.progress or (lambda what, fraction: None)
-    decision, _ = _decided_by_axis(work, resolved, progress)
+    decision = Decision()
+    if from_axes:
+        decision, _ = _decided_by_axis(work, resolved, progress)
     return StepProblem(work, decision, range(len(work.axes)), resolved)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         recompute_report,
     )
     from sbp_core.passes.rematerialize import REMATERIALIZED
+    from sbp_core.passes.saved_activations import saved_bytes
     from sbp_core.passes.unknown_operators import allow_unknown
     from sbp_core.passes.writer import GraphWriter
 
@@ -39,6 +40,7 @@ __all__ = [
     "least_recompute_budget",
     "recompute",
     "recompute_report",
+    "saved_bytes",
     "unalias_outputs",
 ]
 
@@ -54,6 +56,7 @@ __getattr__, __dir__ = lazy(
         "least_recompute_budget": "recomputation",
         "recompute": "recomputation",
         "recompute_report": "recomputation",
+        "saved_bytes": "saved_activations",
         "unalias_outputs": "output_aliases",
     },
 )

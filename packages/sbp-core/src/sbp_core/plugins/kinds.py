@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
     from sbp_core.compile import CompileOptions
     from sbp_core.graph.ir import LogicalGraph
+    from sbp_core.graph_variant import GraphFamily, GraphVariant
     from sbp_core.placement import Placement
     from sbp_core.strategy import Strategy
 
@@ -59,6 +60,8 @@ class PlanRequest:
         progress: Called with (what, fraction done in [0, 1]).
         options: How the plan will be compiled; the compiler's defaults for the cluster if None.
         regather: Of the strategies that are made; see `Strategy`.
+        family: The variants of the step, for planners that choose among them; None if `graph` is
+            the only one. A strategy for another graph of it names its `variant`.
 
     Raises:
         ConfigError: the mesh has ranks that the cluster does not have.
@@ -71,9 +74,19 @@ class PlanRequest:
     progress: Callable[[str, float], None] | None = None
     options: CompileOptions | None = None
     regather: tuple[str, ...] = ("*",)
+    family: GraphFamily | None = None
 
     def __post_init__(self) -> None:
         self.cluster.check_ranks(self.mesh)
+
+    def of(self, variant: GraphVariant) -> PlanRequest:
+        """Return the request to plan a variant of the step, and no other.
+
+        Raises:
+            SbpError: see `GraphFamily.graph`.
+        """
+        assert self.family is not None, "only a family has variants"
+        return replace(self, graph=self.family.graph(variant), family=None)
 
 
 class Planner(Protocol):

@@ -1,0 +1,87 @@
+"""The variants of a captured step, as planners that choose among them ask for: `GraphFamily`.
+
+    variant                    settings of `compile.passes` and of the trainer that it stands for
+    num_micro_batches          trainer.micro_batches, if that is left to the planner
+    recompute_bytes            recompute.memory_bytes, unless recompute says what is to be made again
+    slices                     slices, unless they are set
+    splits_classes             split_classes
+
+What a user has set is not chosen: a family has then only the variants that agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from sbp_aten.pass_options import Slicing
+from sbp_core.graph import LogicalGraph
+from sbp_core.graph_variant import GraphVariant
+from sbp_core.passes import RecomputeOptions
+from sbp_launch.planning.flow import PlanSettings, prepared
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFamily:
+    """Implements `sbp_core.graph_variant.GraphFamily`.
+
+    Args:
+        settings: Those that the user has chosen.
+        captured: Returns the step as it was captured, at the size of that many micro-batches.
+        micro_batches: The numbers of them that a planner may choose.
+    """
+
+    settings: PlanSettings
+    captured: Callable[[int], LogicalGraph]
+    micro_batches: tuple[int, ...]
+    _graphs: dict[GraphVariant, LogicalGraph] = field(default_factory=dict)
+
+    @property
+    def variant(self) -> GraphVariant:
+        """The variant that the settings say."""
+        return GraphVariant(
+            num_micro_batches=self.settings.micro_batches,
+            splits_classes=self.settings.compile.passes.split_classes is not None,
+        )
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the user has left open what is made again."""
+        chosen = self.settings.compile.passes.recompute
+        return chosen is not None and chosen.memory_bytes is None and not chosen.modules
+
+    @property
+    def may_slice(self) -> bool:
+        """Whether the user has left open what runs in slices."""
+        return self.settings.compile.passes.slices is None
+
+    def settings_of(self, variant: GraphVariant) -> PlanSettings:
+        """Return the settings that make a variant."""
+        passes = self.settings.compile.passes
+        if variant.recompute_bytes is not None:
+            how = passes.recompute or RecomputeOptions()
+            how = replace(how, memory_bytes=variant.recompute_bytes)
+            passes = replace(passes, recompute=how)
+        if variant.slices:
+            slices = {
+                one.pattern: Slicing(count=one.count, along=one.along) for one in variant.slices
+            }
+            passes = replace(passes, slices=slices)
+        if not variant.splits_classes:
+            passes = replace(passes, split_classes=None)
+        return replace(
+            self.settings,
+            micro_batches=variant.num_micro_batches,
+            compile=replace(self.settings.compile, passes=passes),
+        )
+
+    def graph(self, variant: GraphVariant) -> LogicalGraph:
+        """Return the graph of a variant.
+
+        Raises:
+            SbpError: it cannot be made: the budget is less than can be kept to, say.
+        """
+        if variant not in self._graphs:
+            captured = self.captured(variant.num_micro_batches)
+            self._graphs[variant] = prepared(captured, self.settings_of(variant))
+        return self._graphs[variant]

@@ -1,0 +1,243 @@
+"""The planner `auto`: other planners, on other meshes of the same ranks; the fastest that fits.
+
+    for each candidate, until all are through or the time is up:
+        plan, compile, play in simulated time, predict its memory exactly
+    take the fastest that fits the memory of a rank
+
+A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
+the mesh that was asked for (`ways`); then the same on other meshes of the same ranks (one axis,
+every product of two, stages of a pipeline if the step has micro-batches); then the searches: all
+axes at once (`ilp`, `optcnn`), `osdp`, `tofu`, `greedy`. All are judged by the same figures, those
+of the compiled plan, so the result is no slower than any candidate that was looked at; which were
+not, for want of time, the report says.
+
+If nothing fits and the step has variants (`PlanRequest.family`), the next smaller one is tried
+(`variants`): activations made again, operators in slices, more micro-batches.
+
+Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
+looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from sbp_core.errors import ConfigError, PlanError, SbpError
+from sbp_core.graph import LogicalGraph, block_of
+from sbp_core.graph_variant import GraphVariant
+from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes
+from sbp_planner.compiled import Compilation, Compiled
+from sbp_planner.configs import OsdpConfig
+from sbp_planner.greedy import GreedyPlanner
+from sbp_planner.ilp import IlpPlanner
+from sbp_planner.meshes import DATA, is_bound, other_meshes
+from sbp_planner.optcnn import OptcnnPlanner
+from sbp_planner.osdp import OsdpPlanner
+from sbp_planner.search_configs import AutoConfig, GreedyConfig, IlpConfig, OptcnnConfig, TofuConfig
+from sbp_planner.tofu import TofuPlanner
+from sbp_planner.variants import smaller_variants
+from sbp_planner.ways import ways
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A way to plan a request; `plan` may raise `SbpError` where it is none."""
+
+    name: str
+    plan: Callable[[PlanRequest], Strategy]
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlanner:
+    """Plans by the best of others."""
+
+    config: AutoConfig
+
+    #: It chooses micro-batches, too, if they are left to it.
+    chooses_variants = True
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return the fastest strategy of all candidates that fits.
+
+        Raises:
+            ConfigError: a pin of the user cannot be meant.
+            PlanError: no candidate leads to a plan, or none that fits: says which needs least.
+        """
+        search = _Search(request, self.config)
+        family = request.family
+        if not search.look_at(request, None) and family is not None:
+            for variant in smaller_variants(family):
+                if search.is_late:
+                    break
+                try:
+                    smaller = request.of(variant)
+                except SbpError as error:
+                    search.untried.append(f"{_words(variant)}: {error}")
+                    continue
+                if search.look_at(smaller, variant):
+                    break
+        return search.result()
+
+
+@dataclass(slots=True)
+class _Search:
+    request: PlanRequest
+    config: AutoConfig
+    best: Compiled | None = None
+    best_name: str = ""
+    tried: dict[str, Compiled | SbpError] = field(default_factory=dict)
+    untried: list[str] = field(default_factory=list)
+    _ends: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._ends = monotonic() + self.config.time_limit_s
+
+    @property
+    def limit_bytes(self) -> float:
+        return self.config.memory_bytes or self.request.cluster.device.memory_bytes
+
+    @property
+    def is_late(self) -> bool:
+        return monotonic() > self._ends
+
+    def look_at(self, request: PlanRequest, variant: GraphVariant | None) -> bool:
+        """Look at all candidates for one variant of the step; return whether anything fits."""
+        quiet = replace(request, progress=None, family=None)
+        compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+        of = f" ({_words(variant)})" if variant is not None else ""
+        candidates = list(self._candidates(quiet))
+        for index, candidate in enumerate(candidates):
+            name = candidate.name + of
+            if self.is_late and self.best is not None:
+                self.untried += [one.name + of for one in candidates[index:]]
+                break
+            if request.progress:
+                request.progress(f"trying {name}", index / len(candidates))
+            try:
+                strategy = candidate.plan(quiet)
+                found = compilation.compiled(strategy)
+            except SbpError as error:
+                self.tried[name] = error
+                continue
+            self.tried[name] = found
+            if self.best is None or found.rank() < self.best.rank():
+                chosen = replace(found.strategy, variant=variant) if variant else found.strategy
+                self.best, self.best_name = replace(found, strategy=chosen), name
+        return self.best is not None and self.best.fits
+
+    def _candidates(self, request: PlanRequest) -> Iterator[_Candidate]:
+        given = request.mesh
+        yield from self._on(given)
+        meshes: list[Placement] = []
+        if not is_bound(request.pins, given) and given.size > 1:
+            blocks = len(_blocks(request.graph))
+            several = request.graph.num_micro_batches > 1
+            meshes = list(other_meshes(given, num_blocks=blocks, pipelines=several))
+        for mesh in meshes:
+            yield from self._on(mesh)
+        if PIPE_AXIS not in given.axes:
+            yield from self._searches(given)
+
+    def _on(self, mesh: Placement) -> Iterator[_Candidate]:
+        """Yield what inference makes of each way to begin, on one mesh."""
+        try:
+            first = pipelined(mesh, "1f1b", self.request.graph.num_micro_batches).stages[0]
+        except ConfigError:
+            first = mesh
+        for way, pins in ways(first).items():
+
+            def plan(request: PlanRequest, pins: object = pins) -> Strategy:
+                stages = pipelined(
+                    mesh,
+                    self.config.pipeline,
+                    request.graph.num_micro_batches,
+                    num_updates=request.graph.num_updates,
+                )
+                return infer_strategy(
+                    replace(request, mesh=mesh),
+                    planner="auto",
+                    pins=pins,  # type: ignore[arg-type]  # of `ways`
+                    stages=stages.stages,
+                    in_flight=stages.in_flight,
+                    orders=stages.orders,
+                    staleness=stages.staleness,
+                )
+
+            yield _Candidate(name=f"{way} on {_mesh_words(mesh)}", plan=plan)
+
+    def _searches(self, mesh: Placement) -> Iterator[_Candidate]:
+        limit, seconds = self.limit_bytes, self.config.time_limit_s
+        ilp = IlpPlanner(IlpConfig(memory_bytes=limit, time_limit_s=seconds / 4, gap=0.01))
+        yield _Candidate(name=f"ilp on {_mesh_words(mesh)}", plan=ilp.plan)
+        if mesh.axes == (DATA,):
+            osdp = OsdpPlanner(OsdpConfig(memory_bytes=limit))
+            yield _Candidate(name=f"osdp on {_mesh_words(mesh)}", plan=osdp.plan)
+        yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig()).plan)
+        yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig()).plan)
+        yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig()).plan)
+
+    def result(self) -> Strategy:
+        """Return the best strategy, with what was tried in its report."""
+        if self.best is None:
+            for found in self.tried.values():
+                if isinstance(found, SbpError):
+                    raise found
+            raise PlanError("no candidate was looked at", todo="raise planner.time_limit_s")
+        if not self.best.fits:
+            raise PlanError(
+                f"nothing that was tried fits the {format_bytes(self.limit_bytes)} of a rank: the "
+                f"least, {self.best_name}, needs {format_bytes(self._least().memory_bytes)}",
+                accepted="memory of a rank of at least that",
+                todo="take more ranks or trainer.micro_batches, set compile.passes.recompute, or "
+                "raise planner.time_limit_s, so that more is tried",
+            )
+        plans = {name: one for name, one in self.tried.items() if isinstance(one, Compiled)}
+        ranked = sorted(plans.items(), key=lambda entry: entry[1].rank())
+        lines = [f"auto: {self.best_name} is the fastest of {len(plans)} plans that were compiled"]
+        lines += [f"  {name}: {one}" for name, one in ranked[: self.config.num_shown]]
+        if len(ranked) > self.config.num_shown:
+            lines.append(f"  ... and {len(ranked) - self.config.num_shown} that are slower")
+        if self.untried:
+            lines.append(f"  not tried within {self.config.time_limit_s:g} s: " + ", ".join(
+                self.untried[:4]) + ", ..." * (len(self.untried) > 4))  # fmt: skip
+        own = self.best.strategy.report.get("explanation", ())
+        report = {
+            "tried": {name: one.step_s for name, one in ranked},
+            "untried": list(self.untried),
+            "explanation": [*lines, *own],
+        }
+        strategy = self.best.strategy
+        return replace(strategy, planner="auto", report={**strategy.report, **report})
+
+    def _least(self) -> Compiled:
+        plans = [one for one in self.tried.values() if isinstance(one, Compiled)]
+        return min(plans, key=lambda one: one.memory_bytes)
+
+
+def _blocks(graph: LogicalGraph) -> set[str]:
+    return {block for node in graph.nodes if (block := block_of(node.module))}
+
+
+def _mesh_words(mesh: Placement) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in zip(mesh.axes, mesh.mesh_shape, strict=True))
+
+
+def _words(variant: GraphVariant) -> str:
+    """Return what is special about a variant: `4 micro-batches, activations in 2.1 MB`."""
+    parts = [f"{variant.num_micro_batches} micro-batches"]
+    if variant.recompute_bytes is not None:
+        parts.append(f"activations within {format_bytes(variant.recompute_bytes)}")
+    if variant.slices:
+        parts.append(f"{len(variant.slices)} operators in slices")
+    return ", ".join(parts)
+
+
+def build(config: AutoConfig) -> AutoPlanner:
+    """Make the planner."""
+    return AutoPlanner(config)

@@ -1,0 +1,69 @@
+"""The planner `greedy`: operator after operator, the signature that is cheapest right there.
+
+    for each operator, in the order of the graph:
+        choose its signature on all mesh axes to minimise
+            its own time + the boxing of its arguments, as they were made or are stored         [s]
+
+What comes later is not looked at, and what was chosen is not taken back: states are stored whole
+unless they are pinned, and the batch as the pins say. Fast, and a baseline: its plans are legal,
+and often far from the best.
+
+Complexity: operators x signatures x arguments.
+
+Source: Yuan et al., "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch", 2021,
+section 3.2 (signatures are inferred in topological order; of candidates the cheapest).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sbp_core.errors import PlanError
+from sbp_core.infer import FORBIDDEN_S, PINS, joint_problem, strategy_of
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_seconds
+from sbp_planner.search_configs import GreedyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyPlanner:
+    """Plans operator after operator."""
+
+    config: GreedyConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return what the rule of the module's docstring comes to.
+
+        Raises:
+            ConfigError: a pin cannot be meant.
+            PlanError: the choices of earlier operators leave a later one nothing that is legal.
+        """
+        quiet = replace(request, progress=None)
+        problem = joint_problem(quiet, pins=self.config.pins, from_axes=False)
+        problem.start_greedily()
+        seconds = problem.cost(problem.start)
+        if seconds >= FORBIDDEN_S:
+            raise PlanError(
+                "choices of earlier operators cannot be boxed to what the pins ask of later ones",
+                where=PINS,
+                todo="choose planner=ilp, which looks ahead, or remove a pin",
+            )
+        return strategy_of(
+            request,
+            problem.work,
+            problem.decided(problem.start),
+            planner="greedy",
+            report={
+                "cost_s": seconds,
+                "explanation": [
+                    f"greedy: {format_seconds(seconds)} a step without overlap, each operator as "
+                    "is cheapest behind those before it"
+                ],
+            },
+        )
+
+
+def build(config: GreedyConfig) -> GreedyPlanner:
+    """Make the planner."""
+    return GreedyPlanner(config)

@@ -1,0 +1,60 @@
+"""The planner `ilp`: all operators, states and mesh axes in one integer program, with a bound.
+
+    minimise    sum_v t_v(s_v) + sum_c x_c(s)                                                   [s]
+    such that   the compiled plan fits the memory of a rank                                     [B]
+                equal layers are decided alike, unless `tied` is false
+
+s_v is the signature of an operator, or the storage of a state, on all mesh axes at once; t its time
+on the rank with the largest shard; x_c the time of conversion c, paid once for all who ask for it
+(`joint.lower`). It is solved by `sbp_planner.choice`, whose page says how, and what its bound
+means: no assignment costs less. Overlap is not in the objective; the time that is reported as
+predicted is that of the compiled plan in simulated time. Memory over time is in the program by an
+estimate (`joint.lifetime`) that is corrected by exact memory (`joint.search`).
+
+Complexity: that of integer programming; `time_limit_s` ends it with the best assignment so far, its
+bound and its gap.
+
+Source: Zheng et al., "Alpa", OSDI 2022, section 4.2 (the program for one mesh); here with the
+sharing of conversions, states and the optimizer, and exact prices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_planner.joint.search import JointSettings, plan_jointly
+from sbp_planner.search_configs import IlpConfig
+
+
+@dataclass(frozen=True, slots=True)
+class IlpPlanner:
+    """Plans by an integer program."""
+
+    config: IlpConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return the cheapest strategy that fits.
+
+        Raises:
+            ConfigError: a pin cannot be meant.
+            PlanError: nothing that was found fits; says what was.
+        """
+        config = self.config
+        return plan_jointly(
+            request,
+            JointSettings(
+                planner="ilp",
+                time_limit_s=config.time_limit_s,
+                gap=config.gap,
+                tied=config.tied,
+            ),
+            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+            pins=config.pins,
+        )
+
+
+def build(config: IlpConfig) -> IlpPlanner:
+    """Make the planner."""
+    return IlpPlanner(config)

@@ -1,0 +1,70 @@
+"""Meshes of the same ranks: the factorisations that a planner may choose among.
+
+Ranks keep their order, so that the last axis is of neighbours, on the fastest links.
+
+    8 ranks     8;   4 x 2, 2 x 4;   stages of a pipeline: 2 x 4, 4 x 2, 2 x 2 x 2, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from sbp_core.infer import PIPE_AXIS, PinValue
+from sbp_core.placement import Placement
+
+#: Names of the axes of meshes that nobody has named.
+DATA, TENSOR = "data", "tensor"
+
+
+def reshaped(mesh: Placement, sizes: Sequence[int], axes: Sequence[str]) -> Placement:
+    """Return a mesh of the same ranks in the same order.
+
+    Args:
+        mesh: Of the ranks.
+        sizes: Of its axes; their product is the number of ranks.
+        axes: Names of them.
+    """
+    assert prod(sizes) == mesh.size, "the same ranks"
+    ranks = iter(mesh.rank_list)
+
+    def nested(shape: Sequence[int]) -> list[object] | int:
+        return [nested(shape[1:]) for _ in range(shape[0])] if shape else next(ranks)
+
+    found = nested(sizes)
+    assert isinstance(found, list), "a mesh has an axis"
+    return Placement(found, axes, mesh.device)  # type: ignore[arg-type]  # nested lists of ranks
+
+
+def is_bound(pins: Mapping[str, PinValue], mesh: Placement) -> bool:
+    """Return whether pins speak of single axes of a mesh, so that they hold on no other mesh."""
+    return any(
+        isinstance(value, Mapping) or (len(mesh.axes) > 1 and "," in value)
+        for value in pins.values()
+    )
+
+
+def other_meshes(mesh: Placement, *, num_blocks: int, pipelines: bool) -> Iterator[Placement]:
+    """Yield meshes of the same ranks, without the one that is given.
+
+    Args:
+        mesh: Of the ranks.
+        num_blocks: Of the model: a pipeline has no more stages.
+        pipelines: Whether stages of a pipeline are among them.
+    """
+    size = mesh.size
+    splits = [n for n in range(2, size) if size % n == 0]
+    shapes: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((size,), (DATA,))]
+    # The most even first: it is the one that is most unlike one axis.
+    for inner in sorted(splits, key=lambda n: (abs(n - size // n), n)):
+        shapes.append(((size // inner, inner), (DATA, TENSOR)))
+    if pipelines:
+        for stages in [n for n in (*splits, size) if n <= num_blocks]:
+            rest = size // stages
+            shapes.append(((stages, rest), (PIPE_AXIS, DATA)))
+            for inner in (n for n in splits if rest % n == 0 and n < rest):
+                shapes.append(((stages, rest // inner, inner), (PIPE_AXIS, DATA, TENSOR)))
+    for sizes, axes in shapes:
+        same_stages = (PIPE_AXIS in axes) == (PIPE_AXIS in mesh.axes)
+        if not (sizes == mesh.mesh_shape and same_stages):
+            yield reshaped(mesh, sizes, axes)

@@ -1,0 +1,80 @@
+"""The planner `optcnn`: exact elimination over the operators of a step, without a memory limit.
+
+    minimise    sum_i t_i(c_i) + sum_(i,j) x_ij(c_i, c_j)                                       [s]
+
+c_i is the signature of operator i, or the storage of state i, on all mesh axes; t its time, x the
+boxing between two. A node between two others is taken away, and one table of the least over it put
+in its place:
+
+    e'(a, c) = min_b [t(b) + e(a, b) + e(b, c)]
+
+until nothing is left; then the choices are read off backwards. Graphs of today have nodes of many
+neighbours, whose tables are over more than two: where they would grow beyond `max_entries`, a node
+is held as it is and the rest solved exactly, in rounds that hold others, beginning with what was
+found axis by axis. The report says whether anything was held.
+
+Complexity: nodes x signatures^(1 + width of the graph), at most nodes x `max_entries` a round.
+
+Source: Jia, Lin, Qi, Aiken, "Exploring hidden dimensions in parallelizing convolutional neural
+networks", ICML 2018, section 5 (node and edge elimination); Dechter, "Bucket elimination",
+Artificial Intelligence 113 (1999).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sbp_core.errors import PlanError
+from sbp_core.infer import FORBIDDEN_S, PINS, CostTables, joint_problem, minimise, strategy_of
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_seconds
+from sbp_planner.search_configs import OptcnnConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OptcnnPlanner:
+    """Plans by elimination."""
+
+    config: OptcnnConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return the cheapest strategy, whatever memory it takes.
+
+        Raises:
+            ConfigError: a pin cannot be meant.
+            PlanError: nothing fulfils the pins.
+        """
+        problem = joint_problem(replace(request, progress=None), pins=self.config.pins)
+        before = problem.cost(problem.start)
+        if request.progress:
+            request.progress("eliminating operators", 0.5)
+        tables = CostTables(problem, max_entries=self.config.max_entries)
+        found = minimise(
+            tables.sizes, tables.factors, tables.start, max_entries=self.config.max_entries
+        )
+        values = found.values[: len(problem.unary)]
+        seconds = problem.cost(values)
+        if seconds >= FORBIDDEN_S:
+            raise PlanError("no assignment fulfils the pins", where=PINS, todo="remove a pin")
+        how = "exact" if found.exact else "some operators were held in each round"
+        return strategy_of(
+            request,
+            problem.work,
+            problem.decided(values),
+            planner="optcnn",
+            report={
+                "cost_s": seconds,
+                "cost_by_axis_s": before,
+                **({"bound_s": seconds, "gap": 0.0} if found.exact else {}),
+                "explanation": [
+                    f"optcnn: {format_seconds(seconds)} a step without overlap, "
+                    f"{format_seconds(before)} axis by axis; {how}"
+                ],
+            },
+        )
+
+
+def build(config: OptcnnConfig) -> OptcnnPlanner:
+    """Make the planner."""
+    return OptcnnPlanner(config)

@@ -1,0 +1,62 @@
+"""Variants of a step that need less memory, in the order in which they are worth a try.
+
+    1. activations made again, within ever smaller budgets    more arithmetic, the same boxing
+    2. operators of the largest parameters in slices          the same arithmetic, more messages
+    3. more and smaller micro-batches                         more of everything that is small
+
+Each of the later ones also has the least of the earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sbp_core.graph import InputKind, LogicalGraph
+from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices
+from sbp_core.passes import least_recompute_budget, saved_bytes
+
+#: Of what is saved, the budgets that are tried.
+_BUDGETS = (0.5, 0.25)
+
+#: A parameter of at least this share of all is worth to be sliced, into so many slices.
+_LARGE_SHARE, _NUM_SLICES = 0.1, 4
+
+
+def smaller_variants(family: GraphFamily) -> Iterator[GraphVariant]:
+    """Yield the variants of a step that need less memory than the one that is asked for.
+
+    Args:
+        family: The variants that there are.
+    """
+    first = family.variant
+    counts = [n for n in family.micro_batches if n >= first.num_micro_batches]
+    for count in counts or [first.num_micro_batches]:
+        variant = replace(first, num_micro_batches=count)
+        if count > first.num_micro_batches:
+            yield variant
+        graph = family.graph(variant)
+        if family.may_recompute:
+            saved, least = saved_bytes(graph), least_recompute_budget(graph)
+            for budget in (*(share * saved for share in _BUDGETS), least):
+                if least <= budget < saved:
+                    yield replace(variant, recompute_bytes=float(budget))
+            variant = replace(variant, recompute_bytes=float(least))
+        if family.may_slice and (slices := _slices(graph)):
+            yield replace(variant, slices=slices)
+
+
+def _slices(graph: LogicalGraph) -> tuple[OperatorSlices, ...]:
+    sizes = {
+        entry.name: graph.tensor(entry.name).size_bytes
+        for entry in graph.inputs
+        if entry.kind is InputKind.PARAMETER
+    }
+    total = sum(sizes.values())
+    return tuple(
+        OperatorSlices(pattern=name, count=_NUM_SLICES)
+        for name, size in sizes.items()
+        if size >= _LARGE_SHARE * total
+        and len(graph.tensor(name).shape) == 2
+        and all(extent % _NUM_SLICES == 0 for extent in graph.tensor(name).shape)
+    )

@@ -1,0 +1,188 @@
+r"""The costs of a step as tables for min-sum problems (`infer.minsum`).
+
+One table over the variable that makes a value, s, and those of its users, u and v:
+
+    mm (s) ---- x ---- relu (u)       table[s, u, v] = sum of costs[s, t] over the distinct t
+                 \---- mul (v)                         that u and v ask for
+
+    u asks for S(0), v for B          two conversions
+    u and v both ask for S(0)         one, which they share
+
+A table over many users would have a dim for each. Instead there are variables between, and tables
+of two dims that forbid what a user asks for beyond them:
+
+    few targets    one variable, the set of targets that are made:   s -- set -- u,  set -- v, ..
+    many           one variable for each target, made or not:        s -- made -- u, made -- v, ..
+
+More targets cost no less, so the best of these have what is asked for, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.infer.minsum import Factor, Table
+from sbp_core.infer.problem import FORBIDDEN_S, ConversionGroup, Numbers, Request
+
+#: Values with more users than this get variables between.
+_MAX_DIRECT_USERS = 3
+
+#: Most targets of which all sets are looked at.
+_MAX_SET_TARGETS = 12
+
+Masks = NDArray[np.int64]
+
+
+class Costed(Protocol):
+    """Variables and what they cost, as `StepProblem` has them."""
+
+    @property
+    def unary(self) -> Sequence[Table]:
+        """Seconds of each value of each variable, by itself."""
+        ...
+
+    @property
+    def start(self) -> Sequence[int]:
+        """A value of each variable."""
+        ...
+
+    @property
+    def groups(self) -> Sequence[ConversionGroup]:
+        """The conversions between them."""
+        ...
+
+
+class CostTables:
+    """The tables of a step.
+
+    Args:
+        problem: The step.
+        max_entries: Values whose tables would be larger get variables between.
+    """
+
+    def __init__(self, problem: Costed, *, max_entries: int) -> None:
+        self.max_entries = max_entries
+        #: Number of values of each variable: those of the step, then those between.
+        self.sizes: list[int] = list(map(len, problem.unary))
+        #: A value of each.
+        self.start: list[int] = list(problem.start)
+        self.factors: list[Factor] = [
+            Factor((variable,), table) for variable, table in enumerate(problem.unary)
+        ]
+        # Equal layers share their costs and targets, so what is made of these is made once.
+        self._found: dict[object, Table] = {}
+        for group in problem.groups:
+            self._add(group)
+
+    def _add(self, group: ConversionGroup) -> None:
+        others = group.others()
+        entries = prod(self.sizes[v] for v in (group.source, *others))
+        if len(others) <= _MAX_DIRECT_USERS and entries <= self.max_entries:
+            self.factors.append(Factor((group.source, *others), self._direct(group, others)))
+        elif group.costs.shape[1] <= _MAX_SET_TARGETS:
+            self._add_set(group, others)
+        else:
+            self._add_made(group, others)
+
+    def _direct(self, group: ConversionGroup, others: dict[int, list[Request]]) -> Table:
+        """Return the table over the source and its users."""
+        asked = [
+            (place, request.targets)
+            for place, requests in enumerate((group.own(), *others.values()))
+            for request in requests
+        ]
+        key = (id(group.costs), *((place, id(targets)) for place, targets in asked))
+        if key not in self._found:
+            num_dims = 1 + len(others)
+
+            def along(targets: Numbers, place: int) -> Numbers:
+                shape = [1] * num_dims
+                shape[place] = -1
+                return targets.reshape(shape)
+
+            states = along(np.arange(len(group.costs)), 0)
+            total = np.zeros([1] * num_dims)
+            before: list[Numbers] = []
+            for place, targets in asked:
+                wanted = along(targets, place)
+                # A target that is asked for already is not made again.
+                is_new = np.ones([1] * num_dims, dtype=bool)
+                for other in before:
+                    is_new = is_new & (other != wanted)
+                total = total + np.where(is_new, group.costs[states, wanted], 0.0)
+                before.append(wanted)
+            sizes = [self.sizes[v] for v in (group.source, *others)]
+            self._found[key] = np.ascontiguousarray(np.broadcast_to(total, sizes))
+        return self._found[key]
+
+    def _variable(self, size: int, start: int) -> int:
+        self.sizes.append(size)
+        self.start.append(start)
+        return len(self.sizes) - 1
+
+    def _add_set(self, group: ConversionGroup, others: dict[int, list[Request]]) -> None:
+        """Put one variable, the set of targets, between a value and its users."""
+        masks: dict[int, Masks] = {}
+        for variable, requests in others.items():
+            for request in requests:
+                masks[variable] = masks.get(variable, 0) | (1 << request.targets)
+        sets = {0}
+        for of in masks.values():
+            sets = {a | int(mask) for a in sets for mask in of}
+        domain = np.array(sorted(sets), dtype=np.int64)
+        # The set of the first assignment: what the users' first states ask for together.
+        present = 0
+        for variable, of in masks.items():
+            present |= int(of[self.start[variable]])
+        between = self._variable(len(domain), int(np.searchsorted(domain, present)))
+        for variable, of in masks.items():
+            missing = (of[None, :] & ~domain[:, None]) != 0
+            self.factors.append(Factor((between, variable), np.where(missing, FORBIDDEN_S, 0.0)))
+        own: Masks = np.zeros(len(group.costs), dtype=np.int64)
+        for request in group.own():
+            own = own | (1 << request.targets)
+        num_targets = group.costs.shape[1]
+        made = own[:, None] | domain[None, :]
+        table = np.zeros(made.shape)
+        for target in range(num_targets):
+            table += np.where(made >> target & 1, group.costs[:, target, None], 0.0)
+        self.factors.append(Factor((group.source, between), table))
+
+    def _add_made(self, group: ConversionGroup, others: dict[int, list[Request]]) -> None:
+        """Put a variable for each target, made or not, between a value and its users."""
+        num_states, num_targets = group.costs.shape
+        own = np.zeros((num_states, num_targets), dtype=bool)
+        for request in group.own():
+            own[np.arange(num_states), np.broadcast_to(request.targets, (num_states,))] = True
+        if own.any():
+            paid = np.where(own, group.costs, 0.0).sum(axis=1)
+            self.factors.append(Factor((group.source,), paid))
+        for users, costs in _asked(group, others, own):
+            if not costs.any():
+                continue
+            present = any(asks[self.start[variable]] for variable, asks in users)
+            between = self._variable(2, int(present))
+            table = np.stack([np.zeros(num_states), costs], axis=1)
+            self.factors.append(Factor((group.source, between), table))
+            for variable, asks in users:
+                table = np.stack([np.where(asks, FORBIDDEN_S, 0.0), np.zeros(len(asks))])
+                self.factors.append(Factor((between, variable), table))
+
+
+def _asked(
+    group: ConversionGroup, others: dict[int, list[Request]], own: NDArray[np.bool_]
+) -> Iterator[tuple[list[tuple[int, NDArray[np.bool_]]], Table]]:
+    """Yield for each target who asks for it with which values, and what it costs each source."""
+    for target in range(group.costs.shape[1]):
+        users = [
+            (variable, np.any([request.targets == target for request in requests], axis=0))
+            for variable, requests in others.items()
+        ]
+        users = [(variable, asks) for variable, asks in users if asks.any()]
+        costs = np.where(own[:, target], 0.0, group.costs[:, target])
+        yield users, costs if users else np.zeros_like(costs)
