@@ -2,9 +2,13 @@
 
     blocks.0.mlp.up (v7)   blocks.1.mlp.up (v31)   blocks.2.mlp.up (v55)     one group: 7, 31, 55
 
-Two variables are alike if their names differ in the number of the block alone, and they have the
-same options. Blocks are told by `sbp_core.graph.block_of`, so any model that numbers its layers
-has them, whatever these are called.
+What stands inside a numbered block is alike if the names differ in the number of the block alone,
+and the options are the same. What does not, such as the calls of a module that all blocks share, is
+alike if it has the same operator and options, takes what is alike, and is taken by what is alike:
+colours are refined by those of neighbours until no more of them appear. Names of blocks do not
+matter, so any model that numbers its layers has them.
+
+Source: Weisfeiler and Leman, "The reduction of a graph to canonical form", 1968 (refinement).
 """
 
 from __future__ import annotations
@@ -29,16 +33,50 @@ def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
         problem: The step.
     """
     found: dict[Hashable, list[int]] = {}
-    for node in problem.work.nodes:
-        options = problem.parts[node.name]
-        key: Hashable = ("node", _generic(node.name), node.op, options)
-        found.setdefault(key, []).append(problem.node_variable[node.name])
+    for name, colour in _colours(problem).items():
+        found.setdefault(("node", colour), []).append(problem.node_variable[name])
     for name, variable in problem.storage_variable.items():
         key = ("storage", _generic(name), problem.storage_entries[name])
         group = found.setdefault(key, [])
         if variable not in group:
             group.append(variable)
     return tuple(tuple(group) for group in _disjoint(list(found.values())) if len(group) > 1)
+
+
+def _colours(problem: StepProblem) -> dict[str, Hashable]:
+    """Return a colour for each node, equal for nodes that are alike."""
+    graph, work = problem.work.graph, problem.work
+    # Equal options are one object, which lives as long as the problem.
+    colours: dict[str, Hashable] = {}
+    others = []
+    for node in work.nodes:
+        options = id(problem.parts[node.name])
+        is_numbered = _NUMBER.search(node.name) is not None
+        name = _generic(node.name) if is_numbered else ""
+        colours[node.name] = (name, node.op, node.phase, options)
+        if not is_numbered:
+            others.append(node)
+    number = 0
+    while len(set(colours.values())) > number:
+        number = len(set(colours.values()))
+        refined: dict[str, Hashable] = {}
+        for node in others:
+            taken = tuple(
+                _generic(value) if (made := graph.producers.get(value)) is None
+                else colours.get(made.name, made.op)
+                for value in graph.tensor_inputs(node)
+            )  # fmt: skip
+            users = [
+                colours.get(user.name, user.op)
+                for value in node.outputs
+                for user in graph.users[value]
+            ]
+            refined[node.name] = (colours[node.name], taken, frozenset(users))
+        # Numbers for tuples, which would grow with every round.
+        numbers: dict[Hashable, int] = {}
+        for name, colour in refined.items():
+            colours[name] = numbers.setdefault(colour, len(numbers))
+    return colours
 
 
 def _generic(name: str) -> str:
