@@ -352,7 +352,10 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
         check_memory(planned.memory, limit_bytes)
     except PlanError as error:
         raise ConfigError(
-            error.what, where="cluster.memory_bytes", accepted=error.accepted, todo=error.todo
+            error.what,
+            where=(*error.where, "cluster.memory_bytes"),
+            accepted=error.accepted,
+            todo=error.todo,
         ) from error
 
 

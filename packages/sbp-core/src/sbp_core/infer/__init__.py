@@ -2,12 +2,13 @@
 
 In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
 `work` (what is to be decided), `axis` (one mesh axis as a min-sum problem), `minsum` (solves it),
-`predict_cost` (what the result costs).
+`predict_cost` (what the result costs). `nearby` changes a strategy as little as a pin asks for.
 
 Stability: provisional.
 """
 
-from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
+from sbp_core.infer.nearby import Nearby, infer_nearby
+from sbp_core.infer.pins import PINS, PIPE_AXIS, Pins, PinValue, check_pin, resolve_pins
 from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
 from sbp_core.infer.solve import infer_strategy, one_forward_one_backward, stage_placements
@@ -17,14 +18,18 @@ __all__ = [
     "PINS",
     "PIPE_AXIS",
     "Conversion",
+    "Nearby",
     "PinValue",
+    "Pins",
     "Pipelined",
     "StagePatterns",
     "check_pin",
     "conversions",
+    "infer_nearby",
     "infer_strategy",
     "one_forward_one_backward",
     "pipelined",
     "predict_cost",
+    "resolve_pins",
     "stage_placements",
 ]

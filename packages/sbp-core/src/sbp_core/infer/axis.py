@@ -21,6 +21,7 @@ A slice of an input (`sbp.piece`) is cut from the input as it is stored, if it c
 
 Pins remove values from the variables: a pinned input has one storage, and the users of a pinned
 value keep only the signatures that take it so; a view of it is pinned to what it then must be.
+What is kept of an earlier strategy has one value, too, unless a pin says another.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from sbp_core.infer.pins import PINS, Pin, Pins
 from sbp_core.infer.prices import AxisPrices
 from sbp_core.infer.work import (
     Decision,
+    Kept,
     OptionTable,
     StepWork,
     replicated,
@@ -91,8 +93,11 @@ class _ConversionEnd:
 class AxisProblem:
     """The problem of one mesh axis, given what is decided on the axes before."""
 
-    def __init__(self, work: StepWork, decision: Decision, axis: int, pins: Pins) -> None:
+    def __init__(
+        self, work: StepWork, decision: Decision, axis: int, pins: Pins, kept: Kept
+    ) -> None:
         self.work, self.decision, self.axis, self.pins = work, decision, axis, pins
+        self.kept = kept
         self.use = {value: pin for (value, at), pin in pins.use.items() if at == axis}
         self.prices = AxisPrices(work.placements, axis, work.cluster)
         self.sizes: list[int] = []
@@ -152,12 +157,15 @@ class AxisProblem:
         for entry in ordered:
             pin = self.pins.storage.get((entry.name, self.axis))
             parameter = self.work.parameter_of_state.get(entry.name)
-            if pin is None and parameter is not None:
+            kept = self.kept.storage.get(entry.name) if pin is None else None
+            if pin is None and kept is None and parameter is not None:
                 self.storage_variable[entry.name] = self.storage_variable[parameter]
                 self.storage_entries[entry.name] = self.storage_entries[parameter]
                 continue
             if pin is not None:
                 entries: tuple[Sbp, ...] = (pin.entry,)
+            elif kept is not None:
+                entries = (kept[self.axis],)
             elif entry.kind is InputKind.RNG:
                 # The state of a generator is no tensor of elements: half of it draws nothing.
                 entries = (B,)
@@ -181,6 +189,7 @@ class AxisProblem:
         for node in self.work.nodes:
             options = table.options(node, self.decision.nodes.get(node.name, ()))
             kept = self._unpinned(node, options.parts)
+            kept = self._as_kept(node, options.parts, kept) or kept
             times = self.work.executions(node.rate)
             passes_on = node.name in self.work.views_of_gradients
             self.parts[node.name] = tuple(options.parts[at] for at in kept)
@@ -211,6 +220,16 @@ class AxisProblem:
             for value, entry in zip(node.outputs, parts[kept[0]].outputs, strict=True):
                 self.use.setdefault(value, replace(pinned[0][2], entry=entry))
         return kept
+
+    def _as_kept(self, node: Node, parts: Sequence[Signature1d], among: list[int]) -> list[int]:
+        """Return which options are what an earlier strategy has; none if it has nothing of it."""
+        found = self.kept.nodes.get(node.name)
+        if found is None:
+            return []
+        inputs, outputs = (
+            tuple(sbp[self.axis] for sbp in of) for of in (found.inputs, found.outputs)
+        )
+        return [at for at in among if (parts[at].inputs, parts[at].outputs) == (inputs, outputs)]
 
     def _untakable(self, node: Node, value: str, pin: Pin, possible: set[Sbp]) -> PlanError:
         axis = self.work.axes[self.axis]
@@ -431,13 +450,22 @@ class AxisProblem:
         return found
 
 
-def decide_axis(work: StepWork, decision: Decision, axis: int, pins: Pins) -> bool:
+def decide_axis(
+    work: StepWork, decision: Decision, axis: int, pins: Pins, kept: Kept | None = None
+) -> bool:
     """Decide one mesh axis; return whether the choice is proved to be the best on that axis.
 
     On an axis of one rank all SBPs are the same thing; it is written as B.
+
+    Args:
+        work: The step.
+        decision: What is decided on the axes before; this one is added.
+        axis: Which.
+        pins: What must hold.
+        kept: What stays as an earlier strategy has it, where pins allow; nothing if None.
     """
     if any(stage.mesh_shape[axis] > 1 for stage in work.placements):
-        return AxisProblem(work, decision, axis, pins).solve()
+        return AxisProblem(work, decision, axis, pins, kept or Kept()).solve()
     for node in work.nodes:
         part = replicated(work.calls[node.name])
         decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)

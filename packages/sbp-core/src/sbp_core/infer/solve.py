@@ -81,7 +81,7 @@ def infer_strategy(
     for axis, name in enumerate(work.axes):
         progress(f"inferring mesh axis {name!r}", (1 + axis) / (2 + len(work.axes)))
         optimal[name] = decide_axis(work, decision, axis, resolved)
-    _check_legal(work, decision)
+    check_legal(work, decision)
     quotas = in_flight or one_forward_one_backward(len(placements), graph.num_micro_batches)
     strategy = replace(
         _strategy(work, decision, planner, quotas),
@@ -126,7 +126,12 @@ def _check_placements(placements: Sequence[Placement], cluster: Cluster) -> None
             )
 
 
-def _check_legal(work: StepWork, decision: Decision) -> None:
+def check_legal(work: StepWork, decision: Decision) -> None:
+    """Check that the entries of each node do not clash between mesh axes.
+
+    Raises:
+        SignatureError: they do.
+    """
     for node in work.nodes:
         reason = conflict(decision.nodes[node.name], work.mesh_shape_of(node))
         if reason:
