@@ -1,7 +1,9 @@
 """The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
 
 With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
-it draws the simulated step. With `pipeline=NAME` it plans nothing, and shows a schedule.
+it draws the simulated step, with `page=FILE` all of the plan. `why=...` asks what another SBP would
+cost, and `compare=...` puts another plan beside this one; both print their answer in place of the
+plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
 from sbp_launch.apps.pipeline import is_asked, run_pipeline
+from sbp_launch.explaining.other_plan import strategy_of
+from sbp_launch.explaining.question import Question
 from sbp_launch.output import check_writable
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
@@ -34,14 +38,34 @@ class PlanConfig:
     Args:
         out: File to write the strategy to; None for none.
         timeline: Where drawings of the simulated step go, without ending; None for none.
-        overwrite: Whether it may exist.
+        page: File to write the plan to as a page, `.html`; None for none.
+        why: Tensors, and how they might be cut, of which is asked what that would cost; None to
+            ask nothing.
+        compare: A strategy file or a run folder, whose plan is put beside this one; None for none.
+        overwrite: Whether `out` may exist.
     """
 
     out: str | None = None
     timeline: str | None = None
+    page: str | None = None
+    why: str | None = None
+    compare: str | None = None
     overwrite: bool = False
 
+    @property
+    def asks(self) -> bool:
+        """Whether an answer is printed in place of the plan."""
+        return self.why is not None or self.compare is not None
+
     def __post_init__(self) -> None:
+        if self.why is not None:
+            Question.parse(self.why)
+        if self.compare is not None:
+            strategy_of(self.compare)
+        if self.page is not None:
+            if Path(self.page).suffix != ".html":
+                raise ConfigError(f"page={self.page!r} does not end in .html", accepted="plan.html")
+            check_writable("page", self.page, example="plan.html")
         if self.timeline is not None:
             for ending in ENDINGS:
                 check_writable("timeline", self.timeline + ending, example="timeline=step")
@@ -123,20 +147,37 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.apps.answers import answer, draw_page
     from sbp_launch.planning.draw import draw_plan
     from sbp_launch.trainer.trainer import plan_only
 
-    planned = plan_only(config.run, registry)
+    found = plan_only(config.run, registry, shows=not config.settings.asks)
+    answer(found, why=config.settings.why, compare=config.settings.compare)
     if (drawings := config.settings.timeline) is not None:
-        draw_plan(planned, drawings)
+        draw_plan(found.planned, drawings)
+    if (page := config.settings.page) is not None:
+        draw_page(found, page)
     if (path := config.settings.out) is not None:
-        save_strategy(planned.strategy, path)
+        save_strategy(found.planned.strategy, path)
         sys.stdout.write(f"wrote {path}: how every tensor and op is split; edit it, then\n")
         sys.stdout.write(f"  {next_command(path, config.overrides)}\n")
 
 
+def quoted(arguments: Sequence[str]) -> list[str]:
+    """Return a command line on which Hydra takes what `why=` asks as it is, brackets and all."""
+    return [f"why={_quote(text[4:])}" if text.startswith("why=") else text for text in arguments]
+
+
+def _quote(text: str) -> str:
+    if not text or text[:1] in "'\"" or text == "null":
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def main() -> None:
     """Run `sbp-plan` and exit with its code."""
+    sys.argv[1:] = quoted(sys.argv[1:])
     if is_asked(sys.argv[1:]):
         sys.exit(run_pipeline(sys.argv[1:]))
     app = Application(
