@@ -14,44 +14,61 @@ from sbp_launch.console import say
 from sbp_launch.explaining.alternatives import Replan
 from sbp_launch.explaining.compare import compare_lines
 from sbp_launch.explaining.other_plan import read_strategy, strategy_of
+from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.why import Asked, why_lines
 from sbp_launch.planning.flow import Planned
 from sbp_launch.trainer.other_plan import planned_as
-from sbp_launch.trainer.trainer import PlannedOnly
+from sbp_launch.trainer.planned import StepPlanner
+from sbp_launch.trainer.program import Program
 
 
-def answer(found: PlannedOnly, *, why: str | None, compare: str | None) -> None:
-    """Print the answers to what is asked of a plan.
+def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s: float) -> None:
+    """Print why some tensors of a plan are cut as they are.
 
     Args:
-        found: The plan.
-        why: What `why=` asks; None for nothing.
-        compare: What `compare=` names; None for nothing.
+        question: What `why=` asks.
+        planned: The plan.
+        planner: What made it.
+        planning_s: What that took, in seconds.
 
     Raises:
-        ConfigError: the question is about nothing of the model, or the other plan is not for it.
+        ConfigError: the question is about nothing of the model.
     """
-    console, planned = found.run.console, found.planned
-    if why is not None:
-        asked = Asked(
-            planned=planned,
-            replan=_replanning(found),
-            planning_s=found.planning_s,
-            planner=planned.strategy.planner,
-        )
-        with console.status("") as status:
-            lines = list(why_lines(Question.parse(why), asked, status.update))
-        say(console, lines)
-    if compare is not None:
-        other = planned_as(read_strategy(strategy_of(compare)), found.planner, found.program)
-        for line in compare_lines(planned, other, compare):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console = planner.run.console
+    asked = Asked(
+        planned=planned,
+        replan=_replanning(planner),
+        planning_s=planning_s,
+        planner=planned.strategy.planner,
+    )
+    with console.status("") as status:
+        lines = list(why_lines(Question.parse(question), asked, status.update))
+    say(console, lines)
 
 
-def _replanning(found: PlannedOnly) -> Replan:
+def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> None:
+    """Print another plan beside a plan.
+
+    Args:
+        place: What `compare=` names.
+        planned: The plan.
+        planner: What made it.
+        program: The one-device program.
+
+    Raises:
+        ConfigError: the other plan is not one of this model.
+    """
+    console = planner.run.console
+    with console.status("planning as it says"):
+        other = planned_as(read_strategy(strategy_of(place)), planner, program)
+    for line in compare_lines(planned, other, place):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _replanning(planner: StepPlanner) -> Replan:
     """Return what plans the step again, without a word."""
-    quiet = replace(found.planner, run=replace(found.run, console=Console(quiet=True)))
+    quiet = replace(planner, run=replace(planner.run, console=Console(quiet=True)))
 
     def replan(pins: Mapping[str, PinValue]) -> Planned:
         return quiet.plan(pins)
@@ -59,9 +76,13 @@ def _replanning(found: PlannedOnly) -> Replan:
     return replan
 
 
-def draw_page(found: PlannedOnly, path: str) -> None:
-    """Write the plan as one page."""
-    from sbp_launch.explaining.plan_page import plan_page
+def draw_page(planned: Planned, model: str, path: str) -> None:
+    """Write a plan as one page; say so.
 
-    Path(path).write_text(plan_page(found.planned, found.run.config.model.name), encoding="utf-8")
+    Args:
+        planned: The plan.
+        model: What the model is called.
+        path: The file.
+    """
+    Path(path).write_text(plan_page(planned, model), encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
+
 from sbp_core import strategy_yaml
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, PlanError
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
@@ -147,20 +149,40 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
-    from sbp_launch.apps.answers import answer, draw_page
+    from sbp_launch.apps.answers import answer_compare, answer_why, draw_page
+    from sbp_launch.apps.feasible import is_of_memory, recomposing, told_what_fits
     from sbp_launch.planning.draw import draw_plan
-    from sbp_launch.trainer.trainer import plan_only
+    from sbp_launch.trainer.planning_only import PlanningOnly
 
-    found = plan_only(config.run, registry, shows=not config.settings.asks)
-    answer(found, why=config.settings.why, compare=config.settings.compare)
-    if (drawings := config.settings.timeline) is not None:
-        draw_plan(found.planned, drawings)
-    if (page := config.settings.page) is not None:
-        draw_page(found, page)
-    if (path := config.settings.out) is not None:
-        save_strategy(found.planned.strategy, path)
+    settings, desk = config.settings, PlanningOnly(config.run, registry)
+    try:
+        planned = desk.plan()
+    except (ConfigError, PlanError) as error:
+        if not (is_of_memory(error) and HydraConfig.initialized()):
+            raise
+        recompose = recomposing(application(), _checked_run, registry, config.overrides)
+        raise told_what_fits(error, desk.run, desk.program, desk.planned, recompose) from error
+    planner = desk.planner
+    assert planner is not None, "what was planned has a planner"
+    if not settings.asks:
+        desk.show()
+    if settings.why is not None:
+        answer_why(settings.why, planned, planner, desk.planning_s)
+    if settings.compare is not None:
+        answer_compare(settings.compare, planned, planner, desk.program)
+    if settings.timeline is not None:
+        draw_plan(planned, settings.timeline)
+    if settings.page is not None:
+        draw_page(planned, config.run.model.name, settings.page)
+    if (path := settings.out) is not None:
+        save_strategy(planned.strategy, path)
         sys.stdout.write(f"wrote {path}: how every tensor and op is split; edit it, then\n")
         sys.stdout.write(f"  {next_command(path, config.overrides)}\n")
+
+
+def _checked_run(composed: ComposedConfig, registry: PluginRegistry) -> RunConfig:
+    """Return the run of a composed config, without a look at the files that are written."""
+    return check(composed, registry, [field.name for field in fields(PlanConfig)])
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
@@ -175,12 +197,9 @@ def _quote(text: str) -> str:
     return f"'{escaped}'"
 
 
-def main() -> None:
-    """Run `sbp-plan` and exit with its code."""
-    sys.argv[1:] = quoted(sys.argv[1:])
-    if is_asked(sys.argv[1:]):
-        sys.exit(run_pipeline(sys.argv[1:]))
-    app = Application(
+def application() -> Application[PlanRun]:
+    """Return the command."""
+    return Application(
         name="sbp-plan",
         about="plan a training step on many ranks, and print the plan without training",
         config_name="plan",
@@ -188,7 +207,14 @@ def main() -> None:
         task=_plan,
         sweep_goes_on=True,
     )
-    sys.exit(run(app))
+
+
+def main() -> None:
+    """Run `sbp-plan` and exit with its code."""
+    sys.argv[1:] = quoted(sys.argv[1:])
+    if is_asked(sys.argv[1:]):
+        sys.exit(run_pipeline(sys.argv[1:]))
+    sys.exit(run(application()))
 
 
 if __name__ == "__main__":

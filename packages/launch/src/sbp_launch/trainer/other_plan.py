@@ -56,6 +56,7 @@ def _captured_for(strategy: Strategy, run: Run, program: Program) -> StepPlanner
     Raises:
         ConfigError: the batch has no so many micro-batches.
     """
+    # Refused, if the batch has no so many parts.
     trainer = replace(run.config.trainer, micro_batches=strategy.num_micro_batches)
     known = replace(run, config=replace(run.config, trainer=trainer))
     return step_planner(known, replace(program, mesh=_mesh_of(strategy)))

@@ -79,19 +79,19 @@ def step_planner(run: Run, program: Program) -> StepPlanner:
 
 def plan_step(run: Run, program: Program) -> Planned:
     """Capture, plan, compile and check the training step."""
-    return plan_fitting_memory(step_planner(run, program))
+    planned = step_planner(run, program).plan()
+    check_memory_of(planned, run)
+    return planned
 
 
-def plan_fitting_memory(planner: StepPlanner) -> Planned:
-    """Plan a step that fits the memory of its ranks.
+def check_memory_of(planned: Planned, run: Run) -> None:
+    """Check that a plan fits the memory of its ranks.
 
     Raises:
         ConfigError: it does not.
     """
-    planned = planner.plan()
-    with planner.run.stage("checking its memory"):
-        check_fits(planned, planner.settings.cluster)
-    return planned
+    with run.stage("checking its memory"):
+        check_fits(planned, planned.settings.cluster)
 
 
 def plan_settings(run: Run, program: Program) -> PlanSettings:

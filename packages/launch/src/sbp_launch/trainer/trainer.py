@@ -6,9 +6,7 @@ Everything that can be swapped is asked of the registry; what happens in between
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from rich.console import Console
@@ -38,12 +36,7 @@ from sbp_launch.trainer.checkpoints import (
 from sbp_launch.trainer.figures import Measured, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
 from sbp_launch.trainer.micro_batches import plan_fitting
-from sbp_launch.trainer.planned import (
-    StepPlanner,
-    plan_fitting_memory,
-    plan_step,
-    step_planner,
-)
+from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import EagerReference, Program, make_program
 from sbp_launch.trainer.resume import Resume
 from sbp_launch.trainer.sampling import printable, sample_text
@@ -67,64 +60,6 @@ from sbp_torch.kinds import LanguageModel, TextDataset
 
 #: Where a run keeps every row of its plan.
 _ALL_ROWS = "see plan.txt of the run folder"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedOnly:
-    """A step that was planned and is not run.
-
-    Args:
-        run: With as many micro-batches as it was planned with.
-        program: The one-device program.
-        planner: What plans its step again.
-        planned: The plan.
-        planning_s: What planning and compiling took, in seconds.
-    """
-
-    run: Run
-    program: Program
-    planner: StepPlanner
-    planned: Planned
-    planning_s: float
-
-
-def plan_only(
-    config: RunConfig,
-    registry: PluginRegistry,
-    *,
-    shows: bool = True,
-    console: Console | None = None,
-) -> PlannedOnly:
-    """Plan, and print the plan.
-
-    Args:
-        config: What was chosen.
-        registry: The plugins.
-        shows: Whether the plan is printed.
-        console: Where; the standard output if None.
-    """
-    run = Run(config=config, registry=registry, console=console or make_console())
-    program = make_program(run)
-    planners: list[StepPlanner] = []
-    begun_s = perf_counter()
-
-    def plan(known: Run) -> Planned:
-        nonlocal begun_s
-        planners.append(step_planner(known, program))
-        begun_s = perf_counter()
-        return plan_fitting_memory(planners[-1])
-
-    run, planned = plan_fitting(run, plan)
-    planning_s = perf_counter() - begun_s
-    if shows:
-        show_plan(run, planned, todo="raise trainer.plan_rows to see them")
-    return PlannedOnly(
-        run=run,
-        program=program,
-        planner=planners[-1],
-        planned=planned,
-        planning_s=planning_s,
-    )
 
 
 def train(

@@ -16,6 +16,9 @@ from sbp_launch.timelines.style import Look, faded, looks_of
 
 _ROW, _GAP, _AXIS = 24, 6, 22
 
+#: Bars of a smaller share of the step have no border.
+_THIN = 0.003
+
 
 def timeline_chart(timeline: Timeline) -> str:
     """Return a timeline, whose unit is the second, with its legend."""
@@ -51,11 +54,13 @@ def _bar(bar: Bar, look: Look, end_s: float, top: int) -> str:
     label = ""
     if bar.label:
         label = f'<text x="50%" y="16" text-anchor="middle" fill="{look.ink}">{bar.label}</text>'
+    # Beside each other, thin bars would be nothing but borders.
+    border = "" if bar.end_s - bar.start_s < _THIN * end_s else ' class="apart"'
     return (
         f'<svg x="{_percent(bar.start_s, end_s)}" y="{top}" '
         f'width="{_percent(bar.end_s - bar.start_s, end_s)}" height="{_ROW}">'
         f"<title>{escape(told)}</title>"
-        f'<rect width="100%" height="100%" fill="{look.fill}"/>{label}</svg>'
+        f'<rect width="100%" height="100%" fill="{look.fill}"{border}/>{label}</svg>'
     )
 
 
