@@ -74,7 +74,7 @@ def recomposing(
     catalog = make_catalog(registry, own)
 
     def recompose(more: Sequence[str]) -> RunConfig:
-        with _outside_of_hydra():
+        with outside_of_hydra():
             config = compose(catalog, app, with_overrides(overrides, more))
         return check(read(config, catalog), registry)
 
@@ -82,7 +82,7 @@ def recomposing(
 
 
 @contextmanager
-def _outside_of_hydra() -> Iterator[None]:
+def outside_of_hydra() -> Iterator[None]:
     """Let a config be composed inside a job of Hydra, which else allows one at a time."""
     state = GlobalHydra.instance()
     running = state.hydra

@@ -8,6 +8,7 @@ plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -191,9 +192,10 @@ def quoted(arguments: Sequence[str]) -> list[str]:
 
 
 def _quote(text: str) -> str:
+    """Return a text in Hydra's quotes, in which a backslash counts before a quote alone."""
     if not text or text[:1] in "'\"" or text == "null":
         return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"
 
 
