@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_rows import PLANS, found_plan
 from trainable import row
@@ -35,6 +37,15 @@ def test_layers_that_differ_alike_are_one_with_their_number() -> None:
 
     (found,) = appears(before, after)
 
-    assert (found.module, found.count, found.move.sent_bytes) == ("blocks.{0-1}.up", 2, 40) or (
-        found.count == 2 and found.move.sent_bytes == 40
-    )
+    assert (found.module, found.count, found.move.sent_bytes) == ("blocks.{0-1}.up", 2, 40)
+
+
+def test_a_move_of_one_layer_alone_has_the_name_of_that_layer() -> None:
+    before = [row(f"blocks.{layer}.up") for layer in range(3)]
+    after = [row(f"blocks.{layer}.up", moved=10 * (layer != 1), stage=0) for layer in range(3)]
+    other = replace(after[2].moves[0], what="input")
+    after[2] = replace(after[2], moves=(other,))
+
+    found = {(one.module, one.count, one.move.what) for one in appears(before, after)}
+
+    assert found == {("blocks.0.up", 1, "output"), ("blocks.2.up", 1, "input")}

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
-from sbp_launch.planning.table import groups_of
+from sbp_launch.planning.table import groups_of, layers_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +48,24 @@ def appears(before: Sequence[ModuleRow], after: Sequence[ModuleRow]) -> list[Mov
                 had[row.stage, row.module, move] -= 1
             elif move.sent_bytes:
                 new.append(move)
-        if new:
-            # Rows of layers are one where all but their moves are equal.
-            rows.append(replace(row, parameters=(), output="", moves=tuple(new)))
+        # Rows of layers are one where all but their moves are equal.
+        rows.append(replace(row, parameters=(), output="", moves=tuple(new)))
     return sorted(_moved(rows), key=lambda one: -one.move.time_s)
 
 
 def _moved(rows: Sequence[ModuleRow]) -> Iterator[MovedModule]:
     for group in groups_of(rows):
         for row in group.rows:
-            name = ".".join(filter(None, (group.name.partition(" ")[0], row.module)))
             for move in row.moves:
-                count = move.layers.count(",") + 1 if move.layers else group.count
-                yield MovedModule(module=name or "(root)", count=count, move=move)
+                name, count = group.name.partition(" ")[0], group.count
+                if move.layers:
+                    name, count = _named(move.layers.split(", "))
+                module = ".".join(filter(None, (name, row.module))) or "(root)"
+                yield MovedModule(module=module, count=count, move=replace(move, layers=""))
+
+
+def _named(layers: Sequence[str]) -> tuple[str, int]:
+    """Return what some of several layers are called together, and how many they are."""
+    numbers = [int(layer.rpartition(".")[2]) for layer in layers]
+    before = layers[0].removesuffix(str(numbers[0]))
+    return layers_name(before, numbers, whole=False).partition(" ")[0], len(layers)

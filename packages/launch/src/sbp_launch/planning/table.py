@@ -94,7 +94,7 @@ def groups_of(rows: Sequence[ModuleRow]) -> list[Group]:
         numbers = alike[stage, before, still]
         if number == numbers[0]:
             same = [(f"{before}{n}", layers[stage, before, n]) for n in numbers]
-            name = _layers_name(before, numbers, whole=len(numbers) == len(numbers_of[before]))
+            name = layers_name(before, numbers, whole=len(numbers) == len(numbers_of[before]))
             found.append(Group(stage=stage, name=name, count=len(numbers), rows=_folded(same)))
     return found
 
@@ -124,7 +124,7 @@ def _folded(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[ModuleRo
     return tuple(found)
 
 
-def _layers_name(before: str, numbers: list[int], *, whole: bool) -> str:
+def layers_name(before: str, numbers: list[int], *, whole: bool) -> str:
     """Return what layers are called: `blocks.* x4`, or `blocks.{0-2} x3` if there are others."""
     if len(numbers) == 1:
         return f"{before}{numbers[0]}"
