@@ -21,6 +21,7 @@ from sbp_launch.planning.savings import saving_lines
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
@@ -141,7 +142,9 @@ def test_losses_are_those_of_one_device(
 def test_what_was_given_for_the_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(PASSES["both"])
 
-    trainer.plan_only(run, registry())
+    planning = PlanningOnly(run, registry())
+    planning.plan()
+    planning.show()
 
     out = " ".join(capsys.readouterr().out.split())
     assert "slices: 6 parameters of up to 65.5 kB travel in parts of up to 8192 B" in out

@@ -15,7 +15,13 @@ from sbp_core.errors import PlanError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import MemoryKind, check_memory, predict_memory
+from sbp_core.memory import (
+    MemoryKind,
+    check_memory,
+    memory_profile,
+    peak_text,
+    predict_memory,
+)
 from sbp_core.memory.kinds import module_of_node, module_of_slot
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.passes import accumulate
@@ -369,3 +375,33 @@ def test_values_die_after_their_last_use_unless_they_leave() -> None:
     )
 
     assert dying_keys(actor) == ((), ("x", "a"), ("unused",))
+
+
+@pytest.mark.parametrize("way", ["zero", "accumulation"])
+def test_the_profile_of_a_rank_has_the_peak_at_its_place_with_its_kinds(
+    gpt_graph: LogicalGraph, way: str
+) -> None:
+    plan = _gpt_plan(gpt_graph, way)
+    memory = predict_memory(plan).ranks[0]
+
+    profile = memory_profile(lifetimes(plan, Layouts())[0])
+
+    total = profile.total
+    tick = total.index(max(total))
+    assert (max(total), profile.ticks[tick]) == (
+        memory.peak,
+        (memory.actor, memory.firing, memory.node),
+    )
+    assert {kind: sizes[tick] for kind, sizes in profile.kinds.items() if sizes[tick]} == (
+        memory.kinds
+    )
+    assert all(len(sizes) == len(profile.ticks) for sizes in profile.kinds.values())
+
+
+def test_where_a_peak_is_and_what_is_alive_there_is_said() -> None:
+    memory = predict_memory(data_parallel_plan()).ranks[0]
+
+    text = peak_text(memory)
+
+    assert text.startswith(f"rank 0 at its peak, in firing {memory.firing} of {memory.actor}")
+    assert all(kind.value in text for kind, n in memory.kinds.items() if n > 0.01 * memory.peak)

@@ -1,23 +1,30 @@
 """The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
 
 With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
-it draws the simulated step. With `pipeline=NAME` it plans nothing, and shows a schedule.
+it draws the simulated step, with `page=FILE` all of the plan. `why=...` asks what another SBP would
+cost, and `compare=...` puts another plan beside this one; both print their answer in place of the
+plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
+
 from sbp_core import strategy_yaml
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, PlanError
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
 from sbp_launch.apps.pipeline import is_asked, run_pipeline
+from sbp_launch.explaining.other_plan import strategy_of
+from sbp_launch.explaining.question import Question
 from sbp_launch.output import check_writable
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
@@ -34,14 +41,34 @@ class PlanConfig:
     Args:
         out: File to write the strategy to; None for none.
         timeline: Where drawings of the simulated step go, without ending; None for none.
-        overwrite: Whether it may exist.
+        page: File to write the plan to as a page, `.html`; None for none.
+        why: Tensors, and how they might be cut, of which is asked what that would cost; None to
+            ask nothing.
+        compare: A strategy file or a run folder, whose plan is put beside this one; None for none.
+        overwrite: Whether `out` may exist.
     """
 
     out: str | None = None
     timeline: str | None = None
+    page: str | None = None
+    why: str | None = None
+    compare: str | None = None
     overwrite: bool = False
 
+    @property
+    def asks(self) -> bool:
+        """Whether an answer is printed in place of the plan."""
+        return self.why is not None or self.compare is not None
+
     def __post_init__(self) -> None:
+        if self.why is not None:
+            Question.parse(self.why)
+        if self.compare is not None:
+            strategy_of(self.compare)
+        if self.page is not None:
+            if Path(self.page).suffix != ".html":
+                raise ConfigError(f"page={self.page!r} does not end in .html", accepted="plan.html")
+            check_writable("page", self.page, example="plan.html")
         if self.timeline is not None:
             for ending in ENDINGS:
                 check_writable("timeline", self.timeline + ending, example="timeline=step")
@@ -123,23 +150,58 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.apps.answers import answer_compare, answer_why, draw_page
+    from sbp_launch.apps.feasible import is_of_memory, recomposing, told_what_fits
     from sbp_launch.planning.draw import draw_plan
-    from sbp_launch.trainer.trainer import plan_only
+    from sbp_launch.trainer.planning_only import PlanningOnly
 
-    planned = plan_only(config.run, registry)
-    if (drawings := config.settings.timeline) is not None:
-        draw_plan(planned, drawings)
-    if (path := config.settings.out) is not None:
+    settings, desk = config.settings, PlanningOnly(config.run, registry)
+    try:
+        planned = desk.plan()
+    except (ConfigError, PlanError) as error:
+        if not (is_of_memory(error) and HydraConfig.initialized()):
+            raise
+        recompose = recomposing(application(), _checked_run, registry, config.overrides)
+        raise told_what_fits(error, desk.run, desk.program, desk.planned, recompose) from error
+    planner = desk.planner
+    assert planner is not None, "what was planned has a planner"
+    if not settings.asks:
+        desk.show()
+    if settings.why is not None:
+        answer_why(settings.why, planned, planner, desk.planning_s)
+    if settings.compare is not None:
+        answer_compare(settings.compare, planned, planner, desk.program)
+    if settings.timeline is not None:
+        draw_plan(planned, settings.timeline)
+    if settings.page is not None:
+        draw_page(planned, config.run.model.name, settings.page)
+    if (path := settings.out) is not None:
         save_strategy(planned.strategy, path)
         sys.stdout.write(f"wrote {path}: how every tensor and op is split; edit it, then\n")
         sys.stdout.write(f"  {next_command(path, config.overrides)}\n")
 
 
-def main() -> None:
-    """Run `sbp-plan` and exit with its code."""
-    if is_asked(sys.argv[1:]):
-        sys.exit(run_pipeline(sys.argv[1:]))
-    app = Application(
+def _checked_run(composed: ComposedConfig, registry: PluginRegistry) -> RunConfig:
+    """Return the run of a composed config, without a look at the files that are written."""
+    return check(composed, registry, [field.name for field in fields(PlanConfig)])
+
+
+def quoted(arguments: Sequence[str]) -> list[str]:
+    """Return a command line on which Hydra takes what `why=` asks as it is, brackets and all."""
+    return [f"why={_quote(text[4:])}" if text.startswith("why=") else text for text in arguments]
+
+
+def _quote(text: str) -> str:
+    """Return a text in Hydra's quotes, in which a backslash counts before a quote alone."""
+    if not text or text[:1] in "'\"" or text == "null":
+        return text
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def application() -> Application[PlanRun]:
+    """Return the command."""
+    return Application(
         name="sbp-plan",
         about="plan a training step on many ranks, and print the plan without training",
         config_name="plan",
@@ -147,7 +209,14 @@ def main() -> None:
         task=_plan,
         sweep_goes_on=True,
     )
-    sys.exit(run(app))
+
+
+def main() -> None:
+    """Run `sbp-plan` and exit with its code."""
+    sys.argv[1:] = quoted(sys.argv[1:])
+    if is_asked(sys.argv[1:]):
+        sys.exit(run_pipeline(sys.argv[1:]))
+    sys.exit(run(application()))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ from sbp_torch.update_options import UpdateOptions
 class Planned:
     """A graph, how it was planned, and the checked plan in simulated time."""
 
+    settings: PlanSettings
     graph: LogicalGraph
     strategy: Strategy
     plan: PhysicalPlan
@@ -80,7 +81,7 @@ class Planned:
     @cached_property
     def module_rows(self) -> tuple[ModuleRow, ...]:
         """The rows of the printed plan."""
-        return module_rows(self.graph, self.strategy, self.lowered)
+        return module_rows(self.graph, self.strategy, self.lowered, self.settings.cluster)
 
     @cached_property
     def op_rows(self) -> tuple[OpRow, ...]:
@@ -320,6 +321,7 @@ def compiled(graph: LogicalGraph, strategy: Strategy, settings: PlanSettings) ->
     checked, simulation = check(plan, types=False), simulate(plan)
     report = {**strategy.report, "predicted_step_s": simulation.step_s}
     return Planned(
+        settings=settings,
         graph=graph,
         strategy=replace(strategy, report=report),
         plan=plan,
@@ -352,7 +354,10 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
         check_memory(planned.memory, limit_bytes)
     except PlanError as error:
         raise ConfigError(
-            error.what, where="cluster.memory_bytes", accepted=error.accepted, todo=error.todo
+            error.what,
+            where=(*error.where, "cluster.memory_bytes"),
+            accepted=error.accepted,
+            todo=error.todo,
         ) from error
 
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sbp_core.boxing import BoxingStep, StepKind
+from sbp_core.cluster import Cluster
 from sbp_core.compile import Lowered
+from sbp_core.cost import boxing_step_time_s
 from sbp_core.graph import (
     GraphInput,
     InputKind,
@@ -55,6 +57,7 @@ class Move:
         how: What is done, with axes and change: `over tensor: P -> B`.
         value: The value that travels.
         sent_bytes: What all ranks together send in a training step.
+        time_s: What it takes in a training step, in seconds, alone.
         num_ranks: Ranks that share in sending.
         target: SBP that it leads to.
     """
@@ -68,17 +71,20 @@ class Move:
     how: str
     value: str
     sent_bytes: int
+    time_s: float
     num_ranks: int
     target: str
 
 
-def moves(graph: LogicalGraph, lowered: Lowered) -> Iterator[Move]:
+def moves(graph: LogicalGraph, lowered: Lowered, cluster: Cluster) -> Iterator[Move]:
     """Yield every boxing step between ranks, in the order in which they are inserted.
 
     Args:
         graph: What was planned.
         lowered: What `lower` made of it and its strategy.
+        cluster: The machine.
     """
+    times_s: dict[BoxingStep, float] = {}
     owners = _Owners(graph)
     outputs = {key: name for name, key in lowered.new_states.items()}
     outputs |= {key: name for name, keys in lowered.results.items() for key in keys}
@@ -88,6 +94,8 @@ def moves(graph: LogicalGraph, lowered: Lowered) -> Iterator[Move]:
             continue
         value = lowered.held[item.outputs[0]].value
         repeats = graph.repetitions[item.rate]
+        if step not in times_s:  # equal layers box alike
+            times_s[step] = boxing_step_time_s(step, cluster)
         if item.asked_by:
             sums = any(
                 isinstance(old, Partial) and not isinstance(new, Partial)
@@ -109,6 +117,7 @@ def moves(graph: LogicalGraph, lowered: Lowered) -> Iterator[Move]:
             how=_how(step, item.target_stage if item.target_stage != item.stage else None),
             value=value,
             sent_bytes=repeats * step.size_bytes,
+            time_s=repeats * times_s[step],
             num_ranks=step.source[0].size,
             target=str(step.target[1]),
         )

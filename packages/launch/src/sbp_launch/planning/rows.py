@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sbp_core.boxing import BoxingStep, StepKind
+from sbp_core.cluster import Cluster
 from sbp_core.compile import Lowered
 from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase
 from sbp_core.signatures import is_view
@@ -33,6 +34,8 @@ class ModuleMove:
         sent_bytes: What all ranks of the stage together send in a training step.
         num_ranks: Ranks that share in sending.
         layers: Of layers that are folded into one row, those that do this; empty for all.
+        time_s: What it takes in a training step, in seconds, if each tensor travels alone and
+            nothing overlaps.
     """
 
     when: When
@@ -43,6 +46,7 @@ class ModuleMove:
     sent_bytes: int
     num_ranks: int
     layers: str = ""
+    time_s: float = 0.0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -107,13 +111,16 @@ class OpRow:
     sent_bytes: int
 
 
-def module_rows(graph: LogicalGraph, strategy: Strategy, lowered: Lowered) -> tuple[ModuleRow, ...]:
+def module_rows(
+    graph: LogicalGraph, strategy: Strategy, lowered: Lowered, cluster: Cluster
+) -> tuple[ModuleRow, ...]:
     """Return a row for each module and stage: by stage, in the order of the forward pass.
 
     Args:
         graph: What was planned.
         strategy: How.
         lowered: What `lower` made of both.
+        cluster: The machine, which says what boxing takes.
     """
     found: dict[tuple[int, str], list[Move]] = {}
     nodes: dict[tuple[int, str], list[Node]] = defaultdict(list)
@@ -128,7 +135,7 @@ def module_rows(graph: LogicalGraph, strategy: Strategy, lowered: Lowered) -> tu
             key = stored.stage, owner_of(entry)
             found.setdefault(key, [])
             parameters[key].append((entry.name.rpartition(".")[2], f"({stored.sbp})"))
-    for move in moves(graph, lowered):
+    for move in moves(graph, lowered, cluster):
         found.setdefault((move.stage, move.module), []).append(move)
     paths = {module for _, module in found}
     parents = {path for path in paths if any(other.startswith(f"{path}.") for other in paths)}
@@ -197,6 +204,7 @@ def _together(own: Sequence[Move]) -> Iterator[ModuleMove]:
             how=how,
             sent_bytes=sum(move.sent_bytes for move in same),
             num_ranks=num_ranks,
+            time_s=sum(move.time_s for move in same),
         )
 
 

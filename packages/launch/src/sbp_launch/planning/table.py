@@ -94,7 +94,7 @@ def groups_of(rows: Sequence[ModuleRow]) -> list[Group]:
         numbers = alike[stage, before, still]
         if number == numbers[0]:
             same = [(f"{before}{n}", layers[stage, before, n]) for n in numbers]
-            name = _layers_name(before, numbers, whole=len(numbers) == len(numbers_of[before]))
+            name = layers_name(before, numbers, whole=len(numbers) == len(numbers_of[before]))
             found.append(Group(stage=stage, name=name, count=len(numbers), rows=_folded(same)))
     return found
 
@@ -106,14 +106,16 @@ def _folded(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[ModuleRo
     """
     found = []
     for rows in zip(*(own for _, own in layers), strict=True):
-        moves: dict[ModuleMove, list[tuple[str, int]]] = {}
+        moves: dict[ModuleMove, list[tuple[str, ModuleMove]]] = {}
         for (name, _), row in zip(layers, rows, strict=True):
             for move in row.moves:
-                moves.setdefault(replace(move, sent_bytes=0), []).append((name, move.sent_bytes))
+                alike = replace(move, sent_bytes=0, time_s=0.0)
+                moves.setdefault(alike, []).append((name, move))
         together = (
             replace(
                 move,
-                sent_bytes=sum(size for _, size in having),
+                sent_bytes=sum(one.sent_bytes for _, one in having),
+                time_s=sum(one.time_s for _, one in having),
                 layers="" if len(having) == len(layers) else ", ".join(name for name, _ in having),
             )
             for move, having in moves.items()
@@ -122,7 +124,7 @@ def _folded(layers: Sequence[tuple[str, Sequence[ModuleRow]]]) -> tuple[ModuleRo
     return tuple(found)
 
 
-def _layers_name(before: str, numbers: list[int], *, whole: bool) -> str:
+def layers_name(before: str, numbers: list[int], *, whole: bool) -> str:
     """Return what layers are called: `blocks.* x4`, or `blocks.{0-2} x3` if there are others."""
     if len(numbers) == 1:
         return f"{before}{numbers[0]}"
@@ -207,16 +209,20 @@ def _group_lines(group: Group, rows: Sequence[ModuleRow]) -> Iterable[_Line]:
             yield _Line(cells=(more, ""))
         for move in row.moves:
             if move.sent_bytes:
-                text = f"{indent}{_GAP}{_move_text(move)}"
+                text = f"{indent}{_GAP}{move_text(move)}"
                 yield _Line(text=text, size=_bytes(move.bytes_of_a_rank), style="dim")
 
 
-def _move_text(move: ModuleMove) -> str:
+def move_text(move: ModuleMove) -> str:
     """Return what travels, and when: `after forward: all-reduce of output over tensor: P -> B`."""
     change = move.how.replace(" -> ", "\N{NO-BREAK SPACE}->\N{NO-BREAK SPACE}")
     layers = f" (only {move.layers})" if move.layers else ""
-    time = f"{move.when} {_PHASES[move.phase]}"
-    return f"{time}: {move.kind} of {move.what} {change}{layers}"
+    return f"{when_text(move)}: {move.kind} of {move.what} {change}{layers}"
+
+
+def when_text(move: ModuleMove) -> str:
+    """Return when something travels: `after forward`."""
+    return f"{move.when} {_PHASES[move.phase]}"
 
 
 def _parameter_cells(row: ModuleRow) -> tuple[str, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.collection import collection_paused
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
+from sbp_core.infer import PinValue
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.flow import (
@@ -27,27 +30,68 @@ from sbp_launch.run.run import Run
 from sbp_launch.trainer.program import Program, model_loss
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlanner:
+    """Plans a captured training step, once or again with other pins.
+
+    Args:
+        run: What asks for it; says on its console what is done.
+        captured: The step.
+        settings: How it is planned.
+    """
+
+    run: Run
+    captured: Captured
+    settings: PlanSettings
+
+    @collection_paused()
+    def plan(self, pins: Mapping[str, PinValue] | None = None) -> Planned:
+        """Plan, compile and check the step; whether it fits its memory is not checked.
+
+        Args:
+            pins: What must hold beside what the config of the planner says, which they override; a
+                planner that only reads its plans heeds none.
+        """
+        run, config = self.run, self.run.config
+        with run.stage("planning"):
+            planner: Planner = run.make("planner")
+
+            def plan(graph: LogicalGraph) -> Strategy:
+                request = self.settings.request(graph, pins)
+                found = _plan(planner, request, config.planner.file)
+                if not isinstance(found, Strategy):
+                    raise run.entry("planner").returned(found, "a Strategy", by="plan")
+                return regathering(found, config.compile)
+
+            graph, strategy = self.captured.planned(plan)
+        with run.stage("compiling and checking the plan"):
+            return compiled(graph, strategy, self.settings)
+
+
 @collection_paused()
-def plan_step(run: Run, program: Program) -> Planned:
-    """Capture, plan, compile and check the training step."""
-    config, settings = run.config, plan_settings(run, program)
+def step_planner(run: Run, program: Program) -> StepPlanner:
+    """Capture the training step, and return what plans it."""
+    settings = plan_settings(run, program)
     with run.stage("capturing the step"):
         captured = _captured(run, program, settings)
-    with run.stage("planning"):
-        planner: Planner = run.make("planner")
+    return StepPlanner(run=run, captured=captured, settings=settings)
 
-        def plan(graph: LogicalGraph) -> Strategy:
-            found = _plan(planner, settings.request(graph), config.planner.file)
-            if not isinstance(found, Strategy):
-                raise run.entry("planner").returned(found, "a Strategy", by="plan")
-            return regathering(found, config.compile)
 
-        graph, strategy = captured.planned(plan)
-    with run.stage("compiling and checking the plan"):
-        planned = compiled(graph, strategy, settings)
-    with run.stage("checking its memory"):
-        check_fits(planned, program.cluster)
+def plan_step(run: Run, program: Program) -> Planned:
+    """Capture, plan, compile and check the training step."""
+    planned = step_planner(run, program).plan()
+    check_memory_of(planned, run)
     return planned
+
+
+def check_memory_of(planned: Planned, run: Run) -> None:
+    """Check that a plan fits the memory of its ranks.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    with run.stage("checking its memory"):
+        check_fits(planned, planned.settings.cluster)
 
 
 def plan_settings(run: Run, program: Program) -> PlanSettings:

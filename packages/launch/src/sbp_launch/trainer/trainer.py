@@ -62,15 +62,6 @@ from sbp_torch.kinds import LanguageModel, TextDataset
 _ALL_ROWS = "see plan.txt of the run folder"
 
 
-def plan_only(config: RunConfig, registry: PluginRegistry) -> Planned:
-    """Plan, print the plan, and return it."""
-    run = Run(config=config, registry=registry, console=make_console())
-    program = make_program(run)
-    run, planned = plan_fitting(run, lambda known: plan_step(known, program))
-    show_plan(run, planned, todo="raise trainer.plan_rows to see them")
-    return planned
-
-
 def train(
     config: RunConfig,
     registry: PluginRegistry,

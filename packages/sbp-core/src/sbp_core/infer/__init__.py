@@ -2,16 +2,19 @@
 
 In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
 `work` (what is to be decided), `problem` (variables and costs on some mesh axes), `axis` (one of
-them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the result costs).
+them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the result costs). `nearby`
+changes a strategy as little as a pin asks for.
 
 Stability: provisional.
 """
 
+from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.minsum import Factor, minimise
-from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
+from sbp_core.infer.nearby import Nearby, infer_nearby
+from sbp_core.infer.pins import PINS, PIPE_AXIS, Pins, PinValue, check_pin, resolve_pins
 from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
-from sbp_core.infer.problem import FORBIDDEN_S, ConversionGroup, Request, StepProblem
+from sbp_core.infer.problem import FORBIDDEN_S, StepProblem
 from sbp_core.infer.solve import (
     infer_strategy,
     joint_problem,
@@ -33,7 +36,9 @@ __all__ = [
     "Costed",
     "Decision",
     "Factor",
+    "Nearby",
     "PinValue",
+    "Pins",
     "Pipelined",
     "Request",
     "StagePatterns",
@@ -41,12 +46,14 @@ __all__ = [
     "StepWork",
     "check_pin",
     "conversions",
+    "infer_nearby",
     "infer_strategy",
     "joint_problem",
     "minimise",
     "one_forward_one_backward",
     "pipelined",
     "predict_cost",
+    "resolve_pins",
     "stage_placements",
     "strategy_of",
 ]

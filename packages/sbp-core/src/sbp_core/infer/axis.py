@@ -7,23 +7,32 @@ from sbp_core.infer.minsum import minimise
 from sbp_core.infer.pins import PINS, Pins
 from sbp_core.infer.problem import FORBIDDEN_S, StepProblem
 from sbp_core.infer.tables import CostTables
-from sbp_core.infer.work import Decision, StepWork, replicated
+from sbp_core.infer.work import Decision, Kept, StepWork, replicated
 from sbp_core.sbp import B
 
 #: Values whose tables would be larger get a variable of their targets.
 _MAX_DIRECT_ENTRIES = 20_000
 
 
-def decide_axis(work: StepWork, decision: Decision, axis: int, pins: Pins) -> bool:
+def decide_axis(
+    work: StepWork, decision: Decision, axis: int, pins: Pins, kept: Kept | None = None
+) -> bool:
     """Decide one mesh axis; return whether the choice is proved to be the best on that axis.
 
     On an axis of one rank all SBPs are the same thing; it is written as B.
+
+    Args:
+        work: The step.
+        decision: What is decided on the axes before; this one is added.
+        axis: Which.
+        pins: What must hold.
+        kept: What stays as an earlier strategy has it, where pins allow; nothing if None.
 
     Raises:
         PlanError: the pins leave nothing that can be boxed.
     """
     if work.has_ranks(axis):
-        return _solve(work, decision, axis, pins)
+        return _solve(work, decision, axis, pins, kept or Kept())
     for node in work.nodes:
         part = replicated(work.calls[node.name])
         decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)
@@ -32,8 +41,8 @@ def decide_axis(work: StepWork, decision: Decision, axis: int, pins: Pins) -> bo
     return True
 
 
-def _solve(work: StepWork, decision: Decision, axis: int, pins: Pins) -> bool:
-    problem = StepProblem(work, decision, range(axis, axis + 1), pins)
+def _solve(work: StepWork, decision: Decision, axis: int, pins: Pins, kept: Kept) -> bool:
+    problem = StepProblem(work, decision, range(axis, axis + 1), pins, kept)
     problem.start_greedily()
     tables = CostTables(problem, max_entries=_MAX_DIRECT_ENTRIES)
     found = minimise(tables.sizes, tables.factors, tables.start)

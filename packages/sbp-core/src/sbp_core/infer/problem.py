@@ -20,6 +20,7 @@ A slice of an input (`sbp.piece`) is cut from the input as it is stored, if it c
 
 Pins remove values from the variables: a pinned input has one storage, and the users of a pinned
 value keep only the signatures that take it so; a view of it is pinned to what it then must be.
+What is kept of an earlier strategy has one value, too, unless a pin says another.
 
 On one axis this is what `infer.axis` solves, axis after axis; on all axes it is the joint problem.
 Searches nothing.
@@ -32,16 +33,23 @@ from dataclasses import dataclass, replace
 from math import isinf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import GraphInput, InputKind, Node, Rate, TensorType
 from sbp_core.graph.primitives import PIECE
+from sbp_core.infer.conversion_group import (
+    NO_VARIABLE,
+    ConversionGroup,
+    Numbers,
+    Request,
+    Table,
+)
 from sbp_core.infer.pins import PINS, Pin, Pins
 from sbp_core.infer.prices import Prices
 from sbp_core.infer.work import (
     Decision,
+    Kept,
     OptionTable,
     StepWork,
     shard_shape,
@@ -58,14 +66,8 @@ FORBIDDEN_S = 1e9
 _TIE_S_PER_BYTE = 1e-18
 _TIE_S_PER_RANK = 1e-15
 
-Table = NDArray[np.float64]
-Numbers = NDArray[np.int64]
-
 #: The SBP of a tensor on the axes of a problem.
 Entries = tuple[Sbp, ...]
-
-#: As the variable of an end: there is none, the end is always the same.
-NO_VARIABLE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,59 +94,6 @@ class _ConversionEnd:
     as_stored: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """What one variable asks for of a value: the target by its number, for each of its values.
-
-    Args:
-        variable: Which; `NO_VARIABLE` if the request is always that of `targets[0]`.
-        targets: (values of the variable,), numbers of columns of `ConversionGroup.costs`.
-    """
-
-    variable: int
-    targets: Numbers
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ConversionGroup:
-    """All that is asked for of one value on one stage in one phase; equal targets are made once.
-
-        cost = sum over the distinct targets t that are asked for of costs[value of source, t]
-
-    Args:
-        value: Which value.
-        source: The variable that decides what it is made as.
-        costs: (values of the source, targets), seconds of a step.
-        requests: Of all users.
-    """
-
-    value: str
-    source: int
-    costs: Table
-    requests: tuple[Request, ...]
-
-    def cost(self, values: Sequence[int]) -> float:
-        """Return what is paid for a value of each variable, in seconds of a step."""
-        row = self.costs[values[self.source]]
-        asked = {
-            int(request.targets[0 if request.variable < 0 else values[request.variable]])
-            for request in self.requests
-        }
-        return sum(float(row[target]) for target in asked)
-
-    def own(self) -> tuple[Request, ...]:
-        """Return the requests that the source's own variable makes, or none."""
-        return tuple(r for r in self.requests if r.variable in (NO_VARIABLE, self.source))
-
-    def others(self) -> dict[int, list[Request]]:
-        """Return the requests of each other variable."""
-        found: dict[int, list[Request]] = {}
-        for request in self.requests:
-            if request.variable not in (NO_VARIABLE, self.source):
-                found.setdefault(request.variable, []).append(request)
-        return found
-
-
 class StepProblem:
     """The variables and costs of a step on some mesh axes, given those on the axes before.
 
@@ -154,14 +103,23 @@ class StepProblem:
             `axes` themselves, if it says that too.
         axes: Successive mesh axes, such as `range(1, 2)`.
         pins: What is decided already.
+        kept: What stays as an earlier strategy has it, where pins allow.
 
     Raises:
         PlanError: a pin asks for what an operator cannot take.
         SignatureError: an operator has no signatures.
     """
 
-    def __init__(self, work: StepWork, decision: Decision, axes: range, pins: Pins) -> None:
+    def __init__(
+        self,
+        work: StepWork,
+        decision: Decision,
+        axes: range,
+        pins: Pins,
+        kept: Kept | None = None,
+    ) -> None:
         self.work, self.decision, self.axes, self.pins = work, decision, axes, pins
+        self.kept = kept or Kept()
         self.use = [
             {value: pin for (value, at), pin in pins.use.items() if at == axis} for axis in axes
         ]
@@ -237,7 +195,8 @@ class StepProblem:
         for entry in ordered:
             pinned = any((entry.name, axis) in self.pins.storage for axis in self.axes)
             parameter = self.work.parameter_of_state.get(entry.name)
-            if not pinned and parameter is not None:
+            kept = entry.name in self.kept.storage
+            if not pinned and not kept and parameter is not None:
                 self.storage_variable[entry.name] = self.storage_variable[parameter]
                 self.storage_entries[entry.name] = self.storage_entries[parameter]
                 continue
@@ -259,8 +218,11 @@ class StepProblem:
             yield before[self.axes.start :]
             return
         pin = self.pins.storage.get((entry.name, len(before)))
+        kept = self.kept.storage.get(entry.name)
         if pin is not None:
             possible: tuple[Sbp, ...] = (pin.entry,)
+        elif kept is not None:
+            possible = (kept[len(before)],)
         elif entry.kind is InputKind.RNG or not self.work.has_ranks(len(before)):
             # The state of a generator is no tensor of elements: half of it draws nothing.
             possible = (B,)
@@ -282,6 +244,7 @@ class StepProblem:
             decided = self.decision.nodes.get(node.name, ())
             options = table.options(node, decided[: self.axes.start])
             kept = self._unpinned(node, options.parts)
+            kept = self._as_kept(node, options.parts, kept) or kept
             times = self.work.executions(node.rate)
             passes_on = node.name in self.work.views_of_gradients
             key = (id(options.parts), tuple(kept))
@@ -333,6 +296,19 @@ class StepProblem:
             for value, entry in zip(node.outputs, only.outputs, strict=True):
                 use.setdefault(value, replace(pinned[0][2], entry=entry))
         return kept
+
+    def _as_kept(
+        self, node: Node, parts: Sequence[tuple[Signature1d, ...]], among: list[int]
+    ) -> list[int]:
+        """Return which options are what an earlier strategy has; none if it has nothing of it."""
+        found = self.kept.nodes.get(node.name)
+        if found is None:
+            return []
+        wanted = [
+            tuple(tuple(sbp[axis] for sbp in of) for of in (found.inputs, found.outputs))
+            for axis in self.axes
+        ]
+        return [at for at in among if [(p.inputs, p.outputs) for p in parts[at]] == wanted]
 
     def _untakable(
         self, axis: int, node: Node, value: str, pin: Pin, possible: set[Sbp]

@@ -129,7 +129,7 @@ def strategy_of(
     Raises:
         SignatureError: the signatures of an operator do not go together.
     """
-    _check_legal(work, decision)
+    check_legal(work, decision)
     num_stages = len(work.placements)
     quotas = in_flight or one_forward_one_backward(num_stages, work.graph.num_micro_batches)
     strategy = replace(
@@ -205,7 +205,12 @@ def _check_placements(placements: Sequence[Placement], cluster: Cluster) -> None
             )
 
 
-def _check_legal(work: StepWork, decision: Decision) -> None:
+def check_legal(work: StepWork, decision: Decision) -> None:
+    """Check that the entries of each node do not clash between mesh axes.
+
+    Raises:
+        SignatureError: they do.
+    """
     for node in work.nodes:
         reason = conflict(decision.nodes[node.name], work.mesh_shape_of(node))
         if reason:

@@ -26,8 +26,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sbp_core.infer.conversion_group import ConversionGroup, Numbers, Request
 from sbp_core.infer.minsum import Factor, Table
-from sbp_core.infer.problem import FORBIDDEN_S, ConversionGroup, Numbers, Request
+from sbp_core.infer.problem import FORBIDDEN_S
 
 #: Values with more users than this get variables between.
 _MAX_DIRECT_USERS = 3

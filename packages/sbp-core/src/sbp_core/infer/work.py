@@ -161,6 +161,14 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What is not decided anew: signatures of nodes, SBPs of stored inputs, on all axes."""
+
+    nodes: Mapping[str, Signature] = field(default_factory=dict)
+    storage: Mapping[str, NdSbp] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The legal signatures of one call on some mesh axes, given those on the axes before.
 

@@ -1,7 +1,8 @@
 """The memory of a plan: lifetimes, peaks, and what they are for.
 
 `lifetime` says when each storage lives, by a `ledger`; `communication_buffers` what transports
-between processes hold beside them, `report` what that comes to, by `kinds`. How results lie in
+between processes hold beside them, `report` what that comes to, by `kinds`, and `profile` how it
+rises and falls over a step. How results lie in
 memory is known to the tensor library; `prediction` puts all of it together. `bound` says without it
 what memory cannot exceed. `typed_values` are what `sbp_core.check` replays a plan on.
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 from sbp_core.memory.bound import memory_bound
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import MemoryKind
-from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
+from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, RankLifetimes, lifetimes
 from sbp_core.memory.prediction import call_layouts, predict_memory
-from sbp_core.memory.report import MemoryReport, RankMemory, check_memory, report
+from sbp_core.memory.profile import MemoryProfile, memory_profile
+from sbp_core.memory.report import MemoryReport, RankMemory, check_memory, peak_text, report
 from sbp_core.memory.storage_view import (
     Number,
     ResultLayout,
@@ -30,8 +32,10 @@ __all__ = [
     "CountedFillings",
     "LayoutLibrary",
     "MemoryKind",
+    "MemoryProfile",
     "MemoryReport",
     "Number",
+    "RankLifetimes",
     "RankMemory",
     "ResultLayout",
     "StorageView",
@@ -44,6 +48,8 @@ __all__ = [
     "installed_layouts",
     "lifetimes",
     "memory_bound",
+    "memory_profile",
+    "peak_text",
     "predict_memory",
     "report",
 ]

@@ -20,6 +20,9 @@ from sbp_core.units import format_bytes
 
 _TOP_MODULES = 5
 
+#: Kinds below this share of a peak are summed up.
+_LEAST_SHARE = 0.01
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
@@ -103,10 +106,27 @@ def check_memory(found: MemoryReport, limit_bytes: int) -> None:
         raise PlanError(
             f"rank {rank.rank} would need {format_bytes(rank.peak)}, "
             f"{format_bytes(rank.resting)} of it for states, and has {format_bytes(limit_bytes)}",
-            accepted="plans that fit cluster.memory_bytes",
+            where=peak_text(rank),
+            accepted=f"cluster.memory_bytes >= {rank.peak}, or plans that need less",
             todo="shard states (planner=osdp or manual/zero), set trainer.micro_batches, recompute "
             "(compile.passes.recompute), or take more ranks",
         )
+
+
+def peak_text(rank: RankMemory) -> str:
+    """Return where the peak of a rank is, and what is alive there, the largest part first.
+
+    Kinds that are little of the peak are summed up, as `other`.
+    """
+    kinds = sorted(rank.kinds.items(), key=lambda entry: -entry[1])
+    parts = [(kind.value, size) for kind, size in kinds if size >= _LEAST_SHARE * rank.peak]
+    if rest := rank.peak - sum(size for _, size in parts):
+        parts.append(("other", rest))
+    held = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts)
+    if not rank.actor:
+        return f"rank {rank.rank} at its peak, before the step begins: {held}"
+    node = f", at {rank.node}" if rank.node not in ("", rank.actor) else ""
+    return f"rank {rank.rank} at its peak, in firing {rank.firing} of {rank.actor}{node}: {held}"
 
 
 def report(

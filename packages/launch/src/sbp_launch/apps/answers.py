@@ -1,0 +1,88 @@
+"""What `sbp-plan` says beside a plan: why it is so, how another one compares, and a page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from sbp_core.infer import PinValue
+from sbp_launch.console import say
+from sbp_launch.explaining.alternatives import Replan
+from sbp_launch.explaining.compare import compare_lines
+from sbp_launch.explaining.other_plan import read_strategy, strategy_of
+from sbp_launch.explaining.plan_page import plan_page
+from sbp_launch.explaining.question import Question
+from sbp_launch.explaining.why import Asked, why_lines
+from sbp_launch.planning.flow import Planned
+from sbp_launch.trainer.other_plan import planned_as
+from sbp_launch.trainer.planned import StepPlanner
+from sbp_launch.trainer.program import Program
+
+
+def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s: float) -> None:
+    """Print why some tensors of a plan are cut as they are.
+
+    Args:
+        question: What `why=` asks.
+        planned: The plan.
+        planner: What made it.
+        planning_s: What that took, in seconds.
+
+    Raises:
+        ConfigError: the question is about nothing of the model.
+    """
+    console = planner.run.console
+    asked = Asked(
+        planned=planned,
+        replan=_replanning(planner),
+        planning_s=planning_s,
+        planner=planned.strategy.planner,
+    )
+    with console.status("") as status:
+        lines = list(why_lines(Question.parse(question), asked, status.update))
+    say(console, lines)
+
+
+def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> None:
+    """Print another plan beside a plan.
+
+    Args:
+        place: What `compare=` names.
+        planned: The plan.
+        planner: What made it.
+        program: The one-device program.
+
+    Raises:
+        ConfigError: the other plan is not one of this model.
+    """
+    console = planner.run.console
+    with console.status("planning as it says"):
+        other = planned_as(read_strategy(strategy_of(place)), planner, program)
+    for line in compare_lines(planned, other, place):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _replanning(planner: StepPlanner) -> Replan:
+    """Return what plans the step again, without a word."""
+    quiet = replace(planner, run=replace(planner.run, console=Console(quiet=True)))
+
+    def replan(pins: Mapping[str, PinValue]) -> Planned:
+        return quiet.plan(pins)
+
+    return replan
+
+
+def draw_page(planned: Planned, model: str, path: str) -> None:
+    """Write a plan as one page; say so.
+
+    Args:
+        planned: The plan.
+        model: What the model is called.
+        path: The file.
+    """
+    Path(path).write_text(plan_page(planned, model), encoding="utf-8")
+    sys.stdout.write(f"wrote {path}\n")

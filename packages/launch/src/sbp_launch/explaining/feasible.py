@@ -1,0 +1,220 @@
+"""Settings with which a step fits its memory, found by planning with them.
+
+    trainer.micro_batches=4           18.2 MB, 310 ms a step
+    planner=manual/zero               not enough: 49.7 MB
+    planner=manual/zero compile.passes.recompute.memory_bytes=21.0MB
+                                      19.7 MB, 350 ms a step
+
+What changes one setting comes before what changes two. Each is planned, compiled, and its exact
+memory compared with the limit, so what is said to fit does. A budget of recomputation is taken from
+the plan that did not fit: what it holds at its peak beside activations, R, leaves L - R of the
+limit L on each of N ranks, N (L - R) as the pass counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from sbp_core.errors import SbpError
+from sbp_core.memory import MemoryKind
+from sbp_core.passes import least_recompute_budget
+from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.explaining.figures import fullest
+from sbp_launch.planning.flow import Planned
+
+#: The search ends with so many answers, or after so many seconds.
+MOST_FOUND, MOST_S = 3, 45.0
+
+#: Numbers of micro-batches that are tried, beginning with the next ones.
+_MOST_COUNTS = 3
+
+#: Settings that are told though they are not enough, the nearest first.
+_MOST_SHORT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What may be changed of a run, and where it stands.
+
+    Args:
+        limit_bytes: What a rank has.
+        batch_size: Samples of a step.
+        micro_batches: Parts of it; 0 if it is not to be changed.
+        sharding: The overrides that shard states, such as `planner=osdp`; empty if there are none.
+        more_ranks: Those that take twice as many ranks; empty if that is not for the run to say.
+    """
+
+    limit_bytes: float
+    batch_size: int
+    micro_batches: int
+    sharding: tuple[str, ...]
+    more_ranks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What came of some settings.
+
+    Args:
+        overrides: As one types them.
+        peak_bytes: What the fullest rank needs; 0 if there is no plan, or its memory is not known.
+        step_s: Predicted time of a step, in seconds.
+        fits: Whether it keeps the limit.
+        planned: The plan, if it did not fit.
+    """
+
+    overrides: tuple[str, ...]
+    peak_bytes: int = 0
+    step_s: float = 0.0
+    fits: bool = False
+    planned: Planned | None = None
+
+
+#: Plans with some overrides more.
+Plan = Callable[[Sequence[str]], Planned]
+
+
+class Search:
+    """Looks for settings that fit.
+
+    Args:
+        setup: What may be changed.
+        plan: Plans with overrides; raises `SbpError` for those that lead to no plan.
+        failed: The plan that does not fit; None if the planner found none.
+    """
+
+    def __init__(self, setup: Setup, plan: Plan, failed: Planned | None) -> None:
+        self.setup, self.plan, self.failed = setup, plan, failed
+        self.attempts: list[Attempt] = []
+        self._begun_s = perf_counter()
+
+    @property
+    def found(self) -> list[Attempt]:
+        """What fits: what changes least first, then what is fastest."""
+        fits = [one for one in self.attempts if one.fits]
+        return sorted(fits, key=lambda one: (len(_keys(one.overrides)), one.step_s))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are enough answers, or too little time."""
+        return len(self.found) >= MOST_FOUND or perf_counter() - self._begun_s > MOST_S
+
+    def run(self) -> None:
+        """Try one change after the other, then two at once."""
+        setup = self.setup
+        recomputing = self._try_budget((), self.failed)
+        counts = self._counts(())
+        sharding = self._try(setup.sharding) if setup.sharding else None
+        if sharding is not None and not sharding.fits:
+            self._try_budget(sharding.overrides, sharding.planned)
+            counts += self._counts(setup.sharding)
+        if recomputing is None or not recomputing.fits:
+            for one in counts:
+                if not one.fits:
+                    self._try_budget(one.overrides, one.planned)
+        if not self.found and setup.more_ranks:
+            self._try(setup.more_ranks)
+            self._try((*setup.sharding, *setup.more_ranks) if setup.sharding else ())
+
+    def _counts(self, also: tuple[str, ...]) -> list[Attempt]:
+        """Try more micro-batches until one number of them fits."""
+        made: list[Attempt] = []
+        for count in _more_micro_batches(self.setup):
+            one = self._try((*also, f"trainer.micro_batches={count}"))
+            made += [one] if one is not None else []
+            if one is not None and one.fits:
+                break
+        return made
+
+    def _try_budget(self, also: tuple[str, ...], planned: Planned | None) -> Attempt | None:
+        """Try to recompute beside what was not enough."""
+        budget_bytes = _budget_bytes(planned, self.setup) if planned is not None else 0
+        if planned is None or not budget_bytes:
+            return None
+        return self._try((*also, _recompute(budget_bytes)))
+
+    def _try(self, overrides: tuple[str, ...]) -> Attempt | None:
+        if not overrides or self.is_over:
+            return None
+        made = _attempt(overrides, self.plan, self.setup.limit_bytes)
+        self.attempts.append(made)
+        return made
+
+
+def _attempt(overrides: tuple[str, ...], plan: Plan, limit_bytes: float) -> Attempt:
+    try:
+        planned = plan(overrides)
+    except SbpError:
+        return Attempt(overrides=overrides)
+    rank = fullest(planned.memory)
+    if rank is None:
+        return Attempt(overrides=overrides)
+    fits = rank.peak <= limit_bytes
+    return Attempt(
+        overrides=overrides,
+        peak_bytes=rank.peak,
+        step_s=planned.simulation.step_s,
+        fits=fits,
+        planned=None if fits else planned,
+    )
+
+
+def _more_micro_batches(setup: Setup) -> list[int]:
+    if not setup.micro_batches:
+        return []
+    counts = (n for n in range(setup.micro_batches + 1, setup.batch_size + 1))
+    divisors = [n for n in counts if setup.batch_size % n == 0 and n % setup.micro_batches == 0]
+    return divisors[:_MOST_COUNTS]
+
+
+def _budget_bytes(planned: Planned, setup: Setup) -> float:
+    """Return the budget of recomputation that would make a plan fit; 0 if none does."""
+    rank = fullest(planned.memory)
+    if rank is None:
+        return 0
+    active = rank.kinds.get(MemoryKind.ACTIVATIONS, 0)
+    room = setup.limit_bytes - (rank.peak - active)
+    budget = len(planned.plan.ranks) * room
+    possible = 0 < room < active and budget >= least_recompute_budget(planned.graph)
+    return budget if possible else 0
+
+
+def _recompute(budget_bytes: float) -> str:
+    """Return the override of a budget: tenths of a megabyte, rounded down."""
+    return f"compile.passes.recompute.memory_bytes={int(budget_bytes / 1e5) / 10:.1f}MB"
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    """Return the groups that overrides change: a planner with its settings is one change."""
+    return {text.partition("=")[0].partition(".")[0] for text in overrides}
+
+
+def feasible_lines(search: Search) -> Iterator[str]:
+    """Yield what was found, and what was not enough."""
+    found = search.found
+    if found:
+        yield "these settings fit, what changes least first:"
+        for one in found:
+            yield f"  {' '.join(one.overrides)}: {_cost(one)}"
+    short = sorted((o for o in search.attempts if _is_short(o)), key=lambda one: one.peak_bytes)
+    if not short:
+        return
+    told = ", ".join(
+        f"{' '.join(one.overrides)} ({format_bytes(one.peak_bytes)})" for one in short[:_MOST_SHORT]
+    )
+    if found:
+        yield f"not enough: {told}"
+    else:
+        yield f"of {len(search.attempts)} settings that were tried none fits; the nearest: {told}"
+
+
+def _is_short(one: Attempt) -> bool:
+    return not one.fits and one.peak_bytes > 0
+
+
+def _cost(one: Attempt) -> str:
+    return (
+        f"{format_bytes(one.peak_bytes)} on the fullest rank, {format_seconds(one.step_s)} a step"
+    )

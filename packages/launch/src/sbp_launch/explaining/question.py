@@ -1,0 +1,73 @@
+"""What `why=` asks: a pattern of tensors, and how they might be cut; read without PyTorch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sbp_core.errors import ConfigError
+from sbp_core.infer import PinValue, check_pin
+
+_QUESTION = re.compile(r"(?P<pattern>(?:use:)?[^:\s]+)\s*(?::\s*(?P<value>.+))?", re.S)
+_EXAMPLE = "why='blocks.0.mlp.up: S(1)', or why=blocks.0.mlp.up for all that it could be"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Why are some tensors cut as they are, and not otherwise?
+
+    Args:
+        pattern: Of names, as in pins.
+        value: How they would be cut; None asks for all ways.
+    """
+
+    pattern: str
+    value: PinValue | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Question:
+        """Read `PATTERN: SBP`, `PATTERN: {axis: SBP}` or `PATTERN`.
+
+        Raises:
+            ConfigError: it is none of them.
+        """
+        found = _QUESTION.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(f"why={text!r} asks for nothing", accepted=_EXAMPLE)
+        if found["value"] is None:
+            return cls(pattern=found["pattern"])
+        value = found["value"].strip()
+        pin: PinValue = _by_axis(value) if value.startswith("{") else value
+        try:
+            check_pin(found["pattern"], pin)
+        except ConfigError as error:
+            raise ConfigError(
+                f"why={text!r} cannot be read: {error.what}",
+                accepted=error.accepted or _EXAMPLE,
+            ) from error
+        return cls(pattern=found["pattern"], value=pin)
+
+    @property
+    def text(self) -> str:
+        """The question as one types it."""
+        if self.value is None:
+            return self.pattern
+        return f"{self.pattern}: {value_text(self.value)}"
+
+
+def value_text(value: PinValue) -> str:
+    """Return the value of a pin as one types it: `S(0), B` or `{tensor: S(0)}`."""
+    if isinstance(value, str):
+        return value
+    return "{" + ", ".join(f"{axis}: {entry}" for axis, entry in value.items()) + "}"
+
+
+def _by_axis(text: str) -> dict[str, str]:
+    """Read `{axis: SBP, ...}`."""
+    found = {}
+    for part in text.removeprefix("{").removesuffix("}").split(","):
+        axis, colon, entry = part.partition(":")
+        if not colon or not text.endswith("}"):
+            raise ConfigError(f"why: {text!r} is no mapping", accepted=_EXAMPLE)
+        found[axis.strip().strip("'\"")] = entry.strip().strip("'\"")
+    return found

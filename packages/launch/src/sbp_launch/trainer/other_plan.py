@@ -1,0 +1,107 @@
+"""The plan of a strategy that was made elsewhere, perhaps for another mesh, of a run's model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sbp_core.compile import check_strategy
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.graph import LogicalGraph, graph_hash
+from sbp_core.infer import PIPE_AXIS
+from sbp_core.placement import Placement
+from sbp_core.plugins import ClusterFactory
+from sbp_core.strategy import Strategy
+from sbp_launch.planning.flow import Captured, Planned, compiled
+from sbp_launch.run.run import Run
+from sbp_launch.trainer.planned import StepPlanner, step_planner
+from sbp_launch.trainer.program import Program
+
+#: Names that a message lists.
+_MOST_NAMES = 3
+
+
+def planned_as(strategy: Strategy, planner: StepPlanner, program: Program) -> Planned:
+    """Return the checked plan of a strategy, on as many ranks and micro-batches as it says.
+
+    Args:
+        strategy: That was read.
+        planner: Of the run; its captured step is taken again where it fits.
+        program: The one-device program.
+
+    Raises:
+        ConfigError: the strategy is for another model, or not legal for this one.
+    """
+    known = planner
+    if not _fits(planner.captured, strategy):
+        known = _captured_for(strategy, planner.run, program)
+    graph = _fits(known.captured, strategy)
+    if graph is None:
+        raise _of_another_model(strategy, known.captured.graph)
+    settings = known.settings
+    if (last := max(strategy.ranks)) >= settings.cluster.num_devices:
+        make: ClusterFactory = planner.run.make("cluster")
+        settings = replace(settings, cluster=make(last + 1))
+    try:
+        check_strategy(graph, strategy)
+        return compiled(graph, replace(strategy, graph_hash=graph_hash(graph)), settings)
+    except SbpError as error:
+        raise ConfigError(
+            error.what, where=("compare", *error.where), accepted=error.accepted, todo=error.todo
+        ) from error
+
+
+def _captured_for(strategy: Strategy, run: Run, program: Program) -> StepPlanner:
+    """Capture the step as the mesh and the micro-batches of a strategy ask for it.
+
+    Raises:
+        ConfigError: the batch has no so many micro-batches.
+    """
+    # Refused, if the batch has no so many parts.
+    trainer = replace(run.config.trainer, micro_batches=strategy.num_micro_batches)
+    known = replace(run, config=replace(run.config, trainer=trainer))
+    return step_planner(known, replace(program, mesh=_mesh_of(strategy)))
+
+
+def _mesh_of(strategy: Strategy) -> Placement:
+    """Return the mesh of all stages; their positions are those of the axis `pipe`."""
+    first = strategy.stages[0]
+    if len(strategy.stages) == 1:
+        return first
+    if len({stage.mesh_shape for stage in strategy.stages}) > 1:
+        # Stages of several sizes: what a graph depends on is that there are some.
+        ranks = [[stage.rank_list[0]] for stage in strategy.stages]
+        return Placement(ranks, (PIPE_AXIS, "rank"), first.device)
+    distinct = {stage.rank_list: stage for stage in strategy.stages}
+    ranks_of = [stage.ranks for stage in distinct.values()]
+    return Placement(ranks_of, (PIPE_AXIS, *first.axes), first.device)
+
+
+def _fits(captured: Captured, strategy: Strategy) -> LogicalGraph | None:
+    """Return the form of a step that a strategy decides on; None if it is for neither."""
+    forms = [captured.graph, *([captured.whole] if captured.whole is not None else [])]
+    for graph in forms:
+        nodes = {node.name for node in graph.nodes if not node.is_host}
+        inputs = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
+        if (
+            nodes == set(strategy.nodes)
+            and inputs == set(strategy.storage)
+            and graph.num_micro_batches == strategy.num_micro_batches
+        ):
+            return graph
+    return None
+
+
+def _of_another_model(strategy: Strategy, graph: LogicalGraph) -> ConfigError:
+    nodes = {node.name for node in graph.nodes if not node.is_host}
+    stray, lacking = sorted(set(strategy.nodes) - nodes), sorted(nodes - set(strategy.nodes))
+    named = [
+        f"it {verb} {', '.join(names[:_MOST_NAMES])}"
+        for verb, names in (("decides on", stray), ("says nothing of", lacking))
+        if names
+    ]
+    return ConfigError(
+        "the strategy to compare with is for another model or other settings of the step",
+        where=("compare", *named),
+        accepted="a strategy of this model, of the same size, optimizer and passes",
+        todo="give model, optimizer, compile and trainer.batch_size as they were for it",
+    )

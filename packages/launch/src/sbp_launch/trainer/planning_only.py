@@ -1,0 +1,66 @@
+"""A run that is planned and printed, and not trained."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from rich.console import Console
+
+from sbp_core.errors import ConfigError
+from sbp_core.plugins import PluginRegistry
+from sbp_launch.planning.flow import Planned
+from sbp_launch.run.run import Run, make_console
+from sbp_launch.settings.config import RunConfig
+from sbp_launch.trainer.micro_batches import plan_fitting
+from sbp_launch.trainer.planned import StepPlanner, check_memory_of, step_planner
+from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.trainer import show_plan
+
+
+class PlanningOnly:
+    """Plans a run, and keeps what is asked for afterwards, also of a plan that was refused.
+
+    Args:
+        config: What was chosen.
+        registry: The plugins.
+        console: Where it prints; the standard output if None.
+    """
+
+    def __init__(
+        self, config: RunConfig, registry: PluginRegistry, console: Console | None = None
+    ) -> None:
+        self.run = Run(config=config, registry=registry, console=console or make_console())
+        self.program = make_program(self.run)
+        #: What planned the step last, and the plan, whether or not it fits.
+        self.planner: StepPlanner | None = None
+        self.planned: Planned | None = None
+        #: Seconds of planning and compiling it.
+        self.planning_s = 0.0
+
+    def plan(self) -> Planned:
+        """Return a plan that fits the memory of its ranks.
+
+        Raises:
+            ConfigError: there is none; the last one that did not fit is kept.
+        """
+        self.run, planned = plan_fitting(self.run, self._plan)
+        return planned
+
+    def _plan(self, run: Run) -> Planned:
+        self.planned = None
+        self.planner = step_planner(run, self.program)
+        begun_s = perf_counter()
+        self.planned = self.planner.plan()
+        self.planning_s = perf_counter() - begun_s
+        check_memory_of(self.planned, run)
+        return self.planned
+
+    def show(self) -> None:
+        """Print the plan.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.planned is None:
+            raise ConfigError("nothing was planned", todo="call plan first")
+        show_plan(self.run, self.planned, todo="raise trainer.plan_rows to see them")

@@ -1,0 +1,44 @@
+"""What a plan costs in figures, by collective and link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_rows import PLANS, _bytes_without_commit, found_plan
+
+from sbp_core.memory import MemoryReport
+from sbp_launch.explaining.figures import BETWEEN_NODES, WITHIN_NODE, figures_of, traffic
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_traffic_is_all_bytes_but_those_of_the_commit(name: str) -> None:
+    planned = found_plan(name)
+
+    figures = figures_of(planned)
+
+    assert sum(one.sent_bytes for one in figures.traffic) == _bytes_without_commit(planned.plan)
+    assert {one.level for one in figures.traffic} == {WITHIN_NODE}
+    assert figures.computing_s + figures.boxing_s <= figures.step_s * (1 + 1e-9)
+
+
+def test_ranks_on_several_nodes_need_the_links_between_them() -> None:
+    planned = found_plan("pipeline of meshes")
+    apart = replace(planned.settings.cluster, devices_per_node=2)
+
+    levels = {one.level for one in traffic(planned.plan, apart)}
+
+    assert levels == {WITHIN_NODE, BETWEEN_NODES}
+    one_each = replace(apart, devices_per_node=1)
+    assert {one.level for one in traffic(planned.plan, one_each)} == {BETWEEN_NODES}
+
+
+def test_the_fullest_rank_is_that_of_the_exact_memory() -> None:
+    planned = found_plan("pipeline")
+    assert isinstance(planned.memory, MemoryReport)
+
+    figures = figures_of(planned)
+
+    assert figures.fullest is not None and figures.fullest.peak == planned.memory.peak
+    assert figures.fits
+    assert not replace(figures, limit_bytes=figures.fullest.peak - 1).fits

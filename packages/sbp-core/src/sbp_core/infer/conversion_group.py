@@ -1,0 +1,68 @@
+"""What is asked for of one value, and what it costs: the terms between variables of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+#: As the variable of an end: there is none, the end is always the same.
+NO_VARIABLE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What one variable asks for of a value: the target by its number, for each of its values.
+
+    Args:
+        variable: Which; `NO_VARIABLE` if the request is always that of `targets[0]`.
+        targets: (values of the variable,), numbers of columns of `ConversionGroup.costs`.
+    """
+
+    variable: int
+    targets: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ConversionGroup:
+    """All that is asked for of one value on one stage in one phase; equal targets are made once.
+
+        cost = sum over the distinct targets t that are asked for of costs[value of source, t]
+
+    Args:
+        value: Which value.
+        source: The variable that decides what it is made as.
+        costs: (values of the source, targets), seconds of a step.
+        requests: Of all users.
+    """
+
+    value: str
+    source: int
+    costs: Table
+    requests: tuple[Request, ...]
+
+    def cost(self, values: Sequence[int]) -> float:
+        """Return what is paid for a value of each variable, in seconds of a step."""
+        row = self.costs[values[self.source]]
+        asked = {
+            int(request.targets[0 if request.variable < 0 else values[request.variable]])
+            for request in self.requests
+        }
+        return sum(float(row[target]) for target in asked)
+
+    def own(self) -> tuple[Request, ...]:
+        """Return the requests that the source's own variable makes, or none."""
+        return tuple(r for r in self.requests if r.variable in (NO_VARIABLE, self.source))
+
+    def others(self) -> dict[int, list[Request]]:
+        """Return the requests of each other variable."""
+        found: dict[int, list[Request]] = {}
+        for request in self.requests:
+            if request.variable not in (NO_VARIABLE, self.source):
+                found.setdefault(request.variable, []).append(request)
+        return found
