@@ -94,8 +94,7 @@ class Device:
         operators: What calls of operators were measured to take; the rates say it of all others.
         host_memory_bytes: This rank's share of its host's memory, to which tensors of a device that
             is no CPU can be offloaded; None if nothing is known of it.
-        host_link: Between the device and that memory, in each direction, while all ranks of a node
-            use theirs.
+        host_link: Between the device and that memory, in each direction.
     """
 
     kind: str = "cpu"
