@@ -80,6 +80,7 @@ def test_plans_count_on_the_fractions_that_are_set() -> None:
     assert found.device.memory_bytes_per_s == 0.25 * peak.device.memory_bytes_per_s
     assert found.intra_node.bytes_per_s == 0.75 * peak.intra_node.bytes_per_s
     assert found.device.memory_bytes == 10 * 10**9
+    assert machine("a100", memory_bytes=12345).device.memory_bytes == 12345
 
 
 def test_tf32_is_for_float32_where_the_gpu_has_it() -> None:
@@ -138,11 +139,12 @@ def test_a_mesh_that_does_not_fit_is_answered_with_settings_that_do(
     [
         ({"nodes": 0}, "nodes=0"),
         ({"gpus_per_node": 0}, "gpus_per_node=0"),
-        ({"nodes_per_rack": 0}, "nodes_per_rack=0"),
+        ({"nodes_per_rack": 1}, "nodes_per_rack=1"),
         ({"compute_efficiency": 0.0}, "compute_efficiency=0.0"),
         ({"link_efficiency": 1.5}, "link_efficiency=1.5"),
         ({"memory_fraction": float("nan")}, "memory_fraction=nan"),
         ({"launch_s": -1.0}, "launch_s=-1.0"),
+        ({"memory_bytes": 0}, "memory_bytes=0"),
         ({"nodes_per_rack": 2, "rack_oversubscription": 0.5}, "rack_oversubscription=0.5"),
         ({"rack_oversubscription": 2.0}, "without nodes_per_rack"),
     ],

@@ -44,6 +44,20 @@ def test_a_run_prints_plan_progress_evaluation_sample_and_deviation(tmp_path, ca
     assert float(deviation[2]) < 1e-5
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_cluster_of_gpus_is_refused_before_anything_is_made_where_there_are_none(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trainer, "make_program", lambda run: pytest.fail("the model is made"))
+    gpus = PluginChoice(name="h100", settings={"gpus_per_node": 2})
+
+    with pytest.raises(ConfigError, match="for GPUs, and PyTorch sees none") as caught:
+        trainer.train(replace(run_config(), cluster=gpus), registry(), tmp_path / "run")
+
+    assert "sbp-plan" in caught.value.todo
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_trained_states_are_those_of_the_one_device_program(tmp_path):
     run = run_config(dtype="float64", micro_batches=2)
     program = make_program(run_of(run))
@@ -149,6 +163,7 @@ def test_planning_alone_prints_the_plan_and_trains_nothing(capsys):
 
     out = capsys.readouterr().out
     assert "cannot deadlock" in out
+    assert "priced for cluster local: 2 cpu devices" in out
     assert "step 1/" not in out
 
 

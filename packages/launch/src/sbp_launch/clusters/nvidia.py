@@ -153,7 +153,7 @@ class GpuConfig:
         nodes: Nodes, >= 1.
         gpus_per_node: GPUs of one node, >= 1; each has the network card and the part of the host's
             memory that it has in a node of 8.
-        nodes_per_rack: Nodes, >= 1, that share an uplink; None: a fabric that slows nobody.
+        nodes_per_rack: Nodes, >= 2, that share an uplink; None: a fabric that slows nobody.
         rack_oversubscription: How many times the bandwidth of the network cards of a rack is that
             of its uplink, >= 1.
         mesh: Ranks along each axis, as many as GPUs; None, once made, is [nodes, gpus_per_node],
@@ -166,6 +166,7 @@ class GpuConfig:
         memory_efficiency: Part of the bandwidth of the GPU's memory, > 0, <= 1.
         link_efficiency: Part of the bandwidth of NVLink, network and PCIe, > 0, <= 1.
         memory_fraction: Part of the GPU's memory that a plan may use, > 0, <= 1.
+        memory_bytes: What a plan may use of it, > 0; None is that part of it.
         launch_s: Time to start one operator, in seconds.
         boxing_launch_s: Time to start one boxing step on one rank, beside its messages, in seconds.
 
@@ -184,20 +185,23 @@ class GpuConfig:
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
     memory_fraction: float = 0.9
+    memory_bytes: int | None = None
     launch_s: float = RATES["cuda"]["launch_s"]
     boxing_launch_s: float = RATES["cuda"]["boxing_launch_s"]
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "nodes_per_rack"):
+        for name, least in (("nodes", 1), ("gpus_per_node", 1), ("nodes_per_rack", 2)):
             count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ConfigError(f"{name}={count}", accepted="1 or more")
+            if count is not None and count < least:
+                raise ConfigError(f"{name}={count}", accepted=f"{least} or more")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name.endswith(("efficiency", "fraction")) and not 0 < value <= 1:
                 raise ConfigError(f"{entry.name}={value!r}", accepted="above 0, at most 1")
             if entry.name.endswith("launch_s") and not 0 <= value < inf:
                 raise ConfigError(f"{entry.name}={value!r}", accepted="seconds >= 0")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ConfigError(f"memory_bytes={self.memory_bytes}", accepted="1 or more, or null")
         if not 1 <= self.rack_oversubscription < inf:
             raise ConfigError(
                 f"rack_oversubscription={self.rack_oversubscription!r}",
@@ -256,7 +260,7 @@ def _make(name: str, config: GpuConfig, num_devices: int) -> Cluster:
         devices_per_node=gpus,
         device=Device(
             kind="cuda",
-            memory_bytes=int(config.memory_fraction * node.memory_bytes),
+            memory_bytes=config.memory_bytes or int(config.memory_fraction * node.memory_bytes),
             flop_per_s={dtype: config.compute_efficiency * peak for dtype, peak in peaks.items()},
             memory_bytes_per_s=config.memory_efficiency * node.memory_bytes_per_s,
             launch_s=config.launch_s,

@@ -17,6 +17,7 @@ from sbp_core.plugins import PluginRegistry, Storage, TrainerState
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.machine import machine_lines
 from sbp_launch.planning.output import print_plan, write_plan
 from sbp_launch.planning.report import counted, crowding
 from sbp_launch.planning.source_lines import with_source_line
@@ -41,6 +42,7 @@ from sbp_launch.trainer.program import EagerReference, Program, make_program
 from sbp_launch.trainer.resume import Resume
 from sbp_launch.trainer.sampling import printable, sample_text
 from sbp_launch.trainer.session import (
+    check_devices,
     check_traces,
     make_backend,
     save_states,
@@ -68,6 +70,7 @@ def plan_only(config: RunConfig, registry: PluginRegistry) -> Planned:
     program = make_program(run)
     run, planned = plan_fitting(run, lambda known: plan_step(known, program))
     show_plan(run, planned, todo="raise trainer.plan_rows to see them")
+    run.say(machine_lines(program.cluster))
     return planned
 
 
@@ -99,7 +102,8 @@ def train(
         console=console or make_console(),
         world=world or World(),
     )
-    backend = make_backend(run)  # first, as it may be refused
+    check_devices(run)  # first, as it may be refused
+    backend = make_backend(run)  # likewise
     check_traces(run)
     storage = run_storage(run)
     status = StatusSignal(folder / LOGS, run.world)
