@@ -13,18 +13,19 @@ def test_devices_memory_and_the_links_that_matter_are_told() -> None:
     make = build_h100(settings)
 
     assert machine_lines(make(32)) == [
-        "priced for cluster h100: 32 cuda devices, 72.0 GB of memory each, and 250.0 GB of the "
-        "host's at 64.0 GB/s",
-        "  links: in a node of 8 450.0 GB/s after 3.4 µs; in a rack of 16 50.0 GB/s after 14 µs; "
-        "in a cluster of 32 200.0 GB/s shared after 14 µs",
+        "priced for cluster h100: 32 cuda devices with 72.0 GB each",
+        "  beside each, 250.0 GB of its host, at 64.0 GB/s",
+        "  in a node of 8: 450.0 GB/s after 3.4 µs",
+        "  in a rack of 16: 50.0 GB/s after 14 µs",
+        "  in a cluster of 32: 200.0 GB/s shared after 14 µs",
     ]
-    assert machine_lines(make(8))[1:] == ["  links: in a node of 8 450.0 GB/s after 3.4 µs"]
+    assert machine_lines(make(8))[2:] == ["  in a node of 8: 450.0 GB/s after 3.4 µs"]
 
 
 def test_one_device_has_no_links() -> None:
     [line] = machine_lines(Cluster.nominal(1))
 
-    assert line == "priced for cluster nominal: 1 cpu device, 1.1 TB of memory each"
+    assert line == "priced for cluster nominal: 1 cpu device with 1.1 TB each"
 
 
 def test_measured_boxing_is_told() -> None:
