@@ -14,6 +14,7 @@ from sbp_core.testing.callback import CallbackConformance
 from sbp_core.testing.cluster import ClusterConformance
 from sbp_core.testing.logger import MetricSinkConformance, Records
 from sbp_launch import optimizers
+from sbp_launch.clusters import nvidia
 from sbp_launch.clusters.local import LocalConfig, build_local
 from sbp_launch.metrics.files import (
     CsvConfig,
@@ -34,6 +35,38 @@ class TestLocalCluster(ClusterConformance):
 
     def make_factory(self) -> ClusterFactory:
         return build_local(LocalConfig())
+
+
+class GpuConformance(ClusterConformance):
+    """Of a profile of GPU nodes, within and between nodes."""
+
+    sizes = (8, 16, 64)
+    dtypes = ("float32", "float64", "bfloat16", "float16")
+
+
+class TestV100(GpuConformance):
+    def make_factory(self) -> ClusterFactory:
+        return nvidia.build_v100(nvidia.GpuConfig())
+
+
+class TestA100(GpuConformance):
+    def make_factory(self) -> ClusterFactory:
+        return nvidia.build_a100(nvidia.GpuConfig())
+
+
+class TestH100(GpuConformance):
+    def make_factory(self) -> ClusterFactory:
+        return nvidia.build_h100(nvidia.GpuConfig(nodes_per_rack=2, rack_oversubscription=4.0))
+
+
+class TestH200(GpuConformance):
+    def make_factory(self) -> ClusterFactory:
+        return nvidia.build_h200(nvidia.GpuConfig())
+
+
+class TestB200(GpuConformance):
+    def make_factory(self) -> ClusterFactory:
+        return nvidia.build_b200(nvidia.GpuConfig())
 
 
 class TestJsonl(MetricSinkConformance):

@@ -17,6 +17,7 @@ from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.patterns import check_patterns
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import planned, trainer
+from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import EagerReference, make_program
 from sbp_launch.trainer.session import make_backend, start
 from sbp_launch.trainer.team import DEADLINE_S, vote_deadline_s
@@ -42,6 +43,20 @@ def test_a_run_prints_plan_progress_evaluation_sample_and_deviation(tmp_path, ca
         assert (tmp_path / name).stat().st_size
     deviation = re.search(r"first 3 steps: (\S+) \((\S+) relative\)", out)
     assert float(deviation[2]) < 1e-5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_cluster_of_gpus_is_refused_before_anything_is_made_where_there_are_none(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trainer, "make_program", lambda run: pytest.fail("the model is made"))
+    gpus = PluginChoice(name="h100", settings={"gpus_per_node": 2})
+
+    with pytest.raises(ConfigError, match="for GPUs, and PyTorch sees none") as caught:
+        trainer.train(replace(run_config(), cluster=gpus), registry(), tmp_path / "run")
+
+    assert "sbp-plan" in caught.value.todo
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_trained_states_are_those_of_the_one_device_program(tmp_path):
@@ -145,10 +160,14 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
 
 
 def test_planning_alone_prints_the_plan_and_trains_nothing(capsys):
-    trainer.plan_only(run_config(), registry())
+    only = PlanningOnly(run_config(), registry())
+
+    only.plan()
+    only.show()
 
     out = capsys.readouterr().out
     assert "cannot deadlock" in out
+    assert "priced for cluster local: 2 cpu devices" in out
     assert "step 1/" not in out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sbp_core.calibration import calibrate
-from sbp_core.cluster import CLUSTER, Cluster
+from sbp_core.cluster import CLUSTER, Cluster, Link, LinkLevel
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.testing.files import measured_cluster
 
@@ -119,3 +119,86 @@ def test_launches_are_times(wrong: float) -> None:
         replace(desk.calibrations["torch"], boxing_launch_s=wrong)
     with pytest.raises(SbpValueError, match="boxing_launch_s from 0 on"):
         replace(desk.device, boxing_launch_s=-1.0)
+
+
+LINK = Link(latency_s=1e-5, bytes_per_s=1e8)
+
+
+def level(name: str, num_ranks: int, link: Link = LINK) -> LinkLevel:
+    return LinkLevel(name=name, num_ranks=num_ranks, link=link, shared=True)
+
+
+def test_a_tree_without_groups_is_nodes_and_what_links_them() -> None:
+    desk = measured_cluster()
+
+    inside, between = desk.levels
+
+    assert (inside.name, inside.num_ranks, inside.shared) == ("node", 2, True)
+    assert (between.name, between.num_ranks, between.shared) == ("cluster", 2, False)
+    assert (inside.link, between.link) == (desk.intra_node, desk.inter_node)
+
+
+def test_groups_lie_inside_and_around_nodes() -> None:
+    desk = replace(
+        measured_cluster(),
+        num_devices=32,
+        devices_per_node=4,
+        groups=(level("socket", 2), level("rack", 8), level("row", 16)),
+    )
+
+    names = [(of.name, of.num_ranks) for of in desk.levels]
+
+    assert names == [("socket", 2), ("node", 4), ("rack", 8), ("row", 16), ("cluster", 32)]
+    assert desk.group_sizes == (2, 4, 8, 16)
+    assert desk.node_level == 1
+
+
+def test_a_tree_survives_its_file(tmp_path: Path) -> None:
+    cluster = replace(measured_cluster(), groups=(level("rack", 4),))
+    host = replace(cluster.device, kind="cuda", host_memory_bytes=5, host_link=LINK)
+    cluster, path = replace(cluster, device=host), tmp_path / "racks.json"
+
+    cluster.save(path)
+
+    assert Cluster.load(path) == cluster
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ((level("rack", 3),), "do not lie in each other"),
+        ((level("other", 2),), "do not lie in each other"),
+        ((level("row", 8), level("rack", 4)), "do not lie in each other"),
+        ((level("rack", 4), level("row", 6)), "do not lie in each other"),
+        ((level("rack", 4), level("rack", 8)), "repeat a name"),
+        ((level("node", 4),), "repeat a name"),
+    ],
+)
+def test_groups_that_are_no_tree_are_refused(groups: tuple[LinkLevel, ...], says: str) -> None:
+    with pytest.raises(SbpValueError, match=says):
+        replace(measured_cluster(), groups=groups)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("", 2), ("rack", 0)])
+def test_a_level_has_a_name_and_ranks(name: str, num_ranks: int) -> None:
+    with pytest.raises(SbpValueError, match="a name, and groups of 1"):
+        level(name, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size_bytes", "link", "says"),
+    [
+        ("cuda", 5, None, "both, or neither"),
+        ("cuda", None, LINK, "both, or neither"),
+        ("cuda", 0, LINK, "more than 0 bytes"),
+        ("cpu", 5, LINK, "no CPU"),
+    ],
+)
+def test_host_memory_lies_behind_a_link_of_another_device(
+    kind: str, size_bytes: int | None, link: Link | None, says: str
+) -> None:
+    device = replace(measured_cluster().device, kind="cuda", host_memory_bytes=7, host_link=LINK)
+
+    assert device.host_memory_bytes == 7
+    with pytest.raises(SbpValueError, match=says):
+        replace(device, kind=kind, host_memory_bytes=size_bytes, host_link=link)

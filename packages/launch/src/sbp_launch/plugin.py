@@ -9,6 +9,7 @@ from sbp_launch.checkpoint.local import LocalStorageConfig
 from sbp_launch.checkpoint.objects import FsspecConfig
 from sbp_launch.clusters.local import LocalConfig
 from sbp_launch.clusters.measured import MeasuredConfig
+from sbp_launch.clusters.nvidia import GpuConfig
 from sbp_launch.launching.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
 from sbp_launch.metrics.files import CsvConfig, JsonlConfig, TensorboardConfig
 from sbp_launch.optimizers import (
@@ -51,8 +52,21 @@ def sbp_optimizers() -> Mapping[str, Factory]:
 
 @hookimpl
 def sbp_clusters() -> Mapping[str, Factory]:
-    """Offer the cluster that is one process, and those that were measured."""
+    """Offer the cluster that is one process, those that were measured, and nodes of GPUs."""
+    gpus = {
+        "v100": "nodes of 8 NVIDIA V100 SXM2 32 GB, as DGX-1",
+        "a100": "nodes of 8 NVIDIA A100 SXM 80 GB, as DGX A100",
+        "h100": "nodes of 8 NVIDIA H100 SXM 80 GB, as DGX H100",
+        "h200": "nodes of 8 NVIDIA H200 SXM 141 GB, as DGX H200",
+        "b200": "nodes of 8 NVIDIA B200 180 GB, as DGX B200",
+    }
     return {
+        **{
+            name: Factory(
+                build=f"sbp_launch.clusters.nvidia:build_{name}", config=GpuConfig, summary=summary
+            )
+            for name, summary in gpus.items()
+        },
         "local": Factory(
             build="sbp_launch.clusters.local:build_local",
             config=LocalConfig,

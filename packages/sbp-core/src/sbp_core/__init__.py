@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sbp_core.cluster import Cluster as Cluster
     from sbp_core.cluster import Device as Device
     from sbp_core.cluster import Link as Link
+    from sbp_core.cluster import LinkLevel as LinkLevel
     from sbp_core.compile import CompileOptions as CompileOptions
     from sbp_core.compile import compile_plan as compile_plan
     from sbp_core.infer import infer_strategy as infer_strategy
@@ -37,6 +38,7 @@ __all__ = [
     "CompileOptions",
     "Device",
     "Link",
+    "LinkLevel",
     "NdSbp",
     "P",
     "Placement",
@@ -59,6 +61,7 @@ __getattr__, __dir__ = lazy(
         "CompileOptions": "compile",
         "Device": "cluster",
         "Link": "cluster",
+        "LinkLevel": "cluster",
         "NdSbp": "sbp",
         "P": "sbp",
         "Placement": "placement",

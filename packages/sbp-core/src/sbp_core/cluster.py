@@ -6,6 +6,18 @@
 `sbp-calibrate` writes such files; they may be edited by hand. Numbers are in SI base units, as in
 the classes that they are read into.
 
+Links form a tree of groups of ranks. Nodes are the groups that every machine has; `Cluster.groups`
+adds smaller ones inside nodes and larger ones around them, at any depth:
+
+    level 3  cluster                 (all)              inter_node
+    level 2  rack            (0 ... 7)    (8 ... 15)    groups[1].link
+    level 1  node        (0 1 2 3)(4 5 6 7) ...         intra_node
+    level 0  socket     (0 1)(2 3)(4 5)(6 7) ...        groups[0].link
+
+A message takes the latency of the smallest group that holds both its ranks. It passes the links of
+all levels up to there, and the narrowest counts; but what leaves a group of level 0 does not pass
+the link inside it: GPUs reach their network cards beside NVLink, not through it.
+
 Stability: stable.
 """
 
@@ -13,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from sbp_core.calibration import Calibration
@@ -21,7 +34,49 @@ from sbp_core.operators import MeasuredOperator, OperatorTable
 from sbp_core.placement import MOST_RANKS, Placement
 from sbp_core.serialize import Document
 
-__all__ = ["Cluster", "Device", "Link"]
+__all__ = ["Cluster", "Device", "Link", "LinkLevel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a message costs: `latency_s` + bytes / `bytes_per_s` (the α-β model)."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
+            raise SbpValueError(
+                f"a link needs latency >= 0 and bandwidth > 0, not {self}",
+                accepted="latency_s in seconds, bytes_per_s above 0",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLevel:
+    """One level of the tree of links: groups of consecutive ranks, and the link inside a group.
+
+    Args:
+        name: What one group is, such as `socket`, `node` or `rack`.
+        num_ranks: Ranks of one group: 0 .. num_ranks - 1 are the first group.
+        link: Between two ranks of one group that share no smaller group.
+        shared: Whether all ranks of one group of the next smaller level divide one link to the
+            others of this group, in each direction; otherwise each rank has its own. At the
+            innermost level, whether all messages inside one group divide one link, as on CPUs that
+            share a memory bus.
+    """
+
+    name: str
+    num_ranks: int
+    link: Link
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or not 1 <= self.num_ranks <= MOST_RANKS:
+            raise SbpValueError(
+                f"a level {self.name!r} of groups of {self.num_ranks} ranks",
+                accepted=f"a name, and groups of 1 to {MOST_RANKS} ranks",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +92,9 @@ class Device:
         boxing_launch_s: Time that a runtime takes to start one boxing step, beside what its
             transport takes: an actor fires, and so do those of the segments that it parts.
         operators: What calls of operators were measured to take; the rates say it of all others.
+        host_memory_bytes: This rank's share of its host's memory, to which tensors of a device that
+            is no CPU can be offloaded; None if nothing is known of it.
+        host_link: Between the device and that memory, in each direction.
     """
 
     kind: str = "cpu"
@@ -46,6 +104,8 @@ class Device:
     launch_s: float = 0.0
     boxing_launch_s: float = 0.0
     operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
+    host_memory_bytes: int | None = None
+    host_link: Link | None = None
     #: The one table of `operators`, made when it is needed.
     _table: list[OperatorTable] = field(init=False, repr=False, compare=False, default_factory=list)
 
@@ -58,6 +118,20 @@ class Device:
                 f"a device needs positive memory and rates, not {self}",
                 accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0; "
                 "launch_s and boxing_launch_s from 0 on",
+            )
+        self._check_host()
+
+    def _check_host(self) -> None:
+        size_bytes, link = self.host_memory_bytes, self.host_link
+        if (size_bytes is None) != (link is None):
+            raise SbpValueError(
+                f"host_memory_bytes={size_bytes} and host_link={link}",
+                accepted="both, or neither",
+            )
+        if size_bytes is not None and (self.kind == "cpu" or not size_bytes > 0):
+            raise SbpValueError(
+                f"host_memory_bytes={size_bytes} of a device of kind {self.kind!r}",
+                accepted="more than 0 bytes, beside the memory of a device that is no CPU",
             )
 
     def roofline_s(self, flop: float, num_bytes: float, dtype: str) -> float:
@@ -86,23 +160,11 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """What a message costs: `latency_s` + bytes / `bytes_per_s` (the α-β model)."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
-            raise SbpValueError(
-                f"a link needs latency >= 0 and bandwidth > 0, not {self}",
-                accepted="latency_s in seconds, bytes_per_s above 0",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The machine: equal devices in nodes of equal size, the links, and what was measured of them.
+
+    The links are a tree; see the module. Without `groups` it has two levels: inside a node, and
+    between nodes.
 
     Args:
         name: How reports call it.
@@ -118,6 +180,11 @@ class Cluster:
             of ranks has its own.
         inter_node_shared: Whether all ranks of a node divide one link to the other nodes, in each
             direction; otherwise each rank has its own.
+        groups: Levels with a link of their own beside these two, innermost first: groups inside
+            nodes, such as sockets, and groups of nodes, such as racks. Those of one level hold a
+            whole number of those of the next smaller one. Then `intra_node` and `inter_node` link
+            ranks that share no smaller group than the node, and no group at all; and whose link
+            is shared is as `LinkLevel` says.
         backend: The boxing backend whose calibration says what steps take; empty: the only one
             that there is. Without a calibration the links say it.
         calibrations: What was measured of transports, by the name of their boxing backend.
@@ -132,6 +199,7 @@ class Cluster:
     inter_node: Link = field(default=Link(latency_s=2e-5, bytes_per_s=1.25e9))
     intra_node_shared: bool = False
     inter_node_shared: bool = True
+    groups: tuple[LinkLevel, ...] = ()
     backend: str = ""
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
@@ -142,6 +210,7 @@ class Cluster:
                 f"a cluster of {self.num_devices} devices in nodes of {self.devices_per_node}",
                 accepted=f"at least one device, in nodes of at least one; at most {MOST_RANKS}",
             )
+        self._check_groups()
         wrong = [name for name, of in self.calibrations.items() if of.backend != name]
         if wrong:
             raise SbpValueError(
@@ -149,6 +218,55 @@ class Cluster:
                 f"{self.calibrations[wrong[0]].backend!r}",
                 accepted="calibrations by the name of their backend",
             )
+
+    def _check_groups(self) -> None:
+        if not self.groups:
+            return
+        names = [level.name for level in self.levels]
+        if len({*names}) < len(names):
+            raise SbpValueError(
+                f"groups={names[:-1]} repeat a name",
+                accepted="distinct names, other than 'node' and 'cluster', which are there anyway",
+            )
+        sizes = [level.num_ranks for level in self.groups]
+        nested = self.group_sizes
+        is_nested = all(small < large and large % small == 0 for small, large in pairwise(nested))
+        if sizes != sorted(sizes) or not is_nested:
+            raise SbpValueError(
+                f"groups of {', '.join(map(str, sizes))} ranks, and nodes of "
+                f"{self.devices_per_node}, do not lie in each other",
+                accepted="innermost first, each of several times as many ranks as the one before, "
+                "the node among them",
+            )
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Ranks of one group of each level, innermost first, without the whole cluster."""
+        if not self.groups:
+            return (self.devices_per_node,)
+        return tuple(sorted([self.devices_per_node, *(of.num_ranks for of in self.groups)]))
+
+    @property
+    def node_level(self) -> int:
+        """The level of nodes, counted from 0."""
+        return self.group_sizes.index(self.devices_per_node)
+
+    @property
+    def levels(self) -> tuple[LinkLevel, ...]:
+        """The tree of links, innermost level first: at least `node` and, last, `cluster`."""
+        size = self.devices_per_node
+        node = LinkLevel(
+            name="node", num_ranks=size, link=self.intra_node, shared=self.intra_node_shared
+        )
+        inside = tuple(level for level in self.groups if level.num_ranks < size)
+        around = self.groups[len(inside) :]
+        whole = LinkLevel(
+            name="cluster",
+            num_ranks=max(self.num_devices, *self.group_sizes),
+            link=self.inter_node,
+            shared=self.inter_node_shared,
+        )
+        return (*inside, node, *around, whole)
 
     @property
     def calibration(self) -> Calibration | None:
@@ -178,9 +296,10 @@ class Cluster:
         return rank // self.devices_per_node
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link that a message among `ranks` may take."""
-        nodes = {rank // self.devices_per_node for rank in ranks}
-        return self.intra_node if len(nodes) <= 1 else self.inter_node
+        """Return what the slowest message among `ranks` takes: latency, and narrowest link."""
+        levels = self.levels
+        outermost = sum(len({rank // size for rank in ranks}) > 1 for size in self.group_sizes)
+        return path_link(tuple(level.link for level in levels), outermost)
 
     def check_ranks(self, mesh: Placement) -> None:
         """Check that all ranks of a mesh are devices of the cluster.
@@ -229,6 +348,18 @@ class Cluster:
             ConfigError: there is no such file, or it is no cluster file of this version.
         """
         return CLUSTER.read(path)
+
+
+def path_link(links: tuple[Link, ...], level: int) -> Link:
+    """Return what a message takes whose ranks share a group of this level, and no smaller one.
+
+    Args:
+        links: Of each level, innermost first.
+        level: Counted from 0.
+    """
+    own = links[level]
+    passed = min((link.bytes_per_s for link in links[1:level]), default=own.bytes_per_s)
+    return own if own.bytes_per_s <= passed else replace(own, bytes_per_s=passed)
 
 
 #: The file of a cluster.

@@ -74,9 +74,10 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
             "guess",
         )
     per_node = cluster.devices_per_node
-    if cluster.num_devices <= per_node:
-        # Only one node was measured: all ranks are on one.
-        per_node = max(per_node, num_devices)
+    if cluster.num_devices <= per_node == cluster.group_sizes[-1]:
+        # Only one node was measured, and nothing is said of others: all ranks are on one, which
+        # still has a whole number of what may be inside it.
+        per_node *= -(-num_devices // per_node)
     backend = config.backend or cluster.backend
     if backend in cluster.calibrations:
         cluster = cluster.priced_by(backend)

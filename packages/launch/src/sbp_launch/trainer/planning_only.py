@@ -9,6 +9,7 @@ from rich.console import Console
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.machine import machine_lines
 from sbp_launch.run.run import Run, make_console
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.trainer.micro_batches import plan_fitting
@@ -64,3 +65,4 @@ class PlanningOnly:
         if self.planned is None:
             raise ConfigError("nothing was planned", todo="call plan first")
         show_plan(self.run, self.planned, todo="raise trainer.plan_rows to see them")
+        self.run.say(machine_lines(self.program.cluster))

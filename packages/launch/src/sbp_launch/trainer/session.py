@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, ConfigError, RunError
+from sbp_core.plugins import ClusterFactory
 from sbp_core.runtime import Runtime, Session
 from sbp_launch.run.folder import going_on
 from sbp_launch.run.run import Run
@@ -16,6 +18,7 @@ from sbp_launch.run.stopping import Terminated
 from sbp_launch.trainer.finite_loss import NotFiniteError
 from sbp_launch.trainer.loop import TrainingLoop
 from sbp_launch.trainer.survivors import save_with_survivors
+from sbp_torch.runtime import check_device
 
 
 def make_backend(run: Run) -> BoxingBackend:
@@ -33,6 +36,16 @@ def make_backend(run: Run) -> BoxingBackend:
             todo="its config has to say `spans_processes = True`",
         )
     return backend
+
+
+def check_devices(run: Run) -> None:
+    """See that this process can run plans for the chosen cluster, before anything is captured.
+
+    Raises:
+        ConfigError: it is of GPUs, and there are none here.
+    """
+    make_cluster: ClusterFactory = run.make("cluster")
+    check_device(make_cluster(math.prod(run.config.mesh)).device.kind)
 
 
 def start(

@@ -41,6 +41,7 @@ from sbp_launch.trainer.program import EagerReference, Program, make_program
 from sbp_launch.trainer.resume import Resume
 from sbp_launch.trainer.sampling import printable, sample_text
 from sbp_launch.trainer.session import (
+    check_devices,
     check_traces,
     make_backend,
     save_states,
@@ -90,7 +91,8 @@ def train(
         console=console or make_console(),
         world=world or World(),
     )
-    backend = make_backend(run)  # first, as it may be refused
+    check_devices(run)  # first, as it may be refused
+    backend = make_backend(run)  # likewise
     check_traces(run)
     storage = run_storage(run)
     status = StatusSignal(folder / LOGS, run.world)

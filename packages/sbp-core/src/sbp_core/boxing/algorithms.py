@@ -17,9 +17,13 @@ they share, L = ceil(log2 n). On links of one speed that nobody shares:
                       Bruck                L α + about L β S/(2 n)
 
 and, where a group has several ranks on each of several nodes, `hierarchical`: inside the nodes,
-between ranks of the same place in their nodes, inside the nodes again. Whoever shares a link in a
+between ranks of the same place in their nodes, inside the nodes again; likewise at every level of
+the tree of links, where the parts are done in the fastest way again. Whoever shares a link in a
 round divides its bandwidth, so a ring, which crosses each boundary once, can beat an algorithm
 of fewer rounds. Adding up is not counted: `calibration` measures it.
+
+Here nodes are the groups of the innermost level of the tree (see `cluster`), whatever they are
+called there.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19 (2005), sections 4.1 to 4.5 and, for n that are no powers of two, 4.5; Patarasuk
@@ -32,34 +36,78 @@ bandwidth broadcast, reduction and scan", Parallel Computing 35 (2009), which is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from sbp_core.boxing.step import StepKind
-from sbp_core.cluster import Cluster, Link
+from sbp_core.cluster import Cluster, Link, LinkLevel, path_link
 
 _CACHED = 4096
 
 
 class LinkRates(NamedTuple):
-    """The links of a machine, and which are shared; see `Cluster`."""
+    """The links of a machine, and which are shared; see `Cluster`.
+
+    Args:
+        intra: Inside a node.
+        inter: Between nodes, of one group of the next level if there are more levels.
+        intra_shared, inter_shared: Of these two; see `LinkLevel`.
+        outer: The levels beyond, innermost first.
+    """
 
     intra: Link
     inter: Link
     intra_shared: bool
     inter_shared: bool
+    outer: tuple[LinkLevel, ...] = ()
 
     @classmethod
     def of(cls, cluster: Cluster) -> LinkRates:
         """Return the links of a cluster."""
-        return cls(
-            cluster.intra_node,
-            cluster.inter_node,
-            cluster.intra_node_shared,
-            cluster.inter_node_shared,
-        )
+        if not cluster.groups:  # asked for each step that is priced
+            return cls(
+                cluster.intra_node,
+                cluster.inter_node,
+                cluster.intra_node_shared,
+                cluster.inter_node_shared,
+            )
+        first, second, *outer = cluster.levels
+        return cls(first.link, second.link, first.shared, second.shared, tuple(outer))
+
+    @property
+    def levels(self) -> tuple[tuple[Link, bool], ...]:
+        """The link of each level, innermost first, and whether it is shared."""
+        two = (self.intra, self.intra_shared), (self.inter, self.inter_shared)
+        return two if not self.outer else (*two, *((one.link, one.shared) for one in self.outer))
+
+    @property
+    def paths(self) -> tuple[Link, ...]:
+        """What a message takes that goes up to each level, if no other one shares a link."""
+        if not self.outer:
+            return self.intra, self.inter
+        links = tuple(link for link, _ in self.levels)
+        return tuple(path_link(links, level) for level in range(len(links)))
+
+
+class Membership(NamedTuple):
+    """In which groups of a level ranks are, as far as the time of a collective depends on it.
+
+    Args:
+        groups: That of each rank, in order, numbered by first appearance.
+        neighbours: Collectives that go on at the same time and have ranks in one of these groups,
+            this one included.
+    """
+
+    groups: tuple[int, ...]
+    neighbours: int
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups they are in."""
+        return max(self.groups) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +117,12 @@ class RankGroup:
     Args:
         nodes: Node of each rank, in order, numbered by first appearance.
         neighbours: Groups that work at the same time and have ranks on one node, this one included.
+        outer: The same of the groups of each level beyond, but for the whole cluster.
     """
 
     nodes: tuple[int, ...]
     neighbours: int = 1
+    outer: tuple[Membership, ...] = ()
 
     @property
     def size(self) -> int:
@@ -83,6 +133,17 @@ class RankGroup:
     def num_nodes(self) -> int:
         """Number of nodes."""
         return max(self.nodes) + 1
+
+    @property
+    def memberships(self) -> tuple[Membership, ...]:
+        """By level, innermost first, but for the whole cluster."""
+        return (Membership(self.nodes, self.neighbours), *self.outer)
+
+    @classmethod
+    def of(cls, memberships: Iterable[Membership]) -> RankGroup:
+        """Return the group with these `memberships`."""
+        first, *outer = memberships
+        return cls(nodes=first.groups, neighbours=first.neighbours, outer=tuple(outer))
 
 
 class TimedAlgorithm(NamedTuple):
@@ -122,8 +183,9 @@ def timed_algorithms(
     ]
     if kind is StepKind.ALL_TO_ALL:
         found.append(TimedAlgorithm(_direct_time_s(group, size, links), "direct"))
-    elif 1 < group.num_nodes < group.size and len(set(Counter(group.nodes).values())) == 1:
-        found.append(TimedAlgorithm(_hierarchical_time_s(kind, group, size, links), "hierarchical"))
+    elif splits := _splits(group):
+        time_s = min(_hierarchical_time_s(kind, split, size, links) for split in splits)
+        found.append(TimedAlgorithm(time_s, "hierarchical"))
     return tuple(sorted(found))
 
 
@@ -186,36 +248,66 @@ def _blocks_with(bit: int, n: int) -> int:
     return n // period * (period // 2) + max(0, n % period - period // 2)
 
 
+class _Load(NamedTuple):
+    """Messages of one round at one level.
+
+    Args:
+        at_once: The most that pass one link there.
+        ends_here: Whether any goes no further out.
+    """
+
+    at_once: int
+    ends_here: bool
+
+
 @lru_cache(maxsize=_CACHED)
-def _load(nodes: tuple[int, ...], shift: int, flips: int) -> tuple[int, int]:
-    """Return the most messages of one round that one node exchanges inside, and sends outside."""
-    n = len(nodes)
+def _loads(levels: tuple[tuple[int, ...], ...], shift: int, flips: int) -> tuple[_Load, ...]:
+    """Return the load of each level in one round.
+
+    Args:
+        levels: The group of each rank, level by level, but for the whole cluster.
+        shift: See `_Round`.
+        flips: See `_Round`.
+    """
+    n, outermost = len(levels[0]), len(levels)
     # Where n is no power of two only the ranks below one flip bits; the others look on.
     power = n if n & (n - 1) == 0 else 1 << ((n - 1).bit_length() - 1)
-    inside: Counter[int] = Counter()
-    outside: Counter[int] = Counter()
+    # By level: messages inside of each node, and then those that leave each group of the level
+    # below, however far out they go.
+    passing: list[Counter[int]] = [Counter() for _ in range(outermost + 1)]
+    ends: set[int] = set()
     for place in range(power if flips else n):
         partner = place ^ flips if flips else (place + shift) % n
-        (inside if nodes[place] == nodes[partner] else outside)[nodes[place]] += 1
-    return max(inside.values(), default=0), max(outside.values(), default=0)
+        level = 0
+        while level < outermost and levels[level][place] != levels[level][partner]:
+            passing[level + 1][levels[level][place]] += 1
+            level += 1
+        if not level:
+            passing[0][levels[0][place]] += 1
+        ends.add(level)
+    return tuple(
+        _Load(max(counts.values(), default=0), level in ends)
+        for level, counts in enumerate(passing)
+    )
 
 
 def _round_time_s(one: _Round, group: RankGroup, links: LinkRates) -> float:
-    inside, outside = _load(group.nodes, one.shift, one.flips)
-    time_s = 0.0
-    if inside:
-        time_s = _shared_s(links.intra, links.intra_shared, one.size_bytes, inside, group)
-    if outside:
-        time_s = max(
-            time_s, _shared_s(links.inter, links.inter_shared, one.size_bytes, outside, group)
-        )
+    """Return the time of the slowest message.
+
+    It takes its turn on a shared link among all that are under way there, and is as fast as the
+    slowest link that it passes; see `cluster`.
+    """
+    memberships = group.memberships
+    loads = _loads(tuple(of.groups for of in memberships), one.shift, one.flips)
+    time_s = passing_s = 0.0
+    for level, ((link, is_shared), load) in enumerate(zip(links.levels, loads, strict=True)):
+        neighbours = memberships[max(level - 1, 0)].neighbours
+        sharers = load.at_once * neighbours if is_shared else 1
+        own_s = sharers * one.size_bytes / link.bytes_per_s
+        passing_s = max(own_s, passing_s) if level > 1 else own_s
+        if load.ends_here:
+            time_s = max(time_s, link.latency_s + passing_s)
     return one.times * time_s
-
-
-def _shared_s(link: Link, is_shared: bool, size: float, messages: int, group: RankGroup) -> float:
-    """Return the time of one of some equal messages that are under way at once."""
-    sharers = messages * group.neighbours if is_shared else 1
-    return link.latency_s + sharers * size / link.bytes_per_s
 
 
 def _direct_time_s(group: RankGroup, size: float, links: LinkRates) -> float:
@@ -225,37 +317,106 @@ def _direct_time_s(group: RankGroup, size: float, links: LinkRates) -> float:
     """
     n = group.size
     message = size / n**2
+    memberships = group.memberships
+    # Ranks of the same numbers of members, in their groups of each level, take the same time.
+    counts = [Counter(of.groups) for of in memberships]
+    alike = {
+        tuple(count[of.groups[place]] for count, of in zip(counts, memberships, strict=True))
+        for place in range(n)
+    }
+    levels, paths = links.levels, links.paths
     times: list[float] = [0.0]
-    for members in set(Counter(group.nodes).values()):
-        near, far = members - 1, n - members
-        intra, inter = links.intra, links.inter
+    for members in alike:
+        inside = (1, *members, n)
+        sent = [more - less for less, more in pairwise(inside)]
         times.append(
-            near * (intra.latency_s + message / intra.bytes_per_s)
-            + far * (inter.latency_s + message / inter.bytes_per_s)
+            sum(
+                count * (path.latency_s + message / path.bytes_per_s)
+                for count, path in zip(sent, paths, strict=True)
+            )
         )
-        load = members * message * group.neighbours
-        if near and links.intra_shared:
-            times.append(near * (intra.latency_s + load / intra.bytes_per_s))
-        if far and links.inter_shared:
-            times.append(far * (inter.latency_s + load / inter.bytes_per_s))
+        for level, (link, is_shared) in enumerate(levels):
+            if not is_shared:
+                continue
+            # Those of the group whose link it is; what is sent inside a node goes no further.
+            load = members[max(level - 1, 0)] * message * memberships[max(level - 1, 0)].neighbours
+            passing = range(level, len(levels) if level else 1)
+            times.append(
+                sum(
+                    sent[far] * (levels[far][0].latency_s + load / link.bytes_per_s)
+                    for far in passing
+                )
+            )
     return max(times)
 
 
-def _hierarchical_time_s(kind: StepKind, group: RankGroup, size: int, links: LinkRates) -> float:
-    """Return the time of the best algorithms inside nodes and between them, one after the other."""
-    num_nodes = group.num_nodes
-    members = group.size // num_nodes
-    inside = RankGroup(nodes=(0,) * members, neighbours=group.neighbours)
-    between = RankGroup(nodes=tuple(range(num_nodes)), neighbours=members * group.neighbours)
-    # The ranks of one place in their nodes share one part of S, of which there are `members`.
-    part = -(-size // members)
-    if kind is not StepKind.ALL_REDUCE:
-        return (
-            timed_algorithms(kind, inside, size, links)[0].time_s
-            + timed_algorithms(kind, between, part, links)[0].time_s
+class _Split(NamedTuple):
+    """A group in equal parts that are done one inside the other.
+
+    Args:
+        inside: Ranks of one group of a level; the distinct ones.
+        between: One rank of each such group.
+        num_members: Ranks of one group: so many `between` go on at once.
+    """
+
+    inside: tuple[RankGroup, ...]
+    between: RankGroup
+    num_members: int
+
+
+@lru_cache(maxsize=_CACHED)
+def _splits(group: RankGroup) -> tuple[_Split, ...]:
+    """Return the ways to do a collective inside the groups of a level, and between them.
+
+    ranks of a group          0 1 | 2 3 || 4 5 | 6 7      nodes of two, racks of four
+    inside, between nodes     (0 1) (2 3) (4 5) (6 7)     (0 2 4 6) (1 3 5 7)
+    inside, between racks     (0 1 2 3) (4 5 6 7)         (0 4) (1 5) (2 6) (3 7)
+    """
+    memberships = group.memberships
+    found = []
+    for level, here in enumerate(memberships):
+        sizes = {*Counter(here.groups).values()}
+        is_new = level == 0 or here.groups != memberships[level - 1].groups
+        if not 1 < here.num_groups < group.size or len(sizes) > 1 or not is_new:
+            continue
+        parts = [
+            [place for place, number in enumerate(here.groups) if number == wanted]
+            for wanted in range(here.num_groups)
+        ]
+        inside = {RankGroup.of(_part(of, part) for of in memberships): None for part in parts}
+        heads = [part[0] for part in parts]
+        # All ranks of a group of this level, or of a smaller one, are in collectives of their own.
+        between = RankGroup.of(
+            _part(of, heads, max(Counter(of.groups).values()) if depth < level else len(parts[0]))
+            for depth, of in enumerate(memberships)
         )
-    return (
-        timed_algorithms(StepKind.REDUCE_SCATTER, inside, size, links)[0].time_s
-        + timed_algorithms(StepKind.ALL_REDUCE, between, part, links)[0].time_s
-        + timed_algorithms(StepKind.ALL_GATHER, inside, size, links)[0].time_s
-    )
+        found.append(_Split(tuple(inside), between, len(parts[0])))
+    return tuple(found)
+
+
+def _part(of: Membership, places: list[int], at_once: int = 1) -> Membership:
+    """Return the membership of some of the ranks, `at_once` such parts being at work."""
+    numbers: dict[int, int] = {}
+    groups = tuple(numbers.setdefault(of.groups[place], len(numbers)) for place in places)
+    return Membership(groups, of.neighbours * at_once)
+
+
+def _hierarchical_time_s(kind: StepKind, split: _Split, size: int, links: LinkRates) -> float:
+    """Return the time of the best algorithms inside groups and between them, one after the other.
+
+    Args:
+        kind: The whole collective.
+        split: Its parts.
+        size: S of the whole.
+        links: Of the machine.
+    """
+
+    def inside_s(kind: StepKind) -> float:
+        return max(timed_algorithms(kind, one, size, links)[0].time_s for one in split.inside)
+
+    # The ranks of one place in their groups share one part of S, of which there are `num_members`.
+    part = -(-size // split.num_members)
+    between_s = timed_algorithms(kind, split.between, part, links)[0].time_s
+    if kind is not StepKind.ALL_REDUCE:
+        return inside_s(kind) + between_s
+    return inside_s(StepKind.REDUCE_SCATTER) + between_s + inside_s(StepKind.ALL_GATHER)

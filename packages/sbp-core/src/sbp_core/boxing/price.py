@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sbp_core.boxing.algorithms import LinkRates, RankGroup, timed_algorithms
+from sbp_core.boxing.algorithms import LinkRates, Membership, RankGroup, timed_algorithms
 from sbp_core.boxing.routing.layout import Ints, encode
 from sbp_core.boxing.routing.messages import End, messages
 from sbp_core.boxing.routing.sizes import Sizes, positions, shared_places
@@ -78,12 +78,12 @@ def step_time(step: BoxingStep, cluster: Cluster) -> StepTime:
         return StepTime(step=step, time_s=0.0, algorithm="-", reason="moves nothing")
     if step.kind is StepKind.TRANSFER:
         return _transfer_time(step, cluster)
-    calls = _calls(step, cluster.devices_per_node)
+    calls = _calls(step, cluster.group_sizes)
     if not calls:
         return StepTime(step=step, time_s=0.0, algorithm="-", reason="nothing to do")
     calibration = cluster.calibration
     if calibration is not None:
-        measured = _calibrated(step, calls, calibration)
+        measured = _calibrated(step, calls, calibration, cluster.node_level)
         if measured is not None:
             return measured
     links = LinkRates.of(cluster)
@@ -98,14 +98,17 @@ def step_time(step: BoxingStep, cluster: Cluster) -> StepTime:
 
 
 def _calibrated(
-    step: BoxingStep, calls: tuple[tuple[RankGroup, int], ...], calibration: Calibration
+    step: BoxingStep,
+    calls: tuple[tuple[RankGroup, int], ...],
+    calibration: Calibration,
+    node_level: int,
 ) -> StepTime | None:
     """Return what a calibration says of a collective; None if it does not know such calls."""
+    kind = step.kind.value
     slowest: tuple[float, RankGroup] | None = None
     for group, size in calls:
-        time_s = calibration.time_s(
-            step.kind.value, group.size, group.neighbours, size, num_nodes=group.num_nodes
-        )
+        at = group.memberships[node_level]
+        time_s = calibration.time_s(kind, group.size, at.neighbours, size, num_nodes=at.num_groups)
         # A mixture of measured and modelled groups would compare unlike numbers.
         if time_s is None:
             return None
@@ -113,9 +116,8 @@ def _calibrated(
             slowest = time_s, group
     assert slowest is not None, "a collective has a group"
     time_s, group = slowest
-    origin = calibration.origin(
-        step.kind.value, group.size, group.neighbours, num_nodes=group.num_nodes
-    )
+    at = group.memberships[node_level]
+    origin = calibration.origin(kind, group.size, at.neighbours, num_nodes=at.num_groups)
     return StepTime(
         step=step,
         time_s=time_s,
@@ -126,30 +128,41 @@ def _calibrated(
 
 
 @lru_cache(maxsize=_CACHED)
-def _calls(step: BoxingStep, devices_per_node: int) -> tuple[tuple[RankGroup, int], ...]:
-    """Return the distinct (group, S) of a collective; groups of one rank are left out."""
+def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGroup, int], ...]:
+    """Return the distinct (group, S) of a collective; groups of one rank are left out.
+
+    Args:
+        step: A collective.
+        group_sizes: See `Cluster`.
+    """
     groups = step.source[0].groups(*step.axes)
     if len(groups[0]) < 2:
         return ()
-    # How many groups of the step have a rank on a node: so many share its links at once.
+    # How many groups of the step have a rank on a node: so many share its links at once. Likewise
+    # of each other level.
     #
     #     mesh 2 x 4, nodes of 4    step on axis 0: groups {0 4} {1 5} {2 6} {3 7}, 4 on a node
     #                               step on axis 1: groups {0 1 2 3} {4 5 6 7}, 1 on a node
-    on_node = Counter(
-        node for ranks in groups for node in {rank // devices_per_node for rank in ranks}
-    )
+    neighbours = [
+        Counter(number for ranks in groups for number in {rank // size for rank in ranks})
+        for size in group_sizes
+    ]
     sizes = _sizes(step, groups)
     found: dict[tuple[RankGroup, int], None] = {}
     for ranks, size in zip(groups, sizes, strict=True):
-        at = [rank // devices_per_node for rank in ranks]
-        # Nodes are numbered by appearance: what a group takes depends on which of its ranks are
-        # together, not on which nodes they are on. So groups that lie alike are priced once.
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(at))}
-        group = RankGroup(
-            nodes=tuple(numbers[node] for node in at),
-            neighbours=max(on_node[node] for node in numbers),
-        )
-        found[group, size] = None
+        memberships = []
+        for num_ranks, at_once in zip(group_sizes, neighbours, strict=True):
+            at = [rank // num_ranks for rank in ranks]
+            # Nodes are numbered by appearance: what a group takes depends on which of its ranks
+            # are together, not on which nodes they are on. So groups that lie alike are priced
+            # once.
+            numbers = {node: number for number, node in enumerate(dict.fromkeys(at))}
+            memberships.append(
+                Membership(
+                    tuple(numbers[node] for node in at), max(at_once[node] for node in numbers)
+                )
+            )
+        found[RankGroup.of(memberships), size] = None
     return tuple(found)
 
 
@@ -190,76 +203,93 @@ def transfer_messages(step: BoxingStep) -> Ints:
 
 
 class _Load(NamedTuple):
-    """Messages and bytes, inside a node and between nodes, of one rank or one node."""
+    """Messages of one rank or one group of ranks, and their bytes, by the level that they go to."""
 
-    near: int
-    near_bytes: int
-    far: int
-    far_bytes: int
+    messages: tuple[int, ...]
+    size_bytes: tuple[int, ...]
+
+    def within(self, levels: slice) -> tuple[int, int]:
+        """Return messages and bytes of some of the levels."""
+        return sum(self.messages[levels]), sum(self.size_bytes[levels])
 
 
 class _Traffic(NamedTuple):
-    """What a transfer asks of ranks and nodes.
+    """What a transfer asks of ranks and groups of ranks.
 
-    `ports` has each distinct load of a rank that sends or receives, `nodes` of a node, in one
-    direction; `senders` is the most ranks of one node that send inside it, `far_senders` the most
-    that send to other nodes or receive from them.
+    `ports` has each distinct load of a rank that sends or receives. `groups` has by level that of a
+    group whose ranks would share a link there (see `LinkLevel`), in one direction, with what passes
+    that link only. `senders` is the most ranks of one node that send inside it, `far_senders` the
+    most that send to other nodes or receive from them.
     """
 
     ports: tuple[_Load, ...]
-    nodes: tuple[_Load, ...]
+    groups: tuple[tuple[_Load, ...], ...]
     senders: int
     far_senders: int
 
 
 @lru_cache(maxsize=_CACHED)
-def _traffic(step: BoxingStep, devices_per_node: int) -> _Traffic:
+def _traffic(step: BoxingStep, group_sizes: tuple[int, ...], node_level: int) -> _Traffic:
     sizes = transfer_messages(step)
-    there, here = (
-        np.array(placement.rank_list) // devices_per_node
-        for placement, _ in (step.source, step.target)
-    )
-    is_far = there[:, None] != here
-    near, far = sizes * ~is_far, sizes * is_far
-    out, into = _loads(near, far, there), _loads(near.T, far.T, here)
+    there, here = (np.array(placement.rank_list) for placement, _ in (step.source, step.target))
+    # The level that a message goes to: how many kinds of groups its ranks do not share.
+    levels = sum((there[:, None] // size != here // size).astype(np.int8) for size in group_sizes)
+    numbers = np.arange(len(group_sizes) + 1)
+    by_level = np.stack([sizes * (levels == level) for level in numbers])
+    ports: list[Ints] = []
+    groups: list[list[Ints]] = [[] for _ in numbers]
+    senders = []
+    for moved, ranks in ((by_level, there), (by_level.transpose(0, 2, 1), here)):
+        # By rank: messages of each level, then bytes of each.
+        load = np.concatenate([(moved > 0).sum(axis=2), moved.sum(axis=2)]).T
+        ports.append(load)
+        for level, of_level in enumerate(groups):
+            # What goes farther leaves the group below, too; level 0 has what stays inside.
+            passes = np.tile(numbers >= level if level else numbers == 0, 2)
+            of_level.append(_by_group(load * passes, ranks // group_sizes[max(level - 1, 0)]))
+        near, far = np.split(load[:, : len(numbers)], [node_level + 1], axis=1)
+        busy = np.stack([near.any(axis=1), far.any(axis=1)], axis=1).astype(np.int64)
+        senders.append(_by_group(busy, ranks // group_sizes[node_level]).max(axis=0))
+    out, into = senders
     return _Traffic(
-        ports=_distinct(out[0], into[0]),
-        nodes=_distinct(out[1], into[1]),
-        senders=max(1, int(out[2][:, 0].max())),
-        far_senders=max(1, int(out[2][:, 1].max()), int(into[2][:, 1].max())),
+        ports=_distinct(ports),
+        groups=tuple(map(_distinct, groups)),
+        senders=max(1, int(out[0])),
+        far_senders=max(1, int(out[1]), int(into[1])),
     )
 
 
-def _loads(near: Ints, far: Ints, node: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the load of each rank and of each node, and how many ranks of it have near, far ones.
+def _by_group(rows: Ints, groups: Ints) -> Ints:
+    """Return the sum of the rows of each group.
 
     Args:
-        near: Bytes of the messages of each rank (row) inside its node.
-        far: Bytes of those to or from other nodes.
-        node: The node of each rank.
+        rows: One for each rank.
+        groups: The group of each rank.
     """
-    # By rank: near messages, near bytes, far messages, far bytes. By node the sums of these, and
-    # behind them how many of its ranks have near messages, and far ones.
-    columns = [of for way in (near, far) for of in ((way > 0).sum(axis=1), way.sum(axis=1))]
-    by_rank = np.stack(columns, axis=1)
-    _, number = np.unique(node, return_inverse=True)
-    by_node = np.zeros((number.max() + 1, 6), dtype=np.int64)
-    np.add.at(by_node, number, np.concatenate([by_rank, by_rank[:, ::2] > 0], axis=1))
-    return by_rank, by_node[:, :4], by_node[:, 4:]
+    _, number = np.unique(groups, return_inverse=True)
+    found = np.zeros((number.max() + 1, rows.shape[1]), dtype=np.int64)
+    np.add.at(found, number, rows)
+    return found
 
 
-def _distinct(*loads: Ints) -> tuple[_Load, ...]:
-    found = (_Load(*load) for load in np.concatenate(loads).tolist() if any(load))
+def _distinct(loads: list[Ints]) -> tuple[_Load, ...]:
+    num_levels = loads[0].shape[1] // 2
+    found = (
+        _Load(tuple(load[:num_levels]), tuple(load[num_levels:]))
+        for load in np.concatenate(loads).tolist()
+        if any(load)
+    )
     return tuple(dict.fromkeys(found))
 
 
 def _transfer_time(step: BoxingStep, cluster: Cluster) -> StepTime:
-    traffic = _traffic(step, cluster.devices_per_node)
+    node_level = cluster.node_level
+    traffic = _traffic(step, cluster.group_sizes, node_level)
     if not traffic.ports:
         return StepTime(step=step, time_s=0.0, algorithm="-", reason="moves nothing")
     calibration = cluster.calibration
     if calibration is not None:
-        time_s = _calibrated_transfer_s(traffic, calibration)
+        time_s = _calibrated_transfer_s(traffic, calibration, node_level)
         if time_s is not None:
             return StepTime(
                 step=step,
@@ -269,23 +299,22 @@ def _transfer_time(step: BoxingStep, cluster: Cluster) -> StepTime:
                 is_whole_call=True,
             )
     links = LinkRates.of(cluster)
-    near, far = links.intra, links.inter
+    paths = links.paths
     # A rank works off its messages one after the other, near and far through one port; a link that
-    # ranks of a node share carries their bytes together, but their latencies overlap. Sending and
+    # ranks of a group share carries their bytes together, but their latencies overlap. Sending and
     # receiving do not disturb each other, so each direction is a load of its own.
-    port_s = max(
-        load.near * near.latency_s
-        + load.near_bytes / near.bytes_per_s
-        + load.far * far.latency_s
-        + load.far_bytes / far.bytes_per_s
-        for load in traffic.ports
-    )
+    port_s = 0.0
+    for load in traffic.ports:
+        rank_s = 0.0
+        for count, size, path in zip(*load, paths, strict=True):
+            rank_s = rank_s + count * path.latency_s + size / path.bytes_per_s
+        port_s = max(port_s, rank_s)
     shared_s = 0.0
-    for load in traffic.nodes:
-        if load.near and links.intra_shared:
-            shared_s = max(shared_s, near.latency_s + load.near_bytes / near.bytes_per_s)
-        if load.far and links.inter_shared:
-            shared_s = max(shared_s, far.latency_s + load.far_bytes / far.bytes_per_s)
+    for (link, is_shared), loads in zip(links.levels, traffic.groups, strict=True):
+        for load in loads if is_shared else ():
+            taken = zip(paths, load.messages, strict=True)
+            latency_s = max(path.latency_s for path, count in taken if count)
+            shared_s = max(shared_s, latency_s + sum(load.size_bytes) / link.bytes_per_s)
     return StepTime(
         step=step,
         time_s=max(port_s, shared_s),
@@ -294,15 +323,18 @@ def _transfer_time(step: BoxingStep, cluster: Cluster) -> StepTime:
     )
 
 
-def _calibrated_transfer_s(traffic: _Traffic, calibration: Calibration) -> float | None:
+def _calibrated_transfer_s(
+    traffic: _Traffic, calibration: Calibration, node_level: int
+) -> float | None:
     """Return the time of the busiest rank, its messages being equal; None if not measured."""
     busiest_s = 0.0
     for load in traffic.ports:
         total_s = 0.0
-        for count, size, senders, num_nodes in (
-            (load.near, load.near_bytes, traffic.senders, 1),
-            (load.far, load.far_bytes, traffic.far_senders, 2),
+        for levels, senders, num_nodes in (
+            (slice(0, node_level + 1), traffic.senders, 1),
+            (slice(node_level + 1, None), traffic.far_senders, 2),
         ):
+            count, size = load.within(levels)
             if count:
                 one_s = calibration.time_s(
                     StepKind.TRANSFER.value, 2, senders, size / count, num_nodes=num_nodes

@@ -50,10 +50,11 @@ class ClusterConformance(ABC):
         assert not missing, f"no rate for {missing}"
 
     def test_every_pair_of_ranks_has_a_link(self) -> None:
-        """Whose bandwidth is at most that inside a node, whose latency at least."""
+        """Whose bandwidth is at most that of the innermost level, whose latency at least."""
         for size in self.sizes:
             cluster = self.make_factory()(size)
+            nearest = cluster.levels[0].link
             for other in range(1, size):
                 link = cluster.link([0, other])
-                assert link.bytes_per_s <= cluster.intra_node.bytes_per_s, f"0 to {other}"
-                assert link.latency_s >= cluster.intra_node.latency_s, f"0 to {other}"
+                assert link.bytes_per_s <= nearest.bytes_per_s, f"0 to {other}"
+                assert link.latency_s >= nearest.latency_s, f"0 to {other}"

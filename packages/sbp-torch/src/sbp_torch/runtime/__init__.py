@@ -17,7 +17,7 @@ from sbp_core.exports import lazy
 if TYPE_CHECKING:
     from sbp_torch.runtime.accumulation import Accumulation
     from sbp_torch.runtime.bad_values import BadValue, BadValueWatch
-    from sbp_torch.runtime.devices import RankDevice
+    from sbp_torch.runtime.devices import RankDevice, check_device
     from sbp_torch.runtime.feeding import Feeder
     from sbp_torch.runtime.finite import last_moments, not_finite, undone
     from sbp_torch.runtime.partial_update import (
@@ -41,6 +41,7 @@ __all__ = [
     "ReferenceSession",
     "StateStore",
     "Values",
+    "check_device",
     "last_moments",
     "not_finite",
     "overwrite",
@@ -64,6 +65,7 @@ __getattr__, __dir__ = lazy(
         "ReferenceSession": "reference",
         "StateStore": "store",
         "Values": "store",
+        "check_device": "devices",
         "last_moments": "finite",
         "not_finite": "finite",
         "overwrite": "partial_update",

@@ -133,6 +133,26 @@ def _memory_like(value: Tensor) -> Tensor:
     return torch.frombuffer(pages, dtype=value.dtype).view(value.shape)
 
 
+def check_device(kind: str) -> None:
+    """Check that plans for devices of a kind can run in this process.
+
+    Args:
+        kind: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: they are for GPUs, and PyTorch sees none.
+    """
+    if kind != "cuda" or torch.cuda.is_available():
+        return
+    built = "" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+    raise ConfigError(
+        "the plan is for GPUs, and PyTorch sees none",
+        where=built,
+        accepted="cluster=local cluster.device=cpu, or a machine with a GPU for every process",
+        todo="plan it (sbp-plan) here, and run it where the GPUs are",
+    )
+
+
 class CudaDevice:
     """The GPU that is current in this process when the session starts.
 
@@ -141,14 +161,7 @@ class CudaDevice:
     """
 
     def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            built = "" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
-            raise ConfigError(
-                "the plan is for GPUs, and PyTorch sees none",
-                where=built,
-                accepted="cluster.device=cpu, or a machine with a GPU for every process",
-                todo="plan it (sbp-plan) here, and run it where the GPUs are",
-            )
+        check_device("cuda")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._copying: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch leaves it untyped
         self._saving: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # as above
