@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, inf, prod
+from math import ceil, inf, isclose, prod
 
 import numpy as np
 import numpy.typing as npt
@@ -140,8 +140,9 @@ def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
             best = found, levels, search.stages()
     if best is None:
         return _why_infeasible(problem, ideals)
-    _, levels, stages = best
+    value, levels, stages = best
     evaluation = evaluate(problem.graph, levels, stages, problem.versions)
+    assert isclose(value, evaluation.pipeline_s, rel_tol=1e-9), (value, evaluation)
     bound_s = float(ideals.compute_s[-1]) / num_devices(problem.levels)
     return HierarchyPlan(
         levels=levels,
