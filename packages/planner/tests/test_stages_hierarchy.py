@@ -66,8 +66,8 @@ def test_on_several_levels_no_pipeline_is_faster(graph, levels, limit, replicate
     check_against_all(graph, levels, limit, replicate, kept)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(graphs(max_blocks=4, max_flow_bytes=30), machines([(3, 1), (4, 1), (3, 2)]))
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(graphs(max_blocks=4), machines([(3, 1), (4, 1), (3, 2)]))
 def test_transfers_inside_components_count_on_either_side(graph, levels):
     check_against_all(graph, levels, None, True, WeightVersions.STASHED)
 
