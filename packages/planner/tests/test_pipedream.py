@@ -140,9 +140,39 @@ def test_data_parallelism_is_priced_as_one_stage(capsys, path):
     assert answer["data_parallel_memory_bytes"] == pytest.approx(found.memory_bytes)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_flushed_pipeline_is_cut_for_the_time_of_its_step(capsys, path, schedule):
+    words = (path, "--topology", 2, 2, "--bandwidth", "1e9", "1e8", "--schedule", schedule)
+
+    code, out, _ = run(capsys, *words, "--micro-batches", 8, "--memory", "3e9")
+
+    answer = json.loads(out)
+    assert code == 0
+    stages = answer["stages"]
+    assert sum(stage["replicas"] for stage in stages) == 4
+    times = [max(s["compute_s"], s["sync_s"]) for s in stages]
+    times += [stage["transfer_s"] for stage in stages[:-1]]
+    assert answer["pipeline_s"] == pytest.approx(max(times))
+    assert answer["step_s"] == pytest.approx(7 * max(times) + sum(times))
+    expected = [8] * len(stages) if schedule == "gpipe" else list(range(len(stages), 0, -1))
+    assert answer["in_flight"] == expected
+    assert max(answer["memory_bytes"]) <= 3e9
+
+
+def test_a_flushed_pipeline_that_does_not_fit_is_an_answer(capsys, path):
+    words = (path, "--topology", 2, "--bandwidth", "1e9", "--micro-batches", 4, "--memory", 1)
+
+    code, out, _ = run(capsys, *words)
+
+    assert code == 0
+    assert json.loads(out)["feasible"] is False
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--topology", "4", "--bandwidth", "1e9", "--micro-batches", "0"], "micro-batches"),
+        (["--topology", "4", "--bandwidth", "1e9", "--micro-batches", "2", "--idle"], "--idle"),
         (["--topology", "4", "--bandwidth", "1e9", "1e9"], "one bandwidth for each level"),
         (["--topology", "0", "--bandwidth", "1e9"], "no level"),
         (["--topology", "4", "--bandwidth", "0"], "no level"),

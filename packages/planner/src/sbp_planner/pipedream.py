@@ -13,17 +13,21 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any, NoReturn
 
 from sbp_core.errors import SbpError, SbpValueError
 from sbp_planner.stages import (
-    Evaluation,
+    FlushedPlan,
+    FlushedProblem,
     HierarchyPlan,
     HierarchyProblem,
     Infeasible,
+    InFlight,
     Level,
     Profile,
     WeightVersions,
+    cut_flushed,
     cut_hierarchy,
     data_parallel,
     read_profile,
@@ -44,6 +48,10 @@ the JSON:
   in_flight         by stage: micro-batches that a device of the stage holds at most
   memory_bytes      by stage: parameters, by versions, and activations in flight, of a device
   search            how many order ideals were looked at, whether these were all, and a bound
+
+with --micro-batches the pipeline is flushed: step_s is the time of a step, all devices of a stage
+share each micro-batch, which compute_s and sync_s are of, and pipeline_s is the slowest stage or
+transfer; parameters are there once.
 
 Exit status: 0, also if no pipeline is feasible; 2 for bad input.
 """
@@ -124,6 +132,19 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         "(stashed, the default), at most 2 (double, as in PipeDream-2BW), or 1 (single)",
     )
     parser.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help="flush the pipeline after M micro-batches, and minimise the time of that step: "
+        "(M - 1) * slowest + sum",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=["1f1b", "gpipe"],
+        default="1f1b",
+        help="of a flushed pipeline: how many micro-batches are in flight (default 1f1b)",
+    )
+    parser.add_argument(
         "--max-ideals",
         type=int,
         metavar="N",
@@ -144,32 +165,85 @@ def _levels(options: argparse.Namespace) -> tuple[Level, ...]:
 
 
 def _answer(options: argparse.Namespace) -> dict[str, Any]:
-    problem_levels = _levels(options)
+    levels = _levels(options)
     profile = read_profile(options.graph)
+    start = time.perf_counter()
+    if options.micro_batches is None:
+        found = _steady(options, levels, profile)
+    else:
+        found = _flushed(options, levels, profile)
+    if found["feasible"]:
+        found["search"]["seconds"] = round(time.perf_counter() - start, 3)
+    whole = data_parallel(profile.graph, levels)
+    found["data_parallel_s"] = whole.pipeline_s
+    if options.micro_batches is None:  # where replicas share a micro-batch, they hold less
+        found["data_parallel_memory_bytes"] = whole.memory_bytes
+        found["data_parallel_fits"] = options.memory is None or whole.memory_bytes <= options.memory
+    found["one_device_s"] = whole.stages[0].compute_s
+    found["dropped"] = list(profile.dropped)
+    return found
+
+
+def _steady(
+    options: argparse.Namespace, levels: tuple[Level, ...], profile: Profile
+) -> dict[str, Any]:
     problem = HierarchyProblem(
         graph=profile.graph,
-        levels=problem_levels,
+        levels=levels,
         memory_bytes=options.memory,
         replicate=not options.straight,
         idle=options.idle,
         versions=WeightVersions(options.versions),
         max_ideals=options.max_ideals,
     )
-    start = time.perf_counter()
     plan = cut_hierarchy(problem)
-    seconds = time.perf_counter() - start
-    whole = data_parallel(profile.graph, problem_levels)
-    found = _infeasible(plan) if isinstance(plan, Infeasible) else _feasible(plan, seconds)
-    return {**found, **_baselines(profile, whole, options.memory)}
+    return _infeasible(plan) if isinstance(plan, Infeasible) else _feasible(plan)
 
 
-def _baselines(profile: Profile, whole: Evaluation, memory_bytes: float | None) -> dict[str, Any]:
+def _flushed(
+    options: argparse.Namespace, levels: tuple[Level, ...], profile: Profile
+) -> dict[str, Any]:
+    if options.idle:
+        raise SbpValueError("--idle is not for flushed pipelines", todo="leave it out")
+    limit = {} if options.max_ideals is None else {"max_ideals": options.max_ideals}
+    problem = FlushedProblem(
+        graph=profile.graph,
+        levels=levels,
+        micro_batches=options.micro_batches,
+        in_flight=InFlight.ALL if options.schedule == "gpipe" else InFlight.STAGES,
+        memory_bytes=inf if options.memory is None else options.memory,
+        device_counts=(1,) if options.straight else None,
+        **limit,
+    )
+    plan = cut_flushed(problem)
+    if plan is None:
+        reason = "no flushed pipeline on these devices fits"
+        return _infeasible(Infeasible(reason=reason, todo="more memory, or more micro-batches"))
+    stages = plan.stages
+    keys = ("compute_s", "sync_s", "boundary_bytes", "transfer_s", "in_flight", "memory_bytes")
     return {
-        "data_parallel_s": whole.pipeline_s,
-        "data_parallel_memory_bytes": whole.memory_bytes,
-        "data_parallel_fits": memory_bytes is None or whole.memory_bytes <= memory_bytes,
-        "one_device_s": whole.stages[0].compute_s,
-        "dropped": list(profile.dropped),
+        "feasible": True,
+        "step_s": plan.step_s,
+        "pipeline_s": plan.slowest_s,
+        "stages": [
+            {
+                "replicas": stage.devices,
+                **{key: getattr(stage, key) for key in keys},
+                "nodes": list(stage.blocks),
+            }
+            for stage in stages
+        ],
+        "in_flight": [stage.in_flight for stage in stages],
+        "memory_bytes": [stage.memory_bytes for stage in stages],
+        "search": _search(plan),
+    }
+
+
+def _search(plan: HierarchyPlan | FlushedPlan) -> dict[str, Any]:
+    return {
+        "ideals": plan.num_ideals,
+        "all_ideals": plan.complete,
+        "family": plan.family,
     }
 
 
@@ -187,7 +261,7 @@ def _infeasible(plan: Infeasible) -> dict[str, Any]:
     }
 
 
-def _feasible(plan: HierarchyPlan, seconds: float) -> dict[str, Any]:
+def _feasible(plan: HierarchyPlan) -> dict[str, Any]:
     prices = plan.evaluation.stages
     return {
         "feasible": True,
@@ -209,13 +283,7 @@ def _feasible(plan: HierarchyPlan, seconds: float) -> dict[str, Any]:
         "in_flight": [price.in_flight for price in prices],
         "memory_bytes": [price.memory_bytes for price in prices],
         "topology": [level.components for level in plan.levels],
-        "search": {
-            "ideals": plan.num_ideals,
-            "all_ideals": plan.complete,
-            "family": plan.family,
-            "bound_s": plan.bound_s,
-            "seconds": round(seconds, 3),
-        },
+        "search": {**_search(plan), "bound_s": plan.bound_s},
     }
 
 

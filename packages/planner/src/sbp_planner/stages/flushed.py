@@ -78,15 +78,27 @@ class FlushedProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedStage:
-    """What some devices compute.
+    """What some devices compute, and what that costs for one micro-batch.
 
     Args:
         blocks: Names, in dependency order.
         devices: How many; they follow those of the stage before.
+        compute_s: c / r.
+        sync_s: s / m.
+        boundary_bytes: a of the cut behind it.
+        transfer_s: At that cut.
+        in_flight: n.
+        memory_bytes: Of a device.
     """
 
     blocks: tuple[str, ...]
     devices: int
+    compute_s: float
+    sync_s: float
+    boundary_bytes: float
+    transfer_s: float
+    in_flight: int
+    memory_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +110,16 @@ class FlushedPlan:
         step_s: Time of a step: (m - 1) max + sum.
         slowest_s: The largest time of a stage or a transfer, for one micro-batch.
         complete: Whether all order ideals were looked at.
+        num_ideals: How many were.
+        family: Which these are, for people.
     """
 
     stages: tuple[FlushedStage, ...]
     step_s: float
     slowest_s: float
     complete: bool
+    num_ideals: int
+    family: str
 
 
 def cut_flushed(problem: FlushedProblem) -> FlushedPlan | None:
@@ -113,19 +129,38 @@ def cut_flushed(problem: FlushedProblem) -> FlushedPlan | None:
     plan: TablePlan | None = cut_table(table)
     if plan is None:
         return None
-    stages = tuple(
-        FlushedStage(
-            blocks=problem.graph.names(ideals.masks[stage.stop] & ~ideals.masks[stage.start]),
-            devices=stage.devices,
-        )
-        for stage in plan.stages
-    )
     return FlushedPlan(
-        stages=stages,
+        stages=tuple(_priced(problem, ideals, table, plan)),
         step_s=plan.objective_s,
         slowest_s=plan.slowest_s,
         complete=ideals.complete,
+        num_ideals=len(ideals.masks),
+        family=ideals.family,
     )
+
+
+def _priced(
+    problem: FlushedProblem, ideals: Ideals, table: TableProblem, plan: TablePlan
+) -> Iterator[FlushedStage]:
+    behind = table.devices
+    for at, stage in enumerate(plan.stages):
+        behind -= stage.devices
+        start, stop, own = stage.start, stage.stop, stage.devices
+        after = plan.stages[at + 1].devices if behind else 0
+        in_flight = table.held(own, behind, len(plan.stages) - at)
+        parameters = ideals.parameter_bytes[stop] - ideals.parameter_bytes[start]
+        sync_s = _sync_factor(problem.levels, own, behind) * parameters / problem.micro_batches
+        transfers = _transfer_s(problem.levels, ideals, own, after, behind) if behind else None
+        yield FlushedStage(
+            blocks=problem.graph.names(ideals.masks[stop] & ~ideals.masks[start]),
+            devices=own,
+            compute_s=float(ideals.compute_s[stop] - ideals.compute_s[start]) / own,
+            sync_s=float(sync_s),
+            boundary_bytes=float(ideals.crossing_bytes[stop]),
+            transfer_s=0.0 if transfers is None else float(transfers[stop]),
+            in_flight=in_flight,
+            memory_bytes=float(_memory(ideals, own, in_flight)[start, stop]),
+        )
 
 
 def flushed_table(problem: FlushedProblem, ideals: Ideals) -> TableProblem:
@@ -148,7 +183,6 @@ def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Fl
     """Return the function that gives times of stages: (their devices, those behind) -> (S, S)."""
     compute = _inside(ideals, ideals.compute_s)
     parameters = _inside(ideals, ideals.parameter_bytes)
-    devices = num_devices(problem.levels)
 
     @lru_cache(maxsize=64)
     def priced(own: int, factor: float) -> Floats:
@@ -157,11 +191,16 @@ def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Fl
         return np.maximum(compute / own, factor * parameters / problem.micro_batches)
 
     def seconds(own: int, behind: int) -> Floats:
-        touched = _touched(problem.levels, devices - behind - own, devices - behind)
-        pairs = zip(touched, problem.levels, strict=True)
-        return priced(own, max(ring_factor(count) / level.bytes_per_s for count, level in pairs))
+        return priced(own, _sync_factor(problem.levels, own, behind))
 
     return seconds
+
+
+def _sync_factor(levels: Sequence[Level], own: int, behind: int) -> float:
+    """Return the seconds that summing one byte of gradients takes a stage."""
+    stop = num_devices(levels) - behind
+    pairs = zip(_touched(levels, stop - own, stop), levels, strict=True)
+    return max(ring_factor(count) / level.bytes_per_s for count, level in pairs)
 
 
 def _transfer_s(
