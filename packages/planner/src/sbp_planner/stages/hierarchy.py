@@ -43,6 +43,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, inf, prod
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,15 @@ _WORK = 2e10
 #: Of the ideals, never fewer and never more than these are looked at.
 _FEWEST_IDEALS, _MOST_IDEALS = 300, 4000
 
+#: Rows at a time, where a table is not kept.
+_ROWS = 32
+
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: Rows and columns of a table.
+_Window: TypeAlias = tuple[slice, slice]
+_ALL: _Window = (slice(None), slice(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +250,8 @@ class _Search:
     def best(self) -> float | None:
         """Return the least value of the objective; None if no pipeline is possible."""
         top = len(self.levels) - 1
-        columns, _ = self._columns(top, 0, len(self._ideals.masks) - 1)
-        value = float(columns[-1][0])
+        best, _, _ = self._columns(top, 0, len(self._ideals.masks) - 1)
+        value = float(best[-1, 0])
         return value if value < inf else None
 
     def stages(self) -> list[Stage]:
@@ -277,10 +286,10 @@ class _Search:
             blocks = self._problem.graph.names(masks[end] & ~masks[start])
             found.append(Stage(blocks=blocks, replicas=replicas, segment=numbers))
             return
-        _, choices = self._columns(level, after, end)
+        _, counts, stops = self._columns(level, after, end)
         left = self.levels[level].components
         while left:
-            count, stop = choices[left - 1][0][start], choices[left - 1][1][start]
+            count, stop = int(counts[left, start]), int(stops[left, start])
             left -= count
             behind = after + left * num_devices(self.levels[:level])
             number = found[-1].segment[level] + 1 if found else 0
@@ -288,48 +297,58 @@ class _Search:
                 level - 1,
                 ceil(behind / count),
                 (start, stop),
-                (int(count), *replicas),
+                (count, *replicas),
                 (number, *numbers),
                 found,
             )
             start = stop
 
-    def _columns(
-        self, level: int, after: int, end: int
-    ) -> tuple[list[Floats], list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]]:
-        """Return F(i, end, m) for all i, and the first segment that attains it.
+    def _columns(self, level: int, after: int, end: int) -> tuple[Floats, Ints, Ints]:
+        """Return F(i, end, m) for all i and m, and the first segment that attains it.
+
+        Rows of i are taken in blocks, the last ones first, so that what is worked on stays in the
+        processor's cache: only later rows, and fewer components, are asked for.
 
         Returns:
-            For m = 1, 2, ..., float (S,) with the transfer into i, except for the last m, which
-            begins the component; and (replicas, ideal at the end) of the first segment, int (S,).
+            Float (n + 1, S), with the transfer into i except for m = n, which begins the component;
+            infinite for m = 0. Int (n + 1, S), components of the first segment, and where it ends.
         """
         total = self.levels[level].components
         transfer = self._transfer(level)
-        size = len(self._ideals.masks)
-        columns: list[Floats] = []
-        choices: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        for used in range(1, total + 1):
-            best = np.full(size, inf)
-            counts = np.zeros(size, dtype=np.int64)
-            stops = np.full(size, end)
-            for count in self._replica_counts(used):
-                segment = self._segment(level, count, used - count, after)
-                if count == used:
-                    value, stop = segment[:, end], np.full(size, end)
-                else:
-                    tail = np.maximum(columns[used - count - 1], transfer / count)
-                    worst = np.maximum(segment, tail[None, :])
+        shape = total + 1, len(self._ideals.masks)
+        best = np.full(shape, inf)
+        counts, stops = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        for low in range(end // _ROWS * _ROWS, -1, -_ROWS):
+            rows, columns = slice(low, min(low + _ROWS, end)), slice(low, end + 1)
+            at = np.arange(rows.stop - rows.start)
+            cached: dict[int, Floats] = {}
+            for used, count in self._splits(total):
+                behind = used - count
+                segment = cached.get(count)
+                if segment is None:
+                    segment = self._segment(level, count, behind, after, (rows, columns))
+                if not self._counts_after:
+                    cached[count] = segment
+                if behind:
+                    tail = np.maximum(best[behind, columns], transfer[columns] / count)
+                    worst = np.maximum(segment, tail)
                     stop = worst.argmin(axis=1)
-                    value = worst[np.arange(size), stop]
+                    value, stop = worst[at, stop], stop + low
+                else:
+                    value, stop = segment[:, -1], np.full(len(at), end)
                 if used < total:
-                    value = np.maximum(value, transfer / count)
-                better = value < best
-                best = np.where(better, value, best)
-                counts = np.where(better, count, counts)
-                stops = np.where(better, stop, stops)
-            columns.append(best)
-            choices.append((counts, stops))
-        return columns, choices
+                    value = np.maximum(value, transfer[rows] / count)
+                better = value < best[used, rows]
+                for array, new in ((best, value), (counts, count), (stops, stop)):
+                    array[used, rows] = np.where(better, new, array[used, rows])
+        return best, counts, stops
+
+    def _splits(self, total: int) -> Iterator[tuple[int, int]]:
+        """Yield (components in use, those of the first segment), few in use first."""
+        for used in range(1, total + 1):
+            for count in self._replica_counts(used):
+                if count <= used:
+                    yield used, count
 
     def _table(self, level: int, after: int) -> Floats:
         """Return A(i, j) of one component, float (S, S); infinite where i is not below j."""
@@ -354,32 +373,34 @@ class _Search:
         self._tables[level, after] = suffixes[-1]
         return suffixes[-1]
 
-    def _segment(self, level: int, count: int, behind: int, after: int) -> Floats:
+    def _segment(
+        self, level: int, count: int, behind: int, after: int, window: _Window = _ALL
+    ) -> Floats:
         """Return T(i, j) of segments with `count` replicas before `behind` components."""
         devices = num_devices(self.levels[:level])
         later = after + behind * devices
         if level:
-            inside = self._table(level - 1, ceil(later / count))
+            inside = self._table(level - 1, ceil(later / count))[window]
         else:
-            inside = self._device(count, later)
+            inside = self._device(count, later, window)
         if self._least_memory:
             return inside
         factor = ring_factor(count) / self.levels[level].bytes_per_s
         if not factor:
             return inside / count
-        return np.maximum(inside, factor * self._parameters) / count
+        return np.maximum(inside, factor * self._parameters[window]) / count
 
-    def _device(self, count: int, later: int) -> Floats:
+    def _device(self, count: int, later: int, window: _Window) -> Floats:
         """Return what segments on one device take; infinite where memory is not enough."""
         if not self._counts_after:
-            return self._compute
+            return self._compute[window]
         in_flight = ceil((count + later) / count)
         versions = self._problem.versions.count(in_flight)
-        memory = versions * self._parameters + in_flight * self._activations
+        memory = versions * self._parameters[window] + in_flight * self._activations[window]
         if self._least_memory:
             return memory
         limit = self._problem.memory_bytes
-        return np.where(memory <= (inf if limit is None else limit), self._compute, inf)
+        return np.where(memory <= (inf if limit is None else limit), self._compute[window], inf)
 
     def _transfer(self, level: int) -> Floats:
         """Return the time of a value and its gradient across each ideal, on one link; (S,)."""
