@@ -35,7 +35,9 @@ def test_some_ideals_are_ideals_of_every_number_of_blocks_and_are_measured(graph
     assert all(is_ideal(graph, mask) for mask in found.masks)
     sizes = [mask.bit_count() for mask in found.masks]
     assert set(sizes) == set(range(len(graph.blocks) + 1))
-    assert sizes == sorted(sizes)
+    assert sizes[0] == 0
+    assert sizes[-1] == len(graph.blocks)
+    assert not np.tril(found.below).any()  # those that an ideal lies in come later
     for at, mask in enumerate(found.masks):
         inside = [block for n, block in enumerate(graph.blocks) if mask >> n & 1]
         assert found.compute_s[at] == sum(block.compute_s for block in inside)
@@ -70,6 +72,21 @@ def test_light_blocks_of_a_chain_are_merged_before_heavy_ones():
     heavy = [1 << graph.index[f"{branch}10"] for branch in "ab"]
     halves = {tuple(bool(mask & one) for one in heavy) for mask in found.masks}
     assert len(halves) == 4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(graphs(max_blocks=7), st.integers(1, 9))
+def test_some_of_them_hold_what_they_hold_among_all(graph, count):
+    every = order_ideals(graph, 200)
+
+    few = every.some(count)
+
+    assert (few.masks[0], few.masks[-1]) == (every.masks[0], every.masks[-1])
+    assert len(few.masks) <= count + 2
+    chosen = [every.masks.index(mask) for mask in few.masks]
+    assert np.array_equal(few.compute_s, every.compute_s[chosen])
+    assert np.array_equal(few.crossing_bytes, every.crossing_bytes[chosen])
+    assert np.array_equal(few.below, every.below[np.ix_(chosen, chosen)])
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -141,11 +141,15 @@ def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
     """Return the pipeline whose slowest stage or transfer is fastest, or why there is none."""
     limit = problem.max_ideals if problem.max_ideals is not None else _affordable_ideals(problem)
     ideals = order_ideals(problem.graph, limit)
+    few = ideals.some(_FEWEST_IDEALS) if len(ideals.masks) > _FEWEST_IDEALS else None
     best: tuple[float, tuple[Level, ...], list[Stage]] | None = None
     for levels in _machines(problem):
         if best is not None and ideals.compute_s[-1] / num_devices(levels) >= best[0]:
             continue  # even if all devices were busy all the time
-        search = _Search(replace(problem, levels=levels), ideals)
+        own = replace(problem, levels=levels)
+        # What a few ideals reach bounds what is worth looking at among all.
+        reached = _Search(own, few).best() if few is not None else None
+        search = _Search(own, ideals, bound=inf if reached is None else reached)
         found = search.best()
         if found is not None and (best is None or found < best[0]):
             best = found, levels, search.stages()
@@ -231,15 +235,27 @@ class _Search:
         problem: What to solve; `idle` and `max_ideals` are not looked at.
         ideals: Where the graph can be cut.
         least_memory: Minimise the largest memory of a stage instead of time.
+        bound: Seconds; slower pipelines are not looked for.
     """
 
     def __init__(
-        self, problem: HierarchyProblem, ideals: Ideals, *, least_memory: bool = False
+        self,
+        problem: HierarchyProblem,
+        ideals: Ideals,
+        *,
+        least_memory: bool = False,
+        bound: float = inf,
     ) -> None:
         self.levels = problem.levels
         self._problem = problem
         self._ideals = ideals
         self._least_memory = least_memory
+        # What takes longer than that on a component of level k is out, with all its copies.
+        copies = [
+            prod(level.components for level in self.levels[k + 1 :])
+            for k in range(len(problem.levels))
+        ]
+        self._bounds = [bound * (1 + 1e-9) * own for own in copies]
         self._compute = _differences(ideals, ideals.compute_s)
         self._parameters = _differences(ideals, ideals.parameter_bytes)
         self._activations = _differences(ideals, ideals.activation_bytes)
@@ -365,10 +381,12 @@ class _Search:
                 value = self._segment(level, count, used - count, after)
                 if count < used:
                     first = np.maximum(value, transfer[None, :] / count)
+                    first[first > self._bounds[level]] = inf
                     value = minmax_product(first, suffixes[used - count - 1])
                 if used < total:
                     value = np.maximum(value, transfer[:, None] / count)
                 np.minimum(best, value, out=best)
+            best[best > self._bounds[level]] = inf
             suffixes.append(best)
         self._tables[level, after] = suffixes[-1]
         return suffixes[-1]

@@ -9,7 +9,8 @@ many. Where there are more than a limit, a family of them is taken, and the answ
              as long as each merged block has at most a share of all seconds and of all parameters;
              the least share out of 1/1024, 1/512, ... 1 is taken for which half the limit is enough
     closed   those that PipeDream's optimizer would look at: from the first source, again and again
-             united with a successor and all its ancestors
+             united with a successor and all its ancestors; up to 2,000 even if the limit is lower,
+             so that the answer is never worse than its
     beam     of each number of blocks, those with the fewest bytes crossing, for the rest of the
              limit
 
@@ -32,13 +33,19 @@ from sbp_planner.stages.graph import BlockGraph
 #: Shares of the whole that a merged block may have, from the finest merging to the coarsest.
 _SHARES = tuple(2.0**-exponent for exponent in range(10, -1, -1))
 
+#: So many ancestor closures are taken, whatever the limit.
+_CLOSED = 2000
+
+#: To sort by seconds; finer than what is measured, and coarse enough for sums without rounding.
+_TICKS_PER_S = 1e9
+
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ideals:
-    """A family of order ideals with what they hold; S ideals, sorted by the number of blocks.
+    """A family of order ideals with what they hold; S ideals, sorted by seconds, then by blocks.
 
     Args:
         masks: The ideals as sets of blocks (bit i is block i); the first is empty, the last is all.
@@ -61,6 +68,24 @@ class Ideals:
     crossing_bytes: Floats
     below: Flags
 
+    def some(self, count: int) -> Ideals:
+        """Return about `count` of them, spread evenly over seconds: those that few bytes cross."""
+        shares = self.compute_s / (self.compute_s[-1] or 1.0)
+        bins = np.minimum((shares * count).astype(int), count - 1)
+        order = np.lexsort((self.crossing_bytes, bins))
+        _, first = np.unique(bins[order], return_index=True)
+        chosen = np.unique([0, *order[first], len(self.masks) - 1])
+        return Ideals(
+            masks=tuple(self.masks[at] for at in chosen),
+            complete=False,
+            family=self.family,
+            compute_s=self.compute_s[chosen],
+            activation_bytes=self.activation_bytes[chosen],
+            parameter_bytes=self.parameter_bytes[chosen],
+            crossing_bytes=self.crossing_bytes[chosen],
+            below=self.below[np.ix_(chosen, chosen)],
+        )
+
 
 def order_ideals(graph: BlockGraph, limit: int) -> Ideals:
     """Return the order ideals of a graph; if there are more than `limit`, a family of about that.
@@ -81,7 +106,7 @@ def order_ideals(graph: BlockGraph, limit: int) -> Ideals:
             found.update(coarse)
             parts.append(f"chains merged up to 1/{round(1 / share)} of the whole")
             break
-    closed = _closed_ideals(graph, limit)
+    closed = _closed_ideals(graph, max(limit, _CLOSED))
     if closed is not None:
         found.update(closed)
         parts.append("ancestor closures from the first source")
@@ -188,15 +213,19 @@ def _bits(mask: int) -> Iterable[int]:
 
 
 def _measured(graph: BlockGraph, masks: Iterable[int], *, complete: bool, family: str) -> Ideals:
-    ordered = tuple(sorted(masks, key=lambda mask: (mask.bit_count(), mask)))
+    found = sorted(masks)
     num_blocks = len(graph.blocks)
     width = (num_blocks + 7) // 8
-    packed = b"".join(mask.to_bytes(width, "little") for mask in ordered)
-    rows = np.frombuffer(packed, dtype=np.uint8).reshape(len(ordered), width)
+    packed = b"".join(mask.to_bytes(width, "little") for mask in found)
+    rows = np.frombuffer(packed, dtype=np.uint8).reshape(len(found), width)
     members = np.unpackbits(rows, axis=1, count=num_blocks, bitorder="little").astype(np.bool_)
     costs = np.array(
         [(b.compute_s, b.activation_bytes, b.parameter_bytes) for b in graph.blocks], dtype=float
     )
+    # Seconds in whole ticks: sums of them are exact, so that a larger ideal never has fewer.
+    order = np.lexsort((members.sum(axis=1), members @ np.ceil(costs[:, 0] * _TICKS_PER_S)))
+    ordered = tuple(found[at] for at in order)
+    members = members[order]
     inside = members.astype(np.float64) @ costs
     crossing = np.zeros(len(ordered))
     for flow in graph.flows:

@@ -23,11 +23,14 @@ def minmax_product(left: Floats, right: Floats) -> Floats:
     """
     size = len(left)
     out = np.full((size, size), np.inf)
+    finite = right < np.inf
+    # One beyond the last finite column of each row; 0 if there is none.
+    ends = np.where(finite.any(axis=1), size - finite[:, ::-1].argmax(axis=1), 0)
     for i in range(size):
-        ks = np.flatnonzero(left[i] < np.inf)
+        ks = np.flatnonzero((left[i] < np.inf) & (ends > 0))
         for start in range(0, len(ks), _ROWS):
             rows = ks[start : start + _ROWS]
-            first = rows[0] + 1  # right[k] is infinite up to k
-            worst = np.maximum(left[i, rows, None], right[rows, first:])
-            np.minimum(out[i, first:], worst.min(axis=0), out=out[i, first:])
+            columns = slice(rows[0] + 1, ends[rows].max())  # right[k] is infinite up to k
+            worst = np.maximum(left[i, rows, None], right[rows, columns])
+            np.minimum(out[i, columns], worst.min(axis=0), out=out[i, columns])
     return out
