@@ -196,23 +196,21 @@ def _affordable_ideals(problem: HierarchyProblem) -> int:
 
 def _why_infeasible(problem: HierarchyProblem, ideals: Ideals) -> Infeasible:
     """Return what is missing: memory, if any pipeline has all these devices, or places to cut."""
-    roomy = replace(problem, memory_bytes=None)
-    search = _Search(roomy, ideals, least_memory=True)
-    least = search.best()
     devices = num_devices(problem.levels)
+    least: tuple[float, _Search] | None = None
+    for levels in _machines(problem):
+        own = replace(problem, levels=levels, memory_bytes=None)
+        search = _Search(own, ideals, least_memory=True)
+        needed = search.best()
+        if needed is not None and (least is None or needed < least[0]):
+            least = needed, search
     if least is None:
         return Infeasible(
             reason=f"{devices} devices need as many stages without replicas, and "
             f"{len(problem.graph.blocks)} blocks cannot be cut into so many on these levels",
             todo="fewer devices, replicas, or leave devices idle",
         )
-    smallest = least, search
-    for levels in _machines(problem):
-        own = _Search(replace(roomy, levels=levels), ideals, least_memory=True)
-        needed = own.best()
-        if needed is not None and needed < smallest[0]:
-            smallest = needed, own
-    needed, search = smallest
+    needed, search = least
     stages = search.stages()
     prices = evaluate(problem.graph, search.levels, stages, problem.versions).stages
     at = max(range(len(stages)), key=lambda n: prices[n].memory_bytes)
