@@ -2,7 +2,7 @@
 
     variant                    settings of `compile.passes` and of the trainer that it stands for
     num_micro_batches          trainer.micro_batches, if that is left to the planner
-    recompute_bytes            recompute.memory_bytes, unless recompute says what is to be made again
+    recompute_bytes            recompute.memory_bytes, unless recompute says what is made again
     slices                     slices, unless they are set
     splits_classes             split_classes
 

@@ -164,7 +164,7 @@ class Captured:
             return None
         passes = replace(self.settings.compile.passes, split_classes=None)
         settings = replace(self.settings, compile=replace(self.settings.compile, passes=passes))
-        return _prepared(self.original, settings)
+        return prepared(self.original, settings)
 
     def planned(self, plan: Callable[[LogicalGraph], Strategy]) -> tuple[LogicalGraph, Strategy]:
         """Return the form that is the better one for what a planner decides, and that.
@@ -235,7 +235,7 @@ def capture_training(
         device=settings.mesh.device,
     )
     check_precision(settings.compile, captured)
-    graph = _prepared(captured, settings)
+    graph = prepared(captured, settings)
     return Captured(graph=graph, original=captured, settings=settings)
 
 
@@ -252,7 +252,7 @@ def capture_forward(
         per_shard_random=settings.compile.random == "per_shard",
         device=settings.mesh.device,
     )
-    return _prepared(captured, replace(settings, micro_batches=1, micro_batches_per_update=1))
+    return prepared(captured, replace(settings, micro_batches=1, micro_batches_per_update=1))
 
 
 def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
@@ -278,7 +278,16 @@ def with_averages(graph: LogicalGraph, train: LogicalGraph) -> LogicalGraph:
     )
 
 
-def _prepared(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
+def prepared(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
+    """Return a captured step in the form that is planned.
+
+    Args:
+        captured: At the size of one micro-batch.
+        settings: How it is planned.
+
+    Raises:
+        SbpError: it cannot be brought into that form.
+    """
     unknown = UnknownOperator(settings.compile.unknown_ops)
     extra = [*settings.passes, partial(allow_unknown, unknown=unknown)]
     options = settings.compile.passes

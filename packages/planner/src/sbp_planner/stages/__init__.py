@@ -1,0 +1,66 @@
+"""Cutting a graph of blocks into pipeline stages.
+
+In this order: `graph` (blocks and what flows between them), `profile` (PipeDream's files), `ideals`
+(where a graph can be cut), `pipeline` (the machine, stages, prices, as values), `evaluate` (what a
+given pipeline costs), `hierarchy` (the best one on a machine of several levels that runs without
+flushes, as PipeDream has it; `minmax` is its arithmetic), `table` (the best one for any prices,
+flushed or not), `flushed` (the prices of a flushed one on a machine of several levels).
+
+Knows no tensors, no SBP and no cluster: whoever has those makes blocks and levels of them.
+"""
+
+from sbp_planner.stages.evaluate import data_parallel, evaluate
+from sbp_planner.stages.flushed import FlushedPlan, FlushedProblem, FlushedStage, cut_flushed
+from sbp_planner.stages.graph import Block, BlockGraph, Flow, chain
+from sbp_planner.stages.hierarchy import HierarchyPlan, HierarchyProblem, cut_hierarchy
+from sbp_planner.stages.ideals import Ideals, order_ideals
+from sbp_planner.stages.pipeline import (
+    Evaluation,
+    Infeasible,
+    Level,
+    Stage,
+    StagePrice,
+    WeightVersions,
+)
+from sbp_planner.stages.profile import Profile, parse_profile, read_profile
+from sbp_planner.stages.table import (
+    InFlight,
+    TablePlan,
+    TableProblem,
+    TableStage,
+    cut_table,
+    price_table,
+)
+
+__all__ = [
+    "Block",
+    "BlockGraph",
+    "Evaluation",
+    "Flow",
+    "FlushedPlan",
+    "FlushedProblem",
+    "FlushedStage",
+    "HierarchyPlan",
+    "HierarchyProblem",
+    "Ideals",
+    "InFlight",
+    "Infeasible",
+    "Level",
+    "Profile",
+    "Stage",
+    "StagePrice",
+    "TablePlan",
+    "TableProblem",
+    "TableStage",
+    "WeightVersions",
+    "chain",
+    "cut_flushed",
+    "cut_hierarchy",
+    "cut_table",
+    "data_parallel",
+    "evaluate",
+    "order_ideals",
+    "parse_profile",
+    "price_table",
+    "read_profile",
+]

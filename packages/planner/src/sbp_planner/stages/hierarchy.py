@@ -1,0 +1,435 @@
+"""PipeDream's cutting, exact over order ideals: replicated stages on a machine of several levels.
+
+    minimise    the slowest stage or transfer            (`evaluate` says what these take)
+    over        chains of order ideals, replicas of each stage at each level
+    such that   every device is used once, and memory of each stage <= the limit
+
+Level k joins n_k components of the level below. A segment, what lies between two ideals i < j, on m
+of them in parallel, followed inside its component by s others:
+
+    T_k(i, j, m, c) = max(A_{k-1}(i, j, ceil(c / m)), 2 (m-1)/m * (P_j - P_i) / B_k) / m
+    F_k(i, j, m, c) = min of T_k(i, j, m, c)
+                      and over e, r of max(T_k(i, e, r, c + (m - r) d_k), F_k(e, j, m - r, c),
+                                           2 a_e / B_k / (replicas on the side with fewer))
+    A_k(i, j, c)    = F_k(i, j, n_k, c),    A_{-1} = compute time of the segment
+
+    d_k   devices of a component             P   parameters of the blocks in an ideal
+    c     devices that come after, for each  a   bytes across an ideal
+          component
+
+The released optimizer charges memory for the micro-batches in flight minus one. How many are in
+flight depends on what comes behind, also behind the component: that is what c carries down, and
+why the recurrence runs from the last stage to the first: the c devices behind m components are
+ceil(c / m) for each of them, and ceil(ceil(c / m) / r) = ceil(c / (m r)), so nothing is lost.
+Each c is a table of its own; there are few, as c is a multiple of components (4 x 4 devices: 0, 2,
+4, 8, 12). Without a limit there is one.
+
+The transfer at e is charged to the stages on both sides, to each divided by its own replicas, which
+is the division by the smaller number.
+
+With a matrix of seconds in the place of time the same search finds the least limit of memory.
+
+Complexity: S ideals; at the outermost level O(S^2 n^2), at the levels inside O(S^3 n^2 / 12) for
+each c; vectorised. Memory O(S^2 n).
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+section 3.1; msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py (the program that is
+released with it, whose faults are not reproduced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil, inf, prod
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sbp_core.errors import SbpValueError
+from sbp_core.units import format_bytes
+from sbp_planner.stages.evaluate import evaluate
+from sbp_planner.stages.graph import BlockGraph
+from sbp_planner.stages.ideals import Ideals, order_ideals
+from sbp_planner.stages.minmax import minmax_product
+from sbp_planner.stages.pipeline import (
+    Evaluation,
+    Infeasible,
+    Level,
+    Stage,
+    WeightVersions,
+    num_devices,
+    ring_factor,
+)
+
+#: Steps that the search may take; no more ideals are looked at than that allows.
+_WORK = 2e10
+
+#: Of the ideals, never fewer and never more than these are looked at.
+_FEWEST_IDEALS, _MOST_IDEALS = 300, 4000
+
+#: Rows at a time, where a table is not kept.
+_ROWS = 32
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: Rows and columns of a table.
+_Window: TypeAlias = tuple[slice, slice]
+_ALL: _Window = (slice(None), slice(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchyProblem:
+    """What is to be cut, for what machine.
+
+    Args:
+        graph: The blocks.
+        levels: The machine, innermost level first; at least one.
+        memory_bytes: Of a device; None if memory does not count.
+        replicate: Whether stages may have replicas; without, each device is a stage.
+        idle: Whether devices may be left out, as many in each component of a level.
+        versions: How many versions of its parameters a stage holds.
+        max_ideals: Limit of the ideals that are looked at; None for what takes well under a minute.
+    """
+
+    graph: BlockGraph
+    levels: tuple[Level, ...]
+    memory_bytes: float | None = None
+    replicate: bool = True
+    idle: bool = False
+    versions: WeightVersions = WeightVersions.STASHED
+    max_ideals: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise SbpValueError("a machine without levels", accepted="one level or more")
+        if self.memory_bytes is not None and not self.memory_bytes > 0:
+            raise SbpValueError(
+                f"memory of {self.memory_bytes} bytes", accepted="more than 0, or None"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchyPlan:
+    """The best pipeline.
+
+    Args:
+        levels: The machine that is used: with `idle`, perhaps a smaller one.
+        stages: In order.
+        evaluation: What they cost, as `evaluate` says.
+        complete: Whether all order ideals were looked at, so that no pipeline is better.
+        num_ideals: How many were.
+        family: Which these are, for people.
+        bound_s: No pipeline is faster; equal to the time if all ideals were looked at.
+        searched_s: The time as the search has it, for those who check.
+    """
+
+    levels: tuple[Level, ...]
+    stages: tuple[Stage, ...]
+    evaluation: Evaluation
+    complete: bool
+    num_ideals: int
+    family: str
+    bound_s: float
+    searched_s: float
+
+
+def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
+    """Return the pipeline whose slowest stage or transfer is fastest, or why there is none."""
+    limit = problem.max_ideals if problem.max_ideals is not None else _affordable_ideals(problem)
+    ideals = order_ideals(problem.graph, limit)
+    few = ideals.some(_FEWEST_IDEALS) if len(ideals.masks) > _FEWEST_IDEALS else None
+    best: tuple[float, tuple[Level, ...], list[Stage]] | None = None
+    for levels in _machines(problem):
+        if best is not None and ideals.compute_s[-1] / num_devices(levels) >= best[0]:
+            continue  # even if all devices were busy all the time
+        own = replace(problem, levels=levels)
+        # What a few ideals reach bounds what is worth looking at among all.
+        reached = _Search(own, few).best() if few is not None else None
+        search = _Search(own, ideals, bound=inf if reached is None else reached)
+        found = search.best()
+        if found is not None and (best is None or found < best[0]):
+            best = found, levels, search.stages()
+    if best is None:
+        return _why_infeasible(problem, ideals)
+    value, levels, stages = best
+    evaluation = evaluate(problem.graph, levels, stages, problem.versions)
+    bound_s = float(ideals.compute_s[-1]) / num_devices(problem.levels)
+    return HierarchyPlan(
+        levels=levels,
+        stages=tuple(stages),
+        evaluation=evaluation,
+        complete=ideals.complete,
+        num_ideals=len(ideals.masks),
+        family=ideals.family,
+        bound_s=evaluation.pipeline_s if ideals.complete else bound_s,
+        searched_s=value,
+    )
+
+
+def _machines(problem: HierarchyProblem) -> Iterator[tuple[Level, ...]]:
+    """Yield the machine; if devices may be idle, the smaller ones too, large ones first."""
+    if not problem.idle:
+        yield problem.levels
+        return
+    counts = product(*(range(1, level.components + 1) for level in problem.levels))
+    for own in sorted(counts, key=lambda own: (-prod(own), own)):
+        yield tuple(
+            replace(level, components=n) for level, n in zip(problem.levels, own, strict=True)
+        )
+
+
+def _affordable_ideals(problem: HierarchyProblem) -> int:
+    """Return how many ideals the search can look at in the steps that it may take."""
+    pairs = [
+        level.components * (level.components + 1) / 2 if problem.replicate else level.components
+        for level in problem.levels
+    ]
+    tables = 1 if problem.memory_bytes is None else 4  # about as many values of c are met
+    inner = sum(pairs[:-1]) * tables
+    most = min((_WORK / 6 / pairs[-1]) ** 0.5, (6 * _WORK / inner) ** (1 / 3) if inner else inf)
+    return int(min(max(most, _FEWEST_IDEALS), _MOST_IDEALS))
+
+
+def _why_infeasible(problem: HierarchyProblem, ideals: Ideals) -> Infeasible:
+    """Return what is missing: memory, if any pipeline has all these devices, or places to cut."""
+    devices = num_devices(problem.levels)
+    least: tuple[float, _Search] | None = None
+    for levels in _machines(problem):
+        own = replace(problem, levels=levels, memory_bytes=None)
+        search = _Search(own, ideals, least_memory=True)
+        needed = search.best()
+        if needed is not None and (least is None or needed < least[0]):
+            least = needed, search
+    if least is None:
+        return Infeasible(
+            reason=f"{devices} devices need as many stages without replicas, and "
+            f"{len(problem.graph.blocks)} blocks cannot be cut into so many on these levels",
+            todo="fewer devices, replicas, or leave devices idle",
+        )
+    needed, search = least
+    stages = search.stages()
+    prices = evaluate(problem.graph, search.levels, stages, problem.versions).stages
+    at = max(range(len(stages)), key=lambda n: prices[n].memory_bytes)
+    assert problem.memory_bytes is not None
+    return Infeasible(
+        reason=f"no pipeline on {devices} devices fits {format_bytes(problem.memory_bytes)} each: "
+        f"the least needs {format_bytes(needed)}, on stage {at + 1} of {len(stages)} "
+        f"({stages[at].blocks[0]} to {stages[at].blocks[-1]}, {stages[at].num_replicas} replicas, "
+        f"{prices[at].in_flight} micro-batches in flight)",
+        todo=f"memory of {ceil(needed)} bytes or more, smaller micro-batches, or more devices",
+        least_memory_bytes=needed,
+        blocks=stages[at].blocks,
+    )
+
+
+class _Search:
+    """The recurrence of the module, for one machine.
+
+    Args:
+        problem: What to solve; `idle` and `max_ideals` are not looked at.
+        ideals: Where the graph can be cut.
+        least_memory: Minimise the largest memory of a stage instead of time.
+        bound: Seconds; slower pipelines are not looked for.
+    """
+
+    def __init__(
+        self,
+        problem: HierarchyProblem,
+        ideals: Ideals,
+        *,
+        least_memory: bool = False,
+        bound: float = inf,
+    ) -> None:
+        self.levels = problem.levels
+        self._problem = problem
+        self._ideals = ideals
+        self._least_memory = least_memory
+        # What takes longer than that on a component of level k is out, with all its copies.
+        copies = [
+            prod(level.components for level in self.levels[k + 1 :])
+            for k in range(len(problem.levels))
+        ]
+        self._bounds = [bound * (1 + 1e-9) * own for own in copies]
+        self._compute = _differences(ideals, ideals.compute_s)
+        self._parameters = _differences(ideals, ideals.parameter_bytes)
+        self._activations = _differences(ideals, ideals.activation_bytes)
+        # Devices behind count only where memory does.
+        self._counts_after = least_memory or problem.memory_bytes is not None
+        self._tables: dict[tuple[int, int], Floats] = {}
+
+    def best(self) -> float | None:
+        """Return the least value of the objective; None if no pipeline is possible."""
+        top = len(self.levels) - 1
+        best, _, _ = self._columns(top, 0, len(self._ideals.masks) - 1)
+        value = float(best[-1, 0])
+        return value if value < inf else None
+
+    def stages(self) -> list[Stage]:
+        """Return the stages of the best pipeline."""
+        found: list[Stage] = []
+        top = len(self.levels) - 1
+        self._walk(top, 0, (0, len(self._ideals.masks) - 1), (), (), found)
+        return found
+
+    def _walk(
+        self,
+        level: int,
+        after: int,
+        segment: tuple[int, int],
+        replicas: tuple[int, ...],
+        numbers: tuple[int, ...],
+        found: list[Stage],
+    ) -> None:
+        """Append the stages of one segment.
+
+        Args:
+            level: On one component of this level; -1 for a device.
+            after: Devices behind, for each of them.
+            segment: From one ideal to another.
+            replicas: Of the levels above.
+            numbers: The segments of the levels above that it is in.
+            found: Stages before it; those of the segment are appended.
+        """
+        start, end = segment
+        masks = self._ideals.masks
+        if level < 0:
+            blocks = self._problem.graph.names(masks[end] & ~masks[start])
+            found.append(Stage(blocks=blocks, replicas=replicas, segment=numbers))
+            return
+        _, counts, stops = self._columns(level, after, end)
+        left = self.levels[level].components
+        while left:
+            count, stop = int(counts[left, start]), int(stops[left, start])
+            left -= count
+            behind = after + left * num_devices(self.levels[:level])
+            number = found[-1].segment[level] + 1 if found else 0
+            self._walk(
+                level - 1,
+                ceil(behind / count),
+                (start, stop),
+                (count, *replicas),
+                (number, *numbers),
+                found,
+            )
+            start = stop
+
+    def _columns(self, level: int, after: int, end: int) -> tuple[Floats, Ints, Ints]:
+        """Return F(i, end, m) for all i and m, and the first segment that attains it.
+
+        Rows of i are taken in blocks, the last ones first, so that what is worked on stays in the
+        processor's cache: only later rows, and fewer components, are asked for.
+
+        Returns:
+            Float (n + 1, S), with the transfer into i except for m = n, which begins the component;
+            infinite for m = 0. Int (n + 1, S), components of the first segment, and where it ends.
+        """
+        total = self.levels[level].components
+        transfer = self._transfer(level)
+        shape = total + 1, len(self._ideals.masks)
+        best = np.full(shape, inf)
+        counts, stops = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        for low in range(end // _ROWS * _ROWS, -1, -_ROWS):
+            rows, columns = slice(low, min(low + _ROWS, end)), slice(low, end + 1)
+            at = np.arange(rows.stop - rows.start)
+            cached: dict[int, Floats] = {}
+            for used, count in self._splits(total):
+                behind = used - count
+                segment = cached.get(count)
+                if segment is None:
+                    segment = self._segment(level, count, behind, after, (rows, columns))
+                if not self._counts_after:
+                    cached[count] = segment
+                if behind:
+                    tail = np.maximum(best[behind, columns], transfer[columns] / count)
+                    worst = np.maximum(segment, tail)
+                    stop = worst.argmin(axis=1)
+                    value, stop = worst[at, stop], stop + low
+                else:
+                    value, stop = segment[:, -1], np.full(len(at), end)
+                if used < total:
+                    value = np.maximum(value, transfer[rows] / count)
+                better = value < best[used, rows]
+                for array, new in ((best, value), (counts, count), (stops, stop)):
+                    array[used, rows] = np.where(better, new, array[used, rows])
+        return best, counts, stops
+
+    def _splits(self, total: int) -> Iterator[tuple[int, int]]:
+        """Yield (components in use, those of the first segment), few in use first."""
+        for used in range(1, total + 1):
+            for count in self._replica_counts(used):
+                if count <= used:
+                    yield used, count
+
+    def _table(self, level: int, after: int) -> Floats:
+        """Return A(i, j) of one component, float (S, S); infinite where i is not below j."""
+        after = after if self._counts_after else 0
+        if (level, after) in self._tables:
+            return self._tables[level, after]
+        total = self.levels[level].components
+        transfer = self._transfer(level)
+        shape = (len(self._ideals.masks),) * 2
+        suffixes: list[Floats] = []
+        for used in range(1, total + 1):
+            best = np.full(shape, inf)
+            for count in self._replica_counts(used):
+                value = self._segment(level, count, used - count, after)
+                if count < used:
+                    first = np.maximum(value, transfer[None, :] / count)
+                    first[first > self._bounds[level]] = inf
+                    value = minmax_product(first, suffixes[used - count - 1])
+                if used < total:
+                    value = np.maximum(value, transfer[:, None] / count)
+                np.minimum(best, value, out=best)
+            best[best > self._bounds[level]] = inf
+            suffixes.append(best)
+        self._tables[level, after] = suffixes[-1]
+        return suffixes[-1]
+
+    def _segment(
+        self, level: int, count: int, behind: int, after: int, window: _Window = _ALL
+    ) -> Floats:
+        """Return T(i, j) of segments with `count` replicas before `behind` components."""
+        devices = num_devices(self.levels[:level])
+        later = after + behind * devices
+        if level:
+            inside = self._table(level - 1, ceil(later / count))[window]
+        else:
+            inside = self._device(count, later, window)
+        if self._least_memory:
+            return inside
+        factor = ring_factor(count) / self.levels[level].bytes_per_s
+        if not factor:
+            return inside / count
+        return np.maximum(inside, factor * self._parameters[window]) / count
+
+    def _device(self, count: int, later: int, window: _Window) -> Floats:
+        """Return what segments on one device take; infinite where memory is not enough."""
+        if not self._counts_after:
+            return self._compute[window]
+        in_flight = ceil((count + later) / count)
+        versions = self._problem.versions.count(in_flight)
+        memory = versions * self._parameters[window] + in_flight * self._activations[window]
+        if self._least_memory:
+            return memory
+        limit = self._problem.memory_bytes
+        return np.where(memory <= (inf if limit is None else limit), self._compute[window], inf)
+
+    def _transfer(self, level: int) -> Floats:
+        """Return the time of a value and its gradient across each ideal, on one link; (S,)."""
+        crossing = self._ideals.crossing_bytes
+        if self._least_memory:
+            return np.zeros_like(crossing)
+        return 2 * crossing / self.levels[level].bytes_per_s
+
+    def _replica_counts(self, used: int) -> Sequence[int]:
+        # Of equally fast pipelines the one with fewer stages is kept: whole segments come first.
+        return range(used, 0, -1) if self._problem.replicate else (1,)
+
+
+def _differences(ideals: Ideals, inside: Floats) -> Floats:
+    """Return what segments hold, float (S, S); infinite where i is not below j."""
+    return np.where(ideals.below, inside[None, :] - inside[:, None], inf)

@@ -1,0 +1,344 @@
+"""Cutting with any price: the caller says what a stage costs, this finds the stages.
+
+Places to cut are numbered 0 ... S - 1, such as the order ideals of a graph or the gaps between
+layers; stage (i, j) holds what lies between two of them. Stages take devices one after the other,
+all of them. With t the seconds of stages and transfers for one micro-batch,
+
+    steady     minimise  max t
+    flushed    minimise  (m - 1) max t + sum t       m micro-batches, then the pipeline is empty
+    such that  memory of each stage, with its micro-batches in flight, <= the limit
+
+Steady is one pass of the recurrence below with + read as max. Flushed is solved exactly: let f(T)
+be the least sum with no t above T. It falls as T grows, and one pass gives f(T) for one T; over an
+interval of T whose lower end is L and whose upper end is U, the objective is at least
+(m - 1) L + f(U). Intervals are halved until that bound is no better than what was found, but for
+a billionth.
+
+    f(i, d, r)   what lies behind place i, on d devices, the first stage of which takes r
+               = min over j of t(i, j, r) + min over r' of (transfer(j, r, r') + f(j, d - r, r'))
+
+Where micro-batches in flight depend on the number of stages behind, or that number is fixed, it is
+one more index. Complexity: O(S^2 D^2 / 2 + S D^3 / 6) a pass, vectorised, and times the number of
+stages in the latter cases; up to a hundred passes when flushed, as a rule far fewer.
+
+Source: Zheng et al., "Alpa", OSDI 2022, section 5.2 (the objective, and the sum under a bound on
+the largest; there each bound is tried).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import ceil, inf
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sbp_core.errors import SbpValueError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: Relative; what is better by less is not looked for.
+_TOLERANCE = 1e-9
+
+
+class InFlight(Enum):
+    """How many micro-batches a stage has begun, and not yet taken back, at most."""
+
+    ROUND_ROBIN = "round_robin"  #: ceil(devices from here on / devices of the stage), as PipeDream
+    STAGES = "stages"  #: stages from here on: 1F1B, all devices of a stage share a micro-batch
+    ALL = "all"  #: all of the step, as in GPipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableStage:
+    """A stage.
+
+    Args:
+        start: Place where it begins.
+        stop: Place where it ends.
+        devices: How many it takes.
+    """
+
+    start: int
+    stop: int
+    devices: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableProblem:
+    """What is to be cut, and what it costs.
+
+    Args:
+        num_places: S; a pipeline goes from place 0 to place S - 1.
+        devices: D, all of which are used.
+        seconds: (devices of the stage, devices behind it) -> float (S, S), one micro-batch;
+            infinite where there cannot be a stage, as where j <= i. D minus the two is where the
+            stage begins on the machine.
+        device_counts: How many devices a stage may take; None for any number.
+        transfer_s: (devices before the cut, devices after it in the next stage, all devices
+            behind it) -> float (S,), what crosses each place; None if nothing takes time.
+        memory: (devices of the stage, micro-batches in flight) -> float (S, S), bytes of a device;
+            None if memory does not count.
+        memory_bytes: Its limit.
+        in_flight: How many micro-batches a stage holds.
+        micro_batches: m if the pipeline is flushed after so many; None if it is steady.
+        num_stages: How many stages there must be; None for any number.
+    """
+
+    num_places: int
+    devices: int
+    seconds: Callable[[int, int], Floats]
+    device_counts: Sequence[int] | None = None
+    transfer_s: Callable[[int, int, int], Floats] | None = None
+    memory: Callable[[int, int], Floats] | None = None
+    memory_bytes: float = inf
+    in_flight: InFlight = InFlight.STAGES
+    micro_batches: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_places < 2 or self.devices < 1:
+            raise SbpValueError(
+                f"{self.num_places} places and {self.devices} devices",
+                accepted="at least 2 places and 1 device",
+            )
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise SbpValueError(f"{self.micro_batches} micro-batches", accepted="at least 1")
+        if self.in_flight is InFlight.ALL and self.micro_batches is None:
+            raise SbpValueError(
+                "a steady pipeline has no number of all micro-batches",
+                accepted="micro_batches, or another in_flight",
+            )
+
+    def held(self, stage: int, behind: int, stages: int) -> int:
+        """Return the micro-batches in flight of a stage.
+
+        Args:
+            stage: Its devices.
+            behind: All devices behind it.
+            stages: Stages from here on, this one included.
+        """
+        most = self.micro_batches or inf
+        if self.in_flight is InFlight.ALL:
+            return int(most)
+        if self.in_flight is InFlight.STAGES:
+            return int(min(stages, most))
+        return int(min(ceil((stage + behind) / stage), most))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablePlan:
+    """The best pipeline.
+
+    Args:
+        stages: In order.
+        objective_s: What was minimised.
+        slowest_s: max t.
+        sum_s: sum t.
+    """
+
+    stages: tuple[TableStage, ...]
+    objective_s: float
+    slowest_s: float
+    sum_s: float
+
+
+def cut_table(problem: TableProblem) -> TablePlan | None:
+    """Return the best pipeline; None if none is possible."""
+    if problem.memory is not None:
+        # Without the limit, stages need not be counted; what is best then, often fits.
+        roomy = cut_table(replace(problem, memory=None))
+        if roomy is None or _fits(problem, roomy.stages):
+            return roomy
+    fastest = _Pass(problem, steady=True).best(inf)
+    if fastest is None or problem.micro_batches is None:
+        return None if fastest is None else price_table(problem, fastest)
+    lowest = price_table(problem, fastest)
+    search = _Pass(problem, steady=False)
+    longest = search.best(inf)
+    assert longest is not None  # a pipeline is possible, as the fastest one is
+    highest = price_table(problem, longest)
+    best = min(lowest, highest, key=lambda plan: plan.objective_s)
+    intervals = [(lowest.slowest_s, highest)]
+    while intervals:
+        lower, upper = intervals.pop()
+        bound = (problem.micro_batches - 1) * lower + upper.sum_s
+        if bound >= best.objective_s * (1 - _TOLERANCE):
+            continue
+        middle = (lower + upper.slowest_s) / 2
+        found = search.best(middle)
+        if found is None:  # the lower end is the least T but for rounding
+            intervals.append((middle, upper))
+            continue
+        plan = price_table(problem, found)
+        best = min(best, plan, key=lambda plan: plan.objective_s)
+        intervals += [(middle, upper), (lower, plan)]
+    return best
+
+
+def _fits(problem: TableProblem, stages: Sequence[TableStage]) -> bool:
+    behind = problem.devices
+    for at, stage in enumerate(stages):
+        behind -= stage.devices
+        if _memory(problem, stage, behind, len(stages) - at) > problem.memory_bytes:
+            return False
+    return True
+
+
+def _memory(problem: TableProblem, stage: TableStage, behind: int, stages: int) -> float:
+    if problem.memory is None:
+        return 0.0
+    in_flight = problem.held(stage.devices, behind, stages)
+    return float(problem.memory(stage.devices, in_flight)[stage.start, stage.stop])
+
+
+def price_table(problem: TableProblem, stages: Sequence[TableStage]) -> TablePlan:
+    """Return what given stages cost.
+
+    Raises:
+        SbpValueError: They are no pipeline, or one of them cannot be or does not fit.
+    """
+    ends = [0, *(stage.stop for stage in stages)]
+    joined = all(stage.start == end for stage, end in zip(stages, ends, strict=False))
+    if not joined or ends[-1] != problem.num_places - 1:
+        raise SbpValueError(f"{stages} do not go from the first place to the last, one by one")
+    if sum(stage.devices for stage in stages) != problem.devices:
+        raise SbpValueError(f"{stages} do not take {problem.devices} devices")
+    if problem.num_stages not in (None, len(stages)):
+        raise SbpValueError(f"{len(stages)} stages", accepted=f"{problem.num_stages}")
+    times: list[float] = []
+    behind = problem.devices
+    for at, stage in enumerate(stages):
+        behind -= stage.devices
+        place = stage.start, stage.stop
+        needed = _memory(problem, stage, behind, len(stages) - at)
+        if needed > problem.memory_bytes:
+            raise SbpValueError(f"{stage} needs {needed} bytes")
+        times.append(float(problem.seconds(stage.devices, behind)[place]))
+        if problem.transfer_s is not None and at + 1 < len(stages):
+            after = stages[at + 1].devices
+            times.append(float(problem.transfer_s(stage.devices, after, behind)[stage.stop]))
+    if inf in times:
+        raise SbpValueError(f"a stage of {stages} cannot be: it takes infinitely long")
+    slowest, total = max(times), sum(times)
+    waves = 0 if problem.micro_batches is None else problem.micro_batches - 1
+    objective = slowest if problem.micro_batches is None else waves * slowest + total
+    return TablePlan(stages=tuple(stages), objective_s=objective, slowest_s=slowest, sum_s=total)
+
+
+#: (stages from here on, 0 if they are not counted; devices from here on; those of the first stage)
+_Key: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(kw_only=True)
+class _Suffix:
+    """f(i, d, r) for all i, and the next stage that attains it.
+
+    Args:
+        seconds: Float (S,).
+        stop: Int (S,), where the first stage ends.
+        following: Int (S,), devices of the stage that begins there; 0 behind the last one.
+    """
+
+    seconds: Floats
+    stop: Ints
+    following: Ints
+
+
+class _Pass:
+    """The recurrence of the module.
+
+    Args:
+        problem: What is to be cut.
+        steady: Whether times are combined by max instead of +.
+    """
+
+    def __init__(self, problem: TableProblem, *, steady: bool) -> None:
+        self._problem = problem
+        self._combine = np.maximum if steady else np.add
+        self._counted = problem.num_stages is not None or (
+            problem.in_flight is InFlight.STAGES and problem.memory is not None
+        )
+        most = min(problem.devices, problem.num_places - 1)
+        self._most_stages = min(problem.num_stages or most, most)
+
+    def best(self, slowest_s: float) -> list[TableStage] | None:
+        """Return the best stages of which none, nor a transfer, takes longer; None if none do."""
+        found: dict[_Key, _Suffix] = {}
+        for key in self._keys():
+            suffix = self._suffix(key, slowest_s, found)
+            if suffix is not None:
+                found[key] = suffix
+        devices = self._problem.devices
+        wanted = self._problem.num_stages
+        whole = [key for key in found if key[1] == devices and wanted in (None, key[0])]
+        first = min(whole, key=lambda key: (found[key].seconds[0], key), default=None)
+        if first is None or found[first].seconds[0] == inf:
+            return None
+        return list(self._unfold(found, first))
+
+    def _suffix(self, key: _Key, slowest_s: float, found: dict[_Key, _Suffix]) -> _Suffix | None:
+        """Return f of one key; None if there is no such suffix."""
+        stages, devices, own = key
+        behind = devices - own
+        table = self._stage(stages, devices, own)
+        table = np.where(table <= slowest_s, table, inf)
+        size = len(table)
+        if not behind:
+            last = np.full(size, size - 1)
+            return _Suffix(seconds=table[:, -1], stop=last, following=np.zeros(size, dtype=int))
+        tail, following = np.full(size, inf), np.zeros(size, dtype=int)
+        for after in self._counts(behind):
+            suffix = found.get((max(stages - 1, 0), behind, after))
+            if suffix is not None:
+                transfer = self._transfer(own, after, behind)
+                transfer = np.where(transfer <= slowest_s, transfer, inf)
+                value = self._combine(transfer, suffix.seconds)
+                following = np.where(value < tail, after, following)
+                tail = np.minimum(tail, value)
+        value = self._combine(table, tail[None, :])
+        stop = value.argmin(axis=1)
+        return _Suffix(seconds=value[np.arange(size), stop], stop=stop, following=following[stop])
+
+    def _unfold(self, found: dict[_Key, _Suffix], key: _Key) -> Iterator[TableStage]:
+        place, (stages, devices, own) = 0, key
+        while own:
+            suffix = found[stages, devices, own]
+            stop, following = int(suffix.stop[place]), int(suffix.following[place])
+            yield TableStage(start=place, stop=stop, devices=own)
+            place, stages, devices, own = stop, max(stages - 1, 0), devices - own, following
+
+    def _keys(self) -> Iterator[_Key]:
+        """Yield the keys, each after those of the suffixes behind it."""
+        for devices in range(1, self._problem.devices + 1):
+            for own in self._counts(devices):
+                if not self._counted:
+                    yield 0, devices, own
+                elif own == devices:
+                    yield 1, devices, own
+                else:
+                    for stages in range(2, min(self._most_stages, devices) + 1):
+                        yield stages, devices, own
+
+    def _counts(self, devices: int) -> list[int]:
+        counts = self._problem.device_counts
+        every = range(1, devices + 1) if counts is None else sorted(set(counts))
+        return [count for count in every if 1 <= count <= devices]
+
+    def _stage(self, stages: int, devices: int, own: int) -> Floats:
+        """Return t(i, j), infinite where memory is not enough."""
+        problem, behind = self._problem, devices - own
+        table = problem.seconds(own, behind)
+        if problem.memory is None:
+            return table
+        memory = problem.memory(own, problem.held(own, behind, stages))
+        return np.where(memory <= problem.memory_bytes, table, inf)
+
+    def _transfer(self, own: int, after: int, behind: int) -> Floats:
+        if self._problem.transfer_s is None:
+            return np.zeros(self._problem.num_places)
+        return self._problem.transfer_s(own, after, behind)
