@@ -138,6 +138,8 @@ class _Reduction:
         for node, alive in enumerate(self.graph.alive):
             if alive and self.graph.cost[node].max() == np.inf:
                 self.graph.keep(node, np.flatnonzero(self.graph.cost[node] < np.inf))
+        if self.graph.limit is not None:
+            self.graph.drop_slack_rows()
 
     def _visit(self, node: int) -> None:
         """Apply the first reduction that applies to a node; it is queued again if one did."""
