@@ -2,12 +2,24 @@
 
 In the order in which they are used: `problem` (what is to be chosen, and what a choice costs),
 `iopddl` (problems in files), `rows` (the times at which memory can bind), `graph` and `reduce`
-(exact reductions), `compact` (what they leave), `program` (the integer program), `solve`.
+(exact reductions), `compact` (what they leave), `program` (the integer program), `dual` (messages
+and memory prices), `neighbourhood` (local search), `worker` (a second process), `solver`. Beside
+them `chain` (chains, exactly) and `synthetic` (random problems).
 
 Stability: provisional.
 """
 
+from sbp_planner.choice.chain import ChainSolution, solve_chain
 from sbp_planner.choice.problem import ChoiceProblem, Evaluation, evaluate
-from sbp_planner.choice.solve import ChoiceSolution, Progress, solve
+from sbp_planner.choice.solver import ChoiceSolution, Progress, solve
 
-__all__ = ["ChoiceProblem", "ChoiceSolution", "Evaluation", "Progress", "evaluate", "solve"]
+__all__ = [
+    "ChainSolution",
+    "ChoiceProblem",
+    "ChoiceSolution",
+    "Evaluation",
+    "Progress",
+    "evaluate",
+    "solve",
+    "solve_chain",
+]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sbp_core.errors import SbpError
 from sbp_planner.choice.iopddl import read_problem, write_assignment
-from sbp_planner.choice.solve import ChoiceSolution, solve
+from sbp_planner.choice.solver import ChoiceSolution, solve
 
 #: Seconds of the limit that are kept for starting Python and writing the answer.
 _RESERVE_S = 1.0

@@ -31,6 +31,9 @@ Ints = NDArray[np.int64]
 #: Sums of usages must stay below this to be exact in int64.
 _MAX_TOTAL_USAGE = 1 << 62
 
+#: The end of time: what int64 can hold.
+_LATEST = (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChoiceProblem:
@@ -135,10 +138,9 @@ class ChoiceProblem:
             )
         found = []
         for i, interval in enumerate(self.intervals):
-            if len(interval) != 2 or min(interval) < 0:
-                raise self._error(
-                    f"intervals[{i}] is {interval!r}", "a pair (start, end) of numbers >= 0"
-                )
+            if len(interval) != 2 or min(interval) < 0 or max(interval) > _LATEST:
+                accepted = f"a pair (start, end) of times from 0 to {_LATEST}"
+                raise self._error(f"intervals[{i}] is {interval!r}", accepted)
             start, end = int(interval[0]), int(interval[1])
             found.append((start, end) if start < end else (0, 0))
         return tuple(found)
@@ -153,9 +155,7 @@ class ChoiceProblem:
             raise self._error(
                 f"{len(self.usages)} usages and {len(self.costs)} nodes", "as many of both"
             )
-        whole = None if limit is None or isinf(limit) else floor(limit)
-        if limit is not None and limit == -inf:
-            whole = -1
+        whole = None if limit is None or limit == inf else -1 if limit == -inf else floor(limit)
         found: list[Ints] = []
         for i, own in enumerate(self.usages):
             if len(own) != len(self.costs[i]):
@@ -163,44 +163,43 @@ class ChoiceProblem:
                     f"usages[{i}] has {len(own)} entries and costs[{i}] has {len(self.costs[i])}",
                     "as many of both",
                 )
-            found.append(self._usage(i, own, whole))
+            found.append(self._usage(i, own))
         if whole is not None:
-            whole = self._scaled(found, whole)
+            whole = self._bounded(found, whole)
         return whole, tuple(found)
 
-    def _usage(self, i: int, own: Any, limit: int | None) -> Ints:
+    def _usage(self, i: int, own: Any) -> Ints:
         array = np.asarray(own)
         if array.dtype.kind not in "iu" or (array.size and int(array.max()) > _MAX_TOTAL_USAGE):
-            # What is beyond int64, or beyond the limit, is all the same: it never fits.
-            most = _MAX_TOTAL_USAGE if limit is None else min(max(limit, 0) + 1, _MAX_TOTAL_USAGE)
             try:
-                whole = [most if value >= most else int(value) for value in own]
-                odd = [value for value in own if value < most and value != int(value)]
+                # What is beyond is all the same: no limit that can bind is so large.
+                whole = [int(min(value, _MAX_TOTAL_USAGE)) for value in own]
+                odd = [v for v in own if v < _MAX_TOTAL_USAGE and v != int(v)]
             except (TypeError, ValueError) as error:
-                raise self._error(
-                    f"usages[{i}] is {own!r:.80}", "whole numbers of bytes"
-                ) from error
+                what = f"usages[{i}] is {own!r:.80}"
+                raise self._error(what, "whole numbers of bytes") from error
             if odd:
                 raise self._error(f"usages[{i}] has {odd[0]!r}", "whole numbers of bytes")
             array = np.asarray(whole, dtype=np.int64)
         if array.size and array.min() < 0:
             raise self._error(f"usages[{i}] has {array.min()}", "bytes >= 0")
-        result = array.astype(np.int64, copy=False)
-        if limit is not None and result.size and result.max() > limit + 1:
-            result = np.minimum(result, max(limit, 0) + 1)
-        return result
+        return array.astype(np.int64, copy=False)
 
-    def _scaled(self, usages: list[Ints], limit: int) -> int | None:
-        """Make sums fit int64, in place, by dropping low bits (usages up, the limit down)."""
+    def _bounded(self, usages: list[Ints], limit: int) -> int:
+        """Make all sums fit int64, usages in place, and return the limit to go with them."""
         total = sum(int(own.max()) for own in usages)
-        if total <= limit:
-            return None
-        bits = 0
-        while total >> bits > _MAX_TOTAL_USAGE:
-            bits += 1
-        if bits:
+        if total > _MAX_TOTAL_USAGE:
+            # More than the limit is as bad as any more.
+            most = min(max(limit, 0) + 1, _MAX_TOTAL_USAGE)
+            usages[:] = [np.minimum(own, most) for own in usages]
+            total = sum(int(own.max()) for own in usages)
+        limit = min(limit, total)
+        bits = max(total.bit_length() - _MAX_TOTAL_USAGE.bit_length() + 1, 0)
+        if total > _MAX_TOTAL_USAGE and bits:
+            # Exabytes: low bits are dropped, usages up and the limit down.
             usages[:] = [-(-own >> bits) for own in usages]
-        return limit >> bits
+            limit >>= bits
+        return limit
 
     def _tie(self, n: int, tie: Sequence[int]) -> tuple[int, ...]:
         if not all(0 <= node < len(self.costs) for node in tie):

@@ -236,9 +236,9 @@ class _Program:
         held = np.zeros(len(compact.cost), dtype=np.int64)
         np.add.at(held, compact.held_column[live], compact.held_bytes[live])
         columns = np.flatnonzero(held)
-        unit = int(np.gcd.reduce(held[columns]))
+        unit = max(int(np.gcd.reduce(held[columns])), 1)
         held, capacity = held[columns] // unit, int(compact.capacity[row]) // unit
-        scale = min(1.0, _LARGEST_COST / int(held.max()))
+        scale = min(1.0, _LARGEST_COST / int(held.max(initial=1)))
         entries = held * scale
         if self.elastic:
             columns = np.append(columns, self.num_columns)

@@ -133,7 +133,13 @@ class _Reduction:
             for node in touched:
                 self.push(node)
             if not touched or time.monotonic() >= self.deadline:
-                return
+                break
+        # Solvers rely on that what is left costs a finite amount, even if the time was up.
+        for node, alive in enumerate(self.graph.alive):
+            if alive and self.graph.cost[node].max() == np.inf:
+                self.graph.keep(node, np.flatnonzero(self.graph.cost[node] < np.inf))
+        if self.graph.limit is not None:
+            self.graph.drop_slack_rows()
 
     def _visit(self, node: int) -> None:
         """Apply the first reduction that applies to a node; it is queued again if one did."""

@@ -1,0 +1,156 @@
+"""Instances of the contest: read, solved by the command, and refused with words if they are odd."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sbp_core.errors import SbpValueError
+from sbp_planner.choice import evaluate
+from sbp_planner.choice.__main__ import main
+from sbp_planner.choice.iopddl import read_problem, write_assignment
+
+#: `example.json` of google/iopddl (Apache-2.0), with the optimum 445.
+EXAMPLE = {
+    "problem": {
+        "name": "example",
+        "nodes": {
+            "intervals": [[30, 70], [40, 70], [50, 120], [110, 140], [110, 150]],
+            "costs": [[15], [55, 65], [25, 45, 35], [85, 75], [95]],
+            "usages": [[10], [25, 25], [15, 20, 15], [10, 10], [15]],
+        },
+        "edges": {
+            "nodes": [[0, 1], [0, 2], [1, 3], [2, 4], [3, 4]],
+            "costs": [[30, 40], [50, 10, 40], [90, 10, 20, 80], [60, 20, 30], [70, 60]],
+        },
+        "usage_limit": 50,
+    }
+}
+
+
+def saved(folder: Path, data: object, name: str = "instance.json") -> Path:
+    path = folder / name
+    content = data if isinstance(data, bytes) else json.dumps(data).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["instance.json", "instance.json.gz"])
+def test_the_command_prints_what_it_found_and_writes_the_assignment(tmp_path, capsys, name):
+    path, out = saved(tmp_path, EXAMPLE, name), tmp_path / "assignment.json"
+
+    status = main([str(path), "--time-limit", "20", "--out", str(out)])
+
+    printed = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert status == 0
+    assignment = json.loads(out.read_text())
+    found = evaluate(read_problem(path), assignment)
+    assert printed["cost"] == printed["bound"] == str(int(found.cost)) == "445"
+    assert (printed["gap"], printed["proved"]) == ("0", "yes")
+    assert float(printed["seconds"]) < 20
+
+
+def test_the_command_runs_as_a_module_and_prints_nothing_else(tmp_path):
+    path = saved(tmp_path, EXAMPLE)
+
+    run = subprocess.run(
+        [sys.executable, "-m", "sbp_planner.choice", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    words = [line.split()[0] for line in run.stdout.splitlines()]
+    assert words == ["cost", "bound", "gap", "seconds", "proved"]
+    assert "cost" in run.stderr
+
+
+def test_the_command_says_that_nothing_is_allowed(tmp_path, capsys):
+    data = deepcopy(EXAMPLE)
+    data["problem"]["usage_limit"] = 10
+
+    status = main([str(saved(tmp_path, data))])
+
+    assert status == 1
+    assert "infeasible" in capsys.readouterr().out
+
+
+def test_large_costs_forbid_and_the_limit_may_lack(tmp_path):
+    data = deepcopy(EXAMPLE)
+    data["problem"]["nodes"]["costs"][1] = [10**18, 3 * 10**21]
+    del data["problem"]["usage_limit"]
+
+    problem = read_problem(saved(tmp_path, data))
+
+    assert problem.usage_limit is None
+    assert np.isinf(problem.costs[1]).all()
+    assert problem.edge_costs[2].tolist() == [[90, 10], [20, 80]]
+
+
+def test_what_is_written_is_the_list_of_strategies(tmp_path):
+    write_assignment(tmp_path / "out.json", (0, np.int64(2), 1))
+
+    assert json.loads((tmp_path / "out.json").read_text()) == [0, 2, 1]
+
+
+def without(*keys):
+    data = deepcopy(EXAMPLE)
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    del inner[keys[-1]]
+    return data
+
+
+def with_value(value, *keys):
+    data = deepcopy(EXAMPLE)
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"{", "is no JSON"),
+        (b"\x1f\x8bnothing", "is no JSON"),
+        ([], "the file is \\[\\]"),
+        (without("problem"), "problem is missing"),
+        (without("problem", "nodes"), "problem.nodes is missing"),
+        (without("problem", "nodes", "usages"), "problem.nodes.usages is missing"),
+        (with_value(3, "problem", "nodes", "costs"), "problem.nodes.costs is 3"),
+        (with_value(["a"], "problem", "nodes", "costs", 1), "problem.nodes.costs\\[1\\]"),
+        (with_value([30], "problem", "nodes", "intervals", 0), "problem.nodes.intervals\\[0\\]"),
+        (with_value(["x"], "problem", "nodes", "usages", 0), "usages\\[0\\] is \\['x'\\]"),
+        (with_value([0, 2**70], "problem", "nodes", "intervals", 0), "intervals\\[0\\]"),
+        (with_value([-1], "problem", "nodes", "usages", 0), "usages\\[0\\] has -1"),
+        (with_value([], "problem", "nodes", "costs", 0), "0 x 2"),
+        (with_value([0, 9], "problem", "edges", "nodes", 0), "problem.edges.nodes\\[0\\]"),
+        (with_value([0, 1, 2], "problem", "edges", "nodes", 0), "problem.edges.nodes\\[0\\]"),
+        (with_value([1.0], "problem", "edges", "costs", 0), "problem.edges.costs\\[0\\]"),
+        (with_value("much", "problem", "usage_limit"), "problem.usage_limit is 'much'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_file_and_key(tmp_path, capsys, data, words):
+    path = saved(tmp_path, data)
+
+    with pytest.raises(SbpValueError, match=words) as raised:
+        read_problem(path)
+
+    assert str(path) in str(raised.value)
+    assert main([str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SbpValueError, match=r"nowhere\.json cannot be read"):
+        read_problem(tmp_path / "nowhere.json")
