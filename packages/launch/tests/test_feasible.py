@@ -62,6 +62,7 @@ def peak_of(*overrides: str) -> int:
     return memory.peak
 
 
+@cache
 def search_of(limit_bytes: float, **changed: object) -> Search:
     fields = {"batch_size": 32, "micro_batches": 1, "sharding": ("planner=manual/zero",)}
     setup = Setup(limit_bytes=limit_bytes, **{**fields, **changed})

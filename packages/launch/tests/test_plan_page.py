@@ -31,7 +31,7 @@ from sbp_launch.explaining.plan_page.tree import model_tree
 
 #: Elements without an end.
 _EMPTY = {"meta", "link", "input"}
-PAGES = ("replicated", "columns and rows", "two axes", "pipeline", "pipeline of meshes")
+PAGES = ("replicated", "sharded", "pipeline of meshes")
 
 
 class _Page(HTMLParser):

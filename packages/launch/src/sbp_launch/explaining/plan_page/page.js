@@ -40,6 +40,7 @@
     const scroll = drawing.parentElement;
     const middle = (scroll.scrollLeft + scroll.clientWidth / 2) / drawing.clientWidth;
     drawing.setAttribute("width", `${100 * 2 ** zoom.value}%`);
+    drawing.classList.toggle("near", zoom.value >= 2.5);
     scroll.scrollLeft = middle * drawing.clientWidth - scroll.clientWidth / 2;
   });
 

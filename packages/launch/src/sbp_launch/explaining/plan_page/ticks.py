@@ -16,5 +16,5 @@ def round_ticks(end: float, most: int) -> list[float]:
         return [0.0]
     power = 10.0 ** floor(log10(end / most))
     step = next(power * one for one in (1, 2, 5, 10) if power * one * most >= end * (1 - 1e-9))
-    # One at the very end would stand beyond the drawing.
-    return [step * number for number in range(floor(0.98 * end / step + 1e-9) + 1)]
+    # The text of one at the very end would stand beyond the drawing.
+    return [step * number for number in range(floor(0.95 * end / step + 1e-9) + 1)]

@@ -25,14 +25,11 @@ def timeline_chart(timeline: Timeline) -> str:
     looks = looks_of(timeline.kinds)
     names = "".join(f"<li>{escape(lane.name)}</li>" for lane in timeline.lanes)
     height = len(timeline.lanes) * (_ROW + _GAP)
-    parts = []
-    for time_s in round_ticks(timeline.end_s, 8):
-        at = _percent(time_s, timeline.end_s)
-        parts.append(
-            f'<line class="grid" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
-            f'<text class="tick" x="{at}" y="{height + 15}" text-anchor="start">'
-            f"{format_seconds(time_s) if time_s else 0}</text>"
-        )
+    parts: list[str] = []
+    few = round_ticks(timeline.end_s, 8)
+    many = [time_s for time_s in round_ticks(timeline.end_s, 60) if time_s not in few]
+    parts += [_tick(time_s, timeline.end_s, height, "") for time_s in few]
+    parts += [_tick(time_s, timeline.end_s, height, " fine") for time_s in many]
     for row, lane in enumerate(timeline.lanes):
         top = row * (_ROW + _GAP) + _GAP // 2
         parts += [
@@ -44,6 +41,23 @@ def timeline_chart(timeline: Timeline) -> str:
         '<div class="scroll" tabindex="0" role="region" aria-label="timeline">'
         f'<svg class="timeline" width="100%" height="{height + _AXIS}" role="img" '
         f'aria-label="{escape(timeline.title)}">{"".join(parts)}</svg></div></div>{told}'
+    )
+
+
+def _tick(time_s: float, end_s: float, height: int, also: str) -> str:
+    """Return a line at a time, and the time below it.
+
+    Args:
+        time_s: Which.
+        end_s: Of the step.
+        height: Of the lanes, in pixels.
+        also: Classes beside its own; ` fine` shows it where the drawing is enlarged.
+    """
+    at = _percent(time_s, end_s)
+    return (
+        f'<line class="grid{also}" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
+        f'<text class="tick{also}" x="{at}" y="{height + 15}" text-anchor="start">'
+        f"{format_seconds(time_s) if time_s else 0}</text>"
     )
 
 

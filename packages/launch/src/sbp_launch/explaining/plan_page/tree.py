@@ -22,8 +22,8 @@ from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
 from sbp_launch.planning.table import groups_of, move_text
 
-#: Branches at this depth and above are open at first.
-_OPEN_DEPTH = 1
+#: Branches are open at first down to the depth, of these, that shows no more rows than this.
+_OPEN_DEPTHS, _MOST_ROWS = (1, 0), 40
 
 #: What the model itself is called.
 _ROOT = "(root)"
@@ -62,6 +62,8 @@ def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
     axes = stages[0].axes
     roots = [_tree_of(rows, stage) for stage in range(len(stages))]
     most = max((root.bytes_of_a_rank for root in roots), default=0.0)
+    shown = {depth: sum(_num_rows(root, depth) for root in roots) for depth in _OPEN_DEPTHS}
+    opens = next((depth for depth in _OPEN_DEPTHS if shown[depth] <= _MOST_ROWS), -1)
     by = escape(", ".join(axes))
     parts = [
         '<div class="row head" aria-hidden="true"><span class="name">module</span>'
@@ -70,10 +72,10 @@ def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
     ]
     for stage, root in enumerate(roots):
         if len(stages) == 1:
-            parts += _inner(root, axes, most, 0)
+            parts += _inner(root, axes, most, 0, opens)
             continue
         root.name = f"stage {stage} ({ranks_text(stages[stage])})"
-        parts += _branch(root, axes, most, 0)
+        parts += _branch(root, axes, most, 0, opens)
     return f'<div class="tree" id="tree">{"".join(parts)}</div>'
 
 
@@ -93,22 +95,42 @@ def _tree_of(rows: Sequence[ModuleRow], stage: int) -> _Branch:
     return top
 
 
-def _inner(branch: _Branch, axes: tuple[str, ...], most: float, depth: int) -> Iterator[str]:
+def _num_rows(branch: _Branch, open_depth: int) -> int:
+    """Return how many rows are seen of what is in a branch."""
+    inner = branch.inner.values()
+    return len(inner) + (
+        sum(_num_rows(one, open_depth - 1) for one in inner) if open_depth >= 0 else 0
+    )
+
+
+def _inner(
+    branch: _Branch, axes: tuple[str, ...], most: float, depth: int, opens: int
+) -> Iterator[str]:
     for one in branch.inner.values():
-        yield from _branch(one, axes, most, depth)
+        yield from _branch(one, axes, most, depth, opens)
 
 
-def _branch(branch: _Branch, axes: tuple[str, ...], most: float, depth: int) -> Iterator[str]:
-    """Yield a module: its row, and below it what travels around it, and its submodules."""
+def _branch(
+    branch: _Branch, axes: tuple[str, ...], most: float, depth: int, opens: int
+) -> Iterator[str]:
+    """Yield a module: its row, and below it what travels around it, and its submodules.
+
+    Args:
+        branch: The module.
+        axes: Of the mesh.
+        most: What the stage that sends most sends, in bytes.
+        depth: Of the branch.
+        opens: Branches down to this depth are open.
+    """
     moves = [move for move in branch.row.moves if move.sent_bytes] if branch.row else []
     row = _row(branch, axes, most, depth)
     if not moves and not branch.inner:
         yield f'<div class="row leaf" style="--depth:{depth}">{row}</div>'
         return
-    is_open = " open" if branch.inner and depth <= _OPEN_DEPTH else ""
+    is_open = " open" if branch.inner and depth <= opens else ""
     yield f'<details{is_open}><summary class="row" style="--depth:{depth}">{row}</summary>'
     yield from (_move(move, depth + 1) for move in moves)
-    yield from _inner(branch, axes, most, depth + 1)
+    yield from _inner(branch, axes, most, depth + 1, opens)
     yield "</details>"
 
 
