@@ -142,9 +142,7 @@ def test_a_tied_step_costs_what_its_layers_do():
 
     for _ in range(20):
         values = [random.randrange(len(table)) for table in step.unary]
-        found = sum(
-            float(f.table[tuple(values[v] for v in f.variables)]) for f in tables.factors
-        )
+        found = sum(float(f.table[tuple(values[v] for v in f.variables)]) for f in tables.factors)
         wanted = problem.cost(step.expanded(values))
         assert found == pytest.approx(wanted, rel=1e-9)
 

@@ -25,11 +25,12 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from sbp_core.errors import ConfigError, PlanError, SbpError
-from sbp_core.graph import LogicalGraph, block_of
+from sbp_core.graph import LogicalGraph, block_of, graph_hash
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
+from sbp_core.sbp import P
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
 from sbp_planner.compiled import Compilation, Compiled
@@ -71,7 +72,8 @@ class AutoPlanner:
         """
         search = _Search(request, self.config)
         family = request.family
-        if not search.look_at(request, None) and family is not None:
+        first = None if family is None else family.variant
+        if not search.look_at(request, first) and family is not None:
             for variant in smaller_variants(family):
                 if search.is_late:
                     break
@@ -82,6 +84,7 @@ class AutoPlanner:
                     continue
                 if search.look_at(smaller, variant):
                     break
+        search.join_classes()
         return search.result()
 
 
@@ -93,6 +96,7 @@ class _Search:
     best_name: str = ""
     tried: dict[str, Compiled | SbpError] = field(default_factory=dict)
     untried: list[str] = field(default_factory=list)
+    _best_candidate: _Candidate | None = None
     _ends: float = 0.0
 
     def __post_init__(self) -> None:
@@ -110,7 +114,8 @@ class _Search:
         """Look at all candidates for one variant of the step; return whether anything fits."""
         quiet = replace(request, progress=None, family=None)
         compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
-        of = f" ({_words(variant)})" if variant is not None else ""
+        is_first = request.graph is self.request.graph
+        of = "" if variant is None or is_first else f" ({_words(variant)})"
         candidates = list(self._candidates(quiet))
         for index, candidate in enumerate(candidates):
             name = candidate.name + of
@@ -127,9 +132,34 @@ class _Search:
                 continue
             self.tried[name] = found
             if self.best is None or found.rank() < self.best.rank():
-                chosen = replace(found.strategy, variant=variant) if variant else found.strategy
-                self.best, self.best_name = replace(found, strategy=chosen), name
+                self.best = replace(found, strategy=replace(found.strategy, variant=variant))
+                self.best_name, self._best_candidate = name, candidate
         return self.best is not None and self.best.fits
+
+    def join_classes(self) -> None:
+        """Take the best plan with softmaxes as one operator each, if it splits no classes.
+
+        That is faster; in parts they are only for plans in which ranks have parts of the classes.
+        """
+        family, best = self.request.family, self.best
+        if family is None or best is None or self._best_candidate is None:
+            return
+        variant = best.strategy.variant
+        if variant is None or not variant.splits_classes or _splits_classes(best.strategy):
+            return
+        whole = replace(variant, splits_classes=False)
+        try:
+            request = self.request.of(whole)
+            if graph_hash(request.graph) == best.strategy.graph_hash:
+                return
+            quiet = replace(request, progress=None)
+            strategy = self._best_candidate.plan(quiet)
+            compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+            found = compilation.compiled(strategy)
+        except SbpError:
+            return
+        if found.rank() < best.rank():
+            self.best = replace(found, strategy=replace(strategy, variant=whole))
 
     def _candidates(self, request: PlanRequest) -> Iterator[_Candidate]:
         given = request.mesh
@@ -218,6 +248,12 @@ class _Search:
     def _least(self) -> Compiled:
         plans = [one for one in self.tried.values() if isinstance(one, Compiled)]
         return min(plans, key=lambda one: one.memory_bytes)
+
+
+def _splits_classes(strategy: Strategy) -> bool:
+    """Whether ranks have maxima of parts, as of logits whose classes are split."""
+    made = (sbp for one in strategy.nodes.values() for sbp in one.signature.outputs)
+    return any(part == P("max") for sbp in made for part in sbp)
 
 
 def _blocks(graph: LogicalGraph) -> set[str]:

@@ -12,12 +12,13 @@ from pathlib import Path
 from sbp_core.compile import check_strategy
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
+from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import predict_cost
 from sbp_core.plugins import PlanRequest
 from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
-from sbp_planner.strategy_file import check_mesh, naming, read
+from sbp_planner.strategy_file import check_mesh, naming, read, read_variant
 
 #: Most names that a message lists.
 _MOST_NAMES = 5
@@ -38,6 +39,9 @@ class FilePlanner:
         """
         path = Path(self.config.path)
         with naming(path):
+            # The graph that names are looked up in is that of the variant that the file is for.
+            variant = read_variant(path)
+            request = _of(request, variant)
             found, lines = read(path, request.graph)
             self._check(found, request, lines)
             strategy = replace(
@@ -46,6 +50,7 @@ class FilePlanner:
             # Nothing can be predicted of a strategy that is not legal.
             check_strategy(request.graph, strategy, lines)
             predicted = predict_cost(request.graph, strategy, request.cluster, request.options)
+        strategy = replace(strategy, variant=variant if request.family is None else None)
         explanation = [f"as {path} says, made by planner {found.planner}"]
         return replace(strategy, report={**predicted, "explanation": explanation})
 
@@ -72,6 +77,19 @@ class FilePlanner:
                 accepted=f"a strategy with graph_hash: {graph_hash(request.graph)}",
                 todo="run what made the strategy, or set planner.other_graph=true",
             )
+
+
+def _of(request: PlanRequest, variant: GraphVariant | None) -> PlanRequest:
+    """Return the request for a variant of the step, if that is one that may be chosen."""
+    family = request.family
+    if variant is None or family is None or variant == family.variant:
+        return request
+    if variant.num_micro_batches not in family.micro_batches:
+        return request
+    may = (variant.recompute_bytes is None or family.may_recompute) and (
+        not variant.slices or family.may_slice
+    )
+    return request.of(variant) if may else request
 
 
 def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:

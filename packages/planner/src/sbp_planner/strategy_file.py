@@ -9,6 +9,7 @@ from pathlib import Path
 from sbp_core import strategy_yaml
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph import LogicalGraph
+from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import stage_placements
 from sbp_core.placement import Placement
 from sbp_core.serialize import Lines
@@ -59,6 +60,16 @@ def read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
     if path.suffix == ".json":
         return Strategy.load_with_lines(path)
     return strategy_yaml.load_with_lines(path, graph)
+
+
+def read_variant(path: Path) -> GraphVariant | None:
+    """Return the variant of the step that a file is for, if its planner has chosen one.
+
+    Raises:
+        SbpError: it cannot be read.
+    """
+    form = Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load_form(path)[0]
+    return form.variant
 
 
 def check_mesh(read: Strategy, mesh: Placement, lines: Lines) -> None:

@@ -19,7 +19,7 @@ from sbp_core.infer import PIPE_AXIS
 from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_bytes
 from sbp_launch.explaining.feasible import Plan, Search, Setup, feasible_lines
-from sbp_launch.planning.flow import Captured, Planned
+from sbp_launch.planning.flow import Planned
 from sbp_launch.run.run import Run
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.compose import compose, read
@@ -152,19 +152,15 @@ def _sharding(config: RunConfig, registry: PluginRegistry) -> tuple[str, ...]:
 
 def _planning(run: Run, program: Program, recompose: Recompose) -> Plan:
     """Return what plans a run with other settings; a step that is captured already is taken."""
-    captured: dict[object, Captured] = {}
+    known: dict[object, StepPlanner] = {}
 
     def plan(overrides: Sequence[str]) -> Planned:
         config = recompose(overrides)
         quiet = replace(run, config=config, console=Console(quiet=True))
         key = config.trainer.num_micro_batches, config.compile, config.mesh
-        step = captured.get(key)
-        if step is None:
-            known = program if config.mesh == run.config.mesh else make_program(quiet)
-            planner = step_planner(quiet, known)
-            captured[key] = planner.captured
-        else:
-            planner = StepPlanner(run=quiet, captured=step, settings=step.settings)
-        return planner.plan()
+        if key not in known:
+            same = config.mesh == run.config.mesh
+            known[key] = step_planner(quiet, program if same else make_program(quiet))
+        return replace(known[key], run=quiet).plan()
 
     return plan

@@ -169,6 +169,8 @@ class Captured:
     def planned(self, plan: Callable[[LogicalGraph], Strategy]) -> tuple[LogicalGraph, Strategy]:
         """Return the form that is the better one for what a planner decides, and that.
 
+        A planner that has chosen among the variants of the step has chosen the form, too.
+
         Args:
             plan: Decides on a form. A strategy that was read is for one of them.
 
@@ -182,7 +184,7 @@ class Captured:
                 with suppress(SbpError):
                     return self.whole, plan(self.whole)
             raise
-        if self.whole is not None and not _has_partial_maxima(found):
+        if found.variant is None and self.whole is not None and not _has_partial_maxima(found):
             with suppress(SbpError):  # such as pins of what only the other form has
                 return self.whole, plan(self.whole)
         return self.graph, found
@@ -209,7 +211,26 @@ def capture_training(
     optimizer: torch.optim.Optimizer,
     settings: PlanSettings,
 ) -> Captured:
-    """Capture a training step and bring it into the forms that are planned.
+    """Capture a training step and bring it into the forms that are planned; see `capture_step`.
+
+    Raises:
+        CaptureError: it cannot be captured.
+        GraphError: the loss of the whole batch is asked for, and does not follow from those of its
+            micro-batches.
+        ConfigError: a pattern of mixed precision matches nothing.
+    """
+    captured = capture_step(model, loss, batch, optimizer, settings)
+    return Captured(graph=prepared(captured, settings), original=captured, settings=settings)
+
+
+def capture_step(
+    model: nn.Module,
+    loss: Any,
+    batch: Any,
+    optimizer: torch.optim.Optimizer,
+    settings: PlanSettings,
+) -> LogicalGraph:
+    """Capture a training step as it is.
 
     Args:
         model: See `capture`.
@@ -220,8 +241,6 @@ def capture_training(
 
     Raises:
         CaptureError: it cannot be captured.
-        GraphError: the loss of the whole batch is asked for, and does not follow from those of its
-            micro-batches.
         ConfigError: a pattern of mixed precision matches nothing.
     """
     captured = capture(
@@ -235,8 +254,7 @@ def capture_training(
         device=settings.mesh.device,
     )
     check_precision(settings.compile, captured)
-    graph = prepared(captured, settings)
-    return Captured(graph=graph, original=captured, settings=settings)
+    return captured
 
 
 def capture_forward(

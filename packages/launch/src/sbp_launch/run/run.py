@@ -36,6 +36,8 @@ class Run:
         folder: Where it keeps what it leaves; a run that only plans leaves nothing.
         console: Where it prints; nowhere by default.
         world: This process among those of the run.
+        chooses_micro_batches: Whether the planner may choose another number of them than `config`
+            says.
     """
 
     config: RunConfig
@@ -43,6 +45,7 @@ class Run:
     folder: Path = Path()
     console: Console = field(default_factory=lambda: Console(quiet=True))
     world: World = field(default_factory=World)
+    chooses_micro_batches: bool = False
 
     @property
     def is_first(self) -> bool:

@@ -1,8 +1,9 @@
 """`trainer.micro_batches=auto`: the fewest parts of a step with which every rank fits its memory.
 
-Each number that divides the batch is planned, the smallest first, until the exact memory of the
-compiled plan fits: fewer and larger micro-batches keep the ranks busier. A pipeline wants more of
-them than memory asks for, and is told the number.
+A planner that chooses among the variants of a step (`chooses_variants`) is left to choose it. For
+others, each number that divides the batch is planned, the smallest first, until the exact memory of
+the compiled plan fits: fewer and larger micro-batches keep the ranks busier. A pipeline wants more
+of them than memory asks for, and is told the number.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def plan_fitting(run: Run, plan: Callable[[Run], Planned]) -> tuple[Run, Planned
     trainer = run.config.trainer
     if trainer.micro_batches != "auto":
         return run, plan(run)
+    if getattr(run.make("planner"), "chooses_variants", False):
+        return _chosen(run, plan)
     problem: SbpError | None = None
     counts = [n for n in range(1, trainer.batch_size + 1) if trainer.batch_size % n == 0]
     for count in counts:
@@ -58,6 +61,18 @@ def plan_fitting(run: Run, plan: Callable[[Run], Planned]) -> tuple[Run, Planned
         accepted=problem.accepted,
         todo=problem.todo.replace("set trainer.micro_batches, ", ""),  # that has been tried
     ) from problem
+
+
+def _chosen(run: Run, plan: Callable[[Run], Planned]) -> tuple[Run, Planned]:
+    """Plan with a planner that chooses the number of micro-batches itself."""
+    trainer = run.config.trainer
+    config = replace(run.config, trainer=replace(trainer, micro_batches=1))
+    planned = plan(replace(run, config=config, chooses_micro_batches=True))
+    count = planned.strategy.num_micro_batches
+    config = replace(run.config, trainer=replace(trainer, micro_batches=count))
+    each = counted(config.trainer.micro_batch_size, "sample")
+    run.say([f"micro_batches=auto: the planner has chosen {count}, of {each}"])
+    return replace(run, config=config), planned
 
 
 def _is_of_memory(error: SbpError) -> bool:

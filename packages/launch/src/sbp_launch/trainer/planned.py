@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from sbp_aten.pass_options import LossMeaning
@@ -13,16 +13,18 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
+from sbp_launch.planning.family import StepFamily
 from sbp_launch.planning.flow import (
     Captured,
     Planned,
     PlanSettings,
     capture_forward,
-    capture_training,
+    capture_step,
     check_fits,
     compiled,
     evaluating,
     plan_beside,
+    prepared,
     regathering,
     with_averages,
 )
@@ -38,11 +40,13 @@ class StepPlanner:
         run: What asks for it; says on its console what is done.
         captured: The step.
         settings: How it is planned.
+        family: The variants of the step that a planner may choose.
     """
 
     run: Run
     captured: Captured
     settings: PlanSettings
+    family: StepFamily
 
     @collection_paused()
     def plan(self, pins: Mapping[str, PinValue] | None = None) -> Planned:
@@ -58,23 +62,41 @@ class StepPlanner:
 
             def plan(graph: LogicalGraph) -> Strategy:
                 request = self.settings.request(graph, pins)
+                if graph is self.captured.graph:
+                    request = replace(request, family=self.family)
                 found = _plan(planner, request, config.planner.file)
                 if not isinstance(found, Strategy):
                     raise run.entry("planner").returned(found, "a Strategy", by="plan")
                 return regathering(found, config.compile)
 
             graph, strategy = self.captured.planned(plan)
+            settings = self.settings
+            if strategy.variant is not None:
+                settings = self.family.settings_of(strategy.variant)
+                graph = self.family.graph(strategy.variant)
         with run.stage("compiling and checking the plan"):
-            return compiled(graph, strategy, self.settings)
+            return compiled(graph, strategy, settings)
 
 
 @collection_paused()
 def step_planner(run: Run, program: Program) -> StepPlanner:
     """Capture the training step, and return what plans it."""
-    settings = plan_settings(run, program)
+    settings, trainer = plan_settings(run, program), run.config.trainer
     with run.stage("capturing the step"):
-        captured = _captured(run, program, settings)
-    return StepPlanner(run=run, captured=captured, settings=settings)
+        original = _captured(run, program, settings, trainer.micro_batch_size)
+        graph = prepared(original, settings)
+
+    def captured(count: int) -> LogicalGraph:
+        if count == settings.micro_batches:
+            return original
+        return _captured(run, program, settings, trainer.batch_size // count)
+
+    counts: tuple[int, ...] = (settings.micro_batches,)
+    if run.chooses_micro_batches:
+        counts = tuple(n for n in range(1, trainer.batch_size + 1) if trainer.batch_size % n == 0)
+    family = StepFamily(settings=settings, captured=captured, micro_batches=counts)
+    found = Captured(graph=graph, original=original, settings=settings)
+    return StepPlanner(run=run, captured=found, settings=settings, family=family)
 
 
 def plan_step(run: Run, program: Program) -> Planned:
@@ -110,17 +132,17 @@ def plan_settings(run: Run, program: Program) -> PlanSettings:
     )
 
 
-def _captured(run: Run, program: Program, settings: PlanSettings) -> Captured:
-    """Capture the training step.
+def _captured(run: Run, program: Program, settings: PlanSettings, size: int) -> LogicalGraph:
+    """Capture the training step, of micro-batches of so many samples.
 
     Raises:
         CaptureError: it cannot be captured.
         ConfigError: the model asks its batch for what the data do not give; names both files.
     """
     config = run.config
-    batch = program.example(config.trainer.micro_batch_size)
+    batch = program.example(size)
     try:
-        return capture_training(program.model, model_loss, batch, program.optimizer, settings)
+        return capture_step(program.model, model_loss, batch, program.optimizer, settings)
     except CaptureError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ConfigError):
