@@ -11,8 +11,9 @@ axes at once (`ilp`, `optcnn`), `osdp`, `tofu`, `greedy`. All are judged by the 
 of the compiled plan, so the result is no slower than any candidate that was looked at; which were
 not, for want of time, the report says.
 
-If nothing fits and the step has variants (`PlanRequest.family`), the next smaller one is tried
-(`variants`): activations made again, operators in slices, more micro-batches.
+If nothing fits and the step has variants (`PlanRequest.family`), the candidates that need least are
+tried for smaller ones (`variants`), until one fits: activations made again, operators in slices,
+more micro-batches.
 
 Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
 looked at.
@@ -20,7 +21,7 @@ looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -44,6 +45,12 @@ from sbp_planner.search_configs import AutoConfig, GreedyConfig, IlpConfig, Optc
 from sbp_planner.tofu import TofuPlanner
 from sbp_planner.variants import smaller_variants
 from sbp_planner.ways import ways
+
+#: Of the time, what is for the step as it is asked for, if it has other variants.
+_FIRST_SHARE = 0.5
+
+#: Of the candidates, how many are looked at again for smaller variants.
+_NUM_LEANEST = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +79,20 @@ class AutoPlanner:
         """
         search = _Search(request, self.config)
         family = request.family
-        first = None if family is None else family.variant
-        if not search.look_at(request, first) and family is not None:
+        if family is None:
+            search.look_at(request, None, share=1.0)
+        elif not search.look_at(request, family.variant, share=_FIRST_SHARE):
+            leanest = search.leanest()
             for variant in smaller_variants(family):
-                if search.is_late:
+                if search.is_late(1.0):
+                    search.untried.append("smaller variants of the step")
                     break
                 try:
                     smaller = request.of(variant)
                 except SbpError as error:
-                    search.untried.append(f"{_words(variant)}: {error}")
+                    search.tried[_words(variant)] = error
                     continue
-                if search.look_at(smaller, variant):
+                if search.look_at(smaller, variant, share=1.0, names=leanest):
                     break
         search.join_classes()
         return search.result()
@@ -106,20 +116,35 @@ class _Search:
     def limit_bytes(self) -> float:
         return self.config.memory_bytes or self.request.cluster.device.memory_bytes
 
-    @property
-    def is_late(self) -> bool:
-        return monotonic() > self._ends
+    def is_late(self, share: float) -> bool:
+        """Whether a share of the time is up."""
+        left = (1 - share) * self.config.time_limit_s
+        return monotonic() > self._ends - left
 
-    def look_at(self, request: PlanRequest, variant: GraphVariant | None) -> bool:
-        """Look at all candidates for one variant of the step; return whether anything fits."""
+    def look_at(
+        self,
+        request: PlanRequest,
+        variant: GraphVariant | None,
+        *,
+        share: float,
+        names: Collection[str] = (),
+    ) -> bool:
+        """Look at candidates for one variant of the step; return whether anything fits.
+
+        Args:
+            request: To plan that variant.
+            variant: Which; None if there are none.
+            share: Of the time, after which no further candidate is looked at.
+            names: Of the candidates; all if there is none.
+        """
         quiet = replace(request, progress=None, family=None)
         compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
         is_first = request.graph is self.request.graph
         of = "" if variant is None or is_first else f" ({_words(variant)})"
-        candidates = list(self._candidates(quiet))
+        candidates = [one for one in self._candidates(quiet) if not names or one.name in names]
         for index, candidate in enumerate(candidates):
             name = candidate.name + of
-            if self.is_late and self.best is not None:
+            if self.is_late(share) and self.best is not None:
                 self.untried += [one.name + of for one in candidates[index:]]
                 break
             if request.progress:
@@ -220,9 +245,12 @@ class _Search:
                     raise found
             raise PlanError("no candidate was looked at", todo="raise planner.time_limit_s")
         if not self.best.fits:
+            least = self.leanest()[0]
+            needed = self.tried[least]
+            assert isinstance(needed, Compiled), "it was compiled"
             raise PlanError(
                 f"nothing that was tried fits the {format_bytes(self.limit_bytes)} of a rank: the "
-                f"least, {self.best_name}, needs {format_bytes(self._least().memory_bytes)}",
+                f"least, {least}, needs {format_bytes(needed.memory_bytes)}",
                 accepted="memory of a rank of at least that",
                 todo="take more ranks or trainer.micro_batches, set compile.passes.recompute, or "
                 "raise planner.time_limit_s, so that more is tried",
@@ -245,9 +273,10 @@ class _Search:
         strategy = self.best.strategy
         return replace(strategy, planner="auto", report={**strategy.report, **report})
 
-    def _least(self) -> Compiled:
-        plans = [one for one in self.tried.values() if isinstance(one, Compiled)]
-        return min(plans, key=lambda one: one.memory_bytes)
+    def leanest(self) -> list[str]:
+        """Return the candidates whose plans need least memory, the least first."""
+        plans = {name: one for name, one in self.tried.items() if isinstance(one, Compiled)}
+        return sorted(plans, key=lambda name: plans[name].memory_bytes)[:_NUM_LEANEST]
 
 
 def _splits_classes(strategy: Strategy) -> bool:
@@ -266,7 +295,8 @@ def _mesh_words(mesh: Placement) -> str:
 
 def _words(variant: GraphVariant) -> str:
     """Return what is special about a variant: `4 micro-batches, activations in 2.1 MB`."""
-    parts = [f"{variant.num_micro_batches} micro-batches"]
+    count = variant.num_micro_batches
+    parts = [f"{count} micro-batch{'es' * (count > 1)}"]
     if variant.recompute_bytes is not None:
         parts.append(f"activations within {format_bytes(variant.recompute_bytes)}")
     if variant.slices:

@@ -30,6 +30,9 @@ class FilePlanner:
 
     config: FileConfig
 
+    #: It takes the micro-batches of the file, if they are left to it.
+    chooses_variants = True
+
     def plan(self, request: PlanRequest) -> Strategy:
         """Return the strategy of the file, with predictions for this cluster.
 
@@ -40,7 +43,7 @@ class FilePlanner:
         path = Path(self.config.path)
         with naming(path):
             # The graph that names are looked up in is that of the variant that the file is for.
-            variant = read_variant(path)
+            variant = read_variant(path, request.family)
             request = _of(request, variant)
             found, lines = read(path, request.graph)
             self._check(found, request, lines)

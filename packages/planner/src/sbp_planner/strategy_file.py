@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from sbp_core import strategy_yaml
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph import LogicalGraph
-from sbp_core.graph_variant import GraphVariant
+from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import stage_placements
 from sbp_core.placement import Placement
 from sbp_core.serialize import Lines
@@ -62,14 +63,22 @@ def read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
     return strategy_yaml.load_with_lines(path, graph)
 
 
-def read_variant(path: Path) -> GraphVariant | None:
-    """Return the variant of the step that a file is for, if its planner has chosen one.
+def read_variant(path: Path, family: GraphFamily | None) -> GraphVariant | None:
+    """Return the variant of the step that a file is for; None for the one that is asked for.
+
+    Args:
+        path: The file.
+        family: The variants that there are.
 
     Raises:
         SbpError: it cannot be read.
     """
     form = Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load_form(path)[0]
-    return form.variant
+    if form.variant is not None or family is None:
+        return form.variant
+    if form.num_micro_batches == family.variant.num_micro_batches:
+        return None
+    return replace(family.variant, num_micro_batches=form.num_micro_batches)
 
 
 def check_mesh(read: Strategy, mesh: Placement, lines: Lines) -> None:

@@ -205,15 +205,23 @@ def recompute_report(graph: LogicalGraph) -> RecomputeReport:
 
 
 def _without_recomputation(graph: LogicalGraph) -> LogicalGraph:
-    """Return the graph with every recomputed value replaced by the saved one."""
+    """Return the graph with every recomputed value replaced by the saved one.
+
+    A forward value that the backward phase alone uses is not there any more where it is recomputed;
+    its copy stays.
+    """
     names: dict[str, str] = {}
+    kept = []
     for node in graph.nodes:
-        if REMATERIALIZED in node.tags:
+        if REMATERIALIZED not in node.tags:
+            kept.append(node)
+        elif node.op != AFTER and node.forward not in graph.by_name:
+            kept.append(node)
+        else:
             waits = node.op == AFTER
             saved = node.inputs()[:1] if waits else graph.by_name[node.forward].outputs
             names |= zip(node.outputs, saved, strict=True)
-    nodes = (node for node in graph.nodes if REMATERIALIZED not in node.tags)
-    return graph.with_nodes(tuple(rename_uses(node, names) for node in nodes))
+    return graph.with_nodes(tuple(rename_uses(node, names) for node in kept))
 
 
 def _peak_recomputed_bytes(graph: LogicalGraph) -> int:
