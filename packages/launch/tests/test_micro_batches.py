@@ -11,7 +11,7 @@ from trainable import registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
-from sbp_launch.settings.config import RunConfig
+from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.micro_batches import plan_fitting
 from sbp_launch.trainer.planned import plan_step
@@ -47,6 +47,27 @@ def test_there_are_as_few_micro_batches_as_fit() -> None:
     assert chosen(needed[1]) == 1
     assert chosen(needed[1] - 1) == 2
     assert chosen(needed[2] - 1) == 3
+
+
+def test_a_planner_that_chooses_variants_chooses_them_too() -> None:
+    config = auto(10**9)
+    run = run_of(replace(config, planner=PluginChoice(name="choosing")))
+    program = make_program(run)
+
+    found, planned = plan_fitting(run, lambda known: plan_step(known, program))
+
+    assert planned.strategy.variant is not None
+    assert planned.plan.num_micro_batches == found.config.trainer.micro_batches == 24
+
+
+def test_a_number_that_is_said_is_not_left_to_planners() -> None:
+    config = auto(10**9, micro_batches=3)
+    run = run_of(replace(config, planner=PluginChoice(name="choosing")))
+    program = make_program(run)
+
+    _, planned = plan_fitting(run, lambda known: plan_step(known, program))
+
+    assert planned.plan.num_micro_batches == 3
 
 
 def test_a_step_that_fits_in_no_parts_is_refused() -> None:

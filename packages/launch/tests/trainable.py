@@ -144,6 +144,20 @@ class Megatron:
         return infer_strategy(request, planner="megatron", pins=pins | {"blocks.*.1.*": "S(1)"})
 
 
+class Choosing:
+    """Takes the most micro-batches that there may be, if there is a choice."""
+
+    chooses_variants = True
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        family = request.family
+        assert family is not None, "a step has variants"
+        variant = replace(family.variant, num_micro_batches=max(family.micro_batches))
+        chosen = request.of(variant)
+        strategy = infer_strategy(chosen, planner="choosing", pins={"batch": "S(0)"})
+        return replace(strategy, variant=variant)
+
+
 class Sharding:
     """Splits the batch and all states over the ranks."""
 
@@ -151,6 +165,10 @@ class Sharding:
         words = ("batch", "use:batch", "activations", "parameters", "optimizer_states")
         pins = dict.fromkeys((*words, "gradients", "updates"), "S(0)")
         return infer_strategy(request, planner="sharding", pins=pins)
+
+
+def make_choosing(config: object) -> Choosing:
+    return Choosing()
 
 
 def make_model(config: object) -> Bigram:
@@ -232,6 +250,7 @@ def sbp_passes() -> Mapping[str, Factory]:
 def sbp_planners() -> Mapping[str, Factory]:
     return {
         "even": Factory(build="trainable:make_planner"),
+        "choosing": Factory(build="trainable:make_choosing"),
         "sharding": Factory(build="trainable:make_sharding"),
         "megatron": Factory(build="trainable:make_megatron"),
     }

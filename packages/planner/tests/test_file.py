@@ -11,9 +11,13 @@ import pytest
 from plan_requests import assert_legal, request
 
 from sbp_core.errors import ConfigError
+from sbp_core.graph import LogicalGraph
+from sbp_core.graph_variant import GraphVariant
+from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.strategy_yaml import to_yaml
+from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.configs import FileConfig, ManualConfig
 from sbp_planner.file import build
 from sbp_planner.manual import build as build_manual
@@ -223,3 +227,39 @@ def test_a_path_that_is_no_file_is_answered_with_the_nearest_run_or_the_newest(
 
     assert near.value.todo == "did you mean 'runs/first/strategy.yaml'?"
     assert far.value.todo == "the newest run has 'runs/2026-01-02_03-04-05/strategy.yaml'"
+
+
+class Family:
+    """A step that may have one micro-batch, or two, in which it is another graph."""
+
+    variant = GraphVariant()
+    may_recompute = may_slice = False
+
+    def __init__(self, *micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+
+    def graph(self, variant: GraphVariant) -> LogicalGraph:
+        return mlp((8, 8), batch=16, num_micro_batches=variant.num_micro_batches)
+
+
+def of_two(family: Family | None) -> PlanRequest:
+    mesh = Placement.grid((2,), ("data",))
+    graph = mlp((8, 8), batch=16, num_micro_batches=1 if family else 2)
+    return PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), family=family)
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_micro_batches_that_are_left_open_are_those_of_the_file(
+    tmp_path: Path, is_said: bool
+) -> None:
+    two = GraphVariant(num_micro_batches=2)
+    made = build_manual(ManualConfig(pins={"batch": "S(0)"})).plan(of_two(None))
+    path = tmp_path / "strategy.yaml"
+    path.write_text(to_yaml(replace(made, variant=two if is_said else None)))
+
+    found = from_file(path, of_two(Family(1, 2)))
+
+    assert found.variant == two
+    assert found.nodes == made.nodes
+    with pytest.raises(ConfigError, match="for 2 micro-batches, the step has 1"):
+        from_file(path, of_two(Family(1)))

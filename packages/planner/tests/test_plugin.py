@@ -22,7 +22,8 @@ PRESETS = [
     "zero2",
     "pipeline",
 ]
-OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file"]
+SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
+OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_the_entry_point_leads_to_the_hooks():
 
 
 def test_the_package_brings_these_planners():
-    assert set(FACTORIES) == {"infer", "manual", "osdp", "file"}
+    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES}
     assert plugin.sbp_config_folders() == ["pkg://sbp_planner.conf"]
 
 

@@ -66,11 +66,8 @@ class FilePlanner:
         check_mesh(read, request.mesh, lines)
         count = request.graph.num_micro_batches
         if read.num_micro_batches != count:
-            raise ConfigError(
-                f"the strategy is for {read.num_micro_batches} micro-batches, the step has {count}",
-                where=lines.where(["num_micro_batches"]),
-                todo=f"set trainer.micro_batches={read.num_micro_batches}",
-            )
+            where = lines.where(["num_micro_batches"])
+            raise _other_count(read.num_micro_batches, count, where)
         _check_names(read, request.graph, lines)
         if read.graph_hash != graph_hash(request.graph) and not self.config.other_graph:
             raise ConfigError(
@@ -82,13 +79,25 @@ class FilePlanner:
             )
 
 
+def _other_count(read: int, asked: int, where: str | Sequence[str] = "") -> ConfigError:
+    return ConfigError(
+        f"the strategy is for {read} micro-batches, the step has {asked}",
+        where=where,
+        todo=f"set trainer.micro_batches={read}",
+    )
+
+
 def _of(request: PlanRequest, variant: GraphVariant | None) -> PlanRequest:
-    """Return the request for a variant of the step, if that is one that may be chosen."""
+    """Return the request for a variant of the step, if that is one that may be chosen.
+
+    Raises:
+        ConfigError: its number of micro-batches is not.
+    """
     family = request.family
     if variant is None or family is None or variant == family.variant:
         return request
     if variant.num_micro_batches not in family.micro_batches:
-        return request
+        raise _other_count(variant.num_micro_batches, request.graph.num_micro_batches)
     may = (variant.recompute_bytes is None or family.may_recompute) and (
         not variant.slices or family.may_slice
     )

@@ -66,14 +66,16 @@ def read(path: Path, graph: LogicalGraph) -> tuple[Strategy, Lines]:
 def read_variant(path: Path, family: GraphFamily | None) -> GraphVariant | None:
     """Return the variant of the step that a file is for; None for the one that is asked for.
 
+    So also for a file that cannot be read, of which `read` says why.
+
     Args:
         path: The file.
         family: The variants that there are.
-
-    Raises:
-        SbpError: it cannot be read.
     """
-    form = Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load_form(path)[0]
+    try:
+        form = Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load_form(path)[0]
+    except SbpError:
+        return None
     if form.variant is not None or family is None:
         return form.variant
     if form.num_micro_batches == family.variant.num_micro_batches:
