@@ -120,6 +120,17 @@ def test_more_ranks_of_a_machine_of_nodes_are_more_nodes(file: str) -> None:
     assert build_measured(config)(8).devices_per_node == 2
 
 
+def test_a_node_that_is_guessed_larger_has_whole_sockets(file: str) -> None:
+    value = json.loads(Path(file).read_text())
+    socket = {"name": "socket", "num_ranks": 2, "link": value["intra_node"]}
+    of_four = {**value, "num_devices": 4, "devices_per_node": 4, "groups": [socket]}
+    Path(file).write_text(json.dumps(of_four))
+
+    cluster = build_measured(MeasuredConfig(file=file, mesh=(5,), extrapolate=True))(5)
+
+    assert (cluster.num_devices, cluster.group_sizes) == (5, (2, 8))
+
+
 def test_a_mesh_is_checked_as_that_of_any_cluster(file: str) -> None:
     assert MeasuredConfig(file=file, mesh=(1, 2)).axes == ("data", "tensor")
     with pytest.raises(ConfigError, match="names 1 axes for a mesh of 2"):

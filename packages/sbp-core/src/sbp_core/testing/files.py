@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +15,7 @@ from sbp_core import strategy_yaml
 from sbp_core.boxing import route
 from sbp_core.calibration import CALL_KINDS, Calibration, Measurement, calibrate
 from sbp_core.check import check
-from sbp_core.cluster import Cluster, Device, Link
+from sbp_core.cluster import Cluster, Device, Link, LinkLevel
 from sbp_core.compile import check_strategy, compile_plan
 from sbp_core.compile.physical import PLAN
 from sbp_core.graph import LogicalGraph, graph_hash
@@ -111,6 +112,15 @@ def _use_graph(path: Path) -> None:
 # Clusters.
 
 
+def _racks() -> Cluster:
+    """Return a machine of GPUs in racks, with what their hosts have."""
+    link = Link(latency_s=1e-5, bytes_per_s=1e8)
+    desk = replace(measured_cluster(), calibrations={}, backend="", machine={})
+    device = replace(desk.device, kind="cuda", host_memory_bytes=100, host_link=link)
+    rack = LinkLevel(name="rack", num_ranks=4, link=link, shared=True)
+    return replace(desk, num_devices=8, device=device, groups=(rack,))
+
+
 def _use_cluster(path: Path) -> None:
     read = Cluster.load(path)
     for mesh in (Placement.grid((2,), ("data",)), Placement([1, 300], ("data",))):
@@ -171,7 +181,7 @@ KINDS = {
         FileKind(
             name="cluster",
             suffix=".json",
-            originals=lambda: [_written(measured_cluster().save)],
+            originals=lambda: [_written(measured_cluster().save), _written(_racks().save)],
             use=_use_cluster,
         ),
         FileKind(
