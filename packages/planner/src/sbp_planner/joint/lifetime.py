@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.graph import ITEMSIZE, TensorType
+from sbp_core.graph import ITEMSIZE, Phase, TensorType
 from sbp_core.infer import StepProblem
 from sbp_core.sbp import NdSbp, Sbp, local_shape
 
@@ -43,15 +43,20 @@ class Held:
 
     def peak_bytes(self, values: Sequence[int]) -> int:
         """Return what an assignment holds at most at any place."""
+        return int(self.by_place(values).max(initial=0))
+
+    def by_place(self, values: Sequence[int]) -> NDArray[np.int64]:
+        """Return what an assignment holds at each place, in bytes."""
         places = max((end for _, end in self.intervals), default=0)
         change = np.zeros(places + 1, dtype=np.int64)
         for usage, (start, end), value in zip(self.usages, self.intervals, values, strict=True):
             change[start] += usage[value]
             change[end] -= usage[value]
-        return int(np.cumsum(change).max(initial=0))
+        found: NDArray[np.int64] = np.cumsum(change)
+        return found
 
 
-def held(problem: StepProblem, limit_bytes: float) -> Held:
+def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()) -> Held:
     """Return what the variables of a step hold, on the fullest rank of each stage.
 
     A stage has its own stretch of places, so that the limit is that of each.
@@ -59,6 +64,8 @@ def held(problem: StepProblem, limit_bytes: float) -> Held:
     Args:
         problem: The step.
         limit_bytes: Of one rank.
+        in_flight: For each stage, of how many micro-batches it holds what waits for the backward
+            phase; of one if omitted.
     """
     work = problem.work
     graph, num_stages = work.graph, len(work.placements)
@@ -82,6 +89,9 @@ def held(problem: StepProblem, limit_bytes: float) -> Held:
                 dtype=np.int64,
             )
         end = max((last[value] for value in node.outputs), default=start) + 1
+        waits = node.phase is Phase.FORWARD and graph.nodes[end - 1].phase is Phase.BACKWARD
+        if waits and in_flight:
+            usages[variable] *= in_flight[stage]
         intervals[variable] = (stage * length + start, stage * length + end)
     for entry in work.inputs:
         variable, stage = problem.storage_variable[entry.name], work.stages.inputs[entry.name]

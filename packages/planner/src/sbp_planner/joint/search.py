@@ -3,10 +3,10 @@
 1. Without memory: elimination (`sbp_core.infer.minimise`), begun from what was found axis by axis;
    a bound by moving costs (`joint.bound`); where that leaves a gap, an integer program
    (`sbp_planner.choice`). If the compiled plan of that fits, done.
-2. Else with memory over time (`joint.lifetime`) in the integer program, whose limit is corrected by
-   what the compiled plan holds beside what was counted, until limits whose plans fit and limits
-   whose plans do not are next to each other, or the tries are used up. The fastest that fits is
-   taken.
+2. Else with memory over time (`joint.lifetime`), by an integer program, or by a price on memory
+   where that would be too large (`joint.priced`). The limit is corrected by what the compiled plan
+   holds beside what was counted, until limits whose plans fit and limits whose plans do not are
+   next to each other, or the tries are used up. The fastest that fits is taken.
 
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
 without overlap; with equal layers alike, none that is so.
@@ -39,9 +39,14 @@ from sbp_planner.joint.bound import DualBound
 from sbp_planner.joint.layers import repeated, tie, untied
 from sbp_planner.joint.lifetime import Held, held
 from sbp_planner.joint.lower import lower_step
+from sbp_planner.joint.priced import PricedMemory
 
-#: Limits that are tried, each with a choice problem solved and a plan compiled.
-MAX_TRIES = 8
+#: Limits that are tried, each with a choice problem solved and a plan compiled; of large steps,
+#: whose plans take long to compile, fewer.
+MAX_TRIES, MAX_LARGE_TRIES = 8, 4
+
+#: Steps of more variables than this have a price on memory instead of a program with it.
+MAX_PROGRAM_VARIABLES = 600
 
 #: Of the largest table of elimination, and of one value with its users.
 MAX_ENTRIES, MAX_DIRECT_ENTRIES = 1 << 20, 1 << 20
@@ -196,16 +201,20 @@ class _Search:
 
     def within_memory(self, free: Values, compiled: Compiled) -> tuple[Values, Compiled] | None:
         """Return the fastest plan that fits, of limits that close in on where plans fit."""
-        counted = held(self.problem, self.limit_bytes)
+        flight = self.stages.in_flight if self.stages is not None else ()
+        counted = held(self.problem, self.limit_bytes, flight)
+        num_tries = (
+            MAX_TRIES if len(self.problem.unary) <= MAX_PROGRAM_VARIABLES else MAX_LARGE_TRIES
+        )
         above, below = float(counted.peak_bytes(free)), 0.0
         wanted = above + self.limit_bytes - compiled.memory_bytes
         self.least_bytes = compiled.memory_bytes
         found: tuple[Values, Compiled] | None = None
-        for number in range(MAX_TRIES):
+        for number in range(num_tries):
             if not below < wanted < above:
                 wanted = (below + above) / 2
-            self._say("choosing within memory", 0.6 + 0.4 * number / MAX_TRIES)
-            values = self.within(counted.within(wanted))
+            self._say("choosing within memory", 0.6 + 0.4 * number / num_tries)
+            values = self.within(counted.within(wanted), free)
             if values is None:
                 below = wanted
                 if above - below < 0.01 * self.limit_bytes:
@@ -226,8 +235,12 @@ class _Search:
             wanted = peak + self.limit_bytes - compiled.memory_bytes
         return found
 
-    def within(self, memory: Held) -> Values | None:
+    def within(self, memory: Held, free: Values) -> Values | None:
         """Return the cheapest assignment within a counted limit; None if none was found."""
+        if len(self.problem.unary) > MAX_PROGRAM_VARIABLES:
+            step = tie(self.problem) if self.settings.tied else untied(self.problem)
+            priced = PricedMemory(self.problem, step, max_entries=MAX_ENTRIES)
+            return priced.within(memory, free)
         ties = repeated(self.problem) if self.settings.tied else ()
         lowered = lower_step(self.problem, ties=ties, held=memory)
         solution = solve(

@@ -1,0 +1,75 @@
+"""A limit of memory in the search over all mesh axes: what is counted, and a price on it."""
+
+import pytest
+from plan_requests import request
+
+from sbp_core.infer import joint_problem
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.testing.graphs import cluster, mlp
+from sbp_planner.choice import solve
+from sbp_planner.joint.layers import repeated, tie
+from sbp_planner.joint.lifetime import held
+from sbp_planner.joint.lower import lower_step
+from sbp_planner.joint.priced import PricedMemory
+
+
+def slow_mlp():
+    """Layers whose products are cheapest where everything is whole, as links are slow."""
+    mesh = Placement.grid((2,), ("data",))
+    machine = cluster(num_devices=2, bytes_per_s=1e4, latency_s=1e-3)
+    graph = mlp((32, 32, 32, 32), batch=64)
+    return joint_problem(PlanRequest(graph=graph, mesh=mesh, cluster=machine))
+
+
+def test_a_price_on_memory_keeps_to_the_limit_and_is_near_the_best():
+    problem = slow_mlp()
+    counted = held(problem, 1e12)
+    free = tuple(problem.start)
+    limit = 0.8 * counted.peak_bytes(free)
+    memory = counted.within(limit)
+
+    found = PricedMemory(problem, tie(problem), max_entries=1 << 16).within(memory, free)
+
+    lowered = lower_step(problem, ties=repeated(problem), held=memory)
+    best = solve(lowered.choice, time_limit_s=30)
+    assert best.proved
+    assert found is not None
+    assert memory.peak_bytes(found) <= limit < memory.peak_bytes(free)
+    assert best.cost * (1 - 1e-9) <= problem.cost(found) <= 1.5 * best.cost
+
+
+def test_a_limit_that_nothing_keeps_to_has_no_price():
+    problem = slow_mlp()
+    memory = held(problem, 1.0)
+
+    search = PricedMemory(problem, tie(problem), max_entries=1 << 16)
+
+    assert search.within(memory, tuple(problem.start)) is None
+
+
+def test_what_waits_for_the_backward_phase_is_held_for_each_micro_batch_in_flight():
+    problem = joint_problem(request((2,), ("data",)), from_axes=False)
+
+    once, thrice = held(problem, 1e9), held(problem, 1e9, in_flight=(3,))
+
+    product = problem.node_variable["blocks.0.mlp.up.mm"]
+    update = problem.node_variable["head.weight.update.div"]
+    assert thrice.usages[product].tolist() == (3 * once.usages[product]).tolist()
+    assert thrice.usages[update].tolist() == once.usages[update].tolist()
+
+
+def test_places_add_up_to_what_values_hold_there():
+    problem = slow_mlp()
+    counted = held(problem, 1e12)
+    values = [0] * len(problem.unary)
+
+    by_place = counted.by_place(values)
+
+    for place in (0, len(by_place) // 2):
+        alive = sum(
+            int(usage[0])
+            for usage, (start, end) in zip(counted.usages, counted.intervals, strict=True)
+            if start <= place < end
+        )
+        assert by_place[place] == pytest.approx(alive)
