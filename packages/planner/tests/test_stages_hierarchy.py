@@ -17,7 +17,9 @@ from sbp_planner.stages import (
     chain,
     cut_hierarchy,
     evaluate,
+    order_ideals,
 )
+from sbp_planner.stages.hierarchy import _Search
 
 FLAT = [(1,), (2,), (3,), (4,), (5,)]
 NESTED = [(2, 2), (1, 3), (3, 1), (2, 1, 2), (1, 2, 2), (3, 2), (2, 3)]
@@ -76,8 +78,21 @@ def test_what_the_search_minimises_is_what_the_pipeline_costs(graph, levels):
     assert found.searched_s == pytest.approx(price, rel=1e-9)
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(graphs(), machines([(4,), (2, 2), (3, 2), (2, 2, 2)]), st.floats(0.2, 3), limits)
+def test_a_search_within_a_bound_finds_the_best_or_nothing(graph, levels, share, limit):
+    problem = HierarchyProblem(graph=graph, levels=levels, memory_bytes=limit)
+    ideals = order_ideals(graph, 100)
+    best = _Search(problem, ideals).best()
+    bound = share * (best or 1.0)
+
+    found = _Search(problem, ideals, bound=bound).best()
+
+    assert found == (best if best is not None and best <= bound * (1 + 1e-9) else None)
+
+
 @pytest.mark.exhaustive
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(graphs(max_blocks=6), machines(FLAT + NESTED), limits, st.booleans(), versions)
 def test_no_pipeline_is_faster_on_more_graphs(graph, levels, limit, replicate, kept):
     check_against_all(graph, levels, limit, replicate, kept)

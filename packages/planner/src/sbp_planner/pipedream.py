@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _options(sys.argv[1:] if arguments is None else arguments)
         answer = _answer(options)
-        sys.stdout.write(json.dumps(answer, indent=2) + "\n")
+        sys.stdout.write(json.dumps(_whole(answer), indent=2) + "\n")
         sys.stdout.flush()
     except SbpError as error:
         sys.stderr.write(f"{error}\n")
@@ -85,6 +85,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever reads has seen enough (`| head`); the interpreter would complain when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _whole(answer: Any) -> Any:
+    """Return an answer whose bytes are whole numbers where they can be."""
+    if isinstance(answer, dict):
+        sizes = {key for key in answer if key.endswith("_bytes")}
+        return {
+            key: _integers(value) if key in sizes else _whole(value)
+            for key, value in answer.items()
+        }
+    return [_whole(entry) for entry in answer] if isinstance(answer, list) else answer
+
+
+def _integers(sizes: Any) -> Any:
+    if isinstance(sizes, list):
+        return [_integers(size) for size in sizes]
+    return int(sizes) if isinstance(sizes, float) and sizes.is_integer() else sizes
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

@@ -153,11 +153,21 @@ class BlockGraph:
     def crossing_bytes(self, members: int) -> float:
         """Return the bytes made inside a set of blocks and used outside, each value once."""
         return sum(
-            flow.num_bytes
-            for flow in self.flows
-            if members >> self.index[flow.producer] & 1
-            and any(not members >> self.index[name] & 1 for name in flow.consumers)
+            num_bytes
+            for producer, consumers, num_bytes in self._flow_masks
+            if members & producer and consumers & ~members
         )
+
+    @cached_property
+    def _flow_masks(self) -> tuple[tuple[int, int, float], ...]:
+        """For each flow its producer and its consumers, as sets, and its bytes."""
+        found = []
+        for flow in self.flows:
+            consumers = 0
+            for name in flow.consumers:
+                consumers |= 1 << self.index[name]
+            found.append((1 << self.index[flow.producer], consumers, flow.num_bytes))
+        return tuple(found)
 
 
 def chain(blocks: Iterable[Block], boundary_bytes: Sequence[float]) -> BlockGraph:

@@ -146,13 +146,9 @@ def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
     for levels in _machines(problem):
         if best is not None and ideals.compute_s[-1] / num_devices(levels) >= best[0]:
             continue  # even if all devices were busy all the time
-        own = replace(problem, levels=levels)
-        # What a few ideals reach bounds what is worth looking at among all.
-        reached = _Search(own, few).best() if few is not None else None
-        search = _Search(own, ideals, bound=inf if reached is None else reached)
-        found = search.best()
-        if found is not None and (best is None or found < best[0]):
-            best = found, levels, search.stages()
+        found = _best_on(replace(problem, levels=levels), ideals, few)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found[0], levels, found[1]
     if best is None:
         return _why_infeasible(problem, ideals)
     value, levels, stages = best
@@ -168,6 +164,32 @@ def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
         bound_s=evaluation.pipeline_s if ideals.complete else bound_s,
         searched_s=value,
     )
+
+
+def _best_on(
+    problem: HierarchyProblem, ideals: Ideals, few: Ideals | None
+) -> tuple[float, list[Stage]] | None:
+    """Return the least time on all devices, and the pipeline; None if none is possible.
+
+    What `few` of the ideals reach bounds what is worth looking at among all.
+    """
+    if problem.memory_bytes is not None:
+        # Without the limit there is one table for each level; what is best then, often fits.
+        roomy = _best_on(replace(problem, memory_bytes=None), ideals, few)
+        if roomy is None:
+            return None
+        price = evaluate(problem.graph, problem.levels, roomy[1], problem.versions)
+        if price.memory_bytes <= problem.memory_bytes:
+            return roomy
+        # Another one may be as fast and fit; to look for no slower ones is quick.
+        search = _Search(problem, ideals, bound=roomy[0])
+        found = search.best()
+        if found is not None:
+            return found, search.stages()
+    reached = _Search(problem, few).best() if few is not None else None
+    search = _Search(problem, ideals, bound=inf if reached is None else reached)
+    found = search.best()
+    return None if found is None else (found, search.stages())
 
 
 def _machines(problem: HierarchyProblem) -> Iterator[tuple[Level, ...]]:
@@ -262,11 +284,12 @@ class _Search:
         self._tables: dict[tuple[int, int], Floats] = {}
 
     def best(self) -> float | None:
-        """Return the least value of the objective; None if no pipeline is possible."""
+        """Return the least value of the objective; None if no pipeline within the bound is."""
         top = len(self.levels) - 1
         best, _, _ = self._columns(top, 0, len(self._ideals.masks) - 1)
         value = float(best[-1, 0])
-        return value if value < inf else None
+        # Beyond the bound, what was found need not be the best.
+        return value if value < inf and value <= self._bounds[top] else None
 
     def stages(self) -> list[Stage]:
         """Return the stages of the best pipeline."""
