@@ -17,6 +17,7 @@ from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.patterns import check_patterns
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import planned, trainer
+from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import EagerReference, make_program
 from sbp_launch.trainer.session import make_backend, start
 from sbp_launch.trainer.team import DEADLINE_S, vote_deadline_s
@@ -145,7 +146,10 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
 
 
 def test_planning_alone_prints_the_plan_and_trains_nothing(capsys):
-    trainer.plan_only(run_config(), registry())
+    planning = PlanningOnly(run_config(), registry())
+
+    planning.plan()
+    planning.show()
 
     out = capsys.readouterr().out
     assert "cannot deadlock" in out

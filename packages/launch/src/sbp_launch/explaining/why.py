@@ -69,7 +69,7 @@ def why_lines(
         progress: Is told what is being planned.
 
     Raises:
-        ConfigError: the pattern matches nothing, or the mesh has no such axis.
+        ConfigError: the pattern matches nothing.
     """
     planned = asked.planned
     tensors = tensors_of(planned.graph, question.pattern)
