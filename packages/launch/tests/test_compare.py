@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -83,6 +84,17 @@ def test_a_plan_of_another_mesh_is_made_for_as_many_ranks() -> None:
     assert len(other.plan.ranks) == 4
     assert other.simulation.step_s == theirs.simulation.step_s
     assert any("stages of" in line for line in compare_lines(found_plan("replicated"), other, "a"))
+
+
+def test_a_strategy_of_other_sizes_is_priced_for_the_step_of_now_and_that_is_said() -> None:
+    planned = found_plan("replicated")
+    elsewhere = replace(planned.strategy, graph_hash="of other sizes")
+
+    same, other = (planned_as(one, *planner()) for one in (planned.strategy, elsewhere))
+
+    lines = [list(compare_lines(planned, one, "other")) for one in (same, other)]
+    told = "other was made for other sizes or settings; both are priced for the step of now"
+    assert told not in lines[0] and told in lines[1]
 
 
 def test_the_plan_of_another_model_is_refused_with_what_it_names() -> None:

@@ -160,10 +160,10 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
 
 
 def test_planning_alone_prints_the_plan_and_trains_nothing(capsys):
-    only = PlanningOnly(run_config(), registry())
+    planning = PlanningOnly(run_config(), registry())
 
-    only.plan()
-    only.show()
+    planning.plan()
+    planning.show()
 
     out = capsys.readouterr().out
     assert "cannot deadlock" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from test_alternatives import replan
@@ -60,6 +61,14 @@ def test_of_a_planner_that_takes_long_only_what_is_nearby_is_planned_anew() -> N
     assert "each changes what the pin is about alone" in last
 
 
+def test_ways_that_there_was_no_time_for_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sbp_launch.explaining.why.MOST_S", -1.0)
+
+    text = "\n".join(answer("head.weight"))
+
+    assert "not looked at, as -1 s were over: (S(0)), (S(1))" in text
+
+
 def test_what_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="matches no tensor"):
         answer("heda")
@@ -73,11 +82,9 @@ def test_a_plan_beside_itself_is_as_fast() -> None:
 
 
 def test_a_plan_that_does_not_fit_says_where_it_is_fullest() -> None:
-    import dataclasses
-
     planned = found_plan("replicated")
     before = figures_of(planned)
-    after = dataclasses.replace(before, limit_bytes=1)
+    after = replace(before, limit_bytes=1)
 
     text = reason(planned, planned, before, after)
 

@@ -57,7 +57,7 @@ def test_what_waits_for_the_backward_phase_is_held_for_each_micro_batch_in_fligh
 
     once, thrice = held(problem, 1e9), held(problem, 1e9, in_flight=(3,))
 
-    product = problem.node_variable["blocks.0.mlp.up.mm"]
+    product = problem.node_variable["blocks.0.mlp.gelu"]
     update = problem.node_variable["head.weight.update.div"]
     assert thrice.usages[product].tolist() == (3 * once.usages[product]).tolist()
     assert thrice.usages[update].tolist() == once.usages[update].tolist()

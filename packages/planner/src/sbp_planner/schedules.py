@@ -75,6 +75,7 @@ def with_schedule(
         raise PlanError(
             f"no schedule of the pipeline fits the {format_bytes(limit)} of a device",
             where=[_line(name, one) for name, one in tried.items()],
+            accepted="more cluster.memory_bytes, or plans that need less",
             todo="raise trainer.micro_batches, or take more stages",
         )
     least_s = min(one.step_s for one in fits) * (1 + _NEAR)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from sbp_core.errors import SbpError
+from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import Pins, PinValue, infer_nearby, resolve_pins
 from sbp_core.placement import Placement
@@ -74,7 +74,15 @@ def tensors_of(graph: LogicalGraph, pattern: str) -> Tensors:
     Raises:
         ConfigError: nothing.
     """
-    pins = resolve_pins(graph, ("any",), {pattern: "B"})
+    try:
+        pins = resolve_pins(graph, ("any",), {pattern: "B"})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{pattern!r} matches no tensor and no module of {graph.name!r}",
+            where="why",
+            accepted=error.accepted,
+            todo=error.todo,
+        ) from error
     return Tensors(
         stored=tuple(name for name, _ in pins.storage), used=tuple(name for name, _ in pins.use)
     )

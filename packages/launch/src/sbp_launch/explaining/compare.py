@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from sbp_core.boxing import StepKind
+from sbp_core.graph import graph_hash
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.columns import change_text, columns
@@ -36,6 +37,8 @@ def compare_lines(this: Planned, other: Planned, name: str) -> Iterator[str]:
     """
     yield f"this plan: {plan_text(this.strategy)}"
     yield f"{name}: {plan_text(other.strategy)}"
+    if other.strategy.graph_hash != graph_hash(other.graph):
+        yield f"{name} was made for other sizes or settings; both are priced for the step of now"
     yield from columns([["", "this plan", _shortened(name), "change"], *_rows(this, other)])
     changed, num_modules = changes(this.module_rows, other.module_rows)
     if not changed:

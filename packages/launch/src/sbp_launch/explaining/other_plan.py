@@ -34,7 +34,6 @@ def strategy_of(place: str) -> Path:
     if path.suffix not in _ENDINGS or not path.is_file():
         raise ConfigError(
             f"compare={place!r} is no strategy file" if path.exists() else f"no file {place!r}",
-            where="compare",
             accepted=f"a file {', '.join(_ENDINGS)} that out= wrote, or the folder of a run",
         )
     return path

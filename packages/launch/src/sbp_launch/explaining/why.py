@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 from sbp_core.sbp import NdSbp
 from sbp_core.units import format_bytes, format_seconds
@@ -32,6 +33,9 @@ from sbp_launch.planning.flow import Planned
 
 #: All ways of a tensor are planned anew if that takes no longer than so many seconds.
 MOST_PLANNING_S = 30.0
+
+#: After so many seconds no further way is looked at.
+MOST_S = 120.0
 
 #: Most boxing that is listed as more or less, and most tensors that are named.
 _MOST_MOVES, _MOST_NAMES = 6, 3
@@ -65,7 +69,7 @@ def why_lines(
         progress: Is told what is being planned.
 
     Raises:
-        ConfigError: the pattern matches nothing, or the mesh has no such axis.
+        ConfigError: the pattern matches nothing.
     """
     planned = asked.planned
     tensors = tensors_of(planned.graph, question.pattern)
@@ -157,11 +161,17 @@ def _all_ways(
     first = now[0] if now else None
     values = values_of(planned.graph, planned.strategy.stages, tensors, first)
     values = [value for value in values if len(now) != 1 or value != str(first)]
+    if not values:
+        yield "  there is no other way to cut that on this mesh"
+        return
     anew = asked.planning_s * len(values) <= MOST_PLANNING_S
     replan = asked.replan if anew else None
     make = partial(alternative, planned, pattern, replan=replan)
-    ways = []
+    ways: list[Alternative] = []
+    begun_s = perf_counter()
     for value in values:
+        if perf_counter() - begun_s > MOST_S:
+            break
         progress(f"{pattern}: {value}")
         ways.append(make(value))
     made = [(one, one.figures) for one in ways if one.figures is not None]
@@ -176,6 +186,9 @@ def _all_ways(
     yield ""
     yield from _wide(rows)
     yield from _refused([one for one in ways if one.refused is not None])
+    if left := values[len(ways) :]:
+        named = ", ".join(f"({value})" for value in left)
+        yield f"not looked at, as {MOST_S:.0f} s were over: {named}"
     if replan is not None:
         yield (
             f"each is the faster of two plans: of the whole step by planner {asked.planner} with "

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sbp_core.compile import check_strategy
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.graph import LogicalGraph, graph_hash
+from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PIPE_AXIS
 from sbp_core.placement import Placement
 from sbp_core.plugins import ClusterFactory
@@ -43,7 +43,7 @@ def planned_as(strategy: Strategy, planner: StepPlanner, program: Program) -> Pl
         settings = replace(settings, cluster=make(last + 1))
     try:
         check_strategy(graph, strategy)
-        return compiled(graph, replace(strategy, graph_hash=graph_hash(graph)), settings)
+        return compiled(graph, strategy, settings)
     except SbpError as error:
         raise ConfigError(
             error.what, where=("compare", *error.where), accepted=error.accepted, todo=error.todo

@@ -105,13 +105,9 @@ def plan_page(planned: Planned, model: str) -> str:
 def _tiles(planned: Planned, figures: Figures) -> str:
     """Return the figures on top of the page."""
     step_s = figures.step_s
-    shares = {
-        "computing": figures.computing_s,
-        "boxing": figures.boxing_s,
-    }
-    idle_s = max(0.0, step_s - sum(shares.values()))
+    together = any(len(part.orders) > 1 for part in planned.plan.ranks)
     tiles = [
-        ("predicted step", format_seconds(step_s), _share_bar(shares, idle_s, step_s)),
+        ("predicted step", format_seconds(step_s), _share_bar(figures, together=together)),
         (
             "a rank sends in a step",
             format_bytes(figures.sent_bytes / figures.num_ranks),
@@ -137,19 +133,27 @@ def _tiles(planned: Planned, figures: Figures) -> str:
     return f'<dl class="tiles">{made}</dl>'
 
 
-def _share_bar(shares: Mapping[str, float], idle_s: float, step_s: float) -> str:
-    """Return which shares of the step a rank computes, boxes and waits, as a bar and in words."""
+def _share_bar(figures: Figures, *, together: bool) -> str:
+    """Return which shares of the step a rank computes, boxes and waits, as a bar and in words.
+
+    Args:
+        figures: Of the plan.
+        together: Whether ranks box on a thread of its own, so that the shares are no parts.
+    """
+    step_s = figures.step_s
     if not step_s:
         return ""
-    colours = {"computing": looks_of(["F"])["F"].fill, "boxing": "#f2994a"}
+    computing, boxing = figures.computing_s / step_s, figures.boxing_s / step_s
+    parts = {looks_of(["F"])["F"].fill: computing, "#f2994a": 0.0 if together else boxing}
     bar = "".join(
-        f'<i style="width:{100 * time_s / step_s:.2f}%;background:{colours[name]}"></i>'
-        for name, time_s in shares.items()
+        f'<i style="width:{100 * share:.2f}%;background:{colour}"></i>'
+        for colour, share in parts.items()
     )
-    told = ", ".join(
-        f"{100 * time_s / step_s:.0f}% {name}"
-        for name, time_s in {**shares, "waiting": idle_s}.items()
-    )
+    told = f"{100 * computing:.0f}% computing, {100 * boxing:.0f}% boxing"
+    if together:
+        told += " at the same time"
+    else:
+        told += f", {100 * max(0.0, 1 - computing - boxing):.0f}% waiting"
     return f'<span class="shares">{bar}</span>{escape(told)}, a rank in the mean'
 
 
