@@ -17,7 +17,8 @@ from pathlib import Path
 
 from sbp_core.errors import SbpError
 from sbp_planner.choice.iopddl import read_problem, write_assignment
-from sbp_planner.choice.solver import ChoiceSolution, solve
+from sbp_planner.choice.record import ChoiceSolution
+from sbp_planner.choice.solver import solve
 
 #: Seconds of the limit that are kept for starting Python and writing the answer.
 _RESERVE_S = 1.0
