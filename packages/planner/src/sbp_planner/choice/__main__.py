@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap", type=float, default=0.0, help="stop within this part of the best")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the assignment")
     options = parser.parse_args(arguments)
+    if not options.time_limit > 0 or not options.gap >= 0:
+        parser.error("--time-limit must be above 0, and --gap not below")
     try:
         problem = read_problem(options.instance)
         left = options.time_limit - (time.monotonic() - began)

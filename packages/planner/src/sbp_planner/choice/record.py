@@ -80,10 +80,9 @@ class Record:
         self.cost = inf
         self.bound = -inf
         self.proved = False
-        self.whole = all(
-            bool((table[np.isfinite(table)] % 1 == 0).all())
-            for table in (*problem.costs, *problem.edge_costs)
-        )
+        tables = [table.ravel() for table in (*problem.costs, *problem.edge_costs)]
+        every = np.concatenate(tables) if tables else np.zeros(0)
+        self.whole = bool((every[every < inf] % 1 == 0).all())
 
     @property
     def done(self) -> bool:

@@ -14,6 +14,7 @@ something better, so that the next is nearer to the best cost, where it is the p
 
 from __future__ import annotations
 
+import logging
 import time
 from math import inf
 
@@ -26,6 +27,8 @@ from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
 from sbp_planner.choice.record import Mask, Part, Record
 from sbp_planner.choice.worker import Bound, Task, Values, Worker
+
+_log = logging.getLogger(__name__)
 
 #: Allowed pairs that the second process is given at first, at least, and at most.
 _PAIRS = 40_000.0
@@ -172,7 +175,13 @@ class Search:
             gap=self.record.gap,
             start=part.projected(self.record.best),
         )
-        self.worker, self.worker_part, self.worker_below = Worker(task), part, below
+        self.worker = None
+        try:
+            self.worker = Worker(task)
+        except OSError:
+            # No process can be had: neighbourhoods and messages go on without one.
+            _log.warning("no second process for the integer program", exc_info=True)
+        self.worker_part, self.worker_below = part, below
 
     def _listen(self) -> None:
         """Take in what the second process has found."""

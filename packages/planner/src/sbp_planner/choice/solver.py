@@ -26,7 +26,7 @@ from sbp_planner.choice.search import Search
 _FEW_PAIRS = 50_000
 
 #: Part of the time that reductions, and the first integer program, may take.
-_REDUCE_PART = 0.5
+_REDUCE_PART = 0.4
 _FIRST_PART = 0.4
 
 
