@@ -3,15 +3,17 @@
 In the order in which they are used: `problem` (what is to be chosen, and what a choice costs),
 `iopddl` (problems in files), `rows` (the times at which memory can bind), `graph` and `reduce`
 (exact reductions), `compact` (what they leave), `program` (the integer program), `dual` (messages
-and memory prices), `neighbourhood` (local search), `worker` (a second process), `solver`. Beside
-them `chain` (chains, exactly) and `synthetic` (random problems).
+and memory prices), `neighbourhood` (large neighbourhoods), `worker` (a second process), `record`
+(the best so far), `search` (all of these together), `solver`. Beside them `chain` (chains, exactly)
+and `synthetic` (random problems).
 
 Stability: provisional.
 """
 
 from sbp_planner.choice.chain import ChainSolution, solve_chain
 from sbp_planner.choice.problem import ChoiceProblem, Evaluation, evaluate
-from sbp_planner.choice.solver import ChoiceSolution, Progress, solve
+from sbp_planner.choice.record import ChoiceSolution, Progress
+from sbp_planner.choice.solver import solve
 
 __all__ = [
     "ChainSolution",

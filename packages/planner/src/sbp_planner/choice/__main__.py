@@ -17,7 +17,8 @@ from pathlib import Path
 
 from sbp_core.errors import SbpError
 from sbp_planner.choice.iopddl import read_problem, write_assignment
-from sbp_planner.choice.solver import ChoiceSolution, solve
+from sbp_planner.choice.record import ChoiceSolution
+from sbp_planner.choice.solver import solve
 
 #: Seconds of the limit that are kept for starting Python and writing the answer.
 _RESERVE_S = 1.0
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap", type=float, default=0.0, help="stop within this part of the best")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the assignment")
     options = parser.parse_args(arguments)
+    if not options.time_limit > 0 or not options.gap >= 0:
+        parser.error("--time-limit must be above 0, and --gap not below")
     try:
         problem = read_problem(options.instance)
         left = options.time_limit - (time.monotonic() - began)

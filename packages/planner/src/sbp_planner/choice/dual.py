@@ -32,7 +32,6 @@ from itertools import pairwise
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.problem import Floats, Ints
@@ -193,32 +192,31 @@ class DualAscent:
             self.move_prices(values, best_cost)
         return found
 
-    def allowed(self, best_cost: float) -> tuple[list[NDArray[np.bool_]], list[NDArray[np.bool_]]]:
-        """Return which strategies, and pairs, may be in an assignment cheaper than a known one.
+    def reduced_costs(self) -> tuple[list[Floats], list[Floats]]:
+        """Return by how much a strategy, or a pair, puts the bound up; to be called after a sweep.
 
-        To be called after a sweep.
-
-        Args:
-            best_cost: Of the known assignment. What costs exactly as much is kept.
+        No assignment with it costs less than `last_bound` and that.
 
         Returns:
-            For each node a mask of its strategies; for each edge one of its pairs.
+            For each node by strategy, float64 >= 0; for each edge by pair, `inf` if forbidden.
         """
-        room = best_cost - self.last_bound
-        room += 1e-9 * (abs(best_cost) + abs(self.last_bound))
-        above = [
+        nodes = [
             (1 - len(node.behind) * share) * total - least
             for node, share, total, least in zip(
                 self.nodes, self._share, self._total, self._least_node, strict=True
             )
         ]
-        pairs: list[NDArray[np.bool_]] = []
+        pairs: list[Floats] = []
         for number, (u, v) in enumerate(self.compact.edges):
             to_u, to_v = self._messages[number]
-            # v is behind-sender: it put its share into this edge in the sweep back.
+            # v is the later one: it put its share into this edge in the sweep back.
             table = self.compact.tables[number] - to_u[:, None] - to_v[None, :]
             table = table + (self._share[v] * self._total[v])[None, :] - self._least_edge[number]
-            above[u] = above[u] + table.min(axis=1)
-            above[v] = above[v] + table.min(axis=0)
-            pairs.append(table <= room)
-        return [cost <= room for cost in above], pairs
+            nodes[u] = nodes[u] + table.min(axis=1)
+            nodes[v] = nodes[v] + table.min(axis=0)
+            pairs.append(table)
+        # An assignment with a pair has both of its strategies.
+        for number, (u, v) in enumerate(self.compact.edges):
+            ends = np.maximum(nodes[u][:, None], nodes[v][None, :])
+            pairs[number] = np.maximum(pairs[number], ends)
+        return nodes, pairs

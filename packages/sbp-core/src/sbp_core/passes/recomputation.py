@@ -213,9 +213,9 @@ def _without_recomputation(graph: LogicalGraph) -> LogicalGraph:
     names: dict[str, str] = {}
     kept = []
     for node in graph.nodes:
-        if REMATERIALIZED not in node.tags:
-            kept.append(node)
-        elif node.op != AFTER and node.forward not in graph.by_name:
+        if REMATERIALIZED not in node.tags or (
+            node.op != AFTER and node.forward not in graph.by_name
+        ):
             kept.append(node)
         else:
             waits = node.op == AFTER

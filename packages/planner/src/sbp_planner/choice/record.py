@@ -1,0 +1,180 @@
+"""The best assignment and bound so far, and parts of a problem that assignments come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf, isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_planner.choice.compact import compacted
+from sbp_planner.choice.graph import Graph
+from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
+from sbp_planner.choice.reduce import reduce_further
+
+#: Part of the time, and most seconds, that are kept to finish.
+_RESERVE_PART = 0.04
+_RESERVE_S = 1.5
+
+Mask = NDArray[np.bool_]
+
+#: Told (cost of the best assignment so far, lower bound so far, seconds since the start).
+Progress = Callable[[float, float, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceSolution:
+    """What was found.
+
+    Args:
+        assignment: The strategy index of each node; None if none that is allowed and fits was
+            found (`proved` then says whether there is none at all).
+        cost: Of the assignment, exactly as `evaluate` has it; `inf` without one.
+        bound: No allowed assignment costs less; `inf` if there is none, `-inf` if nothing is known.
+        proved: Whether the assignment is proved to be the best one, within the gap asked for; or,
+            without one, that there is none.
+        seconds: Taken, in s.
+    """
+
+    assignment: tuple[int, ...] | None
+    cost: float
+    bound: float
+    proved: bool
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """By which part of its cost the assignment may be above the best one; `inf` if unknown."""
+        if self.cost <= self.bound:
+            return 0.0
+        if not isfinite(self.cost) or not isfinite(self.bound):
+            return inf
+        return (self.cost - self.bound) / max(abs(self.cost), 1e-300)
+
+    @property
+    def infeasible(self) -> bool:
+        """Whether it is proved that no assignment is allowed and fits."""
+        return self.assignment is None and self.proved
+
+
+class Record:
+    """The best assignment and bound so far, of the problem as it was given."""
+
+    def __init__(
+        self,
+        problem: ChoiceProblem,
+        time_limit_s: float,
+        gap: float,
+        progress: Progress | None,
+    ) -> None:
+        self.problem = problem
+        self.began = time.monotonic()
+        self.time_limit_s = time_limit_s
+        self.deadline = self.began + time_limit_s - min(_RESERVE_PART * time_limit_s, _RESERVE_S)
+        self.gap = gap
+        self.progress = progress
+        self.best: list[int] | None = None
+        self.cost = inf
+        self.bound = -inf
+        self.proved = False
+        tables = [table.ravel() for table in (*problem.costs, *problem.edge_costs)]
+        every = np.concatenate(tables) if tables else np.zeros(0)
+        self.whole = bool((every[every < inf] % 1 == 0).all())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do, or no time to do it."""
+        return self.proved or time.monotonic() >= self.deadline
+
+    def after(self, part: float) -> float:
+        """Return the moment at which a part of the time that is left now is gone."""
+        now = time.monotonic()
+        return now + part * max(self.deadline - now, 0.0)
+
+    def offer(self, assignment: list[int]) -> None:
+        """Keep an assignment if it is better than the best so far."""
+        found = evaluate(self.problem, assignment)
+        if found.cost < self.cost:
+            self.best, self.cost = assignment, found.cost
+            self._report()
+            self._compare()
+
+    def prove(self) -> None:
+        """Keep that no assignment is better than the best so far, or that there is none."""
+        self.proved = True
+        if self.cost > self.bound:
+            self.bound = self.cost
+            self._report()
+
+    def raise_bound(self, bound: float) -> None:
+        """Keep a bound if it is higher than the one so far."""
+        if self.whole and isfinite(bound):
+            # The cost is a whole number, hence at least the next one.
+            bound = float(ceil(bound - 1e-9 * max(1.0, abs(bound))))
+        if bound > self.bound:
+            self.bound = bound
+            self._report()
+            self._compare()
+
+    def _compare(self) -> None:
+        if self.best is not None and self.cost - self.bound <= self.gap * abs(self.cost):
+            self.proved = True
+
+    def _report(self) -> None:
+        if self.progress is not None:
+            self.progress(self.cost, min(self.bound, self.cost), time.monotonic() - self.began)
+
+    def solution(self) -> ChoiceSolution:
+        """Return what was found."""
+        bound = min(self.bound, self.cost)
+        if self.proved and self.best is None:
+            bound = inf
+        return ChoiceSolution(
+            assignment=None if self.best is None else tuple(self.best),
+            cost=self.cost,
+            bound=bound,
+            proved=self.proved,
+            seconds=time.monotonic() - self.began,
+        )
+
+
+class Part:
+    """What is left of the problem after some reductions, and how to get back from it."""
+
+    def __init__(self, graph: Graph, record: Record) -> None:
+        self.graph = graph
+        self.record = record
+        self.compact, self.nodes = compacted(graph)
+        self.num_pairs = self.compact.num_arcs
+
+    def offer(self, values: Ints) -> None:
+        """Offer an assignment of this part to the record, if it may be better."""
+        compact = self.compact
+        if compact.total(values) < self.record.cost and compact.fits(values):
+            chosen = dict(zip(self.nodes, values.tolist(), strict=True))
+            self.record.offer(self.graph.extend(chosen))
+
+    def projected(self, assignment: Sequence[int] | None) -> Ints | None:
+        """Return an assignment on what is left, if all its strategies are left and fit."""
+        if assignment is None:
+            return None
+        values = self.graph.project(assignment)
+        if any(node not in values for node in self.nodes):
+            return None
+        found = np.array([values[node] for node in self.nodes], dtype=np.int64)
+        allowed = self.compact.total(found) < inf and self.compact.fits(found)
+        return found if allowed else None
+
+    def pruned(self, strategies: list[Mask], pairs: list[Mask], deadline: float) -> Part:
+        """Return the part with some strategies and pairs only.
+
+        Raises:
+            NothingAllowedError: If nothing is allowed any more.
+        """
+        by_node = dict(zip(self.nodes, strategies, strict=True))
+        edges = [(self.nodes[u], self.nodes[v]) for u, v in self.compact.edges]
+        by_edge = dict(zip(edges, pairs, strict=True))
+        return Part(reduce_further(self.graph, by_node, by_edge, deadline), self.record)
