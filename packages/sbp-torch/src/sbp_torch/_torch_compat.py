@@ -80,7 +80,7 @@ def fake_mode() -> _FakeMode:
 _LARGE_BYTES = 2**20
 
 
-class _FakeMode(FakeTensorMode):
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """A mode of tensors without data that can leave small tensors alone. Tried on 2.13."""
 
     _tracing_depth = 0
