@@ -66,7 +66,7 @@ class Case:
             "batch": {"data": "S(0)", "tensor": "B"},
             "use:batch": {"data": "S(0)"},
             "activations": {"data": "S(0)"},
-            "embed.positions": {"data": "B"},
+            **({"embed.positions": {"data": "B"}} if self.model == "gpt" else {}),
             "parameters": whole,
             "optimizer_states": whole,
             "gradients": {"data": "B"},
