@@ -12,9 +12,16 @@ import sbp_core.check as check_module
 from sbp_core.boxing import route
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, order
-from sbp_core.compile.physical import Collective, PhysicalPlan, RankPlan
+from sbp_core.compile.physical import (
+    Collective,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    RankPlan,
+)
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
+from sbp_core.graph.ir import Ref
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.testing.plans import pipeline_plan
@@ -35,7 +42,9 @@ def _with_quota(part: RankPlan, quota: int) -> tuple[object, ...]:
     return replace(part.registers[0], quota=quota), *part.registers[1:]
 
 
-def _rank_by_rank(plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None) -> Folded:
+def _rank_by_rank(
+    plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None, *, numbers: bool = False
+) -> Folded:
     """Fold nothing: every rank is a class of its own."""
     return fold(plan, {part.rank: part.rank for part in plan.ranks})
 
@@ -76,6 +85,27 @@ def test_a_rank_that_differs_parts_those_that_it_meets() -> None:
 
     # Rank 5 receives of rank 1. The others of its stage meet it alike, in the group of all.
     assert _classes(changed) == {(0, 2, 3), (1,), (4, 6, 7), (5,)}
+
+
+def test_numbers_that_operators_are_given_part_ranks_only_if_asked_for() -> None:
+    plan = pipeline_plan(4, (2, 1), mesh=_GRID)
+    first = plan.by_rank[1].actors[0]
+    assert isinstance(first, Compute)
+    own = Instruction(op="aten.sub.Scalar", args=(Ref("x"), 0), outputs=("y",))
+    others = replace(first, instructions=(own,))
+    shifted = replace(first, instructions=(replace(own, args=(Ref("x"), 8)),))
+    real = replace(first, instructions=(replace(own, args=(Ref("x"), 8.0)),))
+
+    def with_first(actor: Compute, odd: Compute) -> PhysicalPlan:
+        changed = plan
+        for rank in range(4):
+            actors = (odd if rank == 1 else actor, *plan.by_rank[rank].actors[1:])
+            changed = _changed(changed, rank, actors=actors)
+        return changed
+
+    assert _classes(with_first(others, shifted)) == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert len(fold(with_first(others, shifted), numbers=True).members) > 2
+    assert len(_classes(with_first(others, real))) > 2  # an operator may make another dtype
 
 
 def test_groups_that_lack_a_rank_that_differs_are_apart() -> None:

@@ -33,6 +33,7 @@ TRAITS = OperatorTraits(
         "max": "maximum",
         "min": "minimum",
     },
+    elementwise=frozenset({*_ELEMENTWISE, "eq", "ge", "gt", "le", "lt", "ne"}),
     on_shards={
         "aten.view.default": "aten.reshape.default",
         "aten._unsafe_view.default": "aten.reshape.default",

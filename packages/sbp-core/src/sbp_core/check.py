@@ -142,7 +142,8 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
     _check_orders(plan)
     layouts = installed_layouts() if types else None
     # What is equal for ranks of one class, one of them proves for all (`compile.symmetry`).
-    folded = fold(plan, None if layouts is None else shard_shapes(plan.steps))
+    marks = None if layouts is None else shard_shapes(plan.steps)
+    folded = fold(plan, marks, numbers=layouts is not None)
     few, stands_for = folded.plan, folded.stands_for
     if layouts is None:
         tokens = _Tokens()

@@ -20,7 +20,7 @@ from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import traceback as fx_traceback
@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "OpOverload",
@@ -66,17 +67,60 @@ __all__ = [
 ]
 
 
-def fake_mode() -> FakeTensorMode:
+def fake_mode() -> _FakeMode:
     """Return a mode of tensors without data, with static shapes. Tried on 2.13.
 
     PyTorch refuses `_ctc_loss` there if lengths are tensors; see `_aligned`.
     """
     op_implementations_dict.setdefault(torch.ops.aten._ctc_loss.Tensor, _aligned)
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    return _FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+#: Bytes of a tensor above which what follows from no input is traced without data.
+_LARGE_BYTES = 2**20
+
+
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
+    """A mode of tensors without data that can leave small tensors alone. Tried on 2.13."""
+
+    _tracing_depth = 0
+
+    @contextmanager
+    def only_large(self) -> Iterator[None]:
+        """Make what is computed of no input without data only if it is large.
+
+        Such as causal masks, batch x time x time, which a model makes of `arange`s: nothing of the
+        trace depends on their values. Small tensors are real ones, so that NumPy can look at them.
+        """
+        before, self._tracing_depth = self._tracing_depth, len(self.enter_stack) + 1
+        try:
+            with self:
+                yield
+        finally:
+            self._tracing_depth = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # The tracer asks for tensors without data by entering once more.
+        if len(self.enter_stack) != self._tracing_depth:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        given = tree_leaves((args, kwargs))
+        if any(isinstance(one, FakeTensor) for one in given):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if is_mutable(func):  # what is written to is there already
+            return func(*args, **kwargs)
+        try:
+            with self:
+                made = func(*args, **kwargs)
+        except Exception:  # it depends on values, which the real tensors have
+            return func(*args, **kwargs)
+        fakes = [one for one in tree_leaves(made) if isinstance(one, FakeTensor)]
+        is_large = any(one.untyped_storage().nbytes() > _LARGE_BYTES for one in fakes)
+        return made if is_large else func(*args, **kwargs)
 
 
 def trace_graph(
-    function: Callable[..., Any], mode: FakeTensorMode, inputs: Sequence[Any]
+    function: Callable[..., Any], mode: _FakeMode, inputs: Sequence[Any]
 ) -> fx.GraphModule:
     """Trace a Python function on fake tensors to ATen, autograd and mutations included.
 
@@ -89,6 +133,7 @@ def trace_graph(
         _grouped_products_of_any_dtype(),
         unlogged_failures(),
         _frames_told_apart_by_folder(),
+        mode.only_large(),
     ):
         module: fx.GraphModule = make_fx(function)(*inputs)
     return module
@@ -99,7 +144,13 @@ def functional_graph(
 ) -> fx.GraphModule:
     """Trace once more without mutations, keeping views. Tried on 2.13."""
     functional = torch.func.functionalize(function, remove="mutations")
-    with fx_traceback.preserve_node_meta(), _grouped_products_of_any_dtype():
+    modes = (value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    mode = next((mode for mode in modes if isinstance(mode, _FakeMode)), None) or fake_mode()
+    with (
+        fx_traceback.preserve_node_meta(),
+        _grouped_products_of_any_dtype(),
+        mode.only_large(),
+    ):
         module: fx.GraphModule = make_fx(functional)(*inputs)
     return module
 

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.numbering import Numbering
 from sbp_core.graph.ir import Argument, InputKind, Phase, Rate, TensorType, repetitions
+from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Document, Lines, dump, load
@@ -379,6 +380,20 @@ class PhysicalPlan:
         }
 
     @cached_property
+    def alike_but_for_numbers(self) -> Mapping[int, int]:
+        """Likewise, whatever numbers operators are given, such as where a shard begins."""
+        few = [part for part in self.ranks if self.alike[part.rank] == part.rank]
+        known: dict[int, Instruction] = {}
+        formed = replace(
+            self,
+            ranks=tuple(
+                replace(part, actors=tuple(_without_numbers(a, known) for a in part.actors))
+                for part in few
+            ),
+        )
+        return {rank: formed.alike[first] for rank, first in self.alike.items()}
+
+    @cached_property
     def hash(self) -> str:
         """16 hex digits of everything in the plan."""
         text = json.dumps(PLAN.dump(self), sort_keys=True, separators=(",", ":"))
@@ -405,6 +420,32 @@ class PhysicalPlan:
             if isinstance(actor, Collective | Receive)
         }
         return sum(self.steps[index].size_bytes * count for index, count in moves.items())
+
+
+def _without_numbers(actor: Actor, known: dict[int, Instruction]) -> Actor:
+    """Return an actor with the types of numbers in their places; `known` are instructions by id."""
+    if not isinstance(actor, Compute):
+        return actor
+    for entry in actor.instructions:
+        # Of a local boxing step the number is which one.
+        if id(entry) not in known:
+            known[id(entry)] = entry if entry.op == LOCAL_BOX else _of_types(entry)
+    return replace(actor, instructions=tuple(known[id(one)] for one in actor.instructions))
+
+
+def _of_types(entry: Instruction) -> Instruction:
+    return replace(
+        entry,
+        args=tuple(map(_type_of_number, entry.args)),
+        kwargs={key: _type_of_number(value) for key, value in entry.kwargs.items()},
+    )
+
+
+def _type_of_number(argument: Argument) -> Argument:
+    """Return the name of a number's type in its place; 1, 1.0 and True are equal otherwise."""
+    if isinstance(argument, tuple | list):
+        return tuple(map(_type_of_number, argument))
+    return type(argument).__name__ if isinstance(argument, int | float) else argument
 
 
 #: A rank as a key of JSON: one text for each.

@@ -5,7 +5,7 @@
 
 Two ranks are of one class if
 
-    content     their slots, actors, registers and orders are equal
+    content     their slots, actors, registers and orders are equal, but for numbers (see `fold`)
     groups      for each collective of theirs, the classes of the ranks of the group are the same
     links       for each send and receive of theirs, the classes of the other ends are the same
 
@@ -79,15 +79,20 @@ class Folded:
             awaited.discard(rank)
 
 
-def fold(plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None) -> Folded:
+def fold(
+    plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None, *, numbers: bool = False
+) -> Folded:
     """Return a plan folded to one rank of each class.
 
     Args:
         plan: Whose boxing actors have their partners.
         marks: By rank, what else must be equal for ranks to be of one class.
+        numbers: Whether the numbers that operators are given must be equal. They say where the
+            shard of a rank begins, such as its part of the classes, and nothing of what fires when.
     """
     marks = marks or {}
-    classes = _numbered((rank, (marks.get(rank), first)) for rank, first in plan.alike.items())
+    alike = plan.alike if numbers else plan.alike_but_for_numbers
+    classes = _numbered((rank, (marks.get(rank), first)) for rank, first in alike.items())
     neighbours = _Neighbours(plan)
     num_classes = len(set(classes.values()))
     while num_classes < len(classes):

@@ -61,6 +61,7 @@ from sbp_core.memory.storage_view import (
     Value,
     contiguous,
 )
+from sbp_core.signatures.views import traits_of
 
 Values = dict[str, Value]
 
@@ -168,7 +169,25 @@ def _marks(plan: PhysicalPlan) -> dict[int, Hashable]:
             piece = _own_piece(step, rank)
             if piece is not None:
                 kept[rank].append((number, str(piece.source_slices)))
-    return {part.rank: (shapes.get(part.rank), tuple(kept[part.rank])) for part in plan.ranks}
+    numbers: dict[int, Hashable] = {}  # by the actors, which many ranks share
+    for part in plan.ranks:
+        if id(part.actors) not in numbers:
+            numbers[id(part.actors)] = _numbers(part)
+    return {
+        part.rank: (shapes.get(part.rank), tuple(kept[part.rank]), numbers[id(part.actors)])
+        for part in plan.ranks
+    }
+
+
+def _numbers(part: RankPlan) -> Hashable:
+    """Return what a rank's operators are given beside tensors, where layouts may depend on it."""
+    return tuple(
+        (entry.args, tuple(entry.kwargs.items()))
+        for actor in part.actors
+        if isinstance(actor, Compute)
+        for entry in actor.instructions
+        if entry.op.split(".")[1] not in traits_of(entry.op).elementwise
+    )
 
 
 def _sends_to_its_like(plan: PhysicalPlan, folded: Folded, rank: int) -> bool:

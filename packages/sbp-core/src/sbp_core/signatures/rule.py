@@ -129,6 +129,7 @@ class OperatorTraits:
             own.
         factories: Whose result is made of numbers alone, whatever tensors it is made like.
         extremes: Which reduce to the largest or smallest of the elements; `maximum` or `minimum`.
+        elementwise: Some whose result lies as their tensors do, whatever numbers they are given.
         on_shards: By operator and overload, what is called on a shard instead: a shard need not be
             contiguous where the whole tensor is, so that a view must be able to copy.
         in_place: Which have a form that writes its results over arguments, `add_` of `add`, and
@@ -142,6 +143,7 @@ class OperatorTraits:
     joins: frozenset[str] = frozenset()
     factories: frozenset[str] = frozenset()
     extremes: Mapping[str, str] = field(default_factory=dict)
+    elementwise: frozenset[str] = frozenset()
     on_shards: Mapping[str, str] = field(default_factory=dict)
     in_place: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
