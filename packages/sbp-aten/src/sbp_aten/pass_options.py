@@ -17,7 +17,7 @@ from sbp_core.errors import SbpValueError
 from sbp_core.graph_variant import SliceAlong
 from sbp_core.passes import RecomputeOptions
 
-__all__ = ["LossMeaning", "PassOptions"]
+__all__ = ["LossMeaning", "PassOptions", "Slicing"]
 
 
 class LossMeaning(StrEnum):

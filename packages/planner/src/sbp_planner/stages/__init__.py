@@ -7,6 +7,8 @@ flushes, as PipeDream has it; `minmax` is its arithmetic), `table` (the best one
 flushed or not), `flushed` (the prices of a flushed one on a machine of several levels).
 
 Knows no tensors, no SBP and no cluster: whoever has those makes blocks and levels of them.
+
+Stability: provisional.
 """
 
 from sbp_planner.stages.evaluate import data_parallel, evaluate
