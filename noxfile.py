@@ -435,6 +435,12 @@ def verify_networks(session: nox.Session, *arguments: str) -> None:
     run_pytest(session, core.folder, tests, "-m", "exhaustive", *told, *arguments)
 
 
+def plan_exhaustively(session: nox.Session, *arguments: str) -> None:
+    """Compare planners, stages and the choice solver with everything there is to choose."""
+    planner = next(package for package in PACKAGES if package.name == "planner")
+    run_pytest(session, planner.folder, "-m", "exhaustive", *ON_ALL_CORES, *arguments)
+
+
 #: What `nox -s exhaustive -- NAME` runs alone.
 EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
     "actors": verify_networks,
@@ -442,6 +448,7 @@ EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
     "fuzz": fuzz,
     "kills": kill_ranks,
     "models": train_models,
+    "planner": plan_exhaustively,
     "signatures": survey_signatures,
     "soak": soak,
 }

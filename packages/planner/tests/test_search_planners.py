@@ -219,14 +219,19 @@ def test_auto_takes_smaller_micro_batches_where_memory_is_short():
     mesh = Placement.grid((2,), ("data",))
     graph = family.graph(family.variant)
     asked = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), family=family)
-    free = auto.build(AutoConfig()).plan(replace(asked, family=None))
-    least = Compilation(request=asked, limit_bytes=1).compiled(free).memory_bytes
+    four = asked.of(GraphVariant(num_micro_batches=4))
+    needed = Compilation(request=four, limit_bytes=1).compiled(
+        auto.build(AutoConfig()).plan(four), exact=True
+    )
+    planner = auto.build(AutoConfig(memory_bytes=needed.memory_bytes))
+    with pytest.raises(PlanError, match="nothing that was tried fits"):
+        planner.plan(replace(asked, family=None))
 
-    found = auto.build(AutoConfig(memory_bytes=0.6 * least)).plan(asked)
+    found = planner.plan(asked)
 
     assert found.variant == GraphVariant(num_micro_batches=4)
     assert found.num_micro_batches == 4
-    held = Compilation(request=asked.of(found.variant), limit_bytes=0.6 * least).compiled(found)
+    held = Compilation(request=four, limit_bytes=needed.memory_bytes).compiled(found)
     assert held.fits
 
 
