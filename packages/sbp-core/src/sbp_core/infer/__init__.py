@@ -7,6 +7,7 @@ In the order in which they are used: `stages` (where each node runs), `pins` (wh
 Stability: provisional.
 """
 
+from sbp_core.infer.minsum import Factor, minimise
 from sbp_core.infer.pins import PINS, PIPE_AXIS, PinValue, check_pin
 from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
@@ -17,12 +18,14 @@ __all__ = [
     "PINS",
     "PIPE_AXIS",
     "Conversion",
+    "Factor",
     "PinValue",
     "Pipelined",
     "StagePatterns",
     "check_pin",
     "conversions",
     "infer_strategy",
+    "minimise",
     "one_forward_one_backward",
     "pipelined",
     "predict_cost",
