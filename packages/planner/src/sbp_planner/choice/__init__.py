@@ -2,10 +2,10 @@
 
 In the order in which they are used: `problem` (what is to be chosen, and what a choice costs),
 `iopddl` (problems in files), `rows` (the times at which memory can bind), `graph` and `reduce`
-(exact reductions), `compact` (what they leave), `program` (the integer program), `dual` (messages
-and memory prices), `neighbourhood` (large neighbourhoods), `worker` (a second process), `record`
-(the best so far), `search` (all of these together), `solver`. Beside them `chain` (chains, exactly)
-and `synthetic` (random problems).
+(exact reductions), `compact` (what they leave), `elimination` (narrow graphs), `program` (the
+integer program), `dual` (messages and memory prices), `neighbourhood` (large neighbourhoods),
+`worker` (a second process), `record` (the best so far), `search` (all of these together), `solver`.
+Beside them `chain` (chains, exactly) and `synthetic` (random problems).
 
 Stability: provisional.
 """

@@ -16,8 +16,8 @@ from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
 from sbp_planner.choice.reduce import reduce_further
 
 #: Part of the time, and most seconds, that are kept to finish.
-_RESERVE_PART = 0.04
-_RESERVE_S = 1.5
+_RESERVE_PART = 0.06
+_RESERVE_S = 4.0
 
 Mask = NDArray[np.bool_]
 

@@ -1,6 +1,8 @@
 """The solver of choice problems: reductions, then what fits the size of what is left.
 
-    reduce ──> few pairs left? ──yes──> integer program ──> proved, mostly
+    reduce ──> no memory left, narrow graph? ──yes──> elimination ──> proved
+                     │ no
+               few pairs left? ──yes──> integer program ──> proved, mostly
                      │ no, or not proved in time
                      v
                   search: messages, neighbourhoods, pruning, the program beside them
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbp_core.errors import SbpValueError
+from sbp_planner.choice.elimination import eliminated
 from sbp_planner.choice.graph import NothingAllowedError
 from sbp_planner.choice.problem import ChoiceProblem
 from sbp_planner.choice.program import solve_program
@@ -75,6 +78,11 @@ def _run(record: Record, start: Sequence[int] | None) -> None:
         record.prove()
         return
     begin = part.projected(start)
+    values = eliminated(part.compact)
+    if values is not None:
+        part.offer(values)
+        record.prove()
+        return
     if part.num_pairs <= _FEW_PAIRS:
         result = solve_program(
             part.compact,
