@@ -22,7 +22,7 @@ PRESETS = [
     "zero2",
     "pipeline",
 ]
-SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
+SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu", "gpipe", "pipedream"]
 OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES]
 
 

@@ -12,10 +12,12 @@ from sbp_planner.configs import FileConfig, InferConfig, ManualConfig, OsdpConfi
 from sbp_planner.search_configs import (
     AutoConfig,
     ExhaustiveConfig,
+    GpipeConfig,
     GreedyConfig,
     IlpConfig,
     McmcConfig,
     OptcnnConfig,
+    PipedreamConfig,
     TofuConfig,
 )
 
@@ -36,6 +38,11 @@ def sbp_planners() -> Mapping[str, Factory]:
             config=ExhaustiveConfig,
             summary="every assignment of a step of a few operators",
         ),
+        "gpipe": Factory(
+            build="sbp_planner.pipelines:build_gpipe",
+            config=GpipeConfig,
+            summary="a pipeline of single ranks with equal work",
+        ),
         "greedy": Factory(
             build="sbp_planner.greedy:build",
             config=GreedyConfig,
@@ -55,6 +62,11 @@ def sbp_planners() -> Mapping[str, Factory]:
             build="sbp_planner.optcnn:build",
             config=OptcnnConfig,
             summary="exact elimination on all mesh axes at once, without a memory limit",
+        ),
+        "pipedream": Factory(
+            build="sbp_planner.pipelines:build_pipedream",
+            config=PipedreamConfig,
+            summary="a pipeline whose stages may have several ranks",
         ),
         "tofu": Factory(
             build="sbp_planner.tofu:build",

@@ -162,3 +162,13 @@ class AutoConfig:
             )
         if self.num_shown < 1:
             raise ConfigError(f"num_shown={self.num_shown}", accepted="1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpipeConfig:
+    """`sbp_planner.pipelines.GpipePlanner` has no settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipedreamConfig:
+    """`sbp_planner.pipelines.PipedreamPlanner` has no settings."""

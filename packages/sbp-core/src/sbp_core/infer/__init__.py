@@ -22,7 +22,7 @@ from sbp_core.infer.solve import (
     stage_placements,
     strategy_of,
 )
-from sbp_core.infer.stages import StagePatterns
+from sbp_core.infer.stages import StagePatterns, forward_blocks
 from sbp_core.infer.tables import Costed, CostTables
 from sbp_core.infer.work import Decision, StepWork
 
@@ -46,6 +46,7 @@ __all__ = [
     "StepWork",
     "check_pin",
     "conversions",
+    "forward_blocks",
     "infer_nearby",
     "infer_strategy",
     "joint_problem",

@@ -128,8 +128,7 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
     Raises:
         PlanError: there are fewer blocks than stages.
     """
-    runs = _runs(graph)
-    whole = _whole_blocks(runs)
+    runs, whole = _runs(graph), forward_blocks(graph)
     if len(whole) >= num_stages:
         runs = whole
     if len(runs) < num_stages:
@@ -146,6 +145,15 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
         for run in runs[first:last]
         for node in run
     }
+
+
+def forward_blocks(graph: LogicalGraph) -> list[list[Node]]:
+    """Return the forward nodes that depend on the batch, block by block, in graph order.
+
+    Args:
+        graph: The training step.
+    """
+    return _whole_blocks(_runs(graph))
 
 
 def _runs(graph: LogicalGraph) -> list[list[Node]]:
