@@ -31,7 +31,7 @@ from sbp_core.passes.saved_activations import (
     made_bytes,
     saved_bytes,
 )
-from sbp_core.units import format_bytes
+from sbp_core.units import format_bytes, format_ranges
 
 #: Tag of nodes that the user's model runs under `torch.utils.checkpoint`; followed by `:` and a
 #: number, which call it was.
@@ -179,11 +179,31 @@ class RecomputeReport:
         before, after = format_bytes(self.saved_before_bytes), format_bytes(self.saved_after_bytes)
         recomputed = format_bytes(self.largest_recomputed_bytes)
         share = self.extra_flop / self.step_flop if self.step_flop else 0.0
-        named = ", ".join(f"{module or '(root)'} ({count} ops)" for module, count in self.modules)
+        named = ", ".join(_named(self.modules))
         return (
             f"keeps {after} instead of {before} of activations, makes up to {recomputed} again at "
             f"a time, {share:.1%} more work: {named}"
         )
+
+
+def _named(modules: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Yield modules and how many operators each has, those of equal layers together.
+
+    >>> list(_named([("blocks.1", 5), ("blocks.0", 5), ("head", 2)]))
+    ['blocks.{0-1} (5 ops each)', 'head (2 ops)']
+    """
+    alike: dict[tuple[str, int], list[int]] = {}
+    for module, count in modules:
+        before, _, number = module.rpartition(".")
+        if number.isdigit():
+            alike.setdefault((before, count), []).append(int(number))
+        else:
+            alike[module or "(root)", count] = []
+    for (name, count), numbers in alike.items():
+        if len(numbers) > 1:
+            yield f"{name}.{{{format_ranges(numbers)}}} ({count} ops each)"
+        else:
+            yield f"{name}{''.join(f'.{number}' for number in numbers)} ({count} ops)"
 
 
 def recompute_report(graph: LogicalGraph) -> RecomputeReport:
