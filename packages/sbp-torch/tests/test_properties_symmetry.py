@@ -25,7 +25,9 @@ def _rank_by_rank() -> Iterator[None]:
     """Let no two ranks share anything, and each be a class of its own."""
     programs = Instructions.programs
 
-    def alone(plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None) -> Folded:
+    def alone(
+        plan: PhysicalPlan, marks: Mapping[int, Hashable] | None = None, *, numbers: bool = False
+    ) -> Folded:
         return fold(plan, {part.rank: part.rank for part in plan.ranks})
 
     def each(made: Instructions, rank: int, stages: frozenset[int]) -> tuple[int, ...]:
