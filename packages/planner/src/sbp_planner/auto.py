@@ -34,7 +34,7 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import P
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
-from sbp_planner.compiled import Compilation, Compiled
+from sbp_planner.compiled import Compilation, Compiled, limit_key
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
@@ -134,7 +134,7 @@ class _Search:
         Args:
             request: To plan that variant.
             variant: Which; None if there are none.
-            share: Of the time, after which no further candidate is looked at.
+            share: Of the time, after which no further candidate is looked at while none fits.
             names: Of the candidates; all if there is none.
         """
         quiet = replace(request, progress=None, family=None)
@@ -144,7 +144,9 @@ class _Search:
         candidates = [one for one in self._candidates(quiet) if not names or one.name in names]
         for index, candidate in enumerate(candidates):
             name = candidate.name + of
-            if self.is_late(share) and self.best is not None:
+            # What is kept for smaller variants is not needed once something fits.
+            until = 1.0 if self.best is not None and self.best.fits else share
+            if self.is_late(until) and self.best is not None:
                 self.untried += [one.name + of for one in candidates[index:]]
                 break
             if request.progress:
@@ -251,7 +253,8 @@ class _Search:
             raise PlanError(
                 f"nothing that was tried fits the {format_bytes(self.limit_bytes)} of a rank: the "
                 f"least, {least}, needs {format_bytes(needed.memory_bytes)}",
-                accepted="memory of a rank of at least that",
+                where="planner auto",
+                accepted=f"{limit_key(self.config.memory_bytes)} >= {needed.memory_bytes:.0f}",
                 todo="take more ranks or trainer.micro_batches, set compile.passes.recompute, or "
                 "raise planner.time_limit_s, so that more is tried",
             )

@@ -18,6 +18,11 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 
 
+def limit_key(memory_bytes: float | None) -> str:
+    """Return the setting that limits the memory of a rank: a planner's own, if it is set."""
+    return f"{'cluster' if memory_bytes is None else 'planner'}.memory_bytes"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """A strategy and what its compiled plan takes.

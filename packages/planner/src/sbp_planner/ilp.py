@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
+from sbp_planner.compiled import limit_key
 from sbp_planner.joint.search import JointSettings, plan_jointly
 from sbp_planner.search_configs import IlpConfig
 
@@ -49,6 +50,7 @@ class IlpPlanner:
                 time_limit_s=config.time_limit_s,
                 gap=config.gap,
                 tied=config.tied,
+                limit_key=limit_key(config.memory_bytes),
             ),
             limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
             pins=config.pins,

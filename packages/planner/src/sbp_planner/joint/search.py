@@ -67,12 +67,14 @@ class JointSettings:
         time_limit_s: For each assignment that is searched, in seconds.
         gap: Relative distance to the bound at which a search may end.
         tied: Whether equal layers are decided alike.
+        limit_key: The setting that limits the memory of a rank, for messages.
     """
 
     planner: str
     time_limit_s: float = 60.0
     gap: float = 0.0
     tied: bool = True
+    limit_key: str = "cluster.memory_bytes"
 
 
 #: A value of each variable of the step.
@@ -144,6 +146,8 @@ class _Search:
                 raise PlanError(
                     f"no plan that was found fits the {format_bytes(self.limit_bytes)} of a rank: "
                     f"the least needs {format_bytes(self.least_bytes)}",
+                    where=f"planner {self.settings.planner}",
+                    accepted=f"{self.settings.limit_key} >= {self.least_bytes:.0f}",
                     todo="raise trainer.micro_batches, recompute (compile.passes.recompute), or "
                     "take more ranks",
                 )
