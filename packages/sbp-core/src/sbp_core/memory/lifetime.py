@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
-from sbp_core.boxing.slices import Piece, bounds_of, collective_pieces, transfer_pieces
+from sbp_core.boxing.slices import bounds_of
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import (
@@ -53,6 +53,7 @@ from sbp_core.memory.kinds import (
     module_of_slot,
 )
 from sbp_core.memory.ledger import Buffer, Ledger
+from sbp_core.memory.own_piece import own_piece
 from sbp_core.memory.storage_view import (
     Number,
     ResultLayout,
@@ -166,7 +167,7 @@ def _marks(plan: PhysicalPlan) -> dict[int, Hashable]:
         if step.kind in (StepKind.ALL_REDUCE, StepKind.LOCAL):
             continue
         for rank in {*step.source[0].rank_list, *step.target[0].rank_list}:
-            piece = _own_piece(step, rank)
+            piece = own_piece(step, rank)
             if piece is not None:
                 kept[rank].append((number, str(piece.source_slices)))
     numbers: dict[int, Hashable] = {}  # by the actors, which many ranks share
@@ -478,7 +479,7 @@ def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout 
     # A group of one has nothing to add to.
     if step.kind is StepKind.ALL_REDUCE:
         return own if own.is_contiguous and len(step.group(rank)) == 1 else None
-    piece = _own_piece(step, rank)
+    piece = own_piece(step, rank)
     if piece is None:
         return None
     cuts = piece.source_slices
@@ -489,14 +490,3 @@ def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout 
         dtype=own.dtype,
     )
     return part if part.is_contiguous else None
-
-
-def _own_piece(step: BoxingStep, rank: int) -> Piece | None:
-    """Return the piece of a rank's shard that is all it has after the step, if it is one."""
-    if step.kind is StepKind.TRANSFER:
-        pieces = transfer_pieces(step)
-    else:
-        pieces = collective_pieces(step, step.group(rank))
-    mine = [piece for piece in pieces if piece.receiver == rank]
-    # Several pieces are put together in a new storage, and what comes from others is one anyhow.
-    return mine[0] if len(mine) == 1 and mine[0].sender == rank else None
