@@ -47,6 +47,7 @@ from sbp_core.infer.conversion_group import (
 )
 from sbp_core.infer.pins import PINS, Pin, Pins
 from sbp_core.infer.prices import Prices
+from sbp_core.infer.tie_break import TIE_S_PER_BYTE, entry_tie_break, signature_tie_break
 from sbp_core.infer.work import (
     Decision,
     Kept,
@@ -55,16 +56,12 @@ from sbp_core.infer.work import (
     shard_shape,
     smaller_shape,
 )
-from sbp_core.sbp import B, Broadcast, Partial, Sbp, Split
+from sbp_core.sbp import B, Sbp, Split
 from sbp_core.signatures.signature import Signature1d
 
 #: Seconds that stand for "not possible" in tables: far above any step, and finite, so that sums
 #: of tables stay numbers.
 FORBIDDEN_S = 1e9
-
-#: Weights of the tie-break: seconds for each byte, and for each step away from B.
-_TIE_S_PER_BYTE = 1e-18
-_TIE_S_PER_RANK = 1e-15
 
 #: The SBP of a tensor on the axes of a problem.
 Entries = tuple[Sbp, ...]
@@ -206,7 +203,7 @@ class StepProblem:
             decided = self._decided(self._stored(entry.name))
             start = entries.index(decided) if decided in entries else 0
             self.storage_variable[entry.name] = self._variable(
-                [sum(map(_entry_tie_break, of)) for of in entries], start
+                [sum(map(entry_tie_break, of)) for of in entries], start
             )
 
     def _stored(self, name: str) -> tuple[Sbp, ...]:
@@ -255,7 +252,7 @@ class StepProblem:
             self.node_variable[node.name] = self._variable(
                 [
                     times * options.seconds[at]
-                    + sum(_signature_tie_break(passes_on, part) for part in options.parts[at])
+                    + sum(signature_tie_break(passes_on, part) for part in options.parts[at])
                     for at in kept
                 ],
                 parts.index(found) if found in parts else 0,
@@ -469,7 +466,7 @@ class StepProblem:
         target: tuple[int, Entries],
     ) -> float:
         seconds, size_bytes = self.prices.price(shape, dtype, source, target)
-        return FORBIDDEN_S if isinf(seconds) else seconds + _TIE_S_PER_BYTE * size_bytes
+        return FORBIDDEN_S if isinf(seconds) else seconds + TIE_S_PER_BYTE * size_bytes
 
     # A first assignment
 
@@ -487,26 +484,3 @@ class StepProblem:
                 if group.source != variable:
                     cost += group.costs[self.start[group.source], request.targets]
             self.start[variable] = int(cost.argmin())
-
-
-def _signature_tie_break(passes_on: bool, part: Signature1d) -> float:
-    """Return the tie-break of a signature; views of gradients pass partial values on.
-
-    What only the optimizer reduces can then travel together (`compile.buckets`).
-
-    before: g@(B) = all-reduce(g); view(g@(B)); update(..)      g of the backward phase
-    after:  view(g); view@(B) = all-reduce(view); update(..)
-    """
-    entries = (*part.inputs, *part.outputs)
-    if not passes_on:
-        return sum(map(_entry_tie_break, entries))
-    return sum(
-        0.0 if isinstance(e, Partial) else _TIE_S_PER_RANK + _entry_tie_break(e) for e in entries
-    )
-
-
-def _entry_tie_break(entry: Sbp) -> float:
-    """Return the tie-break of one entry: B before low dims before partial values."""
-    if isinstance(entry, Broadcast):
-        return 0.0
-    return _TIE_S_PER_RANK * (1 + entry.dim if isinstance(entry, Split) else 20)
