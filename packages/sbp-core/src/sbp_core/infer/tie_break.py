@@ -1,0 +1,37 @@
+"""The tie-break of the search: so small that it only decides among equals.
+
+Fewer bytes, then B, then low dims, then partial values; views of gradients rather pass partial
+values on.
+"""
+
+from __future__ import annotations
+
+from sbp_core.sbp import Broadcast, Partial, Sbp, Split
+from sbp_core.signatures.signature import Signature1d
+
+#: Weights of the tie-break: seconds for each byte, and for each step away from B.
+TIE_S_PER_BYTE = 1e-18
+_TIE_S_PER_RANK = 1e-15
+
+
+def signature_tie_break(passes_on: bool, part: Signature1d) -> float:
+    """Return the tie-break of a signature; views of gradients pass partial values on.
+
+    What only the optimizer reduces can then travel together (`compile.buckets`).
+
+    before: g@(B) = all-reduce(g); view(g@(B)); update(..)      g of the backward phase
+    after:  view(g); view@(B) = all-reduce(view); update(..)
+    """
+    entries = (*part.inputs, *part.outputs)
+    if not passes_on:
+        return sum(map(entry_tie_break, entries))
+    return sum(
+        0.0 if isinstance(e, Partial) else _TIE_S_PER_RANK + entry_tie_break(e) for e in entries
+    )
+
+
+def entry_tie_break(entry: Sbp) -> float:
+    """Return the tie-break of one entry: B before low dims before partial values."""
+    if isinstance(entry, Broadcast):
+        return 0.0
+    return _TIE_S_PER_RANK * (1 + entry.dim if isinstance(entry, Split) else 20)
