@@ -10,7 +10,6 @@ Times are those of the cost model (`sbp_core.cost`): measured, or by the rooflin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sbp_core.cluster import Cluster
@@ -38,14 +37,6 @@ class ModelBlocks:
 
     graph: BlockGraph
     modules: tuple[str, ...]
-
-    def patterns(self, stages: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-        """Return the stage patterns that put the blocks of each stage on it.
-
-        Args:
-            stages: Names of the blocks of each.
-        """
-        return tuple(tuple(stage) for stage in stages)
 
 
 def model_blocks(graph: LogicalGraph, cluster: Cluster) -> ModelBlocks:

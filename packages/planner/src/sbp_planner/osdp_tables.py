@@ -33,9 +33,10 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from math import floor, isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_planner.command_line import Parser
 from sbp_planner.knapsack import KnapsackOption, choose
 
 #: Rows that the released scheduler compares.
@@ -276,13 +277,6 @@ def _relative(plan: RowPlan, best: RowPlan | None) -> RowPlan:
     return RowPlan(**{**asdict(plan), "relative_throughput": plan.throughput / best.throughput})
 
 
-class _Parser(argparse.ArgumentParser):
-    """Answers bad options as the rest of the package does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SbpValueError(message, todo="--help lists the options")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -306,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m sbp_planner.osdp_tables",
         description="Choose sharding by block, and the batch, from measured tables of a block.",
         epilog=_EPILOG,

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 from math import inf
-from typing import Any, NoReturn
+from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_planner.command_line import Parser
 from sbp_planner.stages import (
     FlushedPlan,
     FlushedProblem,
@@ -55,13 +56,6 @@ transfer; parameters are there once.
 
 Exit status: 0, also if no pipeline is feasible; 2 for bad input.
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers bad options as the rest of the package does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SbpValueError(message, todo="--help lists the options")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +99,7 @@ def _integers(sizes: Any) -> Any:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m sbp_planner.pipedream",
         description="Cut a profiled model into replicated pipeline stages, as PipeDream does.",
         epilog=_EPILOG,

@@ -29,7 +29,7 @@ from sbp_core.infer import PIPE_AXIS, PinValue, infer_strategy, pipelined
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
-from sbp_planner.model_blocks import ModelBlocks, machine_levels, model_blocks
+from sbp_planner.model_blocks import machine_levels, model_blocks
 from sbp_planner.search_configs import GpipeConfig, PipedreamConfig
 from sbp_planner.stages import FlushedPlan, FlushedProblem, InFlight, cut_flushed
 
@@ -131,18 +131,13 @@ def _planned(
         planner=planner,
         pins=_PINS,
         stages=stages.stages,
-        stage_patterns=_patterns(blocks, plan),
+        # The blocks of a stage have the names of its modules.
+        stage_patterns=[stage.blocks for stage in plan.stages] if len(plan.stages) > 1 else (),
         in_flight=stages.in_flight,
         orders=stages.orders,
         staleness=stages.staleness,
         report=_report(planner, plan, schedule),
     )
-
-
-def _patterns(blocks: ModelBlocks, plan: FlushedPlan) -> tuple[tuple[str, ...], ...]:
-    if len(plan.stages) == 1:
-        return ()
-    return blocks.patterns([stage.blocks for stage in plan.stages])
 
 
 def _report(planner: str, plan: FlushedPlan, schedule: str) -> dict[str, Any]:

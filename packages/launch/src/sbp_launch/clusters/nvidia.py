@@ -11,7 +11,7 @@ slows nobody; with `nodes_per_rack`, racks whose uplinks their nodes share.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf, prod
 
 from sbp_core.cluster import Cluster, Device, Link, LinkLevel
@@ -106,16 +106,7 @@ NODES: Mapping[str, GpuNode] = {
     "h100": _H100,
     # NVIDIA H200 Tensor Core GPU data sheet, 2024, H200 SXM: 141 GB, 4.8 TB/s; all else as H100.
     # NVIDIA DGX H200 data sheet: as DGX H100.
-    "h200": GpuNode(
-        memory_bytes=141 * 10**9,
-        flop_per_s=_H100.flop_per_s,
-        tf32_flop_per_s=_H100.tf32_flop_per_s,
-        memory_bytes_per_s=4.8e12,
-        nvlink_bytes_per_s=_H100.nvlink_bytes_per_s,
-        network_bytes_per_s=_H100.network_bytes_per_s,
-        pcie_bytes_per_s=_H100.pcie_bytes_per_s,
-        host_memory_bytes=_H100.host_memory_bytes,
-    ),
+    "h200": replace(_H100, memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12),
     # NVIDIA Blackwell Architecture Technical Brief, 2024, HGX B200, by GPU: FP64 tensor core 40,
     # FP32 80, TF32 2,200 and BF16 and FP16 4,500 teraFLOPS, the last three with sparsity.
     # NVIDIA DGX B200 data sheet: 1,440 GB and 64 TB/s in 8 GPUs, NVLink 14.4 TB/s in 8 GPUs and

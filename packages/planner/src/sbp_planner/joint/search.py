@@ -134,6 +134,7 @@ class _Search:
         self.problem = joint_problem(
             quiet, pins=pins, stages=stages.stages if stages is not None else None
         )
+        self.step = tie(self.problem) if settings.tied else untied(self.problem)
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
         self.least_bytes = 0.0
 
@@ -160,10 +161,9 @@ class _Search:
         Raises:
             PlanError: nothing fulfils the pins.
         """
-        settings, problem = self.settings, self.problem
+        settings, problem, step = self.settings, self.problem, self.step
         ends = monotonic() + settings.time_limit_s
         self._say("eliminating operators on all mesh axes", 0.1)
-        step = tie(problem) if settings.tied else untied(problem)
         tables = CostTables(step, max_entries=MAX_DIRECT_ENTRIES)
         found = minimise(tables.sizes, tables.factors, tables.start, max_entries=MAX_ENTRIES)
         values = step.expanded(found.values)
@@ -242,8 +242,7 @@ class _Search:
     def within(self, memory: Held, free: Values) -> Values | None:
         """Return the cheapest assignment within a counted limit; None if none was found."""
         if len(self.problem.unary) > MAX_PROGRAM_VARIABLES:
-            step = tie(self.problem) if self.settings.tied else untied(self.problem)
-            priced = PricedMemory(self.problem, step, max_entries=MAX_ENTRIES)
+            priced = PricedMemory(self.problem, self.step, max_entries=MAX_ENTRIES)
             return priced.within(memory, free)
         ties = repeated(self.problem) if self.settings.tied else ()
         lowered = lower_step(self.problem, ties=ties, held=memory)
