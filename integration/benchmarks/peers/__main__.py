@@ -1,7 +1,7 @@
 """Time sbp beside what PyTorch offers, on two processes of one thread each, or one of two threads.
 
     python integration/benchmarks/peers [--only TEXT] [--rounds N] [--json FILE]
-        [--compile KEY=VALUE] [--passes KEY=VALUE] [--list]
+        [--compile KEY=VALUE] [--passes KEY=VALUE] [--cluster BOXING=FILE] [--list]
 
 Each comparison (`matrix.py`) has processes of its own, which hold all its ways and let them take
 turns, so that what else the machine does falls on all alike: ratios are those of the same round.
@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 from matrix import COMPARISONS, Comparison
-from table import HEADER, Row, lines, rows
+from table import HEADER, Row, choice_lines, lines, rows
 
 from sbp_core.boxing.supervision import mpiexec_specs
 
@@ -37,8 +37,8 @@ MOST_S = 20.0, 300.0
 
 def run(
     name: str, comparison: Comparison, rounds: int, settings: Sequence[Mapping[str, Any]]
-) -> list[Row]:
-    """Run a comparison in processes of its own."""
+) -> tuple[list[Row], list[str]]:
+    """Run a comparison in processes of its own; return its rows, and what to say behind them."""
     with tempfile.TemporaryDirectory() as folder:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         given = [name, str(rounds), folder, str(store.port), *map(json.dumps, settings)]
@@ -52,7 +52,8 @@ def run(
         most_s = MOST_S[0] * rounds + MOST_S[1]
         subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=most_s)
         files = [Path(folder) / f"{rank}.json" for rank in range(comparison.num_ranks)]
-        return rows(name, comparison, [json.loads(file.read_text("utf-8")) for file in files])
+        found = [json.loads(file.read_text("utf-8")) for file in files]
+        return rows(name, comparison, found), choice_lines(comparison, found)
 
 
 def arguments() -> argparse.Namespace:
@@ -66,6 +67,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--passes", action="append", default=[], metavar="KEY=VALUE", help="of PassOptions"
     )
+    parser.add_argument(
+        "--cluster",
+        action="append",
+        default=[],
+        metavar="BOXING=FILE",
+        help="what is planned for over torch or mpi: a file of sbp-calibrate",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is to compare")
     return parser.parse_args()
 
@@ -74,7 +82,7 @@ def main() -> None:
     given = arguments()
     settings = [
         {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in every)}
-        for every in (given.compile, given.passes)
+        for every in (given.compile, given.passes, given.cluster)
     ]
     chosen = {name: found for name, found in COMPARISONS.items() if given.only in name}
     if given.list:
@@ -83,9 +91,9 @@ def main() -> None:
     print(HEADER)
     made = []
     for name, comparison in chosen.items():
-        found = run(name, comparison, given.rounds, settings)
+        found, said = run(name, comparison, given.rounds, settings)
         made += found
-        print("\n".join(lines(found)), flush=True)
+        print("\n".join([*lines(found), *said]), flush=True)
         if given.json is not None:
             given.json.write_text(json.dumps([asdict(row) for row in made], indent=1), "utf-8")
 

@@ -53,7 +53,7 @@ class Comparison:
         peers: The ways of PyTorch; the target is about the first.
         ours: The ways of sbp, by what distinguishes them.
         target: Most that a step of ours may take, in steps of the first peer; of the fastest way
-            over gloo, or over MPI where `over_mpi`.
+            over gloo, or over MPI where `over_mpi`. None: there is none.
         own_statistics: The peer's batch norm looks at the samples of a rank, ours at all: the
             losses differ.
     """
@@ -61,7 +61,7 @@ class Comparison:
     model: str
     peers: Mapping[str, Callable[..., peers.Step]]
     ours: Mapping[str, Ours]
-    target: float
+    target: float | None = None
     over_mpi: bool = False
     num_ranks: int = peers.NUM_RANKS
     own_statistics: bool = False
@@ -90,6 +90,33 @@ def data_parallel(model: str, *, own_statistics: bool = False) -> Comparison:
         peers={"DDP": peers.ddp},
         ours=over_both("manual/data_parallel"),
         target=1.0,
+        own_statistics=own_statistics,
+    )
+
+
+def auto_beside_presets(
+    model: str, own_pins: Mapping[str, Any] | None = None, *, own_statistics: bool = False
+) -> Comparison:
+    """Return what `auto` chooses beside every preset, and what is pinned by hand."""
+    ways = {
+        "auto": over_both("auto"),
+        "infer": over_both("infer"),
+        "data parallel": over_both("manual/data_parallel"),
+        "ZeRO-1": over_both("manual/zero1"),
+        "ZeRO-3": over_both("manual/zero"),
+    }
+    if model == "gpt":
+        ways["tensor parallel"] = over_both("manual/tensor_parallel", axis="tensor")
+    if own_pins is not None:
+        ways["pinned by hand"] = over_both("manual/custom", pins=own_pins)
+    return Comparison(
+        model=model,
+        peers={"DDP": peers.ddp},
+        ours={
+            f"{boxing}, {way}": both[boxing]
+            for boxing in ("gloo", "MPI")
+            for way, both in ways.items()
+        },
         own_statistics=own_statistics,
     )
 
@@ -178,4 +205,8 @@ COMPARISONS: Mapping[str, Comparison] = {
         target=0.75,
     ),
     "cnn, data parallel": data_parallel("cnn", own_statistics=True),
+    "gpt, auto": auto_beside_presets("gpt"),
+    "dlrm, auto": auto_beside_presets("dlrm", OWN_TABLE),
+    "face, auto": auto_beside_presets("face", OWN_CLASSES),
+    "cnn, auto": auto_beside_presets("cnn", own_statistics=True),
 }

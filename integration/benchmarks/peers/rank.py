@@ -1,10 +1,10 @@
 """What one process does for a comparison: make all ways, take turns, write what was found.
 
-    python rank.py COMPARISON ROUNDS FOLDER PORT OPTIONS PASSES
+    python rank.py COMPARISON ROUNDS FOLDER PORT OPTIONS PASSES CLUSTERS
 
 Every round runs every way once, beginning with another one each time; all begin together. Writes
 `FOLDER/RANK.json`: for each way the seconds until its first step was through, those of each later
-round, its processor time, the first losses, and the bytes that a step sends.
+round, its processor time, the first losses, the bytes that a step sends, and its predicted time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch_ways import Step
 
 from sbp_aten.pass_options import PassOptions
 from sbp_core.plugins import discover, merge_settings
+from sbp_core.simulate import simulate
 
 #: Rounds that are not timed.
 WARM_UP = 2
@@ -42,6 +43,7 @@ def measure(
     store: dist.Store | None,
     options: Mapping[str, Any],
     passes: PassOptions,
+    clusters: Mapping[str, str],
     stack: ExitStack,
 ) -> dict[str, dict[str, Any]]:
     """Run all ways of a comparison on this rank."""
@@ -52,13 +54,14 @@ def measure(
     first = model.batch_of(0)
     for name in (*comparison.peers, *comparison.ours):
         began = time.perf_counter()
-        sent_bytes = 0
+        sent_bytes, predicted_s = 0, None
         if name in comparison.peers:
             steps[name] = comparison.peers[name](model, registry)
         else:
             ours = comparison.ours[name]
-            given = (name, model, registry, store, options, passes, stack)
-            steps[name], sent_bytes = sbp_step(ours, *given)
+            given = (name, model, registry, store, options, passes, clusters)
+            steps[name], plan = sbp_step(ours, *given, stack=stack)
+            sent_bytes, predicted_s = plan.boxing_bytes, simulate(plan).step_s
         losses = [steps[name](first)]
         start_s = time.perf_counter() - began
         found[name] = {
@@ -67,6 +70,7 @@ def measure(
             "cpu": [],
             "losses": losses,
             "sent": sent_bytes,
+            "predicted_s": predicted_s,
         }
     gc.collect()
     gc.freeze()
@@ -93,7 +97,7 @@ def measure(
 
 def main() -> None:
     name, rounds, folder, port, *settings = sys.argv[1:]
-    options, passes = map(json.loads, settings)
+    options, passes, clusters = map(json.loads, settings)
     comparison = COMPARISONS[name]
     rank, store = 0, None
     if comparison.num_ranks > 1:
@@ -103,9 +107,8 @@ def main() -> None:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=comparison.num_ranks)
     torch.set_num_threads(1 if store is not None else os.cpu_count() or 1)
     with ExitStack() as stack:
-        found = measure(
-            comparison, int(rounds), store, options, merge_settings(PassOptions, passes), stack
-        )
+        chosen = merge_settings(PassOptions, passes)
+        found = measure(comparison, int(rounds), store, options, chosen, clusters, stack)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if store is not None:
         dist.barrier()

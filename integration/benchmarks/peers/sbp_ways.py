@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.plugins import Planner
 from sbp_core.runtime import Session
+from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, capture_training, compiled
 from sbp_torch.capture import initial_states
@@ -35,7 +37,10 @@ LINKS = {
 }
 
 
-def machine(boxing: str, num_ranks: int) -> Cluster:
+def machine(boxing: str, num_ranks: int, clusters: Mapping[str, str]) -> Cluster:
+    """Return what is planned for: what a file of sbp-calibrate says, or declared rates."""
+    if boxing in clusters:
+        return Cluster.load(Path(clusters[boxing]))
     device = Device(memory_bytes=2**32, flop_per_s={"float32": 1e11}, memory_bytes_per_s=1e10)
     return Cluster(
         name=boxing,
@@ -73,6 +78,7 @@ def start_session(
     store: dist.Store | None,
     options: Mapping[str, Any] | None = None,
     passes: PassOptions | None = None,
+    clusters: Mapping[str, str] | None = None,
     *,
     stack: ExitStack,
 ) -> tuple[Session, PhysicalPlan]:
@@ -83,6 +89,7 @@ def start_session(
         store: Where processes meet; None for one rank.
         options: Of the compiler, beside the machine.
         passes: Which run before planning.
+        clusters: Files of sbp-calibrate by boxing backend.
         stack: Closes the session.
     """
     num_ranks = dist.get_world_size() if store is not None else 1
@@ -91,7 +98,7 @@ def start_session(
     batch = {
         key: value[: len(value) // ours.micro_batches] for key, value in model.batch_of(0).items()
     }
-    cluster = machine(ours.boxing, num_ranks)
+    cluster = machine(ours.boxing, num_ranks, clusters or {})
     settings = PlanSettings(
         mesh=Placement.grid((num_ranks,), (ours.axis,)),
         cluster=cluster,
@@ -100,12 +107,25 @@ def start_session(
     )
     planner = make_planner(registry, ours)
     captured = capture_training(program, model_loss, batch, optimizer, settings)
-    graph, strategy = captured.planned(lambda graph: planner.plan(settings.request(graph)))
+    graph, strategy = captured.planned(
+        lambda graph: _of_first_rank(lambda: planner.plan(settings.request(graph)))
+    )
     plan = compiled(graph, strategy, settings).plan
     backend = make_backend(registry, ours.boxing, name, store)
     runtime = registry.make("runtime", "actor", {})
     states = initial_states(program, optimizer)
     return stack.enter_context(runtime.start(plan, states, backend)), plan
+
+
+def _of_first_rank(make: Callable[[], Strategy]) -> Strategy:
+    """Return what the first rank decides: on others a search may end elsewhere in its time."""
+    if not dist.is_initialized():
+        return make()
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    (strategy,) = made
+    assert strategy is not None
+    return strategy
 
 
 def sbp_step(
@@ -116,14 +136,16 @@ def sbp_step(
     store: dist.Store | None,
     options: Mapping[str, Any],
     passes: PassOptions,
+    clusters: Mapping[str, str],
+    *,
     stack: ExitStack,
-) -> tuple[Step, int]:
-    """Return the step, and the bytes that all ranks send in one; see `start_session`."""
-    given = (ours, name, model, registry, store, options, passes)
+) -> tuple[Step, PhysicalPlan]:
+    """Return the step, and its plan; see `start_session`."""
+    given = (ours, name, model, registry, store, options, passes, clusters)
     session, plan = start_session(*given, stack=stack)
 
     def step(batch: Batch) -> Tensor | None:
         found: torch.Tensor | None = session.step(batch, {"lr": LEARNING_RATE}).outputs.get("loss")
         return found
 
-    return step, plan.boxing_bytes
+    return step, plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from matrix import Comparison
@@ -28,6 +29,7 @@ class Row:
             lower and the upper quartile.
         cpu_s: Median of the processor time of all ranks, in which MPI waits, and gloo does not.
         loss_error: Largest relative difference of a loss from the first peer's.
+        predicted_s: Time of a step that the plan predicts; None for a peer.
     """
 
     comparison: str
@@ -40,6 +42,7 @@ class Row:
     loss_error: float
     sent_bytes: int
     start_s: float
+    predicted_s: float | None
     target: float | None
     is_met: bool | None
 
@@ -70,7 +73,8 @@ def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]
             )
         ratio = statistics.median(ratios)
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratio] * 3
-        is_aimed = way in comparison.ours and way.startswith("MPI") == comparison.over_mpi
+        is_ours = way in comparison.ours
+        target = comparison.target if is_ours and _is_mpi(way) == comparison.over_mpi else None
         made.append(
             Row(
                 comparison=name,
@@ -83,11 +87,47 @@ def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]
                 loss_error=error,
                 sent_bytes=max(rank[way]["sent"] for rank in ranks),
                 start_s=max(rank[way]["start_s"] for rank in ranks),
-                target=comparison.target if is_aimed else None,
-                is_met=ratio <= comparison.target if is_aimed else None,
+                predicted_s=ranks[0][way]["predicted_s"],
+                target=target,
+                is_met=None if target is None else ratio <= target,
             )
         )
     return made
+
+
+def choice_lines(comparison: Comparison, ranks: Sequence[Found]) -> list[str]:
+    """Return, for each backend, what the choice of `auto` takes beside the fastest other way."""
+    printed = []
+    for chosen, one in comparison.ours.items():
+        others = [
+            way
+            for way, ours in comparison.ours.items()
+            if ours.boxing == one.boxing and way != chosen
+        ]
+        if one.preset != "auto" or not others:
+            continue
+        fastest = min(others, key=lambda way: statistics.median(_slower(ranks, way)))
+        pairs = zip(_slower(ranks, chosen), _slower(ranks, fastest), strict=True)
+        ratio = statistics.median(mine / other for mine, other in pairs)
+        ways = [chosen, *others]
+        tau = kendall(
+            [(ranks[0][way]["predicted_s"], statistics.median(_slower(ranks, way))) for way in ways]
+        )
+        printed.append(
+            f"  sbp, {chosen}: {ratio:.2f} of the fastest other way, {fastest}; the order of the "
+            f"{len(ways)} ways by prediction is that by measurement to {tau:+.2f} (Kendall)"
+        )
+    return printed
+
+
+def kendall(times: Sequence[tuple[float, float]]) -> float:
+    """Return the rank correlation of pairs: Kendall's tau a."""
+    products = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in combinations(times, 2)]
+    return sum((product > 0) - (product < 0) for product in products) / len(products)
+
+
+def _is_mpi(way: str) -> bool:
+    return way.startswith("MPI")
 
 
 def _slower(ranks: Sequence[Found], way: str) -> list[float]:
@@ -110,7 +150,7 @@ def _losses(ranks: Sequence[Found], way: str) -> list[float]:
 
 HEADER = (
     f"{'way':44} {'step ms':>8} {'ratio':>6} {'quartiles':>11} {'target':>7} {'':6} "
-    f"{'cpu ms':>7} {'loss differs':>12} {'sent':>9} {'start s':>7}"
+    f"{'predicted':>10} {'cpu ms':>7} {'loss differs':>12} {'sent':>9} {'start s':>7}"
 )
 
 
@@ -120,11 +160,12 @@ def lines(made: Sequence[Row]) -> list[str]:
     for row in made:
         low, high = row.quartiles
         target = "" if row.target is None else f"{row.target:.2f}"
+        predicted = "" if row.predicted_s is None else f"{row.predicted_s * 1e3:.1f}"
         verdict = {None: "", True: "met", False: "missed"}[row.is_met]
         name = row.way if row.is_peer else f"sbp, {row.way}"
         printed.append(
             f"  {name:42} {row.step_s * 1e3:8.1f} {row.ratio:6.2f} {low:5.2f}-{high:5.2f} "
-            f"{target:>7} {verdict:6} {row.cpu_s * 1e3:7.0f} {row.loss_error:12.0e} "
+            f"{target:>7} {verdict:6}{predicted:>10} {row.cpu_s * 1e3:7.0f} {row.loss_error:12.0e} "
             f"{format_bytes(row.sent_bytes):>9} {row.start_s:7.1f}".rstrip()
         )
     return printed
