@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from test_rows import _bytes_without_commit, found_plan
 
+from sbp_core.cluster import LinkLevel
 from sbp_core.memory import MemoryReport
-from sbp_launch.explaining.figures import BETWEEN_NODES, WITHIN_NODE, figures_of, traffic
+from sbp_launch.explaining.figures import figures_of, traffic
 
 
 @pytest.mark.parametrize("name", ["replicated", "sharded", "pipeline"])
@@ -18,19 +19,22 @@ def test_traffic_is_all_bytes_but_those_of_the_commit(name: str) -> None:
     figures = figures_of(planned)
 
     assert sum(one.sent_bytes for one in figures.traffic) == _bytes_without_commit(planned.plan)
-    assert {one.level for one in figures.traffic} == {WITHIN_NODE}
+    assert {one.level for one in figures.traffic} == {0}
     assert figures.computing_s + figures.boxing_s <= figures.step_s * (1 + 1e-9)
 
 
-def test_ranks_on_several_nodes_need_the_links_between_them() -> None:
+def test_traffic_is_that_of_the_smallest_groups_that_hold_who_talks() -> None:
     planned = found_plan("pipeline of meshes")
     apart = replace(planned.settings.cluster, devices_per_node=2)
 
-    levels = {one.level for one in traffic(planned.plan, apart)}
-
-    assert levels == {WITHIN_NODE, BETWEEN_NODES}
+    assert {one.level for one in traffic(planned.plan, apart)} == {0, 1}
     one_each = replace(apart, devices_per_node=1)
-    assert {one.level for one in traffic(planned.plan, one_each)} == {BETWEEN_NODES}
+    assert {one.level for one in traffic(planned.plan, one_each)} == {1}
+    pairs = LinkLevel(name="rack", num_ranks=2, link=one_each.inter_node)
+    assert {one.level for one in traffic(planned.plan, replace(one_each, groups=(pairs,)))} == {
+        1,
+        2,
+    }
 
 
 def test_the_fullest_rank_is_that_of_the_exact_memory() -> None:

@@ -13,9 +13,6 @@ from sbp_core.memory import MemoryReport, RankMemory
 from sbp_core.simulate import Simulation
 from sbp_launch.planning.flow import Planned
 
-#: Levels of links, nearest first.
-WITHIN_NODE, BETWEEN_NODES = "within a node", "between nodes"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
@@ -23,14 +20,15 @@ class Traffic:
 
     Args:
         kind: The collective, or transfers.
-        level: The farthest link that the ranks of a group need: `within a node`, `between nodes`.
+        level: Of `Cluster.levels`, the number of the smallest whose groups hold those that talk: 0
+            is the innermost.
         num_calls: How often, buckets of small tensors being one.
         sent_bytes: What all ranks together send.
         time_s: What the calls take one after the other, in seconds.
     """
 
     kind: StepKind
-    level: str
+    level: int
     num_calls: int
     sent_bytes: int
     time_s: float
@@ -115,9 +113,9 @@ def traffic(plan: PhysicalPlan, cluster: Cluster) -> Iterator[Traffic]:
         for actor in part.actors:
             if isinstance(actor, BoxingActor) and actor.name != COMMIT:
                 calls[actor.step] = actor.num_firings(plan.repetitions), actor.time_s
-    counts: Counter[tuple[StepKind, str]] = Counter()
-    sizes: Counter[tuple[StepKind, str]] = Counter()
-    times_s: dict[tuple[StepKind, str], float] = defaultdict(float)
+    counts: Counter[tuple[StepKind, int]] = Counter()
+    sizes: Counter[tuple[StepKind, int]] = Counter()
+    times_s: dict[tuple[StepKind, int], float] = defaultdict(float)
     for index, (count, time_s) in calls.items():
         step = plan.steps[index]
         if step.size_bytes:
@@ -125,7 +123,7 @@ def traffic(plan: PhysicalPlan, cluster: Cluster) -> Iterator[Traffic]:
             counts[key] += count
             sizes[key] += count * step.size_bytes
             times_s[key] += count * time_s
-    for kind, level in sorted(counts, key=lambda key: (key[0].value, key[1] != WITHIN_NODE)):
+    for kind, level in sorted(counts, key=lambda key: (key[0].value, key[1])):
         key = kind, level
         yield Traffic(
             kind=kind,
@@ -136,15 +134,17 @@ def traffic(plan: PhysicalPlan, cluster: Cluster) -> Iterator[Traffic]:
         )
 
 
-def level_of(step: BoxingStep, cluster: Cluster) -> str:
-    """Return the farthest link that the ranks of a group of a boxing step need."""
+def level_of(step: BoxingStep, cluster: Cluster) -> int:
+    """Return the number of the smallest level whose groups hold those that talk in a step."""
     (source, _), (target, _) = step.source, step.target
     if step.kind is StepKind.TRANSFER:
         groups: tuple[tuple[int, ...], ...] = ((*source.rank_list, *target.rank_list),)
     else:
         groups = source.groups(*step.axes)
-    far = any(len({cluster.node(rank) for rank in group}) > 1 for group in groups)
-    return BETWEEN_NODES if far else WITHIN_NODE
+    return max(
+        sum(len({rank // size for rank in group}) > 1 for size in cluster.group_sizes)
+        for group in groups
+    )
 
 
 def memory_kinds(memory: RankMemory | None) -> Mapping[str, int]:

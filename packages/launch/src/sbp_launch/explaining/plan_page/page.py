@@ -84,7 +84,7 @@ def plan_page(planned: Planned, model: str) -> str:
         "model": ("Model", _model(planned)),
         "timeline": ("Timeline", _timeline(planned)),
         "memory": ("Memory over time", _memory(planned)),
-        "bytes": ("Bytes by collective and link", traffic_chart(figures)),
+        "bytes": ("Bytes by collective and link", traffic_chart(figures, cluster)),
     }
     ranks = len(planned.plan.ranks)
     here = files("sbp_launch.explaining.plan_page")
