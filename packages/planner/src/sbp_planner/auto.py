@@ -153,7 +153,7 @@ class _Search:
                 request.progress(f"trying {name}", index / len(candidates))
             try:
                 strategy = candidate.plan(quiet)
-                found = compilation.compiled(strategy)
+                found = compilation.compiled(strategy, exact=True)
             except SbpError as error:
                 self.tried[name] = error
                 continue
@@ -182,7 +182,7 @@ class _Search:
             quiet = replace(request, progress=None)
             strategy = self._best_candidate.plan(quiet)
             compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
-            found = compilation.compiled(strategy)
+            found = compilation.compiled(strategy, exact=True)
         except SbpError:
             return
         if found.rank() < best.rank():
