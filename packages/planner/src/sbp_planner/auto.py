@@ -12,8 +12,8 @@ of the compiled plan, so the result is no slower than any candidate that was loo
 not, for want of time, the report says.
 
 If nothing fits and the step has variants (`PlanRequest.family`), the candidates that need least are
-tried for smaller ones (`variants`), until one fits: activations made again, operators in slices,
-more micro-batches.
+tried for smaller ones (`variants`), then the others, until one fits: activations made again,
+operators in slices, more micro-batches.
 
 Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
 looked at.
@@ -27,7 +27,7 @@ from time import monotonic
 
 from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph import LogicalGraph, block_of, graph_hash
-from sbp_core.graph_variant import GraphVariant
+from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
@@ -83,17 +83,8 @@ class AutoPlanner:
             search.look_at(request, None, share=1.0)
         elif not search.look_at(request, family.variant, share=_FIRST_SHARE):
             leanest = search.leanest()
-            for variant in smaller_variants(family):
-                if search.is_late(1.0):
-                    search.untried.append("smaller variants of the step")
-                    break
-                try:
-                    smaller = request.of(variant)
-                except SbpError as error:
-                    search.tried[_words(variant)] = error
-                    continue
-                if search.look_at(smaller, variant, share=1.0, names=leanest):
-                    break
+            if not search.look_at_smaller(family, leanest):
+                search.look_at_smaller(family)  # what is lean on one variant need not be on others
         search.join_classes()
         return search.result()
 
@@ -141,7 +132,11 @@ class _Search:
         compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
         is_first = request.graph is self.request.graph
         of = "" if variant is None or is_first else f" ({_words(variant)})"
-        candidates = [one for one in self._candidates(quiet) if not names or one.name in names]
+        candidates = [
+            one
+            for one in self._candidates(quiet)
+            if (not names or one.name in names) and one.name + of not in self.tried
+        ]
         for index, candidate in enumerate(candidates):
             name = candidate.name + of
             # What is kept for smaller variants is not needed once something fits.
@@ -162,6 +157,21 @@ class _Search:
                 self.best = replace(found, strategy=replace(found.strategy, variant=variant))
                 self.best_name, self._best_candidate = name, candidate
         return self.best is not None and self.best.fits
+
+    def look_at_smaller(self, family: GraphFamily, names: Collection[str] = ()) -> bool:
+        """Look at candidates for smaller variants of the step, until something fits."""
+        for variant in smaller_variants(family):
+            if self.is_late(1.0):
+                self.untried.append("smaller variants of the step")
+                break
+            try:
+                smaller = self.request.of(variant)
+            except SbpError as error:
+                self.tried[_words(variant)] = error
+                continue
+            if self.look_at(smaller, variant, share=1.0, names=names):
+                return True
+        return False
 
     def join_classes(self) -> None:
         """Take the best plan with softmaxes as one operator each, if it splits no classes.
