@@ -129,14 +129,15 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
     partners = _Partners(plan)
     # What ranks share is looked at once.
     seen: set[tuple[int, ...]] = set()
+    boxing: dict[int, list[BoxingActor]] = {}
     for part in plan.ranks:
         shared = id(part.slots), id(part.actors), id(part.registers)
         if shared not in seen:
             _check_rank(plan, part)
             seen.add(shared)
-        for actor in part.actors:
-            if isinstance(actor, BoxingActor):
-                _check_partners(partners, part.rank, actor)
+            boxing[id(part.actors)] = [a for a in part.actors if isinstance(a, BoxingActor)]
+        for actor in boxing[id(part.actors)]:
+            _check_partners(partners, part.rank, actor)
     # Every register is filled and read equally often by now. So if all firings of the orders
     # happen, the step ends with the data and credits that it began with: one step stands for all.
     _check_orders(plan)

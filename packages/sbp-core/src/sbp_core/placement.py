@@ -7,8 +7,8 @@ Stability: stable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -60,6 +60,8 @@ class Placement:
     rank_list: tuple[int, ...]
     axes: tuple[str, ...]
     device: str
+    #: Its hash, as it is asked for again and again; of numbers alone, so equal in all processes.
+    _hash: int = field(repr=False, compare=False)
 
     def __init__(
         self, ranks: Sequence[Nested], axes: Sequence[str] | None = None, device: str = "cpu"
@@ -81,6 +83,11 @@ class Placement:
         object.__setattr__(self, "rank_list", flat)
         object.__setattr__(self, "axes", names)
         object.__setattr__(self, "device", device)
+        object.__setattr__(self, "_hash", hash((shape, flat)))
+
+    def __hash__(self) -> int:
+        """Return the same for equal meshes."""
+        return self._hash
 
     @classmethod
     def grid(
@@ -117,7 +124,7 @@ class Placement:
         return len(self.mesh_shape)
 
     def __contains__(self, rank: object) -> bool:
-        return rank in self.rank_list
+        return isinstance(rank, Hashable) and rank in _positions(self)
 
     def coordinates(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield (rank, mesh coordinate) in row-major order."""
@@ -130,12 +137,9 @@ class Placement:
         Raises:
             SbpValueError: the rank is not in this mesh.
         """
-        if rank not in self.rank_list:
-            raise SbpValueError(
-                f"rank {rank} is not in the mesh {self.ranks}",
-                accepted=", ".join(map(str, self.rank_list)),
-            )
-        rest = self.rank_list.index(rank)
+        rest = _positions(self).get(rank)
+        if rest is None:
+            raise self._without(rank)
         coordinate: list[int] = []
         for extent in reversed(self.mesh_shape):
             rest, index = divmod(rest, extent)
@@ -151,15 +155,15 @@ class Placement:
 
     def group(self, rank: int, *axes: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` along `axes` only, in mesh order."""
-        at = self.coordinate(rank)
-        return tuple(
-            self.rank_at(other)
-            for other in product(
-                *(
-                    range(extent) if axis in axes else (at[axis],)
-                    for axis, extent in enumerate(self.mesh_shape)
-                )
-            )
+        group = _group_of(self, axes).get(rank)
+        if group is None:
+            raise self._without(rank)
+        return group
+
+    def _without(self, rank: int) -> SbpValueError:
+        return SbpValueError(
+            f"rank {rank} is not in the mesh {self.ranks}",
+            accepted=", ".join(map(str, self.rank_list)),
         )
 
     def groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
@@ -213,3 +217,15 @@ def _groups(placement: Placement, axes: tuple[int, ...]) -> tuple[tuple[int, ...
         rest = tuple(part for axis, part in enumerate(at) if axis not in axes)
         groups.setdefault(rest, []).append(rank)
     return tuple(map(tuple, groups.values()))
+
+
+@lru_cache(maxsize=1024)
+def _positions(placement: Placement) -> Mapping[int, int]:
+    """Return the place of each rank in row-major order."""
+    return {rank: place for place, rank in enumerate(placement.rank_list)}
+
+
+@lru_cache(maxsize=1024)
+def _group_of(placement: Placement, axes: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
+    """Return the group of each rank along some axes."""
+    return {rank: group for group in _groups(placement, axes) for rank in group}

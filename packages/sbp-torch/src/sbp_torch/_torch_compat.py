@@ -46,6 +46,7 @@ __all__ = [
     "current_backward_node",
     "distributions_unchecked",
     "fake_mode",
+    "frames_told_apart_by_folder",
     "functional_graph",
     "functional_overload",
     "gradient_hooks",
@@ -132,7 +133,7 @@ def trace_graph(
         fx_traceback.preserve_node_meta(),
         _grouped_products_of_any_dtype(),
         unlogged_failures(),
-        _frames_told_apart_by_folder(),
+        frames_told_apart_by_folder(),
         mode.only_large(),
     ):
         module: fx.GraphModule = make_fx(function)(*inputs)
@@ -225,7 +226,7 @@ class _FilesOfTorch:
 
 
 @contextmanager
-def _frames_told_apart_by_folder() -> Iterator[None]:
+def frames_told_apart_by_folder() -> Iterator[None]:
     """Let PyTorch know its own frames by their folder when it says where a symbol was made.
 
     It would list its files, for which it imports `torch.export` and NetworkX: 0.5 s at every start.

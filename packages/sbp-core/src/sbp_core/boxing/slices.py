@@ -253,22 +253,30 @@ def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
     ordered = sorted(tiles.holders.items())
     terms = {} if sums else _terms(step)
     pieces: list[Piece] = []
+    # Many receivers want the same box.
+    shared: dict[Bounds, list[tuple[int, Bounds, tuple[int, ...], Bounds]]] = {}
     for turn, (receiver, at) in enumerate(after.coordinates()):
-        for (term, tile), ranks in ordered:
+        box = wanted[receiver]
+        if box not in shared:
+            shared[box] = [
+                (term, tile, ranks, common)
+                for (term, tile), ranks in ordered
+                if volume(common := intersection(tile, box))
+            ]
+        for term, tile, ranks, common in shared[box]:
             if sums:
-                takes = tiles.homes[term, tile, wanted[receiver]] == _index(after, at, sums)
+                takes = tiles.homes[term, tile, box] == _index(after, at, sums)
             else:
                 takes = term in terms[receiver]
-            common = intersection(tile, wanted[receiver])
             # Receivers take turns among the copies, so that no holder has to serve all of them.
-            if takes and volume(common):
+            if takes:
                 pieces.append(
                     Piece(
                         sender=receiver if receiver in ranks else ranks[turn % len(ranks)],
                         receiver=receiver,
                         term=term,
                         source=_relative(common, tile),
-                        target=_relative(common, wanted[receiver]),
+                        target=_relative(common, box),
                         size_bytes=volume(common) * size,
                     )
                 )

@@ -124,13 +124,17 @@ def _groups(
         key = None if part is None else _bucket_key(graph, lowered, item, runs)
         if part is not None and key is not None:
             alike[key].append((item, part))
+    limits: dict[object, int] = {}
     for members in alike.values():
         # Neighbours in the backward phase share a bucket, so that it leaves when they are made and
         # does not wait for a gradient of the other end of the model.
         members.sort(key=lambda member: maker.get(member[0].inputs[0], -1))
         like = members[0][0].step
         assert like is not None, "only boxing travels in buckets"
-        limit = _priced_bytes(like, cluster) if bucket_bytes is None else bucket_bytes
+        what = like.kind, like.source[0], like.axes, like.dtype
+        if what not in limits:
+            limits[what] = _priced_bytes(like, cluster) if bucket_bytes is None else bucket_bytes
+        limit = limits[what]
         open_ones: list[_Member] = []
         size = 0
         first_use = len(place)

@@ -50,7 +50,7 @@ def insert_commit(plan: PhysicalPlan, thread: str, cluster: Cluster | None = Non
         thread: That boxing is done on.
         cluster: The machine that says how long it takes; a nominal one if None.
     """
-    actors = [actor for part in plan.ranks for actor in part.actors]
+    actors = [actor for part in plan.distinct for actor in part.actors]
     step = commit_step(plan.stages) if any(actor.writes for actor in actors) else None
     if step is None:
         return plan

@@ -19,8 +19,9 @@ Successors = Mapping[str, set[str]]
 
 def successors(plan: PhysicalPlan) -> Successors:
     """Return for each actor those that take what it makes, by registers and by links."""
-    found: dict[str, set[str]] = {a.name: set() for part in plan.ranks for a in part.actors}
-    for part in plan.ranks:
+    few = plan.distinct
+    found: dict[str, set[str]] = {a.name: set() for part in few for a in part.actors}
+    for part in few:
         for name, users in rank_successors(part).items():
             found[name] |= users
     for link in plan.links:
@@ -86,7 +87,7 @@ def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
     """Return for each key those that may lie in its memory, and whether boxing makes them."""
     users: dict[str, set[tuple[str, bool]]] = defaultdict(set)
     seen: set[int] = set()
-    for part in plan.ranks:
+    for part in plan.distinct:
         for actor in part.actors:
             if isinstance(actor, Collective | Receive):
                 for key in (*actor.inputs, *actor.reads):

@@ -86,9 +86,10 @@ class _Memory:
 
     @classmethod
     def of(cls, plan: PhysicalPlan) -> _Memory:
-        states = {slot.name for part in plan.ranks for slot in part.slots if slot.sbp is not None}
+        few = plan.distinct
+        states = {slot.name for part in few for slot in part.slots if slot.sbp is not None}
         seeds: dict[str, set[str]] = {name: {name} for name in states}
-        written = {pair for part in plan.ranks for actor in part.actors for pair in actor.writes}
+        written = {pair for part in few for actor in part.actors for pair in actor.writes}
         for state, key in written:
             seeds.setdefault(key, set()).add(f"{_NEW}{state}")
         of_keys = memory_of_states(plan, seeds)
@@ -96,7 +97,7 @@ class _Memory:
         sent: dict[str, set[str]] = defaultdict(set)
         writers: dict[str, dict[str, Actor]] = defaultdict(dict)
         exposed: set[str] = set()
-        for part in plan.ranks:
+        for part in few:
             for actor in part.actors:
                 for name in looks_at((*actor.inputs, *actor.reads), of_keys):
                     lookers[name].add(actor.name)

@@ -75,6 +75,8 @@ class HappensBefore:
         firings: All of a step of the folded plan, in any order in which they may happen; those of a
             collective behind each other.
         wanted: Actors that fire once, whose clocks are kept.
+        alone: Whether ranks know of themselves alone. Then one rank of each class tells of all, and
+            `plan` is the folded one: what a rank knows of itself follows from what it does.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class HappensBefore:
         folded: Folded,
         firings: Sequence[ActorId],
         wanted: Collection[ActorId],
+        *,
+        alone: bool = False,
     ) -> None:
         self.plan = plan
         self._clocks: dict[ActorId, Clock] = {}
@@ -104,7 +108,7 @@ class HappensBefore:
         self._waits = {
             (part.rank, name): waits for part in plan.ranks for name, waits in _waits(part).items()
         }
-        self._hears = _messages(plan)
+        self._hears = {} if alone else _messages(plan)
         #: What is known at the end of each firing, of actors for whose clock somebody asks.
         self._ends: dict[ActorId, list[Clock]] = {
             (rank, producer.name): []
@@ -112,8 +116,12 @@ class HappensBefore:
             for producer, _ in waits
         }
         self._ends |= {sender: [] for senders in self._hears.values() for sender in senders}
+        if alone:
+            self._fire_alone(firings, wanted)
+            return
         met = self._first_meeting(firings, wanted)
-        self._fire_alone(folded, firings[:met])
+        self._fire_alone(firings[:met], ())
+        self._spread(folded)
         self._fire(folded.unfolded(firings[met:]), wanted)
 
     def _first_meeting(self, firings: Sequence[ActorId], wanted: Collection[ActorId]) -> int:
@@ -132,12 +140,17 @@ class HappensBefore:
                 return place
         return 0
 
-    def _fire_alone(self, folded: Folded, firings: Iterable[ActorId]) -> None:
-        """Let one rank of each class fire, of which nobody else hears, and the others as it."""
+    def _fire_alone(self, firings: Iterable[ActorId], wanted: Collection[ActorId]) -> None:
+        """Let one rank of each class fire, of which nobody else hears."""
         for actor_id in firings:
             actor = self.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
             clock = self._begin(actor_id, actor, hears=False)
+            if actor_id in wanted:
+                self._clocks[actor_id] = clock
             self._end(actor_id, actor, clock.others)
+
+    def _spread(self, folded: Folded) -> None:
+        """Let the other ranks of each class know what the one does that has fired alone."""
         for rank, members in folded.members.items():
             part = folded.plan.by_rank[rank]
             for member in members[1:]:

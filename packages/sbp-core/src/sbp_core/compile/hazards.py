@@ -15,6 +15,10 @@ behind it, lies in no memory that is overwritten: the next step would change it.
 Threads of one process hand each other what they have as it is. So what boxing makes may lie in the
 memory of each shard that it is made of, on whatever rank.
 
+What no boxing takes is looked at on its own rank alone. It is proved for one rank of each class,
+as all of a class do the same (`symmetry`); only the memory of states that are boxed is followed
+through all ranks.
+
 One step stands for all: a step begins on the ranks of a process when the last one is through on
 all of them, and processes share no memory, as they send copies. So whoever reads a new value has
 had it before the next step overwrites it.
@@ -23,7 +27,7 @@ had it before the next step overwrites it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sbp_core.compile.happens_before import Clock, HappensBefore
@@ -56,24 +60,49 @@ def verify_overwriting(plan: PhysicalPlan, folded: Folded, firings: Sequence[Act
     Raises:
         PlanError: names the actor that overwrites a state, and the one that looks at it.
     """
-    overwriting = {
-        (part.rank, actor.name) for part in plan.ranks for actor in part.actors if actor.in_place
-    }
-    if not overwriting:
+    few = folded.plan
+    if not any(actor.in_place for part in few.ranks for actor in part.actors):
         return
-    lookers = _Lookers(plan, folded.unfolded(list(dict.fromkeys(firings))))
-    before = HappensBefore(plan, folded, firings, overwriting)
-    for state in lookers.states.values():
-        for memory in state.after.reached():
-            for actor_id, what in memory.leaves:
-                raise _outlives(state, actor_id, what)
-        clock = before.clock(state.writer)
-        for memory in state.reached():
-            for actor_id, what in memory.leaves:
-                raise _outlives(state, actor_id, what)
-            for looker in memory.late(before, clock):
-                if looker.actor_id != state.writer or looker.last >= state.at:
-                    raise _too_late(state, looker.actor_id)
+    order = list(dict.fromkeys(firings))
+    lookers = _Lookers(few, folded.stands_for)
+    lookers.look(order)
+    states = lookers.states
+    boxed = {name for name, state in states.items() if state.boxed or state.after.boxed}
+    apart = [state for name, state in states.items() if name not in boxed]
+    if apart:
+        writers = {state.writer for state in apart}
+        own = HappensBefore(few, folded, firings, writers, alone=True)
+        for state in apart:
+            _verify(state, own)
+    if not boxed:
+        return
+    touching = _Lookers(few, folded.stands_for, boxed)
+    touching.look(order)
+    members = {(one, name) for rank, name in boxed for one in folded.members[rank]}
+    whole = _Lookers(plan, {}, members)
+    whole.look(folded.unfolded([one for one in order if one in touching.touch]))
+    writers = {state.writer for state in whole.states.values()}
+    before = HappensBefore(plan, folded, firings, writers)
+    for state in whole.states.values():
+        _verify(state, before)
+
+
+def _verify(state: _State, before: HappensBefore) -> None:
+    """Check that all are through with a state when it is overwritten.
+
+    Raises:
+        PlanError: names who is not.
+    """
+    for memory in state.after.reached():
+        for actor_id, what in memory.leaves:
+            raise _outlives(state, actor_id, what)
+    clock = before.clock(state.writer)
+    for memory in state.reached():
+        for actor_id, what in memory.leaves:
+            raise _outlives(state, actor_id, what)
+        for looker in memory.late(before, clock):
+            if looker.actor_id != state.writer or looker.last >= state.at:
+                raise _too_late(state, looker.actor_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,21 +183,29 @@ class _Lookers:
 
     Attributes:
         states: What is overwritten, by rank and name.
+        touch: The actors that look at their memory, or make something that may lie in it.
 
     Args:
-        plan: See `verify_overwriting`.
-        actor_ids: All actors, each behind those that it takes something of, and those of a
-            collective behind each other.
+        plan: See `verify_overwriting`; or one rank of each class of it.
+        stands_for: Of one rank of each class, which one each rank is represented by.
+        wanted: The states, by rank and name; None for all.
     """
 
-    def __init__(self, plan: PhysicalPlan, actor_ids: Iterable[ActorId]) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        plan: PhysicalPlan,
+        stands_for: Mapping[int, int],
+        wanted: Collection[tuple[int, str]] | None = None,
+    ) -> None:
+        self.plan, self._stands_for = plan, stands_for
         self.states = {
             (part.rank, name): _State(name=name, writer=(part.rank, actor.name))
             for part in plan.ranks
             for actor in part.actors
             for name in actor.in_place
+            if wanted is None or (part.rank, name) in wanted
         }
+        self.touch: set[ActorId] = set()
         #: What actors put into registers, by rank, actor and key.
         self._made: dict[tuple[int, str, str], frozenset[_Memory]] = {}
         #: What collectives make, of all ranks of a group as soon as the first one comes.
@@ -178,10 +215,25 @@ class _Lookers:
             self._senders[link.receiver].append(link.sender)
         self._sent: dict[ActorId, frozenset[_Memory]] = {}
         self._segments: dict[object, SegmentHazards] = {}
+
+    def look(self, actor_ids: Iterable[ActorId]) -> None:
+        """Let actors look.
+
+        Args:
+            actor_ids: All that touch the states, each behind those that it takes something of, and
+                those of a collective behind each other.
+        """
         for actor_id in actor_ids:
-            part = plan.by_rank[actor_id[0]]
+            part = self.plan.by_rank[actor_id[0]]
             actor = part.by_name[actor_id[1]]
-            self._look(part, actor, self._taken(part, actor))
+            taken = self._taken(part, actor)
+            made = self._look(part, actor, taken)
+            if (
+                taken
+                or any(made.values())
+                or any((part.rank, s) in self.states for s in actor.in_place)
+            ):
+                self.touch.add(actor_id)
 
     def _taken(self, part: RankPlan, actor: Actor) -> dict[str, frozenset[_Memory]]:
         """Return the memory of what an actor takes and reads."""
@@ -197,8 +249,8 @@ class _Lookers:
                 found[key] = frozenset((state,))
         return found
 
-    def _look(self, part: RankPlan, actor: Actor, taken: _Places) -> None:
-        """Note what an actor looks at, and in which memory lies what it makes."""
+    def _look(self, part: RankPlan, actor: Actor, taken: _Places) -> _Places:
+        """Note what an actor looks at; return in which memory lies what it makes."""
         actor_id = part.rank, actor.name
         made: _Places
         if isinstance(actor, Compute):
@@ -213,8 +265,7 @@ class _Lookers:
             made = {}
         else:
             # What goes over a state is copied behind the firing.
-            for name in actor.in_place:
-                self.states[part.rank, name].at = 1
+            self._overwrite(part.rank, dict.fromkeys(actor.in_place, 1))
             boxed = self._box(actor_id, actor, taken)
             self._note(actor_id, (boxed,), 1 if actor.in_place else 0)
             made = {actor.makes: boxed}
@@ -222,6 +273,17 @@ class _Lookers:
             if memory:
                 self._made[part.rank, actor.name, key] = memory
         self._leave(actor_id, actor, made)
+        return made
+
+    def _overwrite(self, rank: int, states: Mapping[str, int]) -> None:
+        """Note which instructions overwrite states first."""
+        for name, at in states.items():
+            if state := self.states.get((rank, name)):
+                state.at = at
+
+    def _after(self, rank: int, name: str) -> tuple[_Memory, ...]:
+        state = self.states.get((rank, name))
+        return () if state is None else (state.after,)
 
     def _note(self, actor_id: ActorId, places: Iterable[Iterable[_Memory]], last: int) -> None:
         for memory in frozenset().union(*places):
@@ -244,7 +306,9 @@ class _Lookers:
             sent = (self._sent.get(sender, frozenset()) for sender in self._senders[actor_id])
             return _boxed(frozenset().union(*taken.values(), *sent))
         if actor_id not in self._boxed:
-            parts = [self.plan.by_rank[r] for r in self.plan.steps[actor.step].group(rank)]
+            group = self.plan.steps[actor.step].group(rank)
+            ranks = dict.fromkeys(self._stands_for.get(other, other) for other in group)
+            parts = [self.plan.by_rank[other] for other in ranks]
             shards = [self._taken(part, part.by_name[name]).values() for part in parts]
             boxed = _boxed(
                 frozenset(memory for places in shards for one in places for memory in one)
@@ -260,15 +324,16 @@ class _Lookers:
         if what not in self._segments:
             self._segments[what] = SegmentHazards(actor, taken, actor_id[0])
         segment = self._segments[what]
-        for name, at in segment.overwrites.items():
-            self.states[actor_id[0], name].at = at
+        self._overwrite(actor_id[0], segment.overwrites)
         for key, last in segment.last.items():
+            if key not in taken:
+                continue  # a state that is not asked about
             own = self.states.get((actor_id[0], key)) if key in actor.in_place else None
             self._note(actor_id, (taken[key] - {own},), last)
         return {
             key: frozenset().union(
                 *(
-                    (self.states[actor_id[0], name].after,) if is_new else taken[name]
+                    self._after(actor_id[0], name) if is_new else taken.get(name, ())
                     for name, is_new in names
                 )
             )

@@ -353,6 +353,18 @@ class PhysicalPlan:
         """Each rank's plan by rank."""
         return {part.rank: part for part in self.ranks}
 
+    @property
+    def distinct(self) -> list[RankPlan]:
+        """One of all ranks that share slots, actors and registers; by the last of each such class.
+
+        What holds of these alone is looked at once, however many ranks there are.
+        """
+        found = {
+            (id(part.slots), id(part.actors), id(part.registers)): part
+            for part in reversed(self.ranks)
+        }
+        return list(reversed(found.values()))
+
     @cached_property
     def alike(self) -> Mapping[int, int]:
         """For each rank the first one with equal slots, actors, registers and orders."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.boxing.step_spec import verify_step
@@ -66,23 +67,29 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
     _check_once("ranks", (part.rank for part in plan.ranks), "the plan")
     for index, step in enumerate(plan.steps):
         _check_step(step, f"boxing step {index}")
-    seen: set[tuple[int, int]] = set()
+    # What ranks share is looked at once, but for where in its tensors a rank is.
+    seen: set[tuple[int, ...]] = set()
+    cuts: dict[int, list[StateSlot]] = {}
     for part in plan.ranks:
         where = f"rank {part.rank}"
-        _check_once("actors", (actor.name for actor in part.actors), where)
-        _check_once("registers", (register.name for register in part.registers), where)
-        _check_once("slots", (slot.name for slot in part.slots), where)
-        for slot in part.slots:
+        shared = id(part.slots), id(part.actors), id(part.registers)
+        if shared not in seen:
+            _check_once("actors", (actor.name for actor in part.actors), where)
+            _check_once("registers", (register.name for register in part.registers), where)
+            _check_once("slots", (slot.name for slot in part.slots), where)
+        if id(part.slots) not in cuts:
+            cuts[id(part.slots)] = _distinct_cuts(part.slots)
+        for slot in cuts[id(part.slots)]:
             _check_slot(plan, part, slot)
-        # The rest is equal for ranks that share it.
-        shared = id(part.slots), id(part.actors)
         if shared in seen:
             continue
         seen.add(shared)
+        states = {slot.name for slot in part.slots if slot.kind.is_state}
+        numbers = {slot.name for slot in part.slots if slot.sbp is None}
         for actor in part.actors:
             where = f"actor {actor.name!r} of rank {part.rank}"
             _check_actor(plan, actor, where)
-            _check_writes(part, actor, where)
+            _check_writes(states, numbers, actor, where)
         for what in ("emits", "writes"):
             names = [name for actor in part.actors for name, _ in getattr(actor, what)]
             _check_once(f"{what} of actors", names, f"rank {part.rank}")
@@ -121,6 +128,14 @@ def _check_step(step: BoxingStep, where: str) -> None:
         raise PlanError(error.what, where=where, accepted=error.accepted) from error
 
 
+def _distinct_cuts(slots: Iterable[StateSlot]) -> list[StateSlot]:
+    """Return the first of all slots that are alike in all that `_check_slot` looks at."""
+    found: dict[object, StateSlot] = {}
+    for slot in slots:
+        found.setdefault((slot.stage, slot.shape, slot.dtype, slot.sbp, slot.local_shape), slot)
+    return list(found.values())
+
+
 def _check_slot(plan: PhysicalPlan, part: RankPlan, slot: StateSlot) -> None:
     where = f"slot {slot.name!r} of rank {part.rank}"
     stage = _stage(plan, slot.stage, where)
@@ -144,7 +159,8 @@ def _check_slot(plan: PhysicalPlan, part: RankPlan, slot: StateSlot) -> None:
 def _check_inputs(plan: PhysicalPlan) -> None:
     """Check that slots of one name are of one graph input, and that all holders have a plan."""
     met: dict[str, tuple[int, StateSlot]] = {}
-    for part in plan.ranks:
+    few = {id(part.slots): part for part in reversed(plan.ranks)}  # the first that has them
+    for part in reversed(few.values()):
         for slot in part.slots:
             rank, first = met.setdefault(slot.name, (part.rank, slot))
             # A host number is on every stage that computes with it.
@@ -170,7 +186,8 @@ def _check_inputs(plan: PhysicalPlan) -> None:
 
 def _check_ties(plan: PhysicalPlan) -> None:
     """Check that ties are of host numbers, and stand for states that no other one is."""
-    slots = {slot.name: slot for part in plan.ranks for slot in part.slots}
+    few = {id(part.slots): part.slots for part in plan.ranks}  # many ranks share them
+    slots = {slot.name: slot for shared in few.values() for slot in shared}
     names = Counter(slot.name for slot in slots.values() if slot.name not in plan.ties)
     for name, tied in plan.ties.items():
         slot = slots.get(name)
@@ -218,9 +235,8 @@ def _check_actor(plan: PhysicalPlan, actor: Actor, where: str) -> None:
         raise _unknown(leaving - known, "it hands on", where)
 
 
-def _check_writes(part: RankPlan, actor: Actor, where: str) -> None:
-    states = {slot.name for slot in part.slots if slot.kind.is_state}
-    numbers = {slot.name for slot in part.slots if slot.sbp is None}
+def _check_writes(states: set[str], numbers: set[str], actor: Actor, where: str) -> None:
+    """Check that an actor writes states, some of them in place, of which numbers are none."""
     written = {state for state, _ in actor.writes}
     if not states >= written or not written - numbers >= set(actor.in_place):
         raise PlanError(
@@ -303,9 +319,10 @@ def _unknown(names: set[str], what: str, where: str) -> PlanError:
 
 
 def _check_local_box(plan: PhysicalPlan, args: tuple[object, ...], where: str) -> None:
-    steps = [i for i, step in enumerate(plan.steps) if step.kind is StepKind.LOCAL]
     fits = len(args) == 2 and isinstance(args[0], Ref) and type(args[1]) is int
-    if not fits or args[1] not in steps:
+    is_there = fits and args[1] in range(len(plan.steps))
+    if not is_there or plan.steps[cast(int, args[1])].kind is not StepKind.LOCAL:
+        steps = [i for i, step in enumerate(plan.steps) if step.kind is StepKind.LOCAL]
         raise PlanError(
             f"{LOCAL_BOX} of {args}",
             where=where,

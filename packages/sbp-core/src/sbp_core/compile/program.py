@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from sbp_core.boxing import BoxingStep
 from sbp_core.cluster import Cluster
@@ -11,7 +11,7 @@ from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import StateSlot
 from sbp_core.cost import boxing_step_time_s, copy_time_s, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, TensorType
-from sbp_core.sbp import local_shape
+from sbp_core.sbp import NdSbp, local_shape
 from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.call import OpCall
 from sbp_core.strategy import Strategy
@@ -50,6 +50,10 @@ class Program:
         self._op_times_s: dict[object, float] = {}
         #: By what determines it: keys of one type that lie alike are of one size.
         self._sizes: dict[object, int] = {}
+        #: Of ranks of some stages, how what they hold is cut: stage, shape, nd-SBP.
+        self._cuts: dict[frozenset[int], tuple[tuple[int, tuple[int, ...], NdSbp], ...]] = {}
+        self._slots: dict[object, tuple[StateSlot, ...]] = {}
+        self._distinct_slots: dict[tuple[StateSlot, ...], tuple[StateSlot, ...]] = {}
 
     def stages_of(self, rank: int) -> set[int]:
         """Return the stages that a rank belongs to."""
@@ -123,9 +127,33 @@ class Program:
             self._op_times_s[key] = op_time_s(call, signature, stage, self.cluster)
         return self._op_times_s[key]
 
-    def slots(self, rank: int) -> Iterable[StateSlot]:
-        """Yield what a rank holds of the graph's inputs."""
-        stages = self.stages_of(rank)
+    def slots(self, rank: int) -> tuple[StateSlot, ...]:
+        """Return what a rank holds of the graph's inputs; one object for all that hold the same."""
+        # What a rank holds follows from its stages and from the sizes of its shards, and of these
+        # there are few: layers repeat.
+        stages = frozenset(self.stages_of(rank))
+        if stages not in self._cuts:
+            types = ((e.name, self.graph.types[e.name]) for e in self.graph.inputs)
+            stored = (
+                (self.strategy.storage[name], kind.shape)
+                for name, kind in types
+                if isinstance(kind, TensorType)
+            )
+            cuts = ((one.stage, shape, one.sbp) for one, shape in stored if one.stage in stages)
+            self._cuts[stages] = tuple(dict.fromkeys(cuts))
+        shapes = tuple(self._local_shape(rank, *cut) for cut in self._cuts[stages])
+        if (stages, shapes) not in self._slots:
+            slots = tuple(self._slots_of(rank, stages))
+            self._slots[stages, shapes] = self._distinct_slots.setdefault(slots, slots)
+        return self._slots[stages, shapes]
+
+    def _local_shape(
+        self, rank: int, stage: int, shape: tuple[int, ...], sbp: NdSbp
+    ) -> tuple[int, ...]:
+        placement = self.strategy.stages[stage]
+        return local_shape(shape, sbp, placement.mesh_shape, placement.coordinate(rank))
+
+    def _slots_of(self, rank: int, stages: Collection[int]) -> Iterable[StateSlot]:
         for entry in self.graph.inputs:
             kind = self.graph.types[entry.name]
             if not isinstance(kind, TensorType):
@@ -142,8 +170,6 @@ class Program:
             storage = self.strategy.storage[entry.name]
             if storage.stage not in stages:
                 continue
-            stage = self.strategy.stages[storage.stage]
-            at = stage.coordinate(rank)
             yield StateSlot(
                 name=entry.name,
                 kind=entry.kind,
@@ -151,7 +177,7 @@ class Program:
                 dtype=kind.dtype,
                 stage=storage.stage,
                 sbp=storage.sbp,
-                local_shape=local_shape(kind.shape, storage.sbp, stage.mesh_shape, at),
+                local_shape=self._local_shape(rank, storage.stage, kind.shape, storage.sbp),
             )
 
 

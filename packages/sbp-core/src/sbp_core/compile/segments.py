@@ -26,7 +26,6 @@ from sbp_core.compile.physical import (
     Receive,
     Register,
     Send,
-    StateSlot,
 )
 from sbp_core.compile.program import Program
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
@@ -129,7 +128,6 @@ def _rank_plans(
     ends = [end for step in steps if step is not None for end in (step.source[0], step.target[0])]
     meshes = [set(mesh.rank_list) for mesh in dict.fromkeys(ends)]
     known: dict[object, tuple[tuple[Actor, ...], tuple[Register, ...]]] = {}
-    distinct: dict[tuple[StateSlot, ...], tuple[StateSlot, ...]] = {}
     for rank in program.strategy.ranks:
         stages = frozenset(program.stages_of(rank))
         at = tuple(rank in mesh for mesh in meshes)
@@ -140,10 +138,9 @@ def _rank_plans(
             if options.boxing_goes_on:
                 made += prefetch_registers(program, actors, options.prefetch)
             known[what] = tuple(actors), tuple(made)
-        slots = tuple(program.slots(rank))
         yield RankPlan(
             rank=rank,
-            slots=distinct.setdefault(slots, slots),
+            slots=program.slots(rank),
             actors=known[what][0],
             registers=known[what][1],
             orders={},

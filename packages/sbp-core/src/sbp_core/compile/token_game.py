@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from sbp_core.compile.physical import (
     Actor,
@@ -38,6 +39,34 @@ class Wait:
 
     reason: str
     on: ActorId
+
+
+class Need(NamedTuple):
+    """For which firings of another actor the firings of an actor wait, as a formula.
+
+    Firing `index` may start when `on` has finished `(index // per + ahead) * times` firings.
+
+    Args:
+        on: Whom it waits for.
+        per: How many firings take, or fill, one filling.
+        ahead: Fillings beyond those of the firings before; less those that are there already.
+        times: How many firings of `on` a filling is.
+        last_only: Whether only the last of `per` firings waits.
+        what: What it waits for, in words.
+    """
+
+    on: ActorId
+    per: int
+    ahead: int
+    times: int
+    last_only: bool
+    what: str
+
+    def count(self, index: int) -> int:
+        """Return how many firings of `on` must be over; 0 or less for none."""
+        if self.last_only and (index + 1) % self.per:
+            return 0
+        return (index // self.per + self.ahead) * self.times
 
 
 # The plan is a marked graph: each register has one producer, and each consumer a count of its own.
@@ -62,6 +91,10 @@ class TokenGame:
         self.sends: dict[ActorId, list[Channel]] = defaultdict(list)
         self.receives: dict[ActorId, list[Channel]] = defaultdict(list)
         self._partners: dict[ActorId, tuple[ActorId, ...]] = {}
+        # What is asked again and again of each actor, and does not change.
+        self._needs: dict[ActorId, tuple[Need, ...]] = {}
+        self._neighbours: dict[ActorId, frozenset[ActorId]] = {}
+        self._totals: dict[ActorId, int] = {}
         for link in plan.links:
             self.sends[link.sender].append(link)
             self.receives[link.receiver].append(link)
@@ -72,7 +105,11 @@ class TokenGame:
 
     def total(self, actor_id: ActorId) -> int:
         """Return how often an actor fires in a step."""
-        return self.actor(actor_id).num_firings(self.plan.repetitions)
+        known = self._totals.get(actor_id)
+        if known is None:
+            known = self.actor(actor_id).num_firings(self.plan.repetitions)
+            self._totals[actor_id] = known
+        return known
 
     def is_done(self, actor_id: ActorId) -> bool:
         """Whether an actor has started all its firings of the step."""
@@ -99,42 +136,67 @@ class TokenGame:
     def _firings_per_filling(self, actor_id: ActorId, register: Register) -> int:
         return self.plan.firings_per_filling(self.actor(actor_id), register)
 
-    def waits(self, actor_id: ActorId) -> Iterator[Wait]:
-        """Yield what keeps an actor from starting its next firing; nothing if it may start."""
+    def needs(self, actor_id: ActorId) -> tuple[Need, ...]:
+        """Return for whom the firings of an actor wait, in the order in which reasons are given."""
+        known = self._needs.get(actor_id)
+        if known is None:
+            known = self._needs[actor_id] = tuple(self._found_needs(actor_id))
+        return known
+
+    def _found_needs(self, actor_id: ActorId) -> Iterator[Need]:
         rank, name = actor_id
         part = self.plan.by_rank[rank]
-        index = self.started[actor_id]
         for register in part.inputs_of[name]:
             # Data. The n-th firing (from 0) reads the n-th filling: whoever reads a register reads
             # each of its fillings, in order; those of an update as often as it has micro-batches.
             # Fillings count from the end of a firing.
-            firings = self._firings_per_filling(actor_id, register)
-            if self.filled(rank, register) <= index // firings:
-                reason = f"waits for data in register {register.name}"
-                yield Wait(reason, (rank, register.producer))
+            producer = (rank, register.producer)
+            yield Need(
+                on=producer,
+                per=self._firings_per_filling(actor_id, register),
+                ahead=1 - register.initial,
+                times=self._firings_per_filling(producer, register),
+                last_only=False,
+                what=f"data in register {register.name}",
+            )
         for link in self.receives[actor_id]:
-            if self.finished[link.sender] <= index:
-                yield Wait(f"waits for data on link {link.name}", link.sender)
+            yield Need(link.sender, 1, 1, 1, False, f"data on link {link.name}")
         for register in part.outputs_of[name]:
-            firings = self._firings_per_filling(actor_id, register)
-            if (index + 1) % firings:
-                continue  # the last firing of several fills it
             # Credit. Room is taken from the start of a firing, so it is counted by `started`, and
             # given back at the end of the reader's. All consumers must have read a filling before
-            # its place is free.
-            fillings = index // firings + register.initial
+            # its place is free. The last firing of several fills it.
             for consumer in register.consumers:
-                if fillings - self._read((rank, consumer), register) >= register.quota:
-                    reason = f"waits for credit of register {register.name} ({register.quota})"
-                    yield Wait(reason, (rank, consumer))
+                yield Need(
+                    on=(rank, consumer),
+                    per=self._firings_per_filling(actor_id, register),
+                    ahead=1 + register.initial - register.quota,
+                    times=self._firings_per_filling((rank, consumer), register),
+                    last_only=True,
+                    what=f"credit of register {register.name} ({register.quota})",
+                )
         for link in self.sends[actor_id]:
-            if index - self.finished[link.receiver] >= link.quota:
-                reason = f"waits for credit of link {link.name} ({link.quota})"
-                yield Wait(reason, link.receiver)
+            what = f"credit of link {link.name} ({link.quota})"
+            yield Need(link.receiver, 1, 1 - link.quota, 1, False, what)
+
+    def waits(self, actor_id: ActorId) -> Iterator[Wait]:
+        """Yield what keeps an actor from starting its next firing; nothing if it may start."""
+        index = self.started[actor_id]
+        for need in self.needs(actor_id):
+            if self.finished[need.on] < need.count(index):
+                yield Wait(f"waits for {need.what}", need.on)
 
     def is_ready(self, actor_id: ActorId) -> bool:
         """Whether an actor has all data and credits for its next firing."""
-        return not self.is_done(actor_id) and next(self.waits(actor_id), None) is None
+        index, finished = self.started[actor_id], self.finished
+        if index >= self.total(actor_id):
+            return False
+        # As `waits`, without its words: this is asked more often than anything else.
+        for on, per, ahead, times, last_only, _ in self.needs(actor_id):
+            if finished[on] < (index // per + ahead) * times and not (
+                last_only and (index + 1) % per
+            ):
+                return False
+        return True
 
     def start(self, actor_id: ActorId) -> int:
         """Take the credits of a firing and return its index."""
@@ -146,16 +208,19 @@ class TokenGame:
         """Fill the outputs of a firing and give its inputs' credits back."""
         self.finished[actor_id] += 1
 
-    def neighbours(self, actor_id: ActorId) -> set[ActorId]:
+    def neighbours(self, actor_id: ActorId) -> frozenset[ActorId]:
         """Return the actors that a finished firing may have made ready, itself among them."""
-        rank, name = actor_id
-        part = self.plan.by_rank[rank]
-        found = {actor_id}
-        found.update((rank, reader) for r in part.outputs_of[name] for reader in r.consumers)
-        found.update((rank, register.producer) for register in part.inputs_of[name])
-        found.update(link.receiver for link in self.sends[actor_id])
-        found.update(link.sender for link in self.receives[actor_id])
-        return found
+        known = self._neighbours.get(actor_id)
+        if known is None:
+            rank, name = actor_id
+            part = self.plan.by_rank[rank]
+            found = {actor_id}
+            found.update((rank, reader) for r in part.outputs_of[name] for reader in r.consumers)
+            found.update((rank, register.producer) for register in part.inputs_of[name])
+            found.update(link.receiver for link in self.sends[actor_id])
+            found.update(link.sender for link in self.receives[actor_id])
+            known = self._neighbours[actor_id] = frozenset(found)
+        return known
 
     def partners(self, actor_id: ActorId) -> tuple[ActorId, ...]:
         """Return the actors that fire together: a collective on its group, else the actor alone."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heappop, heappush
 
 from sbp_core.compile.physical import ActorId, PhysicalPlan
 from sbp_core.compile.token_game import TokenGame
 
 ThreadId = tuple[int, str]
+
+
+#: Actors that fire at once: those of a collective, else one by itself.
+Group = tuple[ActorId, ...]
 
 
 def no_time(actor_id: ActorId) -> float:
@@ -36,6 +40,9 @@ class Firings:
             for thread, order in part.orders.items()
         }
         self._done = dict.fromkeys(self._orders, 0)
+        # What is asked of each actor after each of its firings, and does not change.
+        self._threads: dict[ActorId, ThreadId] = {}
+        self._near: dict[ActorId, frozenset[ThreadId]] = {}
 
     def run(
         self,
@@ -77,8 +84,7 @@ class Firings:
             busy.difference_update(map(self.thread, partners))
             fire(actor_id)
             # Only those whose data or credits the firing has changed may have become ready.
-            changed = {near for partner in partners for near in self.game.neighbours(partner)}
-            free = sorted(set(map(self.thread, changed)))
+            free = sorted(set().union(*map(self._near_threads, partners)))
 
     def run_ahead(self, rank: int, fire: Callable[[ActorId], None]) -> bool:
         """Fire a rank as far ahead of the others as can be: they fire only what it waits for.
@@ -132,7 +138,10 @@ class Firings:
 
     def thread(self, actor_id: ActorId) -> ThreadId:
         """Return the thread that fires an actor."""
-        return actor_id[0], self.game.actor(actor_id).thread
+        known = self._threads.get(actor_id)
+        if known is None:
+            known = self._threads[actor_id] = actor_id[0], self.game.actor(actor_id).thread
+        return known
 
     def advance(self, actor_id: ActorId) -> None:
         """Note that an actor has fired."""
@@ -142,8 +151,47 @@ class Firings:
         """Yield the threads that are not at their end."""
         return (thread for thread in self._orders if self.head(thread) is not None)
 
+    def _near_threads(self, actor_id: ActorId) -> frozenset[ThreadId]:
+        """Return the threads of the actors that a finished firing may have made ready."""
+        known = self._near.get(actor_id)
+        if known is None:
+            known = frozenset(map(self.thread, self.game.neighbours(actor_id)))
+            self._near[actor_id] = known
+        return known
+
     def _can_fire(self, actor_id: ActorId) -> bool:
         return all(
             self.head(self.thread(partner)) == partner and self.game.is_ready(partner)
             for partner in self.game.partners(actor_id)
         )
+
+
+def firing_order(
+    plan: PhysicalPlan,
+    stands_for: Mapping[int, int],
+    duration: Callable[[ActorId], float] = no_time,
+    *,
+    ahead: int | None = None,
+) -> list[Group] | None:
+    """Return in which order the actors of a step fire; None if threads do not come to their end.
+
+    Args:
+        plan: With firing orders.
+        stands_for: Of a folded plan, which rank each rank is represented by.
+        duration: See `Firings.run`.
+        ahead: The rank that goes as far ahead of all others as can be (see `Firings.run_ahead`);
+            None if all work at once.
+    """
+    game = TokenGame(plan, stands_for)
+    firings, order = Firings(plan, game), list[Group]()
+
+    def fire(actor_id: ActorId) -> None:
+        group = game.partners(actor_id)
+        for partner in group:
+            game.start(partner)
+            game.finish(partner)
+            firings.advance(partner)
+        order.append(group)
+
+    came = firings.run(fire, duration) if ahead is None else firings.run_ahead(ahead, fire)
+    return order if came else None

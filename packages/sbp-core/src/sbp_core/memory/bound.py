@@ -36,7 +36,8 @@ def memory_bound(plan: PhysicalPlan, graph: LogicalGraph) -> float:
         graph: What it was compiled from.
     """
     bound = _Bound(plan, graph)
-    return max(bound.of(part) for part in plan.ranks)
+    few = {(id(part.slots), id(part.actors)): part for part in plan.ranks}  # ranks share them
+    return max(bound.of(part) for part in few.values())
 
 
 class _Bound:
@@ -45,10 +46,11 @@ class _Bound:
     def __init__(self, plan: PhysicalPlan, graph: LogicalGraph) -> None:
         self.plan, self.graph = plan, graph
         #: Bytes of keys that stand for no value of the graph: first what boxing makes of packs.
+        few = {id(part.actors): part.actors for part in plan.ranks}  # many ranks share them
         self._inner_bytes: dict[str, float] = {
             actor.makes: _boxed_bytes(plan, actor)
-            for part in plan.ranks
-            for actor in part.actors
+            for actors in few.values()
+            for actor in actors
             if isinstance(actor, Collective | Receive)
         }
 

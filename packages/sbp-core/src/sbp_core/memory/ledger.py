@@ -1,12 +1,23 @@
-"""The storages of one rank during a step: made, held, dropped, and what they are for."""
+"""The storages of one rank during a step: made, held, dropped, and what they are for.
+
+A compute segment whose arguments lie as they did in a firing before does what it did then. So what
+a firing does is recorded in a ledger of its own, and repeated:
+
+    storage     of                   from   to          ticks count from the one before the firing
+    0           an argument          -      2           dropped, if nobody else holds it
+    1           an argument          -      -           held on by what the segment made
+    2           made and dropped     1      2
+    3           made                 2      -           handed on
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sbp_core.memory.kinds import MemoryKind
-from sbp_core.memory.storage_view import StorageView, StridedLayout
+from sbp_core.memory.storage_view import StorageView, StridedLayout, Value
 
 
 @dataclass(slots=True)
@@ -27,6 +38,45 @@ class Buffer:
     start: int
     kind: MemoryKind
     end: int = -1
+
+
+#: How what a firing takes lies: key, layout, number of the storage among theirs, and its bytes; of
+#: a host number key, type and value. One after the other, as every firing is compared with others.
+Arguments = tuple[object, ...]
+
+
+def arguments_of(taken: Mapping[str, Value]) -> tuple[Arguments, list[int]]:
+    """Return how what a firing takes lies, and the storages that it lies in, each once."""
+    numbers: dict[int, int] = {}
+    lies: list[object] = []
+    for key, value in taken.items():
+        if isinstance(value, StorageView):
+            number = numbers.setdefault(value.storage, len(numbers))
+            lies += (key, value.layout, number, value.storage_bytes)
+        else:
+            lies += (key, type(value), value)
+    return tuple(lies), list(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a firing of a segment does, in storages that are numbered from its arguments' on.
+
+    Args:
+        arguments: How what it takes lies.
+        nodes: The node of each of its ticks.
+        outer: Of each storage of its arguments, by how many it is held more at the end; the tick at
+            which the last holder of the firing drops it, or -1; and its kind, if it has got one.
+        inner: Of each storage that it makes, the buffer, its holders at the end, and whether its
+            kind is settled.
+        made: What there is at the end, by key.
+    """
+
+    arguments: Arguments
+    nodes: tuple[str, ...]
+    outer: tuple[tuple[int, int, MemoryKind | None], ...]
+    inner: tuple[tuple[Buffer, int, bool], ...]
+    made: tuple[tuple[str, Value], ...]
 
 
 class Ledger:
@@ -99,3 +149,74 @@ class Ledger:
         """Note that a value goes from one firing to another."""
         if isinstance(value, StorageView) and not self._settled[value.storage]:
             self.buffers[value.storage].kind = MemoryKind.ACTIVATIONS
+
+    # Segments.
+
+    def begin(self, taken: Mapping[str, Value]) -> tuple[Ledger, dict[str, Value]]:
+        """Return a ledger for one firing, and what it takes, held there."""
+        ledger, own, values = Ledger(self.kinds), dict[int, StorageView](), dict[str, Value]()
+        for key, value in taken.items():
+            values[key] = value
+            if isinstance(value, StorageView):
+                if value.storage not in own:
+                    own[value.storage] = ledger.new("", value.layout, value.storage_bytes)
+                storage = own[value.storage].storage
+                values[key] = StorageView(value.layout, storage, value.storage_bytes)
+                ledger.hold(values[key])
+        return ledger, values
+
+    def recorded(
+        self, taken: Mapping[str, Value], nodes: Iterable[str], made: Mapping[str, Value]
+    ) -> Recorded:
+        """Return what a firing has done in this ledger, which began for it.
+
+        Args:
+            taken: What it took, as it was given to `begin`.
+            nodes: The node of each of its ticks.
+            made: What there is now, held.
+        """
+        arguments, storages = arguments_of(taken)
+        held = Counter(v.storage for v in taken.values() if isinstance(v, StorageView))
+        settled = zip(self.buffers, self._holders, self._settled, strict=True)
+        return Recorded(
+            arguments=arguments,
+            nodes=tuple(nodes),
+            outer=tuple(
+                (holders - held[storage], buffer.end, buffer.kind if is_settled else None)
+                for storage, (buffer, holders, is_settled) in zip(storages, settled, strict=False)
+            ),
+            inner=tuple(settled),
+            made=tuple(made.items()),
+        )
+
+    def repeat(self, done: Recorded, storages: Sequence[int]) -> dict[str, Value]:
+        """Do what a firing has done before; return what it makes.
+
+        Args:
+            done: By a firing whose arguments lay as they do now.
+            storages: In which they lie now.
+        """
+        start, first = self.now, len(self.buffers) - len(storages)
+        for storage, (more, dropped, kind) in zip(storages, done.outer, strict=True):
+            self._holders[storage] += more
+            if not self._holders[storage]:
+                self.buffers[storage].end = start + dropped
+            if kind is not None and not self._settled[storage]:
+                self.buffers[storage].kind = kind
+                self._settled[storage] = True
+        for one, holders, is_settled in done.inner:
+            end = start + one.end if one.end >= 0 else -1
+            self.buffers.append(
+                Buffer(one.name, one.module, one.size_bytes, start + one.start, one.kind, end)
+            )
+            self._holders.append(holders)
+            self._settled.append(is_settled)
+        self.now = start + len(done.nodes)
+        made: dict[str, Value] = {}
+        for key, value in done.made:
+            if isinstance(value, StorageView):
+                number = value.storage
+                storage = storages[number] if number < len(storages) else first + number
+                value = StorageView(value.layout, storage, value.storage_bytes)
+            made[key] = value
+        return made

@@ -16,12 +16,15 @@ Time is counted in ticks: one for each instruction or boxing step of a rank. Bet
 one of the possible interleavings, in which every instruction takes equally long. When a receiver
 takes what was sent is a matter of time in a run, so a rank that sends is replayed once more, as far
 ahead of its receivers as can be; what needs more memory counts.
+
+Each rank is replayed by itself (`rank_events`), and a segment whose arguments lie as they did
+before, such as that of the next micro-batch, is not executed again (`ledger`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
@@ -46,14 +49,17 @@ from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.graph.primitives import CLONE, MULTIPLY
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
+from sbp_core.interpreter.firings import Group, firing_order
 from sbp_core.memory.kinds import (
+    MemoryKind,
     kind_of_slot,
     kinds_of_keys,
     module_of_node,
     module_of_slot,
 )
-from sbp_core.memory.ledger import Buffer, Ledger
+from sbp_core.memory.ledger import Buffer, Ledger, Recorded, arguments_of
 from sbp_core.memory.own_piece import own_piece
+from sbp_core.memory.rank_events import Events, events_ahead, events_by_rank
 from sbp_core.memory.storage_view import (
     Number,
     ResultLayout,
@@ -134,26 +140,60 @@ def lifetimes_of_classes(
         marks: By rank, what must be equal for ranks to be alike.
     """
     folded = fold(plan, marks)
-    first = _replayed(folded, layouts, {})
-    # New states may lie otherwise than the first ones, such as column by column.
-    moved = {
-        (member, state): view
-        for (rank, state), view in first.moved_states().items()
-        for member in folded.members[rank]
-    }
-    found = (_replayed(folded, layouts, moved) if moved else first).found()
-    for sender in sorted({channel.sender[0] for channel in folded.plan.links}):
-        # How long it holds what it sent is a matter of time: longest if it is ahead of all others.
-        alone = folded
-        if _sends_to_its_like(plan, folded, sender):
-            # Its like would go ahead with it.
-            alone = fold(plan, {rank: (mark, rank == sender) for rank, mark in marks.items()})
-        ahead = _replayed(alone, layouts, moved, ahead=sender).found()[sender]
-        found[sender] = max(found[sender], ahead, key=peak_bytes)
+    order = _order(folded)
+    replays = _Replays(folded, layouts)
+    events = events_by_rank(folded.plan, order)
+    found: dict[int, RankLifetimes] = {}
+    moved: dict[int, Mapping[str, StorageView]] = {}
+    for rank in folded.members:
+        first = replays.run(folded.plan, rank, events[rank], {})
+        found[rank] = first.found()
+        # New states may lie otherwise than the first ones, such as column by column.
+        moved[rank] = first.moved_states()
+        if moved[rank]:
+            found[rank] = replays.run(folded.plan, rank, events[rank], moved[rank]).found()
+    # How long a rank holds what it sent is a matter of time: longest if it is ahead of all others.
+    for sender, alone, ahead in _all_ahead(plan, folded, marks, order):
+        longest = replays.run(alone, sender, ahead, moved[sender]).found()
+        found[sender] = max(found[sender], longest, key=peak_bytes)
     return {
         member: replace(found[rank], rank=member)
         for member, rank in sorted(folded.stands_for.items())
     }
+
+
+def _order(folded: Folded) -> list[Group]:
+    """Return the order in which ranks fire of which every instruction takes equally long.
+
+    Raises:
+        PlanError: there is none.
+    """
+
+    def duration(actor_id: ActorId) -> float:
+        """Return for how many instructions a firing keeps its thread busy."""
+        actor = folded.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
+        return 1 + len(actor.instructions) if isinstance(actor, Compute) else 1
+
+    order = firing_order(folded.plan, folded.stands_for, duration)
+    if order is None:
+        raise PlanError("the firing orders come to a stand", todo="check the plan first")
+    return order
+
+
+def _all_ahead(
+    plan: PhysicalPlan, folded: Folded, marks: Mapping[int, Hashable], order: Sequence[Group]
+) -> Iterator[tuple[int, PhysicalPlan, Events]]:
+    """Yield each rank that sends, the folded plan that it is ahead in, and its events there."""
+    senders = sorted({channel.sender[0] for channel in folded.plan.links})
+    # Its like would go ahead with it.
+    apart = {rank for rank in senders if _sends_to_its_like(plan, folded, rank)}
+    for rank in sorted(apart):
+        alone = fold(plan, {other: (mark, other == rank) for other, mark in marks.items()})
+        for _, events in events_ahead(alone, _order(alone), [rank]):
+            yield rank, alone.plan, events
+    together = [rank for rank in senders if rank not in apart]
+    for rank, events in events_ahead(folded, order, together):
+        yield rank, folded.plan, events
 
 
 def _marks(plan: PhysicalPlan) -> dict[int, Hashable]:
@@ -219,30 +259,42 @@ def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
     return list(accumulate(change[:num_ticks]))
 
 
-def _replayed(
-    folded: Folded,
-    layouts: CallLayouts,
-    moved: Mapping[tuple[int, str], StorageView],
-    ahead: int | None = None,
-) -> _Storages:
-    """Return the storages of a step.
+class _Replays:
+    """Replays ranks of a folded plan, one by one.
 
     Args:
-        folded: What is replayed.
+        folded: The plan.
         layouts: Says how results lie.
-        moved: How the first states lie that do not lie contiguously.
-        ahead: The rank that is as far ahead of all others as can be, which is all that counts then;
-            None for ranks of which every instruction takes equally long.
     """
-    domain = _Storages(folded.plan, layouts, moved)
-    states = {name: rank.states for name, rank in domain.ranks.items()}
-    fed = {name: rank.fed for name, rank in domain.ranks.items()}
-    replay = Interpreter(folded.plan, domain, states, fed, folded.stands_for)
-    if not (replay.run() if ahead is None else replay.run_ahead(ahead)):
-        raise PlanError("the firing orders come to a stand", todo="check the plan first")
-    for rank in domain.ranks.values():
-        rank.ledger.finish()
-    return domain
+
+    def __init__(self, folded: Folded, layouts: CallLayouts) -> None:
+        self._layouts = layouts
+        self._kinds = {part.rank: kinds_of_keys(folded.plan, part) for part in folded.plan.ranks}
+        self._known = _Known()
+
+    def run(
+        self,
+        plan: PhysicalPlan,
+        rank: int,
+        events: Events,
+        moved: Mapping[str, StorageView],
+    ) -> _Storages:
+        """Return the storages of a rank over a step.
+
+        Args:
+            plan: The folded plan.
+            rank: The rank.
+            events: In their order.
+            moved: How the first states lie that do not lie contiguously, by name.
+        """
+        part = plan.by_rank[rank]
+        one = replace(plan, ranks=(part,))
+        domain = _Storages(one, part, self._layouts, self._kinds[rank], self._known, moved)
+        held = domain.rank
+        replay = Interpreter(one, domain, {rank: held.states}, {rank: held.fed})
+        replay.run_rank(rank, events)
+        held.ledger.finish()
+        return domain
 
 
 @dataclass(slots=True)
@@ -271,22 +323,46 @@ class _Rank:
         where[name] = value
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What firings did so far, which others do again whose arguments lie alike.
+
+    Args:
+        segments: Of the actors that compute, each way in which their arguments lay.
+        boxed: Of those that box, how the shard that the last one took lay, how its part did, and
+            whether that was a piece of the shard.
+    """
+
+    segments: dict[ActorId, list[Recorded]] = field(default_factory=lambda: defaultdict(list))
+    boxed: dict[ActorId, tuple[StridedLayout | None, StridedLayout, bool]] = field(
+        default_factory=dict
+    )
+
+
 class _Storages(InstructionDomain[Value]):
-    """The domain of a replay whose values are tensors in numbered storages."""
+    """The domain of a replay of one rank whose values are tensors in numbered storages."""
 
     def __init__(
         self,
         plan: PhysicalPlan,
+        part: RankPlan,
         layouts: CallLayouts,
-        moved: Mapping[tuple[int, str], StorageView],
+        kinds: Mapping[str, MemoryKind],
+        known: _Known,
+        moved: Mapping[str, StorageView],
     ) -> None:
         super().__init__()
-        self.plan, self.layouts = plan, layouts
-        self.ranks = {part.rank: self._rank(part, moved) for part in plan.ranks}
+        self.plan, self.layouts, self.known = plan, layouts, known
+        self.rank = self._rank(part, kinds, moved)
 
-    def _rank(self, part: RankPlan, moved: Mapping[tuple[int, str], StorageView]) -> _Rank:
+    def _rank(
+        self,
+        part: RankPlan,
+        kinds: Mapping[str, MemoryKind],
+        moved: Mapping[str, StorageView],
+    ) -> _Rank:
         """Return a rank as it begins a step: states, parts of the batch, scalars."""
-        ledger = Ledger(kinds_of_keys(self.plan, part))
+        ledger = Ledger(kinds)
         rank = _Rank(part, ledger, fed=[{} for _ in range(self.plan.num_micro_batches)])
         shared: dict[int, StorageView] = {}
         for slot in part.slots:
@@ -300,7 +376,7 @@ class _Storages(InstructionDomain[Value]):
                     continue
                 # In the step that is replayed a second time, states are as the first one left them.
                 layout = contiguous(slot.local_shape, slot.dtype)
-                view = moved.get((part.rank, slot.name), StorageView(layout, -1, layout.size_bytes))
+                view = moved.get(slot.name, StorageView(layout, -1, layout.size_bytes))
                 if view.storage in shared:
                     home[slot.name] = replace(shared[view.storage], layout=view.layout)
                 else:
@@ -317,28 +393,23 @@ class _Storages(InstructionDomain[Value]):
         rank.ticks.append(("", 0, ""))
         return rank
 
-    def found(self) -> dict[int, RankLifetimes]:
-        """Return the lifetimes, by rank."""
-        return {
-            name: RankLifetimes(
-                rank=name,
-                buffers=tuple(rank.ledger.buffers),
-                ticks=tuple(rank.ticks),
-            )
-            for name, rank in self.ranks.items()
-        }
+    def found(self) -> RankLifetimes:
+        """Return the lifetimes."""
+        rank = self.rank
+        return RankLifetimes(
+            rank=rank.part.rank, buffers=tuple(rank.ledger.buffers), ticks=tuple(rank.ticks)
+        )
 
-    def moved_states(self) -> dict[tuple[int, str], StorageView]:
+    def moved_states(self) -> dict[str, StorageView]:
         """Return the new states that lie otherwise than the old ones: how, and in which storage.
 
         Several may lie in one, such as parameters that were gathered together.
         """
         return {
-            (name, state): value
-            for name, rank in self.ranks.items()
-            for state, value in rank.writes.items()
+            state: value
+            for state, value in self.rank.writes.items()
             if isinstance(value, StorageView)
-            and isinstance(old := rank.states[state], StorageView)
+            and isinstance(old := self.rank.states[state], StorageView)
             and (value.layout, value.storage_bytes) != (old.layout, old.storage_bytes)
         }
 
@@ -346,41 +417,52 @@ class _Storages(InstructionDomain[Value]):
 
     def hold(self, rank: int, value: Value) -> None:
         """See `Domain.hold`."""
-        self.ranks[rank].ledger.hold(value)
+        self.rank.ledger.hold(value)
 
     def keep(self, rank: int, value: Value) -> None:
         """See `Domain.keep`: what crosses from one firing to another is no temporary."""
-        ledger = self.ranks[rank].ledger
+        ledger = self.rank.ledger
         ledger.hold(value)
         ledger.crosses(value)
 
     def drop(self, rank: int, value: Value) -> None:
         """See `Domain.drop`."""
-        self.ranks[rank].ledger.drop(value)
+        self.rank.ledger.drop(value)
 
     def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
         """See `Domain.emit`."""
-        rank = self.ranks[firing.rank]
+        rank = self.rank
         rank.put(rank.emits, result, value)
 
     def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
         """See `Domain.write`: what is copied over the old value dies like any other value."""
         if state not in firing.actor.in_place:
-            rank = self.ranks[firing.rank]
+            rank = self.rank
             rank.put(rank.writes, state, value)
 
     # The work of firings.
 
-    def duration(self, actor_id: ActorId) -> float:
-        """Return for how many instructions a firing keeps its thread busy."""
-        actor = self.ranks[actor_id[0]].part.by_name[actor_id[1]]
-        return 1 + len(actor.instructions) if isinstance(actor, Compute) else 1
+    def compute(self, firing: Firing[Compute], taken: Values) -> Values:
+        """See `Domain.compute`; what a firing did whose arguments lay alike is done again."""
+        rank, known = self.rank, self.known.segments[firing.id]
+        arguments, storages = arguments_of(taken)
+        done = next((one for one in known if one.arguments == arguments), None)
+        if done is None:
+            ledger, values = rank.ledger.begin(taken)
+            # Held in the place of the rank's own ledger and ticks, while the segment is executed.
+            self.rank = apart = _Rank(rank.part, ledger)
+            made = super().compute(firing, values)
+            self.rank = rank
+            done = ledger.recorded(taken, [node for _, _, node in apart.ticks], made)
+            known.append(done)
+        rank.ticks += [(firing.actor.name, firing.index, node) for node in done.nodes]
+        return rank.ledger.repeat(done, storages)
 
     def call(
         self, firing: Firing[Compute], instruction: Instruction, values: Values
     ) -> tuple[Value, ...]:
         """Return the results of an instruction, in storages of its arguments or new ones."""
-        rank = self.ranks[firing.rank]
+        rank = self.rank
         rank.tick(firing, instruction.node)
         return self._made(rank, instruction, values)
 
@@ -420,7 +502,7 @@ class _Storages(InstructionDomain[Value]):
         part: Value,
     ) -> Value:
         """See `Domain.add`: the first part is scaled or copied, later ones are added in place."""
-        (source, key, how), rank = term, self.ranks[firing.rank]
+        (source, key, how), rank = term, self.rank
         rank.tick(firing, key)
         # How parts become one: None hands the last one on, a text is max or min, a number scales.
         if how is None:
@@ -446,7 +528,7 @@ class _Storages(InstructionDomain[Value]):
     def send(self, firing: Firing[Send], shard: Value) -> None:
         """See `Domain.send`."""
         assert isinstance(shard, StorageView), "boxing moves tensors"
-        self.ranks[firing.rank].tick(firing, firing.actor.name)
+        self.rank.tick(firing, firing.actor.name)
 
     def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Value:
         """See `Domain.receive`."""
@@ -454,21 +536,34 @@ class _Storages(InstructionDomain[Value]):
 
     def _boxed(self, firing: Firing[Collective | Receive], own: Value | None) -> Value:
         """Return the part that a boxing step gives a rank: its own shard, or a new storage."""
-        rank, actor = self.ranks[firing.rank], firing.actor
-        step = self.plan.steps[actor.step]
+        rank, actor = self.rank, firing.actor
         rank.tick(firing, actor.name)
-        bounds = bounds_of(step.shape, *step.target)[firing.rank]
-        shape = tuple(stop - start for start, stop in bounds)
-        layout = contiguous(shape, step.dtype)
-        # As backends have it: if all that a rank wants is a piece of what it has, that is a view.
-        kept = _own_part(step, firing.rank, own.layout) if isinstance(own, StorageView) else None
-        if isinstance(own, StorageView) and kept is not None and kept.shape == shape:
-            made = replace(own, layout=kept)
+        lies = own.layout if isinstance(own, StorageView) else None
+        known = self.known.boxed.get(firing.id)
+        if known is None or known[0] != lies:
+            step = self.plan.steps[actor.step]
+            known = self.known.boxed[firing.id] = lies, *_boxed_layout(step, firing.rank, lies)
+        _, layout, is_piece = known
+        if isinstance(own, StorageView) and is_piece:
+            made = replace(own, layout=layout)
         else:
             module = module_of_node(actor.makes.split("@", 1)[0])
             made = rank.ledger.new(actor.makes, layout, layout.size_bytes, module=module)
         rank.ledger.name(actor.makes, made)
         return made
+
+
+def _boxed_layout(
+    step: BoxingStep, rank: int, own: StridedLayout | None
+) -> tuple[StridedLayout, bool]:
+    """Return how a rank's part after a step lies, and whether it is a piece of its own shard."""
+    bounds = bounds_of(step.shape, *step.target)[rank]
+    shape = tuple(stop - start for start, stop in bounds)
+    # As backends have it: if all that a rank wants is a piece of what it has, that is a view.
+    kept = _own_part(step, rank, own) if own is not None else None
+    if kept is not None and kept.shape == shape:
+        return kept, True
+    return contiguous(shape, step.dtype), False
 
 
 def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout | None:

@@ -7,7 +7,7 @@ rank  peak      parameters  states    activations  temporaries  at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,12 +142,15 @@ def report(
         early: By rank, what is asked for before it is received.
     """
     buffers, early = buffers or {}, early or {}
-    return MemoryReport(
-        ranks={
-            name: rank_memory(rank, buffers.get(name), early.get(name, ()))
-            for name, rank in found.items()
-        }
-    )
+    ranks: dict[int, RankMemory] = {}
+    known: dict[Hashable, RankMemory] = {}  # by the lifetimes, which ranks of a class share
+    for name, rank in found.items():
+        beside = frozenset(buffers.get(name, {}).items()), tuple(early.get(name, ()))
+        what = id(rank.buffers), id(rank.ticks), beside
+        if what not in known:
+            known[what] = rank_memory(rank, buffers.get(name), early.get(name, ()))
+        ranks[name] = replace(known[what], rank=name)
+    return MemoryReport(ranks=ranks)
 
 
 def rank_memory(

@@ -6,14 +6,15 @@ saves), or have no kernel there. Fake tensors of any kind of device tell, withou
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from sbp_aten.passes import place_on_device
 from sbp_core.errors import CaptureError, GraphError
-from sbp_core.graph import LogicalGraph, Node, TensorType, ValueType
-from sbp_torch._torch_compat import fake_mode
+from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType
+from sbp_torch._torch_compat import fake_mode, frames_told_apart_by_folder
 from sbp_torch.ops.operators import bind, operator_of, results_of
 
 #: Kinds of devices that a step can be captured for.
@@ -42,16 +43,78 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
             error.what, where=error.where, accepted=error.accepted, todo=error.todo
         ) from error
     types = dict(placed.types)
-    with torch.no_grad(), fake_mode():
-        values = {entry.name: _like(types[entry.name], device) for entry in placed.inputs}
+    calls = _Calls(device)
+    with torch.no_grad(), fake_mode(), frames_told_apart_by_folder():
+        values = {entry.name: calls.input(types[entry.name]) for entry in placed.inputs}
         for node in placed.nodes:
-            made = _run(node, values, device)
+            made = calls.of(node, values)
             for name, value in zip(node.outputs, made, strict=True):
                 values[name] = value
                 if torch.is_tensor(value):
                     dtype = str(value.dtype).removeprefix("torch.")
                     types[name] = TensorType(tuple(value.shape), dtype)
     return placed.with_nodes(placed.nodes, types=types)
+
+
+class _Calls:
+    """Calls operators on fake tensors, equal calls once: layers repeat.
+
+    What an operator makes of fake tensors follows from how these lie alone, so tensors that lie
+    alike are one object here, and calls on the same objects with the same numbers are one call.
+
+        layer 1   mm(t0, t1) -> t2      called
+        layer 2   mm(t0, t1) -> t2      known
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._tensors: dict[Hashable, torch.Tensor] = {}
+        self._known: dict[Hashable, tuple[Any, ...]] = {}
+
+    def input(self, kind: ValueType) -> Any:
+        """Return what stands for an input of a type."""
+        return self._interned(_like(kind, self._device))
+
+    def of(self, node: Node, values: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what a node makes.
+
+        Raises:
+            CaptureError: the operator does not run on the device.
+        """
+        kwargs = tuple((name, _frozen(part, values)) for name, part in node.kwargs.items())
+        call = node.op, _frozen(node.args, values), kwargs
+        if call not in self._known:
+            made = _run(node, values, self._device)
+            self._known[call] = tuple(map(self._interned, made))
+        return self._known[call]
+
+    def _interned(self, value: Any) -> Any:
+        """Return the first tensor that lies as one does; numbers and known values themselves."""
+        if not isinstance(value, torch.Tensor) or getattr(value, "constant", None) is not None:
+            return value
+        lies = (
+            value.dtype,
+            value.device,
+            value.layout,
+            tuple(value.shape),
+            value.stride() if value.layout is torch.strided else None,
+            value.storage_offset() if value.layout is torch.strided else None,
+            value.untyped_storage().nbytes() if value.layout is torch.strided else None,
+            value.is_conj(),
+            value.is_neg(),
+        )
+        return self._tensors.setdefault(lies, value)
+
+
+def _frozen(argument: Argument, values: dict[str, Any]) -> Hashable:
+    """Return an argument as part of a key; of tensors, which are kept, which objects they are."""
+    if isinstance(argument, Ref):
+        value = values[argument.name]
+        return (type(value), value) if isinstance(value, int | float) else id(value)
+    if isinstance(argument, tuple | list):
+        return tuple(_frozen(part, values) for part in argument)
+    # With the type: 1, 1.0 and True are equal, but not the same argument.
+    return type(argument), argument
 
 
 def _like(kind: ValueType, device: str) -> Any:
