@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import Floats, Ints
-from sbp_planner.choice.tables import FlatTables, allowed
+from sbp_planner.choice.tables import Arcs, FlatTables, allowed
 
 Array = TypeVar("Array", Floats, Ints)
 
@@ -62,6 +62,18 @@ class Compact:
     def flat(self) -> FlatTables:
         """The tables in one array."""
         return FlatTables.of(self.edges, self.tables)
+
+    @cached_property
+    def arcs(self) -> Arcs:
+        """The allowed pairs, by direction of their edges."""
+        finite = np.abs(self.flat.entries[allowed(self.flat.entries)])
+        spread = float(np.ptp(self.cost)) if len(self.cost) else 0.0
+        return Arcs.of(self.flat, forbidden=2 * (spread + float(finite.sum())) + 1)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is derived."""
+        names = {field.name for field in fields(self)}
+        return {name: value for name, value in self.__dict__.items() if name in names}
 
     def profile(self, weight: Array) -> Array:
         """Return the bytes held at each memory row, of the dtype of the weights.

@@ -154,7 +154,7 @@ class DualAscent:
             values[level.nodes] = first_least(choice[level.columns], level.first, lengths)
             taken = np.repeat(values[level.from_node], level.to_length)
             choice_of = flat.entries[level.entry + taken * level.stride]
-            np.add.at(choice, level.to_column, np.minimum(choice_of, plan.forbidden))
+            np.add.at(choice, level.to_column, np.minimum(choice_of, compact.arcs.forbidden))
         return values
 
     def move_prices(self, best_cost: float) -> None:

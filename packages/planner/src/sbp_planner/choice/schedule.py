@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.problem import Floats, Ints
-from sbp_planner.choice.tables import FlatTables, ragged
+from sbp_planner.choice.tables import ragged
 
 #: Seconds that a step costs beside its arcs, and that an arc costs, about: of numpy.
 _STEP_S = 150e-6
@@ -96,7 +95,6 @@ class Schedule:
         early_column, late_column: Columns that the messages are to.
         ahead, back: Steps.
         levels: For assignments.
-        forbidden: In place of inf, where something must be taken.
         compact: What is scheduled.
     """
 
@@ -108,7 +106,6 @@ class Schedule:
     ahead: list[Step]
     back: list[Step]
     levels: list[Level]
-    forbidden: float
     compact: Compact
 
     @cached_property
@@ -134,7 +131,7 @@ class Schedule:
         total = np.zeros(len(compact.cost))
         if not len(flat.widths):
             return total
-        rows = np.diff(flat.first) // flat.widths
+        rows = flat.rows
         row_first = np.repeat(flat.first[:-1], rows) + ragged(
             np.zeros_like(rows), rows
         ) * np.repeat(flat.widths, rows)
@@ -142,22 +139,11 @@ class Schedule:
         own = ragged(first[flat.ends[:, 0]], rows)
         np.add.at(total, own, np.minimum.reduceat(pairs, row_first))
         # The same by columns: entries are taken in the order of the transposed tables.
-        order = _transposed(flat, rows)
+        order = flat.transposed()
         column_first = np.cumsum(np.repeat(rows, flat.widths)) - np.repeat(rows, flat.widths)
         own = ragged(first[flat.ends[:, 1]], flat.widths)
         np.add.at(total, own, np.minimum.reduceat(pairs[order], column_first))
         return total
-
-
-def _transposed(flat: FlatTables, rows: Ints) -> Ints:
-    """Return the entries in the order of transposed tables."""
-    lengths = np.repeat(rows, flat.widths)
-    base = ragged(flat.first[:-1], flat.widths)
-    inner = ragged(np.zeros_like(lengths), lengths)
-    order: Ints = np.repeat(base, lengths) + inner * np.repeat(
-        np.repeat(flat.widths, flat.widths), lengths
-    )
-    return order
 
 
 def schedule(compact: Compact) -> Schedule:
@@ -179,7 +165,6 @@ def schedule(compact: Compact) -> Schedule:
     late = np.where(swapped, flat.ends[:, 0], flat.ends[:, 1])
     ahead, behind = np.bincount(early, minlength=count), np.bincount(late, minlength=count)
     share = 1.0 / np.maximum(np.maximum(ahead, behind), 1)
-    finite = flat.entries[flat.entries < inf]
     both = _Edges(compact, swapped, early, late, share)
     rising = _levels(compact, rank, False)
     return Schedule(
@@ -191,10 +176,6 @@ def schedule(compact: Compact) -> Schedule:
         ahead=both.steps(rising[early], to_late=True),
         back=both.steps(_levels(compact, rank, True)[late], to_late=False),
         levels=both.levels(rising),
-        # Above what any strategy costs against another.
-        forbidden=2 * (float(np.ptp(compact.cost)) if count else 0.0)
-        + 2 * float(np.abs(finite).sum())
-        + 1.0,
         compact=compact,
     )
 
@@ -237,42 +218,23 @@ class _Edges:
         sender, receiver = (early, late) if to_late else (late, early)
         message = [np.cumsum(sizes[ends]) - sizes[ends] for ends in (sender, receiver)]
         sent, received = sizes[sender[edges]], sizes[receiver[edges]]
-        costs, places, lengths, at = [], [], [], 0
-        for edge, width in zip(edges.tolist(), sent.tolist(), strict=True):
-            table = compact.tables[edge]
-            # Rows are the receiver's strategies.
-            if self.swapped[edge] != to_late:
-                table = table.T
-            allowed = table < inf
-            counts = allowed.sum(axis=1)
-            if not counts.all():
-                # A strategy without an answer costs more than any assignment.
-                allowed[counts == 0, 0] = True
-                table = np.where(table < inf, table, 2.0 * self._spread() + 1.0)
-                counts = allowed.sum(axis=1)
-            costs.append(table[allowed])
-            places.append(at + np.nonzero(allowed)[1])
-            lengths.append(counts)
-            at += width
-        length = np.concatenate(lengths)
+        # Direction `edge` goes from the first end; the later end is the first if swapped.
+        back = self.swapped[edges] if to_late else ~self.swapped[edges]
+        arcs = compact.arcs
+        place, cost, arc_first = arcs.gather(edges + back * len(self.swapped), sizes)
         return Step(
             edges=edges,
             from_column=ragged(first[sender[edges]], sent),
             from_share=np.repeat(self.share[sender[edges]], sent),
             heard=ragged(message[0][edges], sent),
-            arc_from=np.concatenate(places).astype(np.int32),
-            arc_cost=np.concatenate(costs),
-            arc_first=np.cumsum(length) - length,
+            arc_from=place,
+            arc_cost=cost,
+            arc_first=arc_first,
             to_column=ragged(first[receiver[edges]], received),
             said=ragged(message[1][edges], received),
             to_first=np.cumsum(received) - received,
             to_length=received,
         )
-
-    def _spread(self) -> float:
-        compact = self.compact
-        entries = compact.flat.entries
-        return float(np.ptp(compact.cost) + np.abs(entries[entries < inf]).sum())
 
     def levels(self, level: Ints) -> list[Level]:
         """Return the levels, given that of each node."""

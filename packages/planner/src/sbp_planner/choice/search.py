@@ -1,10 +1,10 @@
 """The search for problems that the integer program alone does not solve at once.
 
-    messages and prices ──> guide ──> large neighbourhoods      this process
-             │ bounds         │              │ larger ones
-             │                v              v
-             │        prune, reduce ──> integer programs        a second process
-             └──────────────────────────── proofs
+    messages and prices ──> trees, large neighbourhoods      this process
+             │ bounds       │              │ larger ones
+             │              v              v
+             │      prune, reduce ──> integer programs       a second process
+             └──────────────────────── proofs
 
 What is pruned is in no assignment that costs at most c. If the best of the program that is left
 costs at most c, it is the best of all; if not, all cost more than c, which is a bound. So c
@@ -13,8 +13,12 @@ program of a size that was solved in time before is taken; each one solved raise
 something better, so that the next is nearer to the best cost, where it is the proof. After one that
 was not solved in time, the second process has neighbourhoods to solve for a while.
 
-Where no assignment is known that fits, prices of rows above their capacity are raised until what
-the messages say fits, and neighbourhoods bring down the excess.
+Assignments get better by trees, which change much at once but by what is near; by neighbourhoods,
+which see farther and cost more; and by trees drawn at random, at a temperature that falls
+(annealing). What has brought most of late has most of the time. Where none is known that fits,
+prices of rows above their capacity are raised until one does.
+
+Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", Science 220 (1983).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from math import inf
 import numpy as np
 
 from sbp_planner.choice.dual import DualAscent, ReducedCosts
+from sbp_planner.choice.forest import TreeMoves
 from sbp_planner.choice.graph import NothingAllowedError
 from sbp_planner.choice.neighbourhood import Neighbourhoods, Proposal
 from sbp_planner.choice.problem import Ints
@@ -67,8 +72,24 @@ _LITTLE_ROUNDS = 4
 _MESSAGES_PART = 0.2
 _MESSAGES_SHARE = 0.15
 
-#: Times that prices are raised, at most, to make what the messages say fit.
-_RAISES = 60
+#: Times that prices are raised, at most, to make an assignment fit.
+_RAISES = 100
+
+#: By how much the logarithm of the prices varies from forest to forest; forests without a better
+#: assignment that are enough.
+_PRICE_SPREAD = 0.25
+_VAIN_FORESTS = 16
+
+#: Temperatures to begin with, in terms of the gap of a node, and the last as a part of the first;
+#: forests on the way, and the part of the time left that they may take.
+_TEMPERATURES = (1.0, 30.0)
+_COOLED = 0.02
+_DRAWS = 100
+_DRAWS_PART = 0.05
+
+#: How much of what a way to search brought is remembered after one more; least weight of one.
+_MEMORY = 0.7
+_LEAST_WEIGHT = 0.15
 
 
 class Search:
@@ -80,6 +101,10 @@ class Search:
         self.dual = DualAscent(part.compact)
         self.dual.sweep()
         self.near = Neighbourhoods(part.compact, self.dual.decode() if begin is None else begin)
+        self.trees = TreeMoves(part.compact, self.near.forbidden)
+        self.random = np.random.default_rng(0)
+        # Cost a second that neighbourhoods, and annealing, have brought of late.
+        self.gains = np.zeros(2)
         self.pairs = _PAIRS
         self.blocks = 0
         self.worker: Worker | None = None
@@ -89,11 +114,14 @@ class Search:
         self.worker_below = inf
         self.worker_block: Proposal | None = None
         self._offered = 0.0
+        # What trees have not made better.
+        self._settled: Ints | None = None
 
     def run(self) -> None:
         """Search until the best is proved or the time is up."""
         try:
             self._pass_messages(self.record.after(_MESSAGES_PART))
+            self._move_trees()
             if not self.near.fits:
                 self._press()
             while not self.record.done:
@@ -110,14 +138,59 @@ class Search:
                 self.worker.end()
 
     def _search_near(self, until: float) -> None:
-        """Search large neighbourhoods, one or more."""
+        """Search by trees, then by neighbourhoods or annealing, once or more."""
         while not self.record.done:
-            self.near.step(self.record.deadline)
+            self._move_trees()
+            weights = self.gains / self.gains.sum() if self.gains.any() else np.ones(2)
+            weights = np.maximum(weights, _LEAST_WEIGHT)
+            way = int(self.random.choice(2, p=weights / weights.sum()))
+            before, began = self.near.merit, time.monotonic()
+            if way == 0 or not self.near.fits:
+                self.near.step(self.record.deadline)
+            else:
+                self._anneal()
+            gain = before.cost - self.near.merit.cost if before.excess == 0 else 0.0
+            rate = max(gain, 0.0) / max(time.monotonic() - began, 0.05)
+            self.gains[way] = _MEMORY * self.gains[way] + (1 - _MEMORY) * rate
             self._offer_near()
             self._listen()
             self._feed_worker()
             if time.monotonic() >= until:
                 return
+
+    def _move_trees(self) -> None:
+        """Improve the present assignment by trees, until some forests bring nothing."""
+        if self.near.values is self._settled:
+            return
+        vain = 0
+        while vain < _VAIN_FORESTS and not self.record.done:
+            before = self.near.merit
+            factor = np.exp(self.random.uniform(-1, 1) * _PRICE_SPREAD)
+            self.near.replace_values(
+                self.trees.improve(self.near.values, factor * self.dual.prices)
+            )
+            better = before.cost - self.near.merit.cost > 1e-7 * abs(before.cost)
+            vain = 0 if better or self.near.merit.excess < before.excess else vain + 1
+            self._offer_near()
+        self._settled = self.near.values
+
+    def _anneal(self) -> None:
+        """Draw trees at a temperature that falls, from the present assignment on."""
+        began = time.monotonic()
+        until = self.record.after(_DRAWS_PART)
+        unit = max(self.near.merit.cost - self.dual.bound, 0.0) / self.part.compact.num_nodes
+        first = unit * np.exp(self.random.uniform(*np.log(_TEMPERATURES)))
+        values, done = self.near.values, 0.0
+        draws = 0
+        while done < 1 and not self.record.done:
+            values = self.trees.drawn(values, self.dual.prices, first * _COOLED**done)
+            draws += 1
+            done = max(draws / _DRAWS, (time.monotonic() - began) / max(until - began, 1e-9))
+        for _ in range(_VAIN_FORESTS):
+            if self.record.done:
+                break
+            values = self.trees.improve(values, self.dual.prices)
+        self.near.replace_values(values)
 
     def _offer_near(self, force: bool = False) -> None:
         """Offer the present assignment; not too often, as it is extended to all nodes."""
@@ -148,7 +221,7 @@ class Search:
                 return
 
     def _press(self) -> None:
-        """Raise prices of rows above their capacity until what the messages say fits."""
+        """Raise prices of rows above their capacity until an assignment fits."""
         compact, dual = self.part.compact, self.dual
         if not len(compact.capacity):
             return
@@ -156,18 +229,18 @@ class Search:
         # A price that makes the memory of a row as dear as a node, for rows that have none.
         usual = abs(dual.bound) / max(compact.num_nodes, 1) / capacity.mean()
         dual.price = dual.prices
+        values = self.near.values
         for _ in range(_RAISES):
             if self.record.done or self.near.fits:
                 break
-            values = dual.decode()
+            decoded = dual.decode()
+            self.near.replace_values(decoded)
+            values = self.trees.improve(values, dual.price)
             self.near.replace_values(values)
-            over = np.maximum(compact.excess(values), 0) / capacity
-            if not over.any():
-                # What does not fit are pairs: neighbourhoods see to these.
-                break
+            over = np.maximum(np.minimum(compact.excess(values), compact.excess(decoded)), 0)
+            over = over / capacity
             dual.price = dual.price * (1 + np.minimum(4 * over, 1)) + usual * over
-            for _ in range(_SETTLING_SWEEPS):
-                dual.sweep()
+            dual.sweep()
         dual.price = dual.prices
         self._offer_near(force=True)
 
