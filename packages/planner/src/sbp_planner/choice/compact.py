@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
 from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import Floats, Ints
+from sbp_planner.choice.tables import Arcs, FlatTables, allowed
 
 Array = TypeVar("Array", Floats, Ints)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is cached
 class Compact:
     """A choice problem in flat arrays; *columns* are all strategies of all nodes, node by node.
 
@@ -55,7 +56,24 @@ class Compact:
     @property
     def num_arcs(self) -> int:
         """Number of allowed pairs of strategies, over all edges."""
-        return sum(int((table < inf).sum()) for table in self.tables)
+        return int(allowed(self.flat.entries).sum())
+
+    @cached_property
+    def flat(self) -> FlatTables:
+        """The tables in one array."""
+        return FlatTables.of(self.edges, self.tables)
+
+    @cached_property
+    def arcs(self) -> Arcs:
+        """The allowed pairs, by direction of their edges."""
+        finite = np.abs(self.flat.entries[allowed(self.flat.entries)])
+        spread = float(np.ptp(self.cost)) if len(self.cost) else 0.0
+        return Arcs.of(self.flat, forbidden=2 * (spread + float(finite.sum())) + 1)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is derived."""
+        names = {field.name for field in fields(self)}
+        return {name: value for name, value in self.__dict__.items() if name in names}
 
     def profile(self, weight: Array) -> Array:
         """Return the bytes held at each memory row, of the dtype of the weights.
@@ -63,10 +81,11 @@ class Compact:
         Args:
             weight: How much of each column is chosen, float64 or int64 of shape (columns,).
         """
-        held = self.held_bytes * weight[self.held_column]
+        some = np.flatnonzero(weight[self.held_column])
+        held = self.held_bytes[some] * weight[self.held_column[some]]
         change = np.zeros(len(self.capacity) + 1, dtype=held.dtype)
-        np.add.at(change, self.held_first, held)
-        np.subtract.at(change, self.held_end, held)
+        np.add.at(change, self.held_first[some], held)
+        np.subtract.at(change, self.held_end[some], held)
         profile: Array = np.cumsum(change)[:-1]
         return profile
 
@@ -83,11 +102,8 @@ class Compact:
 
     def total(self, values: Ints) -> float:
         """Return the cost of strategies, `inf` if a pair of them is forbidden; memory apart."""
-        cost = float(self.cost[self.first[:-1] + values].sum()) + self.constant
-        return cost + sum(
-            float(table[values[u], values[v]])
-            for (u, v), table in zip(self.edges, self.tables, strict=True)
-        )
+        pairs = self.flat.entries[self.flat.chosen(values)]
+        return float(self.cost[self.first[:-1] + values].sum() + pairs.sum()) + self.constant
 
     def fits(self, values: Ints) -> bool:
         """Return whether no memory row is above its capacity."""

@@ -6,39 +6,53 @@ The nodes that are freed hang together, or hold memory at one row near its capac
               |   |            held nodes is taken from the capacity
     held  . . o===o . .
 
-As many are freed as can be solved in about a second: more after a quick solve, fewer after one that
-ran out of time. While an assignment does not fit, what is minimised is the part by which it
-exceeds; while it takes forbidden pairs, these cost a lot instead.
+Reduced costs, once known, guide: nodes are freed first that take what puts the bound up, and of the
+freed ones those strategies and pairs are left out that put it up a lot. How many are left out is
+drawn: few nodes with all of their strategies, or many with the best. What has brought most of late
+is drawn most. As many are freed as can be solved in about a second: more after a quick solve, fewer
+after one that ran out of time. While an assignment does not fit, what is minimised is the part by
+which it exceeds; while it takes forbidden pairs, these cost a lot instead.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
-problems", CP 1998 (large neighbourhood search).
+problems", CP 1998 (large neighbourhood search); Danna, Rothberg and Le Pape, "Exploring relaxation
+induced neighborhoods to improve MIP solutions", Mathematical Programming 102 (2005) (the guide).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sbp_planner.choice.compact import Compact
+from sbp_planner.choice.dual import ReducedCosts
 from sbp_planner.choice.problem import Floats, Ints
-from sbp_planner.choice.program import solve_program
+from sbp_planner.choice.program import ProgramResult, solve_program
+from sbp_planner.choice.tables import allowed
 
 #: Allowed pairs among freed nodes, to begin with, at least, and at most.
 _PAIRS = 6_000.0
 _FEWEST_PAIRS = 200.0
-_MOST_PAIRS = 60_000.0
+_MOST_PAIRS = 100_000.0
 
 #: Seconds for one integer program, and what is quick.
 _SOLVE_S = 4.0
 _QUICK_S = 1.0
 
+#: Parts of all pairs that are kept, by the guide.
+_PARTS = (1.0, 0.3, 0.1, 0.03)
+
+#: How much of what a kind of neighbourhood brought is remembered after one more; least weight of a
+#: kind when one is drawn.
+_MEMORY = 0.8
+_LEAST_WEIGHT = 0.15
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class _Merit:
+class Merit:
     """What is compared: forbidden pairs first, then bytes above capacity, then cost."""
 
     forbidden: int
@@ -46,30 +60,71 @@ class _Merit:
     cost: float
 
 
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """Neighbourhoods for which one part of the pairs is kept.
+
+    Attributes:
+        room: Reduced cost up to which strategies and pairs are kept.
+        pairs: Kept pairs of each edge.
+        budget: Pairs among freed nodes.
+        gain: Cost a second that it brought of late.
+    """
+
+    room: float
+    pairs: Ints
+    budget: float = _PAIRS
+    gain: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proposal:
+    """Some nodes that are freed.
+
+    Args:
+        part: The program of these nodes.
+        free: The nodes.
+        kept: Their strategies in the part.
+        start: The present strategies, in terms of the part; None if one is gone.
+        elastic: Whether capacities may be exceeded.
+        rows: Memory rows that will probably bind.
+        kind: Its number.
+        merit: Of the assignment that the other nodes are held at.
+    """
+
+    part: Compact
+    free: Ints
+    kept: list[Ints]
+    start: Ints | None
+    elastic: bool
+    rows: list[int]
+    kind: int
+    merit: Merit
+
+
 class Neighbourhoods:
     """Large neighbourhood search on one problem.
 
     Attributes:
         values: The present assignment, int64 of shape (nodes,).
+        merit: Its merit.
     """
 
     def __init__(self, compact: Compact, values: Ints, seed: int = 0) -> None:
         self.compact = compact
         # In place of forbidden pairs while the assignment has some.
-        finite = [float(np.abs(t[t < inf]).max()) for t in compact.tables if (t < inf).any()]
-        largest = max([1.0, *finite, float(np.abs(compact.cost).max(initial=0.0))])
-        self.soft = replace(
-            compact,
-            tables=tuple(np.where(table < inf, table, 10 * largest) for table in compact.tables),
-        )
+        finite = np.abs(compact.flat.entries[allowed(compact.flat.entries)])
+        largest = max(1.0, finite.max(initial=0), float(np.abs(compact.cost).max(initial=0)))
+        self.forbidden = 10 * largest
         self.edges_of: list[list[int]] = [[] for _ in range(compact.num_nodes)]
         for number, (u, v) in enumerate(compact.edges):
             self.edges_of[u].append(number)
             self.edges_of[v].append(number)
-        self.pairs = np.array([int((t < inf).sum()) for t in compact.tables], dtype=np.int64)
         self.node_of = np.repeat(np.arange(compact.num_nodes), compact.sizes)
         self.random = np.random.default_rng(seed)
-        self.budget = _PAIRS
+        self.guide: ReducedCosts | None = None
+        self.rows: Ints = np.zeros(0, dtype=np.int64)
+        self.kinds = [_Kind(inf, self._pairs(allowed(compact.flat.entries)))]
         self.values = values
         self.merit = self._merit(values)
 
@@ -78,73 +133,144 @@ class Neighbourhoods:
         """Whether the present assignment is allowed and fits."""
         return self.merit.forbidden == 0 and self.merit.excess == 0
 
+    def follow(self, guide: ReducedCosts, prices: Floats) -> None:
+        """Take reduced costs as a guide from now on; rows with a price probably bind."""
+        self.guide = guide
+        self.rows = np.flatnonzero(prices)
+        pairs = guide.pairs
+        every = np.sort(pairs[allowed(self.compact.flat.entries)])
+        old = self.kinds
+        self.kinds = []
+        for number, part in enumerate(_PARTS):
+            room = inf if part == 1 or not len(every) else every[int(part * (len(every) - 1))]
+            kind = _Kind(float(room), self._pairs(pairs <= min(room, 1e300)))
+            if number < len(old):
+                kind.budget, kind.gain = old[number].budget, old[number].gain
+            self.kinds.append(kind)
+
+    def _pairs(self, kept: NDArray[np.bool_]) -> Ints:
+        before = np.concatenate([[0], np.cumsum(kept)])
+        first = self.compact.flat.first
+        pairs: Ints = before[first[1:]] - before[first[:-1]]
+        return pairs
+
     def replace_values(self, values: Ints) -> None:
         """Go on from another assignment, if it is better."""
         merit = self._merit(values)
         if merit < self.merit:
             self.values, self.merit = values, merit
 
-    def _merit(self, values: Ints) -> _Merit:
+    def _merit(self, values: Ints) -> Merit:
         compact = self.compact
-        pairs = zip(compact.edges, compact.tables, strict=True)
-        forbidden = sum(1 for (u, v), table in pairs if table[values[u], values[v]] == inf)
+        pairs = compact.flat.entries[compact.flat.chosen(values)]
+        good = allowed(pairs)
+        forbidden = len(pairs) - int(good.sum())
         excess = max(int(compact.excess(values).max(initial=0)), 0)
-        return _Merit(forbidden=forbidden, excess=excess, cost=self.soft.total(values))
+        cost = float(compact.cost[compact.first[:-1] + values].sum() + pairs[good].sum())
+        return Merit(
+            forbidden=forbidden,
+            excess=excess,
+            cost=cost + compact.constant + self.forbidden * forbidden,
+        )
 
     def step(self, deadline: float) -> bool:
         """Free some nodes and solve; return whether the assignment became better."""
-        free = self._chosen()
-        if not len(free):
+        proposal = self.propose()
+        if proposal is None:
             return False
-        compact = self.soft if self.merit.forbidden else self.compact
-        part, kept = _part(compact, free, self.values, self.edges_of)
         began = time.monotonic()
+        result = solve_program(
+            proposal.part,
+            min(deadline, began + _SOLVE_S),
+            gap=1e-5,
+            start=proposal.start,
+            elastic=proposal.elastic,
+            rows=proposal.rows,
+        )
+        return self.accept(proposal, result, time.monotonic() - began)
+
+    def propose(self, larger: float = 1.0) -> Proposal | None:
+        """Return nodes to free; None if there are none.
+
+        Args:
+            larger: How much larger than can be solved in about a second it may be.
+        """
+        number = self._drawn_kind()
+        free = self._chosen(self.kinds[number], larger)
+        if not len(free):
+            return None
+        part, kept = self._part(free, self.kinds[number].room)
         # A node in the part has lost the strategies that held nodes forbid; so may have its own.
         start = [
             np.flatnonzero(own == self.values[node]) for node, own in zip(free, kept, strict=True)
         ]
-        result = solve_program(
-            part,
-            min(deadline, began + _SOLVE_S),
-            gap=1e-5,
+        return Proposal(
+            part=part,
+            free=free,
+            kept=kept,
             start=np.array([int(at[0]) for at in start]) if all(map(len, start)) else None,
             elastic=self.merit.excess > 0,
+            rows=self.rows.tolist(),
+            kind=number,
+            merit=self.merit,
         )
-        took = time.monotonic() - began
-        if took < _QUICK_S:
-            self.budget = min(self.budget * 1.2, _MOST_PAIRS)
-        elif not result.optimal:
-            self.budget = max(self.budget * 0.7, _FEWEST_PAIRS)
-        if result.values is None:
-            return False
-        values = self.values.copy()
-        values[free] = [own[s] for own, s in zip(kept, result.values, strict=True)]
-        merit = self._merit(values)
-        if not merit < self.merit:
-            return False
-        self.values, self.merit = values, merit
-        return True
 
-    def _chosen(self) -> Ints:
-        """Return the nodes to free: grown from a random one, or from some that share a row."""
-        seeds: Iterable[int] = self.random.integers(0, self.compact.num_nodes, 1).tolist()
-        if self.merit.forbidden:
-            values = self.values
-            bad = [
-                u
-                for (u, v), table in zip(self.compact.edges, self.compact.tables, strict=True)
-                if table[values[u], values[v]] == inf
+    def accept(self, proposal: Proposal, result: ProgramResult, took_s: float) -> bool:
+        """Take a result over, if the assignment becomes better by it; return whether it did."""
+        kind = self.kinds[proposal.kind % len(self.kinds)]
+        if took_s < _QUICK_S:
+            kind.budget = min(kind.budget * 1.2, _MOST_PAIRS)
+        elif not result.optimal:
+            kind.budget = max(kind.budget * 0.7, _FEWEST_PAIRS)
+        gain, better = 0.0, False
+        if result.values is not None:
+            values = self.values.copy()
+            values[proposal.free] = [
+                own[s] for own, s in zip(proposal.kept, result.values, strict=True)
             ]
-            seeds = [int(self.random.choice(bad))]
+            merit = self._merit(values)
+            better = merit < self.merit
+            if better:
+                gain = max(self.merit.cost - merit.cost, 0.0) if self.fits else 1.0
+                self.values, self.merit = values, merit
+        kind.gain = _MEMORY * kind.gain + (1 - _MEMORY) * gain / max(took_s, 0.05)
+        return better
+
+    def _drawn_kind(self) -> int:
+        gains = np.array([kind.gain for kind in self.kinds])
+        weights = gains / gains.sum() if gains.sum() > 0 else np.zeros(len(gains))
+        weights = np.maximum(weights, _LEAST_WEIGHT)
+        return int(self.random.choice(len(weights), p=weights / weights.sum()))
+
+    def _chosen(self, kind: _Kind, larger: float) -> Ints:
+        """Return the nodes to free: grown from one, or from some that share a row."""
+        seeds = [self._drawn_node()]
+        if self.merit.forbidden:
+            flat, values = self.compact.flat, self.values
+            bad = np.flatnonzero(~allowed(flat.entries[flat.chosen(values)]))
+            seeds = [int(flat.ends[int(self.random.choice(bad)), 0])]
         elif len(self.compact.held_column) and (self.merit.excess or self.random.random() < 0.5):
             seeds = self._sharing_memory() or seeds
-        return self._grown(list(seeds))
+        return self._grown(seeds, kind, larger)
+
+    def _drawn_node(self) -> int:
+        """Draw a node, one whose strategy puts the bound up more often than others."""
+        count = self.compact.num_nodes
+        if self.guide is None or self.random.random() < 0.3:
+            return int(self.random.integers(count))
+        above = np.maximum(self.guide.nodes[self.compact.first[:-1] + self.values], 0.0)
+        above[~np.isfinite(above)] = 0.0
+        if not above.sum() > 0:
+            return int(self.random.integers(count))
+        return int(self.random.choice(count, p=above / above.sum()))
 
     def _sharing_memory(self) -> list[int]:
         compact = self.compact
         excess = compact.excess(self.values)
         if self.merit.excess:
             tight = np.flatnonzero(excess > 0.9 * excess.max())
+        elif len(self.rows) and self.random.random() < 0.7:
+            tight = self.rows
         else:
             room = -excess / np.maximum(compact.capacity, 1)
             tight = np.flatnonzero(room <= 0.05)
@@ -153,74 +279,110 @@ class Neighbourhoods:
         row = int(self.random.choice(tight))
         live = (compact.held_first <= row) & (row < compact.held_end)
         nodes = np.unique(self.node_of[compact.held_column[live]])
-        return [int(n) for n in self.random.permutation(nodes)[: 2 + len(nodes) // 2]]
+        if not len(nodes):
+            return []
+        # Sometimes a few with all that is around them, sometimes as many as there are.
+        most = 2 + len(nodes) // 2
+        some = int(np.exp(self.random.uniform(np.log(2), np.log(most + 1))))
+        return [int(n) for n in self.random.permutation(nodes)[:some]]
 
-    def _grown(self, seeds: list[int]) -> Ints:
+    def _grown(self, seeds: list[int], kind: _Kind, larger: float) -> Ints:
         """Take in neighbours of the nodes, in random order, while pairs are left in the budget."""
         chosen: dict[int, None] = {}
-        frontier: dict[int, None] = dict.fromkeys(seeds)
-        pairs = 0
-        while frontier and pairs < self.budget:
-            keys = list(frontier) if len(frontier) < 64 else list(frontier)[:64]
-            node = keys[int(self.random.integers(len(keys)))]
-            del frontier[node]
+        frontier: list[int] = list(dict.fromkeys(seeds))
+        seen = set(frontier)
+        pairs, budget = 0.0, kind.budget * larger
+        share = self.compact.first
+        while frontier and pairs < budget:
+            # Near the front of the queue: what hangs together rather than what is far.
+            at = int(self.random.integers(min(len(frontier), 16)))
+            node = frontier.pop(at)
             chosen[node] = None
-            pairs += int(self.compact.first[node + 1] - self.compact.first[node])
+            pairs += float(share[node + 1] - share[node])
             for number in self.edges_of[node]:
                 u, v = self.compact.edges[number]
                 other = v if u == node else u
                 if other in chosen:
-                    pairs += int(self.pairs[number])
-                else:
-                    frontier[other] = None
+                    pairs += float(kind.pairs[number])
+                elif other not in seen:
+                    seen.add(other)
+                    frontier.append(other)
         return np.array(sorted(chosen), dtype=np.int64)
 
-
-def _part(
-    compact: Compact, free: Ints, values: Ints, edges_of: list[list[int]]
-) -> tuple[Compact, list[Ints]]:
-    """Return the problem of some nodes while the others are held, and the strategies it keeps."""
-    place = {int(node): at for at, node in enumerate(free)}
-    cost: list[Floats] = []
-    inner: set[int] = set()
-    for node in place:
-        own = compact.cost[compact.first[node] : compact.first[node + 1]]
-        for number in edges_of[node]:
+    def _part(self, free: Ints, room: float) -> tuple[Compact, list[Ints]]:
+        """Return the problem of some nodes while the others are held, and the strategies kept."""
+        compact, values = self.compact, self.values
+        guide = self.guide if room < inf else None
+        soft = self.forbidden if self.merit.forbidden else inf
+        place = {int(node): at for at, node in enumerate(free)}
+        cost: list[Floats] = []
+        kept: list[Ints] = []
+        inner: set[int] = set()
+        for node in place:
+            columns = slice(int(compact.first[node]), int(compact.first[node + 1]))
+            own = compact.cost[columns]
+            for number in self.edges_of[node]:
+                u, v = compact.edges[number]
+                if u in place and v in place:
+                    inner.add(number)
+                    continue
+                table = compact.tables[number]
+                beside = table[:, values[v]] if u == node else table[values[u]]
+                own = own + (beside if soft == inf else np.minimum(beside, soft))
+            good = own < inf
+            if guide is not None:
+                near = good & (guide.nodes[columns] <= room)
+                near[values[node]] = good[values[node]]
+                good = near if near.any() else good
+            kept.append(np.flatnonzero(good) if good.any() else np.arange(len(own)))
+            cost.append(own)
+        edges, tables = [], []
+        for number in sorted(inner):
             u, v = compact.edges[number]
-            if u in place and v in place:
-                inner.add(number)
-            elif u == node:
-                own = own + compact.tables[number][:, values[v]]
-            else:
-                own = own + compact.tables[number][values[u]]
-        cost.append(own)
-    kept = [np.flatnonzero(own < inf) for own in cost]
-    kept = [own if len(own) else np.arange(len(c)) for own, c in zip(kept, cost, strict=True)]
-    sizes = [len(own) for own in kept]
-    first = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    edges, tables = [], []
-    for number in sorted(inner):
-        u, v = (place[node] for node in compact.edges[number])
-        edges.append((u, v))
-        tables.append(compact.tables[number][np.ix_(kept[u], kept[v])])
-    # New column of each column; -1 of those that are held or gone.
-    column = np.full(len(compact.cost), -1, dtype=np.int64)
-    for node, at in place.items():
-        column[compact.first[node] + kept[at]] = np.arange(first[at], first[at + 1])
-    chosen = np.zeros(len(compact.cost), dtype=np.int64)
-    held_nodes = np.ones(compact.num_nodes, dtype=bool)
-    held_nodes[free] = False
-    chosen[(compact.first[:-1] + values)[held_nodes]] = 1
-    some = column[compact.held_column] >= 0
-    part = Compact(
-        cost=np.concatenate([c[own] for c, own in zip(cost, kept, strict=True)]),
-        first=first,
-        edges=tuple(edges),
-        tables=tuple(tables),
-        capacity=compact.capacity - compact.profile(chosen),
-        held_column=column[compact.held_column[some]],
-        held_first=compact.held_first[some],
-        held_end=compact.held_end[some],
-        held_bytes=compact.held_bytes[some],
-    )
-    return part, kept
+            ours, theirs = kept[place[u]], kept[place[v]]
+            inside = np.ix_(ours, theirs)
+            table = compact.tables[number][inside]
+            if soft < inf:
+                table = np.minimum(table, soft)
+            elif guide is not None:
+                first = int(compact.flat.first[number])
+                raised = guide.pairs[first : int(compact.flat.first[number + 1])]
+                far = raised.reshape(compact.tables[number].shape)[inside] > room
+                far &= ~((ours == values[u])[:, None] & (theirs == values[v])[None, :])
+                table = np.where(far, inf, table)
+            edges.append((place[u], place[v]))
+            tables.append(table)
+        return self._compact(free, cost, kept, edges, tables), kept
+
+    def _compact(
+        self,
+        free: Ints,
+        cost: list[Floats],
+        kept: list[Ints],
+        edges: list[tuple[int, int]],
+        tables: list[Floats],
+    ) -> Compact:
+        compact = self.compact
+        first = np.concatenate([[0], np.cumsum([len(own) for own in kept], dtype=np.int64)])
+        # New column of each column; -1 of those that are held or gone.
+        column = np.full(len(compact.cost), -1, dtype=np.int64)
+        for at, node in enumerate(free.tolist()):
+            column[compact.first[node] + kept[at]] = np.arange(first[at], first[at + 1])
+        chosen = np.zeros(len(compact.cost), dtype=np.int64)
+        held_nodes = np.ones(compact.num_nodes, dtype=bool)
+        held_nodes[free] = False
+        chosen[(compact.first[:-1] + self.values)[held_nodes]] = 1
+        some = column[compact.held_column] >= 0
+        return replace(
+            compact,
+            cost=np.concatenate([c[own] for c, own in zip(cost, kept, strict=True)]),
+            first=first,
+            edges=tuple(edges),
+            tables=tuple(tables),
+            capacity=compact.capacity - compact.profile(chosen),
+            held_column=column[compact.held_column[some]],
+            held_first=compact.held_first[some],
+            held_end=compact.held_end[some],
+            held_bytes=compact.held_bytes[some],
+            constant=0.0,
+        )

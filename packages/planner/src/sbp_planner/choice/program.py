@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -73,6 +73,7 @@ def solve_program(
     on_better: Callable[[Ints], None] | None = None,
     on_bound: Callable[[float], None] | None = None,
     elastic: bool = False,
+    rows: Sequence[int] = (),
 ) -> ProgramResult:
     """Solve the integer program.
 
@@ -85,8 +86,12 @@ def solve_program(
         on_bound: Told of lower bounds, as they are found.
         elastic: Whether an assignment may exceed capacities, the least possible. The values are
             then the last ones found, and the bound means nothing.
+        rows: Memory rows that will probably bind, to begin with.
     """
-    return _Program(compact, deadline, gap, on_better, on_bound, elastic).solve(start)
+    program = _Program(compact, deadline, gap, on_better, on_bound, elastic)
+    for row in rows:
+        program.add_row(row)
+    return program.solve(start)
 
 
 class _Program:
@@ -227,15 +232,18 @@ class _Program:
         worst = [int(row) for row in over if _is_peak(excess, int(row))]
         chosen = [row for row in dict.fromkeys([*worst, *over.tolist()]) if row not in self.rows]
         for row in chosen[:_ROWS_A_ROUND]:
-            self._add_row(row)
+            self.add_row(row)
         return bool(chosen)
 
-    def _add_row(self, row: int) -> None:
+    def add_row(self, row: int) -> None:
+        """Add a memory row that is not there yet."""
         compact = self.compact
         live = (compact.held_first <= row) & (row < compact.held_end)
         held = np.zeros(len(compact.cost), dtype=np.int64)
         np.add.at(held, compact.held_column[live], compact.held_bytes[live])
         columns = np.flatnonzero(held)
+        if not len(columns) and compact.capacity[row] >= 0:
+            return
         unit = max(int(np.gcd.reduce(held[columns])), 1)
         held, capacity = held[columns] // unit, int(compact.capacity[row]) // unit
         scale = min(1.0, _LARGEST_COST / int(held.max(initial=1)))

@@ -1,15 +1,24 @@
 """The search for problems that the integer program alone does not solve at once.
 
-    messages and prices <──> large neighbourhoods        this process: assignments, bounds
-                 │ prune what costs more than some cost c
-                 v
-    reduce further ──> integer program                   a second process: proofs
+    messages and prices ──> trees, large neighbourhoods      this process
+             │ bounds       │              │ larger ones
+             │              v              v
+             │      prune, reduce ──> integer programs       a second process
+             └──────────────────────── proofs
 
 What is pruned is in no assignment that costs at most c. If the best of the program that is left
 costs at most c, it is the best of all; if not, all cost more than c, which is a bound. So c
 may lie below the best cost known: the farther, the smaller the program. The largest c with a
 program of a size that was solved in time before is taken; each one solved raises the bound or finds
-something better, so that the next is nearer to the best cost, where it is the proof.
+something better, so that the next is nearer to the best cost, where it is the proof. After one that
+was not solved in time, the second process has neighbourhoods to solve for a while.
+
+Assignments get better by trees, which change much at once but by what is near; by neighbourhoods,
+which see farther and cost more; and by trees drawn at random, at a temperature that falls
+(annealing). What has brought most of late has most of the time. Where none is known that fits,
+prices of rows above their capacity are raised until one does.
+
+Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", Science 220 (1983).
 """
 
 from __future__ import annotations
@@ -20,9 +29,10 @@ from math import inf
 
 import numpy as np
 
-from sbp_planner.choice.dual import DualAscent
+from sbp_planner.choice.dual import DualAscent, ReducedCosts
+from sbp_planner.choice.forest import TreeMoves
 from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.neighbourhood import Neighbourhoods
+from sbp_planner.choice.neighbourhood import Neighbourhoods, Proposal
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
 from sbp_planner.choice.record import Mask, Part, Record
@@ -35,93 +45,254 @@ _PAIRS = 40_000.0
 _FEWEST_PAIRS = 4_000.0
 _MOST_PAIRS = 400_000.0
 
-#: Part of the time that is left that one program may take, and least seconds.
-_PROGRAM_PART = 0.25
+#: Part of the time that is left that one program may take, and least seconds; part of it that
+#: the reductions before it may take.
+_PROGRAM_PART = 0.15
 _PROGRAM_S = 15.0
+_PRUNE_PART = 0.1
 
 #: A program for the proof takes the place of one that is so much larger.
 _MUCH_SMALLER = 0.6
 
-#: Sweeps of messages between two looks at what can be pruned, and at the time; sweeps after prices
-#: moved, for the messages to follow.
+#: Neighbourhoods that the second process solves after a program that it did not; how much larger
+#: than those of this process, and seconds for each.
+_BLOCKS = 6
+_LARGER = 3.0
+_BLOCK_S = 12.0
+
+#: Sweeps of messages between two looks at the time and at what they say; sweeps after prices moved,
+#: for the messages to follow; a rise of the bound, as a part of the gap, that is none; so many make
+#: an end.
 _SWEEPS = 20
 _SETTLING_SWEEPS = 3
+_LITTLE = 0.003
+_LITTLE_ROUNDS = 4
 
-#: Part of the time that messages may have alone.
-_MESSAGES_PART = 0.15
+#: Part of the time that messages may have first, and in which they alternate with neighbourhoods.
+_MESSAGES_PART = 0.2
+_MESSAGES_SHARE = 0.15
+
+#: Times that prices are raised, at most, to make an assignment fit.
+_RAISES = 100
+
+#: By how much the logarithm of the prices varies from forest to forest; forests without a better
+#: assignment that are enough.
+_PRICE_SPREAD = 0.25
+_VAIN_FORESTS = 16
+
+#: Temperatures to begin with, in terms of the gap of a node, and the last as a part of the first;
+#: forests on the way, and the part of the time left that they may take.
+_TEMPERATURES = (1.0, 30.0)
+_COOLED = 0.02
+_DRAWS = 100
+_DRAWS_PART = 0.05
+
+#: How much of what a way to search brought is remembered after one more; least weight of one.
+_MEMORY = 0.7
+_LEAST_WEIGHT = 0.15
 
 
 class Search:
-    """Messages and neighbourhoods here, the integer program in a second process."""
+    """Messages and neighbourhoods here, integer programs in a second process."""
 
     def __init__(self, record: Record, part: Part, begin: Ints | None) -> None:
         self.record = record
         self.part = part
         self.dual = DualAscent(part.compact)
-        self.near = Neighbourhoods(part.compact, self.dual.sweep() if begin is None else begin)
+        self.dual.sweep()
+        self.near = Neighbourhoods(part.compact, self.dual.decode() if begin is None else begin)
+        self.trees = TreeMoves(part.compact, self.near.forbidden)
+        self.random = np.random.default_rng(0)
+        # Cost a second that neighbourhoods, and annealing, have brought of late.
+        self.gains = np.zeros(2)
         self.pairs = _PAIRS
+        self.blocks = 0
         self.worker: Worker | None = None
+        self.worker_failed = False
+        # What the second process works on: a program and the c of it, or a neighbourhood.
         self.worker_part: Part | None = None
         self.worker_below = inf
+        self.worker_block: Proposal | None = None
+        self._offered = 0.0
+        # What trees have not made better.
+        self._settled: Ints | None = None
 
     def run(self) -> None:
         """Search until the best is proved or the time is up."""
         try:
-            messages_until = self.record.after(_MESSAGES_PART)
+            self._pass_messages(self.record.after(_MESSAGES_PART))
+            self._move_trees()
+            if not self.near.fits:
+                self._press()
             while not self.record.done:
-                before = self.record.cost - self.dual.bound
                 began = time.monotonic()
-                self._pass_messages()
-                self._consider_worker()
-                self._listen()
-                stalled = self.record.cost - self.dual.bound > 0.98 * before < inf
-                if stalled or time.monotonic() > messages_until:
-                    self._search_near(2 * time.monotonic() - began)
+                self._guide()
+                self._feed_worker()
+                took = time.monotonic() - began
+                self._search_near(time.monotonic() + max(2.0, took / _MESSAGES_SHARE))
+                took = time.monotonic() - began
+                self._pass_messages(time.monotonic() + _MESSAGES_SHARE * took)
         finally:
+            self._offer_near(force=True)
             if self.worker is not None:
                 self.worker.end()
 
     def _search_near(self, until: float) -> None:
-        """Search large neighbourhoods, one or more."""
+        """Search by trees, then by neighbourhoods or annealing, once or more."""
         while not self.record.done:
-            self.near.step(self.record.deadline)
-            self.part.offer(self.near.values)
+            self._move_trees()
+            weights = self.gains / self.gains.sum() if self.gains.any() else np.ones(2)
+            weights = np.maximum(weights, _LEAST_WEIGHT)
+            way = int(self.random.choice(2, p=weights / weights.sum()))
+            before, began = self.near.merit, time.monotonic()
+            if way == 0 or not self.near.fits:
+                self.near.step(self.record.deadline)
+            else:
+                self._anneal()
+            gain = before.cost - self.near.merit.cost if before.excess == 0 else 0.0
+            rate = max(gain, 0.0) / max(time.monotonic() - began, 0.05)
+            self.gains[way] = _MEMORY * self.gains[way] + (1 - _MEMORY) * rate
+            self._offer_near()
             self._listen()
+            self._feed_worker()
             if time.monotonic() >= until:
                 return
 
-    def _pass_messages(self) -> None:
-        for _ in range(_SWEEPS):
-            if self.record.done:
-                return
-            values = self.dual.sweep()
-            self.record.raise_bound(self.dual.bound)
-            self.part.offer(values)
-            self.near.replace_values(values)
-            self.dual.move_prices(values, self.record.cost)
-
-    def _consider_worker(self) -> None:
-        """Begin the integer program with what is left for some c, if there is reason to."""
-        running = self.worker is not None and self.worker.running
-        if self.record.done or (running and self.worker_below >= self.record.cost < inf):
+    def _move_trees(self) -> None:
+        """Improve the present assignment by trees, until some forests bring nothing."""
+        if self.near.values is self._settled:
             return
+        vain = 0
+        while vain < _VAIN_FORESTS and not self.record.done:
+            before = self.near.merit
+            factor = np.exp(self.random.uniform(-1, 1) * _PRICE_SPREAD)
+            self.near.replace_values(
+                self.trees.improve(self.near.values, factor * self.dual.prices)
+            )
+            better = before.cost - self.near.merit.cost > 1e-7 * abs(before.cost)
+            vain = 0 if better or self.near.merit.excess < before.excess else vain + 1
+            self._offer_near()
+        self._settled = self.near.values
+
+    def _anneal(self) -> None:
+        """Draw trees at a temperature that falls, from the present assignment on."""
+        began = time.monotonic()
+        until = self.record.after(_DRAWS_PART)
+        unit = max(self.near.merit.cost - self.dual.bound, 0.0) / self.part.compact.num_nodes
+        first = unit * np.exp(self.random.uniform(*np.log(_TEMPERATURES)))
+        values, done = self.near.values, 0.0
+        draws = 0
+        while done < 1 and not self.record.done:
+            values = self.trees.drawn(values, self.dual.prices, first * _COOLED**done)
+            draws += 1
+            done = max(draws / _DRAWS, (time.monotonic() - began) / max(until - began, 1e-9))
+        for _ in range(_VAIN_FORESTS):
+            if self.record.done:
+                break
+            values = self.trees.improve(values, self.dual.prices)
+        self.near.replace_values(values)
+
+    def _offer_near(self, force: bool = False) -> None:
+        """Offer the present assignment; not too often, as it is extended to all nodes."""
+        now = time.monotonic()
+        if force or now >= self._offered:
+            self.part.offer(self.near.values)
+            took = time.monotonic() - now
+            self._offered = now + 10 * took
+
+    def _pass_messages(self, until: float) -> None:
+        """Sweep until the bound hardly rises, or the time is up."""
+        little = 0
+        self.dual.restart_prices()
+        while not self.record.done and little < _LITTLE_ROUNDS:
+            before = self.dual.bound
+            for _ in range(_SWEEPS):
+                self.dual.sweep()
+                self.dual.move_prices(self.record.cost)
+                if time.monotonic() >= until:
+                    break
+            self.record.raise_bound(self.dual.bound)
+            self.near.replace_values(self.dual.decode())
+            self._offer_near()
+            self._listen()
+            gap = min(self.record.cost - self.dual.bound, abs(self.dual.bound))
+            little = little + 1 if self.dual.bound - before <= _LITTLE * gap else 0
+            if time.monotonic() >= until:
+                return
+
+    def _press(self) -> None:
+        """Raise prices of rows above their capacity until an assignment fits."""
+        compact, dual = self.part.compact, self.dual
+        if not len(compact.capacity):
+            return
+        capacity = np.maximum(compact.capacity, 1).astype(np.float64)
+        # A price that makes the memory of a row as dear as a node, for rows that have none.
+        usual = abs(dual.bound) / max(compact.num_nodes, 1) / capacity.mean()
+        dual.price = dual.prices
+        values = self.near.values
+        for _ in range(_RAISES):
+            if self.record.done or self.near.fits:
+                break
+            decoded = dual.decode()
+            self.near.replace_values(decoded)
+            values = self.trees.improve(values, dual.price)
+            self.near.replace_values(values)
+            over = np.maximum(np.minimum(compact.excess(values), compact.excess(decoded)), 0)
+            over = over / capacity
+            dual.price = dual.price * (1 + np.minimum(4 * over, 1)) + usual * over
+            dual.sweep()
+        dual.price = dual.prices
+        self._offer_near(force=True)
+
+    def _guide(self) -> None:
+        """Have the messages settle at the best prices; neighbourhoods follow what they say."""
         self.dual.price = self.dual.prices
         for _ in range(_SETTLING_SWEEPS):
             self.dual.sweep()
         self.record.raise_bound(self.dual.bound)
-        while not self.record.done and not self._begin_program(running):
+        self.near.follow(self.dual.reduced_costs(), self.dual.prices)
+
+    def _feed_worker(self) -> None:
+        """Give the second process something to do, if there is reason to."""
+        if self.record.done or self.worker_failed or self.near.guide is None:
+            return
+        running = self.worker is not None and self.worker.running
+        if running and self.worker_block is not None:
+            return
+        if not running and self.blocks > 0:
+            self.blocks -= 1
+            self._begin_block()
+            return
+        if running and self.worker_below >= self.record.cost < inf:
+            return
+        while not self.record.done and not self._begin_program(self.near.guide, running):
             # Nothing was left to choose: more may be left.
             self.pairs *= 2.0
 
-    def _begin_program(self, running: bool) -> bool:
+    def _begin_block(self) -> None:
+        proposal = self.near.propose(_LARGER)
+        if proposal is None:
+            return
+        task = Task(
+            compact=proposal.part,
+            seconds=max(min(_BLOCK_S, self.record.deadline - time.monotonic()), 0.0),
+            gap=1e-5,
+            start=proposal.start,
+            elastic=proposal.elastic,
+            rows=tuple(proposal.rows),
+        )
+        self._submit(task)
+        self.worker_block, self.worker_part = proposal, None
+
+    def _begin_program(self, guide: ReducedCosts, running: bool) -> bool:
         """Begin a program unless a running one is as good; False if reductions solved it."""
-        below, strategies, pairs, count = self._pruning()
+        below, room, count = self._room(guide)
         if running and self.worker_part is not None:
             smaller = count <= _MUCH_SMALLER * self.worker_part.num_pairs
             if not smaller or below <= min(self.worker_below, self.record.cost * (1 - 1e-9)):
                 return True
         try:
-            part = self.part.pruned(strategies, pairs, self.record.after(_PROGRAM_PART))
+            part = self.part.pruned(*self._pruned(guide, room), self.record.after(_PRUNE_PART))
         except NothingAllowedError:
             self._close(below, inf)
             return False
@@ -129,32 +300,60 @@ class Search:
             self._offer_found(part, np.zeros(0, dtype=np.int64))
             self._close(below, part.compact.constant)
             return False
-        self._begin_worker(part, below)
+        left = max(self.record.deadline - time.monotonic(), 0.0)
+        seconds = left if below >= self.record.cost else max(_PROGRAM_PART * left, _PROGRAM_S)
+        task = Task(
+            compact=part.compact,
+            seconds=min(seconds, left),
+            gap=self.record.gap,
+            start=part.projected(self.record.best),
+        )
+        if running and self.worker is not None:
+            self.worker.end()
+        self._submit(task)
+        self.worker_block, self.worker_part, self.worker_below = None, part, below
         return True
 
-    def _pruning(self) -> tuple[float, list[Mask], list[Mask], int]:
-        """Return c, what is left for it and its number of pairs: the largest c with few enough.
+    def _submit(self, task: Task) -> None:
+        try:
+            if self.worker is None or not self.worker.alive:
+                self.worker = Worker()
+            self.worker.submit(task)
+        except OSError:
+            # No process can be had: neighbourhoods and messages go on without one.
+            _log.warning("no second process for the integer program", exc_info=True)
+            self.worker_failed = True
+
+    def _room(self, guide: ReducedCosts) -> tuple[float, float, int]:
+        """Return the largest c with few enough pairs, the reduced cost for it, and the pairs."""
+        cost, few = self.record.cost, int(self.pairs)
+        every = guide.pairs[guide.pairs < inf]
+        room = cost - guide.bound
+        if few < len(every):
+            room = min(room, float(np.partition(every, few)[few]))
+        below = min(guide.bound + room, cost)
+        # Rounding may not forbid what costs just so much.
+        room += 1e-9 * (abs(guide.bound) + abs(room)) if room < inf else 0.0
+        return below, room, int((every <= room).sum())
+
+    def _pruned(self, guide: ReducedCosts, room: float) -> tuple[list[Mask], list[Mask]]:
+        """Return which strategies and pairs are left for some reduced cost.
 
         What the present assignment takes is left, too, so that the program has a solution.
         """
-        nodes, pairs = self.dual.reduced_costs()
-        cost, bound = self.record.cost, self.dual.last_bound
-        every = np.sort(np.concatenate([table[table < inf] for table in pairs] or [np.zeros(0)]))
-        few = int(self.pairs)
-        room = cost - bound
-        if few < len(every):
-            room = min(room, float(every[few]))
-        below = min(bound + room, cost)
-        # Rounding may not forbid what costs just so much.
-        room += 1e-9 * (abs(bound) + abs(room)) if room < inf else 0.0
-        kept_nodes = [reduced <= room for reduced in nodes]
-        kept_pairs = [reduced <= room for reduced in pairs]
-        values = self.near.values
-        for kept, value in zip(kept_nodes, values.tolist(), strict=True):
-            kept[value] = True
-        for kept, (u, v) in zip(kept_pairs, self.part.compact.edges, strict=True):
-            kept[values[u], values[v]] = True
-        return below, kept_nodes, kept_pairs, int(np.searchsorted(every, room, side="right"))
+        compact, values = self.part.compact, self.near.values
+        nodes, pairs = guide.nodes <= room, guide.pairs <= room
+        nodes[compact.first[:-1] + values] = True
+        pairs[compact.flat.chosen(values)] = True
+        return (
+            np.split(nodes, compact.first[1:-1]),
+            [
+                own.reshape(table.shape)
+                for own, table in zip(
+                    np.split(pairs, compact.flat.first[1:-1]), compact.tables, strict=False
+                )
+            ],
+        )
 
     def _close(self, below: float, cost: float) -> None:
         """Take in that all assignments cost at least `cost`, or more than `below`."""
@@ -164,31 +363,20 @@ class Search:
         else:
             self.record.raise_bound(least)
 
-    def _begin_worker(self, part: Part, below: float) -> None:
-        if self.worker is not None:
-            self.worker.end()
-        left = max(self.record.deadline - time.monotonic(), 0.0)
-        seconds = left if below >= self.record.cost else max(_PROGRAM_PART * left, _PROGRAM_S)
-        task = Task(
-            compact=part.compact,
-            seconds=min(seconds, left),
-            gap=self.record.gap,
-            start=part.projected(self.record.best),
-        )
-        self.worker = None
-        try:
-            self.worker = Worker(task)
-        except OSError:
-            # No process can be had: neighbourhoods and messages go on without one.
-            _log.warning("no second process for the integer program", exc_info=True)
-        self.worker_part, self.worker_below = part, below
-
     def _listen(self) -> None:
         """Take in what the second process has found."""
-        if self.worker is None or self.worker_part is None:
+        if self.worker is None:
             return
         for message in self.worker.messages():
-            if isinstance(message, Values):
+            if self.worker_block is not None:
+                if isinstance(message, ProgramResult):
+                    took = (time.monotonic() - self.worker.began) / _LARGER
+                    self.near.accept(self.worker_block, message, took)
+                    self.worker_block = None
+                    self._offer_near()
+            elif self.worker_part is None:
+                continue
+            elif isinstance(message, Values):
                 self._offer_found(self.worker_part, message.values)
             elif isinstance(message, Bound):
                 self.record.raise_bound(min(message.bound, self.worker_below))
@@ -206,6 +394,8 @@ class Search:
             self._close(self.worker_below, cost if self.record.gap == 0 else result.bound)
         else:
             self.pairs = max(self.pairs * 0.5, _FEWEST_PAIRS)
+            self.blocks = _BLOCKS
+        self.worker_part = None
 
     def _offer_found(self, part: Part, values: Ints) -> None:
         """Offer an assignment of a pruned part, and search on from it."""

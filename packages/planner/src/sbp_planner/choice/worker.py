@@ -1,7 +1,7 @@
-"""The integer program in a process of its own, beside the search: it can be ended at any moment.
+"""Integer programs in a process of its own, beside the search: it can be ended at any moment.
 
-The parent writes one pickled `Task` to the worker's stdin, and reads pickled results from its
-stdout: `Bound`s and `Values` as they are found, one `ProgramResult` at the end.
+The parent writes pickled `Task`s to the worker's stdin, one at a time, and reads pickled results
+from its stdout: `Bound`s and `Values` as they are found, one `ProgramResult` at the end of a task.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Task:
     seconds: float
     gap: float
     start: Ints | None
+    elastic: bool = False
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,15 @@ Message = Bound | Values | ProgramResult
 
 
 class Worker:
-    """A process that solves one integer program.
+    """A process that solves integer programs, one after the other.
 
     Attributes:
-        running: Whether more messages may come.
+        alive: Whether it can take tasks; not once it has died or was ended.
+        running: Whether more messages of the present task may come.
+        began: When the present task was given, of `time.monotonic`, in s.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self) -> None:
         # The child finds the packages that the parent has found, however it did.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
@@ -66,41 +70,57 @@ class Worker:
             env=environment,
         )
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self.running = True
-        threading.Thread(target=self._talk, args=(task,), daemon=True).start()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.alive, self.running = True, False
+        self.began = time.monotonic()
+        # A task may be larger than the pipe: neither side may wait for the other in this thread.
+        threading.Thread(target=self._write, daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def _talk(self, task: Task) -> None:
+    def submit(self, task: Task) -> None:
+        """Begin a task; no other may be running."""
+        assert not self.running
+        self.running, self.began = True, time.monotonic()
+        self._tasks.put(task)
+
+    def _write(self) -> None:
         assert self._process.stdin is not None
+        try:
+            while (task := self._tasks.get()) is not None:
+                pickle.dump(task, self._process.stdin)
+                self._process.stdin.flush()
+        except (OSError, ValueError):
+            pass  # the process is gone, which its reader tells
+
+    def _read(self) -> None:
         assert self._process.stdout is not None
         try:
-            pickle.dump(task, self._process.stdin)
-            self._process.stdin.close()
             while True:
                 self._messages.put(pickle.load(self._process.stdout))
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
-            # The process is done, was ended, or died: nothing more comes.
+            # The process was ended, or died: nothing more comes.
             self._messages.put(None)
 
-    def messages(self, wait_s: float = 0.0) -> list[Message]:
-        """Return what has come since; wait for the first so long."""
+    def messages(self) -> list[Message]:
+        """Return what has come since."""
         found: list[Message] = []
         try:
-            while self.running:
-                message = (
-                    self._messages.get(timeout=wait_s) if wait_s else self._messages.get_nowait()
-                )
-                wait_s = 0.0
+            while self.alive:
+                message = self._messages.get_nowait()
                 if message is None:
+                    self.alive = self.running = False
+                    break
+                found.append(message)
+                if isinstance(message, ProgramResult):
                     self.running = False
-                else:
-                    found.append(message)
         except queue.Empty:
             pass
         return found
 
     def end(self) -> None:
         """End the process, whatever it does."""
-        self.running = False
+        self.alive = self.running = False
+        self._tasks.put(None)
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -112,24 +132,30 @@ class Worker:
 
 
 def main() -> None:
-    """Solve the task on stdin."""
+    """Solve the tasks on stdin."""
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing that a library prints may get between the messages
-    task: Task = pickle.load(sys.stdin.buffer)
 
     def send(message: Any) -> None:
         pickle.dump(message, channel)
         channel.flush()
 
-    result = solve_program(
-        task.compact,
-        time.monotonic() + task.seconds,
-        task.gap,
-        task.start,
-        on_better=lambda values: send(Values(values)),
-        on_bound=lambda bound: send(Bound(bound)),
-    )
-    send(result)
+    while True:
+        try:
+            task: Task = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        result = solve_program(
+            task.compact,
+            time.monotonic() + task.seconds,
+            task.gap,
+            task.start,
+            on_better=lambda values: send(Values(values)),
+            on_bound=lambda bound: send(Bound(bound)),
+            elastic=task.elastic,
+            rows=task.rows,
+        )
+        send(result)
 
 
 if __name__ == "__main__":
