@@ -1,7 +1,7 @@
 """The search over all mesh axes at once, under the exact memory of compiled plans.
 
 1. Without memory: elimination (`sbp_core.infer.minimise`), begun from what was found axis by axis;
-   a bound by moving costs (`joint.bound`); where that leaves a gap, an integer program
+   a proof by moved costs (`joint.prove`); where that leaves a gap, an integer program
    (`sbp_planner.choice`). If the compiled plan of that fits, done.
 2. Else with memory over time (`joint.lifetime`), by an integer program, or by a price on memory
    where that would be too large (`joint.priced`). The limit is corrected by what the compiled plan
@@ -35,11 +35,11 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
 from sbp_planner.compiled import Compilation, Compiled
-from sbp_planner.joint.bound import DualBound
 from sbp_planner.joint.layers import repeated, tie, untied
 from sbp_planner.joint.lifetime import Held, held
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.priced import PricedMemory
+from sbp_planner.joint.prove import prove
 
 #: Limits that are tried, each with a choice problem solved and a plan compiled; of large steps,
 #: whose plans take long to compile, fewer.
@@ -48,14 +48,14 @@ MAX_TRIES, MAX_LARGE_TRIES = 8, 4
 #: Steps of more variables than this have a price on memory instead of a program with it.
 MAX_PROGRAM_VARIABLES = 600
 
-#: Of the largest table of elimination, and of one value with its users.
-MAX_ENTRIES, MAX_DIRECT_ENTRIES = 1 << 20, 1 << 20
+#: Of the largest table of the first elimination, and of one value with its users.
+MAX_ENTRIES, MAX_DIRECT_ENTRIES = 1 << 16, 1 << 20
 
 #: Pairs of strategies of an integer program, above which none is tried.
 MAX_PAIRS = 4_000_000
 
-#: Share of the time for the bound; the rest is for the integer program.
-_BOUND_SHARE = 0.4
+#: Share of the time for the proof; the rest is for the integer program.
+_PROOF_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,26 +166,26 @@ class _Search:
         self._say("eliminating operators on all mesh axes", 0.1)
         tables = CostTables(step, max_entries=MAX_DIRECT_ENTRIES)
         found = minimise(tables.sizes, tables.factors, tables.start, max_entries=MAX_ENTRIES)
-        values = step.expanded(found.values)
-        cost = problem.cost(values)
+        self._say("proving that no assignment costs less", 0.3)
+        start, gap = found.values, settings.gap
+        deadline = ends - (1 - _PROOF_SHARE) * settings.time_limit_s
+        proof = prove(tables.sizes, tables.factors, start, gap=gap, deadline=deadline)
+        values = step.expanded(proof.values)
+        cost, bound = problem.cost(values), proof.bound
+        # What it started from is not alike in layers that inference decided apart.
         if problem.cost(problem.start) < cost:
             values, cost = tuple(problem.start), problem.cost(problem.start)
-        if found.exact:
-            return self._allowed(Assigned(values=values, bound_s=cost))
-        self._say("bounding what any assignment costs", 0.3)
-        dual = DualBound(tables.sizes, tables.factors)
-        wanted = cost * (1 - settings.gap)
-        dual.climb(deadline=monotonic() + _BOUND_SHARE * settings.time_limit_s, target=wanted)
-        bound = max(dual.bound, dual.eliminated(MAX_ENTRIES))
+        if proof.gap <= gap or monotonic() > ends:
+            return self._allowed(Assigned(values=values, bound_s=min(bound, cost)))
         lowered = lower_step(step)
         pairs = sum(table.size for table in lowered.choice.edge_costs)
-        if bound < wanted and pairs <= MAX_PAIRS and monotonic() < ends:
+        if pairs <= MAX_PAIRS:
             self._say("closing the gap with an integer program", 0.5)
             solution = solve(
                 lowered.choice,
                 time_limit_s=max(ends - monotonic(), 1.0),
-                gap=settings.gap,
-                start=lowered.assignment(found.values[: len(step.unary)]),
+                gap=gap,
+                start=lowered.assignment(proof.values[: len(step.unary)]),
             )
             bound = max(bound, solution.bound)
             if solution.assignment is not None:
