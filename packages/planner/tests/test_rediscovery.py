@@ -7,9 +7,10 @@ from torch.nn import functional
 from sbp_aten.passes import prepare_step
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import compile_plan
+from sbp_core.graph import Phase
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.sbp import P, S
+from sbp_core.sbp import B, P, S
 from sbp_planner.auto import build
 from sbp_planner.search_configs import AutoConfig
 from sbp_torch.boxing.local import LocalBackend
@@ -51,6 +52,43 @@ class Table(nn.Module):
 
     def loss(self, batch):
         return self.head(self.table(batch["i"])).square().mean()
+
+
+class Experts(nn.Module):
+    """A router, and MLPs of which each sample is sent to two."""
+
+    def __init__(self, width: int, hidden: int, num_experts: int):
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.up = nn.Parameter(draws(0, num_experts, width, hidden) / width**0.5)
+        self.down = nn.Parameter(draws(1, num_experts, hidden, width) / hidden**0.5)
+
+    def loss(self, batch):
+        x = batch["x"]
+        chances = self.router(x).softmax(dim=-1)
+        picks = chances.topk(2, dim=-1).indices
+        experts = torch.arange(chances.shape[1])
+        weights = chances * (picks[:, :, None] == experts).to(x.dtype).sum(dim=1)
+        hidden = functional.gelu(torch.bmm(x.expand(len(experts), *x.shape), self.up))
+        y = torch.einsum("end,ne->nd", torch.bmm(hidden, self.down), weights)
+        return (y - x).square().mean()
+
+
+class LongSequence(nn.Module):
+    """A block of a causal transformer with one head."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def loss(self, batch):
+        x = batch["x"]
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = x + self.proj(y[:, 0])
+        y = y + self.down(functional.gelu(self.up(y)))
+        return (y - x.flip(-1)).square().mean()
 
 
 class Chain(nn.Module):
@@ -113,6 +151,16 @@ def entries(strategy, name):
     return set(strategy.storage[name].sbp)
 
 
+def signatures(step, strategy, op, phase=Phase.FORWARD):
+    """Return the signatures of the operators of a kind in a phase, each input and output once."""
+    return [
+        tuple(tuple(of[0] for of in side) for side in (found.inputs, found.outputs))
+        for node in step.graph.nodes
+        if node.kind == op and node.phase is phase
+        for found in [strategy.nodes[node.name].signature]
+    ]
+
+
 def draws(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -149,6 +197,33 @@ def test_a_large_table_is_split():
     strategy = planned(captured(Table(8192, 16), batch), machine(1e9))
 
     assert entries(strategy, "table.weight") <= {S(0), S(1)}
+
+
+def test_experts_are_split_where_they_are_more_than_samples():
+    step = captured(Experts(16, 64, 4), lambda n, seed: {"x": draws(seed, 4 * n, 16)})
+
+    strategy = planned(step, machine(1e9))
+
+    # Each rank stores, computes and updates experts of its own; their results are summed.
+    assert entries(strategy, "up") == entries(strategy, "down") == {S(0)}
+    assert entries(strategy, "router.weight") == {B}
+    up, down, combined = signatures(step, strategy, "bmm")
+    assert up == down == ((S(0), S(0)), (S(0),))
+    assert combined[1] == (P("sum"),)
+
+
+def test_the_tokens_of_a_long_sequence_are_split():
+    step = captured(LongSequence(32), lambda n, seed: {"x": draws(seed, n, 512, 32)})
+
+    strategy = planned(step, machine(1e10))
+
+    # Context parallelism: queries of a rank see the keys of all; all else is done token by token.
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    (forward,) = signatures(step, strategy, attention)
+    assert forward == ((S(2), B, B), (S(2), S(2)))
+    (backward,) = signatures(step, strategy, f"{attention}_backward", Phase.BACKWARD)
+    assert backward[1] == (S(2), P("sum"), P("sum"))
+    assert set(signatures(step, strategy, "addmm")) == {((B, S(0), B), (S(0),))}
 
 
 def test_states_are_sharded_where_memory_is_short_and_links_are_fast():
