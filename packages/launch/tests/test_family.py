@@ -27,7 +27,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def family(passes: PassOptions | None = None) -> tuple[StepFamily, list[int]]:
-    """Return the family of a small step of 16 samples, and for which sizes it was captured."""
+    """Return the family of a small step of 16 samples, and the micro-batches it was captured of."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters())
     settings = PlanSettings(
@@ -37,11 +37,14 @@ def family(passes: PassOptions | None = None) -> tuple[StepFamily, list[int]]:
     )
     captured: list[int] = []
 
-    def capture(count: int) -> LogicalGraph:
-        captured.append(count)
-        return capture_step(model, mean_square, torch.ones(16 // count, 8), optimizer, settings)
+    def capture(size: int) -> LogicalGraph:
+        captured.append(size)
+        return capture_step(model, mean_square, torch.ones(size, 8), optimizer, settings)
 
-    return StepFamily(settings=settings, captured=capture, micro_batches=(1, 2, 4)), captured
+    found = StepFamily(
+        settings=settings, captured=capture, batch_size=16, chooses_micro_batches=True
+    )
+    return found, captured
 
 
 def test_micro_batches_are_captured_at_their_size_and_once() -> None:
@@ -53,6 +56,29 @@ def test_micro_batches_are_captured_at_their_size_and_once() -> None:
     assert {graph.tensor(e.name).shape for e in graph.inputs if e.kind.name == "BATCH"} == {(4, 8)}
     assert found.graph(GraphVariant(num_micro_batches=4)) is graph
     assert captured == [4]
+
+
+def test_another_batch_is_captured_at_its_own_size() -> None:
+    found, captured = family()
+
+    other = found.with_batch(12)
+    graph = other.graph(GraphVariant(num_micro_batches=3))
+
+    assert (found.batch_size, other.batch_size) == (16, 12)
+    assert other.micro_batches == (1, 2, 3, 4, 6, 12)
+    assert {graph.tensor(e.name).shape for e in graph.inputs if e.kind.name == "BATCH"} == {(4, 8)}
+    assert captured == [4]
+
+
+def test_a_batch_that_settled_micro_batches_do_not_divide_is_refused() -> None:
+    found, _ = family()
+    settled = replace(
+        found, settings=replace(found.settings, micro_batches=4), chooses_micro_batches=False
+    )
+
+    assert settled.with_batch(24).micro_batches == (4,)
+    with pytest.raises(SbpError, match="30 samples do not divide into 4 micro-batches"):
+        settled.with_batch(30)
 
 
 def test_a_budget_makes_activations_again() -> None:

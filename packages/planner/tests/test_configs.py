@@ -15,7 +15,7 @@ from sbp_planner.configs import (
     ManualConfig,
     OsdpConfig,
     check_axes,
-    check_only_axis,
+    check_split_axis,
 )
 
 
@@ -95,7 +95,7 @@ def test_a_preset_looks_at_the_mesh_before_anything_is_captured():
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.permutations(AXES),
-    st.sampled_from([*AXES, "node"]),
+    st.sampled_from([*AXES, "node", None]),
 )
 def test_the_words_that_mend_a_mesh_for_osdp_lead_to_one_that_it_takes(mesh, names, axis):
     axes = tuple(names[: len(mesh)])
@@ -105,12 +105,14 @@ def test_the_words_that_mend_a_mesh_for_osdp_lead_to_one_that_it_takes(mesh, nam
     except ConfigError as error:
         said = re.search(r"cluster\.mesh=\[(\d+)\] cluster\.axes=\[(\w+)\]", error.todo)
         assert int(said[1]) == prod(mesh)
-        check_only_axis(axis, [int(said[1])], [said[2]])
+        check_split_axis(None, [int(said[1])], [said[2]])
         if other := re.search(r"planner\.axis=(\w+)", error.todo):
-            check_only_axis(other[1], mesh, axes)
+            check_split_axis(other[1], mesh, axes)
     else:
-        assert axis in axes
-        assert mesh[axes.index(axis)] == prod(mesh)
+        found = check_split_axis(axis, mesh, axes)
+        assert found in axes
+        assert found != "pipe"
+        assert axis in (None, found)
 
 
 @pytest.mark.parametrize("name", ["strategy.yaml", "strategy.json"])

@@ -11,16 +11,18 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.cost import boxing_time_s
 from sbp_core.errors import ConfigError, SbpLookupError
 from sbp_core.graph.ir import Phase
+from sbp_core.infer import pipelined
 from sbp_core.memory import call_layouts, predict_memory
 from sbp_core.passes import RecomputeOptions, least_recompute_budget, recompute
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.simulate import simulate
-from sbp_planner import guide, no_fit, osdp
+from sbp_planner import no_fit, sharding, storage_search
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options, shardable, update_values
 from sbp_planner.osdp import build
+from sbp_planner.sharding import ends_of
 
 
 def slow_request(mesh_shape=(4,), axes=("data",)):
@@ -54,11 +56,19 @@ def options_of(name, num_ranks=4, num_micro_batches=1):
     graph, machine = replace(gpt_step(), num_micro_batches=num_micro_batches), cluster()
     mesh = Placement.grid((num_ranks,), ("data",))
     asked = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
-    replicated, sharded = (osdp.infer(asked, "data", sharded=kind) for kind in (False, True))
+    ends = ends_on(asked)
     (found,) = parameter_options(
-        graph, [name], num_ranks, machine, replicated=replicated, sharded=sharded
+        graph, [name], machine, replicated=ends.replicated, sharded=ends.sharded
     )
     return found
+
+
+def ends_on(asked, axis="data", **settings):
+    """The strategies that shard no parameter, and all."""
+    stages = pipelined(asked.mesh, "1f1b", asked.graph.num_micro_batches)
+    if len(stages.stages) == 1:
+        stages = replace(stages, in_flight=(1,))
+    return ends_of(asked, axis, stages=stages, **settings)
 
 
 @pytest.mark.parametrize(("num_micro_batches", "gathers"), [(1, 2), (2, 4)])
@@ -250,16 +260,16 @@ def known_layouts():
 
 
 @cache
-def ends_of(names):
+def known_ends(names):
     """The strategies that shard none and all of the parameters `names`, the shardable ones."""
-    return [osdp.infer(slow_request(), "data", sharded=kind) for kind in (False, True)]
+    return ends_on(slow_request())
 
 
 def measured(sharded_names):
     """The exact memory and the predicted time of a choice, on slow links."""
     asked = slow_request()
-    ends = ends_of(osdp.shardable(asked.graph))
-    strategy = osdp.mixed(asked.graph, *ends, chosen=sharded_names)
+    ends = known_ends(sharding.shardable(asked.graph))
+    strategy = sharding.mixed(asked.graph, ends, sharded_names)
     compiled = compile_plan(asked.graph, strategy, CompileOptions(cluster=asked.cluster))
     return predict_memory(compiled, layouts=known_layouts()).peak, simulate(compiled).step_s
 
@@ -276,8 +286,7 @@ def test_no_change_of_one_parameter_fits_and_is_faster(bounds):
 
 def test_no_choice_at_all_is_faster_where_few_parameters_can_be_chosen(bounds, monkeypatch):
     names = ("embed.tokens.weight", "head.weight", "blocks.0.mlp.up.weight")
-    for module in (osdp, guide):
-        monkeypatch.setattr(module, "shardable", lambda graph: names)
+    monkeypatch.setattr(sharding, "shardable", lambda graph: names)
     asked = slow_request()
     limit = bounds[1] - 9000
     choices = [{names[at] for at in range(3) if bits >> at & 1} for bits in range(8)]
@@ -294,7 +303,7 @@ def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch
     def none():
         raise SbpLookupError("none is installed")
 
-    monkeypatch.setattr(osdp, "call_layouts", none)
+    monkeypatch.setattr(storage_search, "call_layouts", none)
 
     strategy = build(OsdpConfig()).plan(slow_request())
 
@@ -312,11 +321,13 @@ def test_updates_belong_to_the_parameter_whose_states_they_read():
     assert all(graph.tensor(value).shape == (32, 16) for value in found["head.weight"])
 
 
-def test_an_unknown_axis_is_refused():
-    with pytest.raises(ConfigError, match="'data' alone"):
-        plan(axes=("tensor",))
+def test_an_axis_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"'data', which is not there.*\[tensor\]"):
+        build(OsdpConfig(axis="data")).plan(slow_request(axes=("tensor",)))
 
 
-def test_a_second_axis_of_several_ranks_is_refused():
-    with pytest.raises(ConfigError, match=r"cluster\.axes=\[data,tensor\]"):
-        plan(mesh_shape=(2, 2), axes=("data", "tensor"))
+def test_an_axis_that_is_not_known_is_asked_for():
+    with pytest.raises(ConfigError, match="it is not said which") as refused:
+        build(OsdpConfig()).plan(slow_request((2, 2), ("outer", "tensor")))
+
+    assert refused.value.accepted == "one of outer, tensor"

@@ -31,7 +31,6 @@ from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.sbp import P
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
 from sbp_planner.compiled import Compilation, Compiled, limit_key
@@ -43,7 +42,7 @@ from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.search_configs import AutoConfig, GreedyConfig, IlpConfig, OptcnnConfig, TofuConfig
 from sbp_planner.tofu import TofuPlanner
-from sbp_planner.variants import smaller_variants
+from sbp_planner.variants import smaller_variants, splits_classes, variant_words
 from sbp_planner.ways import ways
 
 #: Of the time, what is for the step as it is asked for, if it has other variants.
@@ -131,7 +130,7 @@ class _Search:
         quiet = replace(request, progress=None, family=None)
         compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
         is_first = request.graph is self.request.graph
-        of = "" if variant is None or is_first else f" ({_words(variant)})"
+        of = "" if variant is None or is_first else f" ({variant_words(variant)})"
         candidates = [
             one
             for one in self._candidates(quiet)
@@ -167,7 +166,7 @@ class _Search:
             try:
                 smaller = self.request.of(variant)
             except SbpError as error:
-                self.tried[_words(variant)] = error
+                self.tried[variant_words(variant)] = error
                 continue
             if self.look_at(smaller, variant, share=1.0, names=names):
                 return True
@@ -182,7 +181,7 @@ class _Search:
         if family is None or best is None or self._best_candidate is None:
             return
         variant = best.strategy.variant
-        if variant is None or not variant.splits_classes or _splits_classes(best.strategy):
+        if variant is None or not variant.splits_classes or splits_classes(best.strategy):
             return
         whole = replace(variant, splits_classes=False)
         try:
@@ -292,29 +291,12 @@ class _Search:
         return sorted(plans, key=lambda name: plans[name].memory_bytes)[:_NUM_LEANEST]
 
 
-def _splits_classes(strategy: Strategy) -> bool:
-    """Whether ranks have maxima of parts, as of logits whose classes are split."""
-    made = (sbp for one in strategy.nodes.values() for sbp in one.signature.outputs)
-    return any(part == P("max") for sbp in made for part in sbp)
-
-
 def _blocks(graph: LogicalGraph) -> set[str]:
     return {block for node in graph.nodes if (block := block_of(node.module))}
 
 
 def _mesh_words(mesh: Placement) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in zip(mesh.axes, mesh.mesh_shape, strict=True))
-
-
-def _words(variant: GraphVariant) -> str:
-    """Return what is special about a variant: `4 micro-batches, activations in 2.1 MB`."""
-    count = variant.num_micro_batches
-    parts = [f"{count} micro-batch{'es' * (count > 1)}"]
-    if variant.recompute_bytes is not None:
-        parts.append(f"activations within {format_bytes(variant.recompute_bytes)}")
-    if variant.slices:
-        parts.append(f"{len(variant.slices)} operators in slices")
-    return ", ".join(parts)
 
 
 def build(config: AutoConfig) -> AutoPlanner:

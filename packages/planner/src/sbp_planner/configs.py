@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 #: Mesh axes that presets know, in the order in which a mesh has them.
 AXES = ("pipe", "data", "tensor")
+
+#: The axis of stages, and that of samples, unless another is named.
+PIPE, DATA = AXES[0], AXES[1]
 
 #: As `pipeline`: the fastest schedule that fits.
 AUTO = "auto"
@@ -63,27 +66,32 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
     )
 
 
-def check_only_axis(name: str, mesh: Sequence[int], axes: Sequence[str]) -> None:
-    """Refuse a mesh that lacks an axis, or splits over others too.
+def check_split_axis(name: str | None, mesh: Sequence[int], axes: Sequence[str]) -> str:
+    """Return the mesh axis over which data are split, and parameters may be.
 
     Args:
-        name: Of the axis.
+        name: Of the axis; None for `data`, or else the only one of several ranks.
         mesh: Ranks along each axis.
         axes: Name of each.
 
     Raises:
-        ConfigError: so it is; says which mesh and axes to choose.
+        ConfigError: there is no such axis, or it is that of stages, or it is not known which; says
+            what to choose.
     """
-    split = [axis for axis, size in zip(axes, mesh, strict=True) if size > 1]
-    if name in axes and not set(split) - {name}:
-        return
-    also = f"planner.axis={split[0]}, or " if len(split) == 1 else ""
+    possible = {axis: size for axis, size in zip(axes, mesh, strict=True) if axis != PIPE}
+    several = [axis for axis, size in possible.items() if size > 1] or list(possible)
+    if name in possible or (name is None and DATA in possible):
+        return name or DATA
+    if name is None and len(several) == 1:
+        return several[0]
+    which = f"the mesh axis {name!r}, which is " + ("of stages" if name == PIPE else "not there")
+    also = f"planner.axis={several[0]}, or " if several else ""
     raise ConfigError(
-        f"osdp splits over the mesh axis {name!r} alone: cluster.mesh={list(mesh)}, "
-        f"cluster.axes=[{','.join(axes)}]",
+        f"osdp shards over {which if name else 'one mesh axis, and it is not said which'}: "
+        f"cluster.mesh={list(mesh)}, cluster.axes=[{','.join(axes)}]",
         where="planner osdp",
-        accepted=f"a mesh with the axis {name!r}, and no other of more than one rank",
-        todo=f"set {also}cluster.mesh=[{prod(mesh)}] cluster.axes=[{name}]; any mesh will do for "
+        accepted=f"one of {', '.join(possible)}" if possible else "an axis that is not of stages",
+        todo=f"set {also}cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; any mesh will do for "
         f"{fit_any()}",
     )
 
@@ -228,32 +236,59 @@ class OsdpConfig:
     """Settings of `sbp_planner.osdp`.
 
     Args:
-        axis: The mesh axis over which data are split, and parameters may be.
+        axis: The mesh axis over which data are split, and parameters may be; None for `data`, or
+            else the only one of several ranks.
+        pins: What is decided before, as of `ManualConfig`, such as what other axes split.
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        batch_sizes: Samples of a step to compare with `trainer.batch_size`, by samples per second;
+            `auto` for those twice as large, and so on, while they fit. Empty: none.
+        time_limit_s: After which no further variant of the step is looked at, in seconds.
+        stage_patterns, pipeline, chunks, stage_ranks: Of the stages, as of `ManualConfig`.
     """
 
-    axis: str = "data"
+    axis: str | None = None
+    pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     memory_bytes: float | None = None
+    batch_sizes: tuple[int, ...] | Literal["auto"] = ()
+    time_limit_s: float = 60.0
+    stage_patterns: tuple[tuple[str, ...], ...] = ()
+    pipeline: str = "1f1b"
+    chunks: int | None = None
+    stage_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.axis:
+        if self.axis == "":
             raise ConfigError("axis='' names no mesh axis", accepted="a name, such as data")
         if self.memory_bytes is not None and not self.memory_bytes > 0:
             raise ConfigError(
                 f"memory_bytes={self.memory_bytes!r}",
                 accepted="a number of bytes above 0, or null for the device's memory",
             )
+        if not self.time_limit_s > 0:
+            raise ConfigError(f"time_limit_s={self.time_limit_s}", accepted="seconds above 0")
+        sizes = self.batch_sizes
+        if sizes != AUTO and (isinstance(sizes, str) or min(sizes, default=1) < 1):
+            raise ConfigError(
+                f"batch_sizes={sizes!r}", accepted=f"numbers from 1, such as [16,32,64], or {AUTO}"
+            )
+        if self.pipeline not in SCHEDULES:
+            raise ConfigError(
+                f"pipeline={self.pipeline!r}", accepted=nearest(self.pipeline, SCHEDULES)
+            )
+        _check_stages(self.pipeline, self.chunks, self.stage_patterns)
+        if self.pins:
+            _check_pins(self.pins, "pins")
 
     def check_beside(self, others: Mapping[str, object]) -> None:
-        """Refuse a mesh of other axes; see `sbp_core.plugins.ChecksOthers`.
+        """Refuse a mesh without the axis; see `sbp_core.plugins.ChecksOthers`.
 
         Raises:
-            ConfigError: so it is; see `check_only_axis`.
+            ConfigError: so it is; see `check_split_axis`.
         """
         cluster = others.get("cluster")
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
         if mesh:
-            check_only_axis(self.axis, mesh, axes)
+            check_split_axis(self.axis, mesh, axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

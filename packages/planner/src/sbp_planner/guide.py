@@ -1,9 +1,10 @@
 """The guide of `osdp`: what each parameter costs either way, as if parameters did not interact.
 
-With N ranks on one mesh axis, S bytes of a parameter, M micro-batches in a step:
+With N ranks on one mesh axis, S bytes of a parameter on a rank that shards nothing there (of what
+the other axes leave of it), M micro-batches in a step:
 
     resident     replicated   parameter + gradient + optimizer states (4 S for AdamW)        [B]
-                 sharded      the same of the first rank's shard of dim 0, ceil(n / N) of n rows
+                 sharded      the same of the first rank's shard, ceil(n / N) of n rows
     transient    sharded      2 S while it is used: the gathered parameter and its gradient  [B]
     seconds      either       its gathers, the boxing of its gradient and new values, and its
                               update, priced by `sbp_core.cost` as the strategies do them    [s]
@@ -18,12 +19,13 @@ Source: Jiang et al., "OSDP: Optimal Sharded Data Parallel for Distributed Deep 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from sbp_core.cluster import Cluster
 from sbp_core.compile import lower
 from sbp_core.cost import boxing_step_time_s, op_time_s
 from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase
-from sbp_core.sbp import split_bounds
+from sbp_core.sbp import local_shape
 from sbp_core.signatures import OpCall
 from sbp_core.strategy import Strategy
 from sbp_planner.knapsack import KnapsackOption
@@ -105,7 +107,6 @@ def owners(graph: LogicalGraph, names: Sequence[str]) -> dict[str, str]:
 def parameter_options(
     graph: LogicalGraph,
     names: Sequence[str],
-    num_ranks: int,
     cluster: Cluster,
     *,
     replicated: Strategy,
@@ -116,7 +117,6 @@ def parameter_options(
     Args:
         graph: The step.
         names: The parameters.
-        num_ranks: N.
         cluster: The machine.
         replicated: The strategy that replicates all of them.
         sharded: The strategy that shards all of them.
@@ -125,22 +125,36 @@ def parameter_options(
     seconds = [_seconds(graph, strategy, cluster, owner) for strategy in (replicated, sharded)]
     found = []
     for name in names:
-        tensor = graph.tensor(name)
-        size, rows = tensor.size_bytes, tensor.shape[0]
-        states = [graph.tensor(entry.name).size_bytes for entry in states_of(graph, name)]
-        whole = size + sum(states) + (size if name in graph.new_states else 0)
-        part = whole // max(rows, 1) * split_bounds(rows, num_ranks, 0)[1]
+        whole_bytes = shard_bytes(graph, replicated, name)
         found.append(
             (
-                KnapsackOption(resident_bytes=whole, seconds=seconds[REPLICATED].get(name, 0.0)),
                 KnapsackOption(
-                    resident_bytes=part,
-                    transient_bytes=2 * size,
+                    resident_bytes=_resident_bytes(graph, replicated, name),
+                    seconds=seconds[REPLICATED].get(name, 0.0),
+                ),
+                KnapsackOption(
+                    resident_bytes=_resident_bytes(graph, sharded, name),
+                    transient_bytes=2 * whole_bytes,
                     seconds=seconds[SHARDED].get(name, 0.0),
                 ),
             )
         )
     return tuple(found)
+
+
+def _resident_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
+    """Return what a rank holds of a parameter, its states and, if it is trained, its gradient."""
+    states = sum(shard_bytes(graph, strategy, entry.name) for entry in states_of(graph, name))
+    copies = 2 if name in graph.new_states else 1
+    return copies * shard_bytes(graph, strategy, name) + states
+
+
+def shard_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
+    """Return what the first rank, whose shard is the largest, holds of a state."""
+    tensor, storage = graph.tensor(name), strategy.storage[name]
+    mesh_shape = strategy.stages[storage.stage].mesh_shape
+    shape = local_shape(tensor.shape, storage.sbp, mesh_shape, (0,) * len(mesh_shape))
+    return replace(tensor, shape=shape).size_bytes
 
 
 def _seconds(

@@ -36,6 +36,7 @@ def no_fit(
     num_sharded: int,
     layouts: CallLayouts | None,
     limit_key: str,
+    has_slices: bool = False,
 ) -> ConfigError:
     """Return the error of a limit that no choice keeps.
 
@@ -47,6 +48,7 @@ def no_fit(
         num_sharded: How many parameters it shards.
         layouts: How results lie; None if that is not known, so that nothing is said of kinds.
         limit_key: The setting that is the limit.
+        has_slices: Whether slices of operators have been tried.
     """
     held = f"{num_sharded} parameters sharded" if num_sharded else "all parameters replicated"
     memory = None
@@ -58,7 +60,7 @@ def no_fit(
         f"{format_bytes(least_bytes)}{_parts(memory)}",
         where=("planner osdp", limit_key),
         accepted=f"{limit_key} >= {least_bytes}",
-        todo=";\n    ".join(_helps(plan, graph, limit_bytes, memory)),
+        todo=";\n    ".join(_helps(plan, graph, limit_bytes, memory, has_slices)),
     )
 
 
@@ -74,7 +76,11 @@ def _parts(memory: RankMemory | None) -> str:
 
 
 def _helps(
-    plan: PhysicalPlan, graph: LogicalGraph, limit_bytes: float, memory: RankMemory | None
+    plan: PhysicalPlan,
+    graph: LogicalGraph,
+    limit_bytes: float,
+    memory: RankMemory | None,
+    has_slices: bool,
 ) -> Iterator[str]:
     """Yield what would make a plan fit, with the figures that can be known."""
     num_ranks = len(plan.ranks)
@@ -97,7 +103,7 @@ def _helps(
             )
     yield f"more ranks than {num_ranks}: each holds a smaller part of states and activations"
     name, size = _largest_parameter(graph)
-    if memory is not None and size > _LARGE_SHARE * memory.peak:
+    if memory is not None and not has_slices and size > _LARGE_SHARE * memory.peak:
         yield (
             f"'compile.passes.slices={{{name}: {{count: 4}}}}': this parameter, "
             f"{format_bytes(size)}, is gathered slice by slice"

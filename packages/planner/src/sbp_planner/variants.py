@@ -15,12 +15,18 @@ from dataclasses import replace
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices
 from sbp_core.passes import least_recompute_budget, saved_bytes
+from sbp_core.sbp import P
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes
 
 #: Of what is saved, the budgets that are tried.
 _BUDGETS = (0.5, 0.25)
 
 #: A parameter of at least this share of all is worth to be sliced, into so many slices.
 _LARGE_SHARE, _NUM_SLICES = 0.1, 4
+
+#: Operators in slices that are named one by one.
+_MAX_NAMED = 2
 
 
 def smaller_variants(family: GraphFamily) -> Iterator[GraphVariant]:
@@ -37,11 +43,9 @@ def smaller_variants(family: GraphFamily) -> Iterator[GraphVariant]:
             yield variant
         graph = family.graph(variant)
         if family.may_recompute:
-            saved, least = saved_bytes(graph), least_recompute_budget(graph)
-            for budget in (*(share * saved for share in _BUDGETS), least):
-                if least <= budget < saved:
-                    yield replace(variant, recompute_bytes=float(budget))
-            variant = replace(variant, recompute_bytes=float(least))
+            for budget in recompute_budgets(graph):
+                yield replace(variant, recompute_bytes=budget)
+            variant = replace(variant, recompute_bytes=float(least_recompute_budget(graph)))
         if family.may_slice and (slices := _slices(graph)):
             yield replace(variant, slices=slices)
 
@@ -60,3 +64,33 @@ def _slices(graph: LogicalGraph) -> tuple[OperatorSlices, ...]:
         and len(graph.tensor(name).shape) == 2
         and all(extent % _NUM_SLICES == 0 for extent in graph.tensor(name).shape)
     )
+
+
+def recompute_budgets(graph: LogicalGraph) -> list[float]:
+    """Return budgets of activations below what a step saves, the largest first, in bytes.
+
+    Args:
+        graph: The step without a budget.
+    """
+    saved, least = saved_bytes(graph), least_recompute_budget(graph)
+    budgets = (*(share * saved for share in _BUDGETS), least)
+    return [float(budget) for budget in budgets if least <= budget < saved]
+
+
+def splits_classes(strategy: Strategy) -> bool:
+    """Whether ranks have maxima of parts, as of logits whose classes are split."""
+    made = (sbp for one in strategy.nodes.values() for sbp in one.signature.outputs)
+    return any(part == P("max") for sbp in made for part in sbp)
+
+
+def variant_words(variant: GraphVariant) -> str:
+    """Return what is special about a variant: `4 micro-batches, activations within 2.1 MB`."""
+    count = variant.num_micro_batches
+    parts = [f"{count} micro-batch{'es' * (count > 1)}"]
+    if variant.recompute_bytes is not None:
+        parts.append(f"activations within {format_bytes(variant.recompute_bytes)}")
+    if len(variant.slices) > _MAX_NAMED:
+        parts.append(f"{len(variant.slices)} operators in slices")
+    else:
+        parts += [f"{one.pattern} in {one.count} by {one.along}" for one in variant.slices]
+    return ", ".join(parts)

@@ -106,6 +106,19 @@ class GraphFamily(Protocol):
         """Whether a planner may set `slices`."""
         ...
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step, of all its micro-batches together."""
+        ...
+
+    def with_batch(self, batch_size: int) -> GraphFamily:
+        """Return the variants of the step on another number of samples, to compare them.
+
+        Raises:
+            SbpError: they do not divide into the micro-batches that are settled.
+        """
+        ...
+
     def graph(self, variant: GraphVariant) -> LogicalGraph:
         """Return the graph of a variant; asked for again, the same one.
 

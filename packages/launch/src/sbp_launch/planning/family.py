@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from sbp_aten.pass_options import Slicing
+from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.passes import RecomputeOptions
@@ -27,13 +28,15 @@ class StepFamily:
 
     Args:
         settings: Those that the user has chosen.
-        captured: Returns the step as it was captured, at the size of that many micro-batches.
-        micro_batches: The numbers of them that a planner may choose.
+        captured: Returns the step as it is captured of a micro-batch of that many samples.
+        batch_size: Samples of a step.
+        chooses_micro_batches: Whether their number is left to the planner.
     """
 
     settings: PlanSettings
     captured: Callable[[int], LogicalGraph]
-    micro_batches: tuple[int, ...]
+    batch_size: int
+    chooses_micro_batches: bool = False
     _graphs: dict[GraphVariant, LogicalGraph] = field(default_factory=dict)
 
     @property
@@ -43,6 +46,29 @@ class StepFamily:
             num_micro_batches=self.settings.micro_batches,
             splits_classes=self.settings.compile.passes.split_classes is not None,
         )
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The numbers of micro-batches that a planner may choose."""
+        if not self.chooses_micro_batches:
+            return (self.settings.micro_batches,)
+        size = self.batch_size
+        return tuple(n for n in range(1, size + 1) if size % n == 0)
+
+    def with_batch(self, batch_size: int) -> StepFamily:
+        """Return the variants of the step on another number of samples.
+
+        Raises:
+            ConfigError: they do not divide into the micro-batches that are settled.
+        """
+        count = self.settings.micro_batches
+        if batch_size % count:
+            raise ConfigError(
+                f"{batch_size} samples do not divide into {count} micro-batches",
+                accepted=f"multiples of {count}",
+                todo="set trainer.micro_batches=auto",
+            )
+        return replace(self, batch_size=batch_size, _graphs={})
 
     @property
     def may_recompute(self) -> bool:
@@ -82,6 +108,6 @@ class StepFamily:
             SbpError: it cannot be made: the budget is less than can be kept to, say.
         """
         if variant not in self._graphs:
-            captured = self.captured(variant.num_micro_batches)
+            captured = self.captured(self.batch_size // variant.num_micro_batches)
             self._graphs[variant] = prepared(captured, self.settings_of(variant))
         return self._graphs[variant]

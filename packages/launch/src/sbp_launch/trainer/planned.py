@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import cast
 
 from sbp_aten.pass_options import LossMeaning
@@ -86,15 +87,18 @@ def step_planner(run: Run, program: Program) -> StepPlanner:
         original = _captured(run, program, settings, trainer.micro_batch_size)
         graph = prepared(original, settings)
 
-    def captured(count: int) -> LogicalGraph:
-        if count == settings.micro_batches:
+    @cache
+    def captured(size: int) -> LogicalGraph:
+        if size == trainer.micro_batch_size:
             return original
-        return _captured(run, program, settings, trainer.batch_size // count)
+        return _captured(run, program, settings, size)
 
-    counts: tuple[int, ...] = (settings.micro_batches,)
-    if run.chooses_micro_batches:
-        counts = tuple(n for n in range(1, trainer.batch_size + 1) if trainer.batch_size % n == 0)
-    family = StepFamily(settings=settings, captured=captured, micro_batches=counts)
+    family = StepFamily(
+        settings=settings,
+        captured=captured,
+        batch_size=trainer.batch_size,
+        chooses_micro_batches=run.chooses_micro_batches,
+    )
     found = Captured(graph=graph, original=original, settings=settings)
     return StepPlanner(run=run, captured=found, settings=settings, family=family)
 

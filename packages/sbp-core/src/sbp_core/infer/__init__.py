@@ -3,7 +3,7 @@
 In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
 `work` (what is to be decided), `problem` (variables and costs on some mesh axes), `axis` (one of
 them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the result costs). `nearby`
-changes a strategy as little as a pin asks for.
+changes a strategy as little as a pin asks for, `one_axis` decides one axis of it anew.
 
 Stability: provisional.
 """
@@ -11,6 +11,7 @@ Stability: provisional.
 from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.minsum import Factor, minimise
 from sbp_core.infer.nearby import Nearby, infer_nearby
+from sbp_core.infer.one_axis import infer_axis
 from sbp_core.infer.pins import PINS, PIPE_AXIS, Pins, PinValue, check_pin, resolve_pins
 from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
@@ -47,6 +48,7 @@ __all__ = [
     "check_pin",
     "conversions",
     "forward_blocks",
+    "infer_axis",
     "infer_nearby",
     "infer_strategy",
     "joint_problem",

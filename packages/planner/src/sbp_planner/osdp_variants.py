@@ -1,0 +1,295 @@
+"""The search of `osdp` among the variants of a step: micro-batches, recomputation, slices.
+
+    for each number of micro-batches, the smallest first
+        nothing recomputed; activations within ever smaller budgets
+            choose storages under the limit (`storage_search`)
+    for each of these that might be faster with less gathered at once
+        the parameters in slices whose gathered copies are at the peak, the largest first,
+        by output or by contraction, as long as that is faster or brings it to fit
+
+The fastest choice of the guide, without a limit, says what a variant may reach at best; one that is
+no faster so than what fits already is not looked at further. Every variant that is not the first
+costs time to save memory, except that a pipeline has a smaller bubble with more micro-batches: on
+one stage the search of their number ends where it cannot be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf
+from time import monotonic
+
+from sbp_core.errors import SbpError
+from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices, SliceAlong
+from sbp_core.memory import MemoryKind
+from sbp_core.plugins import PlanRequest
+from sbp_planner.guide import shard_bytes
+from sbp_planner.sharding import Ends
+from sbp_planner.storage_search import Choice, Learned, StorageSearch
+from sbp_planner.variants import recompute_budgets, splits_classes, variant_words
+
+#: Slices that are tried first, and then more or fewer.
+_FIRST_COUNT, _OTHER_COUNTS = 4, (2, 8)
+
+#: Classes of equal parameters that are tried in slices for one variant.
+_MAX_SLICED = 3
+
+#: Copies of a smaller share of the peak are not worth slices.
+_LEAST_SHARE = 0.05
+
+#: Times that differ by less than this share are equal.
+_TIE = 1e-9
+
+
+@dataclass(slots=True, kw_only=True)
+class Tried:
+    """One variant, and what is known of it.
+
+    Args:
+        variant: Which; None if the step has no others.
+        search: Of its storages.
+        unlimited_s: Time of a step by the fastest choice of the guide, whatever it needs.
+        is_followed: Whether its storages were searched.
+    """
+
+    variant: GraphVariant | None
+    search: StorageSearch
+    unlimited_s: float
+    is_followed: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        """The best choice that fits; where none does, the one that needs least of the two ends."""
+        search = self.search
+        if search.best is not None:
+            return search.best
+        return min(search.all_replicated, search.all_sharded, key=search.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything that was looked at fits."""
+        return self.search.best is not None
+
+    @property
+    def step_s(self) -> float:
+        """Time of a step of `choice`, in seconds."""
+        return self.search.step_s(self.choice)
+
+    def rank(self) -> tuple[bool, float]:
+        """Return what is less of the better: fitting, then fast; or else small."""
+        cost = self.step_s if self.fits else float(self.search.memory(self.choice))
+        return not self.fits, cost
+
+    @property
+    def words(self) -> str:
+        """What is special about the variant."""
+        return "as asked for" if self.variant is None else variant_words(self.variant)
+
+
+@dataclass(slots=True, kw_only=True)
+class VariantSearch:
+    """Searches the variants of one request.
+
+    Args:
+        request: What to plan, with its family, if it has one.
+        ends: Returns the two ends of a request of one variant.
+        limit_bytes: Memory of one rank.
+        may_split_classes: Whether the mesh has an axis on which classes may be split.
+        ends_at: When no further variant is looked at, as `time.monotonic` counts.
+        learned: Shared by all searches.
+        tried: Those that were looked at.
+        untried: Whether there was no time for others.
+        problems: Of variants that cannot be planned.
+    """
+
+    request: PlanRequest
+    ends: Callable[[PlanRequest], Ends]
+    limit_bytes: float
+    may_split_classes: bool
+    ends_at: float = inf
+    learned: Learned = field(default_factory=Learned)
+    tried: list[Tried] = field(default_factory=list)
+    untried: bool = False
+    problems: dict[str, SbpError] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Tried:
+        """The fastest that fits, or the one that needs least."""
+        return min((one for one in self.tried if one.is_followed), key=Tried.rank)
+
+    @property
+    def best_s(self) -> float:
+        """Time of a step of the best that fits; infinite if none does."""
+        return self.best.step_s if self.best.fits else inf
+
+    def run(self) -> Tried:
+        """Return the best variant with its storages.
+
+        Raises:
+            SbpError: the step as it is asked for cannot be planned.
+        """
+        family = self.request.family
+        first = self._first(family)
+        self._follow(first)
+        if family is None or first.variant is None:
+            return first
+        if not self._is_unlimited(first) or self._is_pipeline(first):
+            self._search_counts(family, first)
+            self._search_slices(family)
+        return self.best
+
+    def _first(self, family: GraphFamily | None) -> Tried:
+        """Look at the step as it is asked for, in one of its two forms.
+
+        Softmaxes in one operator each are faster than in parts, which are only for plans that split
+        classes; on the axis of the data nothing does.
+        """
+        if family is None:
+            return self._looked_at(None, self.request)
+        asked = family.variant
+        whole = replace(asked, splits_classes=False)
+        if asked.splits_classes and self.may_split_classes:
+            first = self._looked_at(asked, self.request)
+            if splits_classes(first.search.ends.replicated):
+                return first
+            self.tried.remove(first)
+        try:
+            return self._looked_at(whole, self.request.of(whole))
+        except SbpError:  # such as pins of what only the other form has
+            return self._looked_at(asked, self.request)
+
+    def _search_counts(self, family: GraphFamily, first: Tried) -> None:
+        """Look at numbers of micro-batches, each with ever more recomputation."""
+        assert first.variant is not None, "the step has variants"
+        for count in sorted(family.micro_batches):
+            if count < first.variant.num_micro_batches:
+                continue
+            variant = replace(first.variant, num_micro_batches=count)
+            found = first if variant == first.variant else self._look_at(variant)
+            if found is None:
+                continue
+            if found.unlimited_s >= self.best_s * (1 - _TIE) and found is not self.best:
+                if self._is_pipeline(first):
+                    continue
+                break
+            self._follow(found)
+            if family.may_recompute and not self._is_unlimited(found):
+                self._search_budgets(found)
+
+    def _search_budgets(self, base: Tried) -> None:
+        assert base.variant is not None, "the step has variants"
+        for budget in recompute_budgets(base.search.request.graph):
+            found = self._look_at(replace(base.variant, recompute_bytes=budget))
+            if found is None:
+                continue
+            # A smaller budget makes more again: it is no faster than this one at its best.
+            if found.unlimited_s >= self.best_s * (1 - _TIE):
+                break
+            self._follow(found)
+
+    def _search_slices(self, family: GraphFamily) -> None:
+        """Look at slices of what is gathered at the peak."""
+        if not family.may_slice:
+            return
+        for base in sorted(self.tried, key=lambda one: one.unlimited_s):
+            best = base
+            for names in self._gathered(base):
+                if base.unlimited_s >= self.best_s * (1 - _TIE):
+                    break
+                best = self._sliced(best, names)
+
+    def _sliced(self, base: Tried, names: tuple[str, ...]) -> Tried:
+        """Return the best of a variant as it is and with some parameters in slices."""
+        variant, best = base.variant, base
+        assert variant is not None, "the step has variants"
+
+        def try_(count: int, along: SliceAlong) -> None:
+            nonlocal best
+            added = (OperatorSlices(pattern=name, count=count, along=along) for name in names)
+            found = self._look_at(replace(variant, slices=(*variant.slices, *added)))
+            if found is not None:
+                self._follow(found)
+                best = min(best, found, key=Tried.rank)
+
+        for along in SliceAlong:
+            try_(_FIRST_COUNT, along)
+        if best is not base and best.variant is not None:
+            along = best.variant.slices[-1].along
+            for count in _OTHER_COUNTS:
+                try_(count, along)
+        return best
+
+    def _gathered(self, tried: Tried) -> Iterator[tuple[str, ...]]:
+        """Yield classes of equal sharded matrices, the largest first, if copies are at the peak."""
+        search, choice = tried.search, tried.choice
+        if not _has_copies(search, choice):
+            return
+        graph = search.request.graph
+        classes: dict[tuple[int, ...], list[str]] = {}
+        for name, is_sharded in zip(search.names, choice, strict=True):
+            shape = graph.tensor(name).shape
+            divides = all(extent % _FIRST_COUNT == 0 for extent in shape)
+            if is_sharded and len(shape) == 2 and divides:
+                classes.setdefault(shape, []).append(name)
+        ordered = sorted(classes.values(), key=lambda own: -graph.tensor(own[0]).size_bytes)
+        yield from (tuple(names) for names in ordered[:_MAX_SLICED])
+
+    # Single variants
+
+    def _look_at(self, variant: GraphVariant) -> Tried | None:
+        """Return a variant with its time without a limit; None if there is none, or no time."""
+        known = next((one for one in self.tried if one.variant == variant), None)
+        if known is not None:
+            return known
+        if monotonic() > self.ends_at:
+            self.untried = True
+            return None
+        try:
+            return self._looked_at(variant, self.request.of(variant))
+        except SbpError as error:
+            self.problems[variant_words(variant)] = error
+            return None
+
+    def _looked_at(self, variant: GraphVariant | None, request: PlanRequest) -> Tried:
+        quiet = replace(request, progress=None, family=None)
+        if self.request.progress and variant is not None:
+            self.request.progress(f"trying {variant_words(variant)}", 0.2)
+        search = StorageSearch(
+            request=quiet,
+            ends=self.ends(quiet),
+            limit_bytes=self.limit_bytes,
+            learned=self.learned,
+        )
+        tried = Tried(variant=variant, search=search, unlimited_s=search.step_s(search.unlimited()))
+        self.tried.append(tried)
+        return tried
+
+    def _follow(self, tried: Tried) -> None:
+        if not tried.is_followed:
+            tried.search.follow()
+            tried.is_followed = True
+
+    def _is_unlimited(self, tried: Tried) -> bool:
+        """Whether what fits of a variant is no slower than without a limit."""
+        return tried.fits and tried.step_s <= tried.unlimited_s * (1 + _TIE)
+
+    def _is_pipeline(self, tried: Tried) -> bool:
+        return len(tried.search.ends.replicated.stages) > 1
+
+
+def _has_copies(search: StorageSearch, choice: Choice) -> bool:
+    """Whether whole copies of sharded parameters, or of their gradients, are part of the peak.
+
+    Slices make those smaller, and nothing else. Where it is not known what is at the peak, as well
+    as if there were.
+    """
+    peaks = search.peaks(choice)
+    if peaks is None or not any(choice):
+        return any(choice)
+    graph, strategy = search.request.graph, search.strategy(choice)
+    fullest = max(peaks.values(), key=lambda rank: rank.peak)
+    held = sum(fullest.kinds.get(kind, 0) for kind in (MemoryKind.GATHERED, MemoryKind.GRADIENTS))
+    # Gradients are there anyway, as they are stored.
+    stored = sum(shard_bytes(graph, strategy, name) for name in search.names)
+    return held - stored >= _LEAST_SHARE * fullest.peak

@@ -1,0 +1,151 @@
+"""Strategies that shard some parameters on one mesh axis: none of them, all, and what is between.
+
+    axis        the one over which samples are split, N ranks; on the others, and over stages of a
+                pipeline, inference and the user's pins have decided
+    replicated  batch and activations S(0) on the axis; parameters, states, gradients, updates B
+    sharded     the same, with parameters, states, gradients and updates S(d) on the axis
+    mixed       what is decided on each parameter from one of these
+
+The dim d is 0, or the first that no later axis splits: gathering what is split on an inner axis,
+too, would move pieces between the groups of that axis.
+
+    weight (8, 4) on data 2 x tensor 2, stored (B, S(0))
+        (S(0), S(0))   rank 0, 0 has rows 0-1 of 8, and is to have rows 0-3    from other groups
+        (S(1), S(0))   rank 0, 0 has columns 0-1 of rows 0-3, and lacks 2-3    of its own group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+
+from sbp_core.graph import LogicalGraph
+from sbp_core.infer import PinValue, Pipelined, StagePatterns, infer_axis, infer_strategy
+from sbp_core.plugins import PlanRequest
+from sbp_core.sbp import Split
+from sbp_core.strategy import Strategy
+from sbp_planner.guide import owners, shardable, states_of, update_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """The strategies between which storages are chosen.
+
+    Args:
+        replicated: Shards no parameter on the axis.
+        sharded: Shards all of them.
+        names: The parameters that are stored otherwise in the two.
+    """
+
+    replicated: Strategy
+    sharded: Strategy
+    names: tuple[str, ...]
+
+
+def ends_of(
+    request: PlanRequest,
+    axis: str,
+    *,
+    stages: Pipelined,
+    stage_patterns: StagePatterns = (),
+    pins: Mapping[str, PinValue] | None = None,
+) -> Ends:
+    """Return the two ends of a step.
+
+    Args:
+        request: What is planned.
+        axis: Mesh axis over which data are split.
+        stages: Where they lie, and in which order they work.
+        stage_patterns: Of the modules of each stage; empty splits evenly.
+        pins: What is decided before.
+
+    Raises:
+        ConfigError: a pin cannot be meant.
+        PlanError: nothing fulfils the pins or the stages.
+    """
+    asked = replace(request, progress=None, pins={**(pins or {}), **request.pins})
+    replicated = infer_strategy(
+        asked,
+        planner="osdp",
+        pins=_pins(axis),
+        stages=stages.stages,
+        stage_patterns=stage_patterns,
+        in_flight=stages.in_flight,
+        orders=stages.orders,
+        staleness=stages.staleness,
+    )
+    sharded = infer_axis(
+        asked, replicated, axis=axis, pins=_pins(axis) | _sharded(request.graph, replicated, axis)
+    )
+    names = tuple(
+        name
+        for name in shardable(request.graph)
+        if replicated.storage[name] != sharded.storage[name]
+    )
+    return Ends(replicated=replicated, sharded=sharded, names=names)
+
+
+def _pins(axis: str) -> dict[str, PinValue]:
+    words = ("parameters", "optimizer_states", "gradients", "updates")
+    split = {word: {axis: "S(0)"} for word in ("batch", "use:batch", "activations")}
+    return {**split, **{word: {axis: "B"} for word in words}}
+
+
+def _sharded(graph: LogicalGraph, replicated: Strategy, axis: str) -> dict[str, PinValue]:
+    """Return the pins that shard every parameter, with what belongs to it."""
+    owned = update_values(graph)
+    pins: dict[str, PinValue] = {}
+    for name in shardable(graph):
+        entry = f"S({shard_dim(graph, replicated, name, axis)})"
+        states = [state.name for state in states_of(graph, name)]
+        pins |= {tensor: {axis: entry} for tensor in (name, *states, *owned.get(name, ()))}
+    return pins
+
+
+def shard_dim(graph: LogicalGraph, replicated: Strategy, name: str, axis: str) -> int:
+    """Return the dim of a parameter that is split on the axis if it is sharded."""
+    storage = replicated.storage[name]
+    mesh = replicated.stages[storage.stage]
+    at = mesh.axes.index(axis)
+    later = zip(storage.sbp[at + 1 :], mesh.mesh_shape[at + 1 :], strict=True)
+    taken = {sbp.dim for sbp, size in later if isinstance(sbp, Split) and size > 1}
+    shape = graph.tensor(name).shape
+    free = (dim for dim in range(len(shape)) if dim not in taken)
+    # A dim of fewer elements than ranks would leave ranks without any.
+    wide = (dim for dim in free if dim == 0 or shape[dim] >= mesh.mesh_shape[at])
+    return next(wide, 0)
+
+
+def mixed(graph: LogicalGraph, ends: Ends, chosen: Set[str]) -> Strategy:
+    """Return the strategy that shards some parameters; boxing joins what is decided apart.
+
+    Args:
+        graph: The step.
+        ends: The strategies that shard none, and all.
+        chosen: Those that it is to shard.
+    """
+    replicated, sharded = ends.replicated, ends.sharded
+    owner = owners(graph, ends.names)
+    nodes = dict(replicated.nodes)
+    # What a node is decided for: the parameters whose gradients or updates it makes, if need be
+    # through others that are decided one way or the other, too.
+    decided_for: dict[str, set[str]] = {}
+    # Backwards, as what a node serves is what its users serve. A node is taken from the sharded
+    # strategy only if it serves nothing but sharded parameters: one that serves both kinds, such as
+    # the norm of all gradients, stays as the replicated strategy has it.
+    for node in reversed(graph.nodes):
+        if node.name not in nodes or nodes[node.name] == sharded.nodes[node.name]:
+            continue
+        found: set[str] = set()
+        for value in node.outputs:
+            found |= {owner[value]} if value in owner else set()
+            for user in graph.users[value]:
+                found |= decided_for.get(user.name, set())
+        decided_for[node.name] = found
+        if found and found <= chosen:
+            nodes[node.name] = sharded.nodes[node.name]
+    storage = {
+        name: (sharded if owner.get(name) in chosen else replicated).storage[name]
+        for name in replicated.storage
+    }
+    return replace(replicated, nodes=nodes, storage=storage, report={})

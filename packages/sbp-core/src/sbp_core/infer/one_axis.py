@@ -1,0 +1,85 @@
+"""A strategy with one mesh axis decided anew, the others as they are.
+
+    before    mm: (S(0), B) (B, S(1)) -> (S(0), S(1))     weight: (B, S(1))
+    pin       weight: {data: S(0)}
+    after     mm: (S(0), B) (B, S(1)) -> (S(0), S(1))     weight: (S(0), S(1))
+
+For planners that decide something on one axis, inside of what another has decided: sharded states
+inside a tensor-parallel group, or inside the stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sbp_core.infer.axis import decide_axis
+from sbp_core.infer.pins import PinValue, resolve_pins
+from sbp_core.infer.solve import check_legal
+from sbp_core.infer.stages import StageMap
+from sbp_core.infer.work import Decision, Kept, StepWork
+from sbp_core.sbp import NdSbp
+from sbp_core.strategy import Assignment, Storage, Strategy
+
+if TYPE_CHECKING:
+    from sbp_core.plugins.kinds import PlanRequest
+
+
+def infer_axis(
+    request: PlanRequest,
+    strategy: Strategy,
+    *,
+    axis: str,
+    pins: Mapping[str, PinValue] | None = None,
+) -> Strategy:
+    """Return a strategy whose entries of one mesh axis are inferred under other pins.
+
+    On the other axes every decision stays, unless no signature has it beside what is decided anew.
+
+    Args:
+        request: Graph, cluster, and pins of the user; its mesh does not count.
+        strategy: A legal one for the graph, of any planner.
+        axis: Name of the mesh axis.
+        pins: What is asked for beside the user's pins, which override them. On other axes they may
+            only say what the strategy does.
+
+    Returns:
+        The strategy, with the same stages and an empty report.
+
+    Raises:
+        ConfigError: a pin cannot be meant.
+        PlanError: nothing fulfils the pins.
+        SignatureError: the signatures of an operator do not go together.
+    """
+    graph = request.graph
+    work = StepWork(
+        graph=graph,
+        placements=strategy.stages,
+        stages=StageMap(
+            nodes={name: found.stage for name, found in strategy.nodes.items()},
+            inputs={name: found.stage for name, found in strategy.storage.items()},
+        ),
+        cluster=request.cluster,
+    )
+    resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
+    kept = Kept(
+        nodes={name: found.signature for name, found in strategy.nodes.items()},
+        storage={name: found.sbp for name, found in strategy.storage.items()},
+    )
+    decision = Decision()
+    for at, name in enumerate(work.axes):
+        decide_axis(work, decision, at, resolved, None if name == axis else kept)
+    check_legal(work, decision)
+    return replace(
+        strategy,
+        report={},
+        nodes={
+            name: Assignment(stage=found.stage, signature=decision.signature(name))
+            for name, found in strategy.nodes.items()
+        },
+        storage={
+            name: Storage(stage=found.stage, sbp=NdSbp(*decision.storage[name]))
+            for name, found in strategy.storage.items()
+        },
+    )
