@@ -382,11 +382,10 @@ class StageSearch:
         ):
             named = names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
             shape = " x ".join(map(str, program.mesh_shape))
-            lines.append(
-                f"  stage {at}: {stage.devices} rank{'s' * (stage.devices > 1)} as {shape}, "
-                f"{named}: {format_seconds(program.cost_s / self.count)} a micro-batch"
-                + (f", {program.words}" if program.words else "")
-            )
+            ranks = f"{stage.devices} ranks as {shape}" if stage.devices > 1 else "1 rank"
+            takes = f"{format_seconds(program.cost_s / self.count)} a micro-batch"
+            more = f", {program.words}" if program.words else ""
+            lines.append(f"  stage {at}: {ranks}, {named}: {takes}{more}")
             entries.append(
                 {
                     "ranks": stage.devices,
