@@ -139,6 +139,21 @@ def test_an_axis_of_stages_is_called_as_it_was_set():
     assert not any("axis (rank" in line for line in lines)
 
 
+def test_stages_of_unequal_meshes_are_said_one_by_one():
+    stages = (
+        Placement([[0]], ("data", "tensor")),
+        Placement([[1]], ("data", "tensor")),
+        Placement([[2, 3]], ("data", "tensor")),
+    )
+
+    lines = legend([row("a")], {"data": 4}, stages)
+
+    assert lines[:2] == [
+        "mesh data 4: stages 0, 1 on data 1 x tensor 1, stage 2 on data 1 x tensor 2",
+        "SBP by axis (data, tensor): S(d) split along dim d, B whole on each rank, P parts of a sum",
+    ]
+
+
 @pytest.mark.parametrize("width", [80, 100, 140, 200])
 @pytest.mark.parametrize("name", ["two axes", "pipeline of meshes"])
 def test_lines_fit_and_no_word_is_broken(name, width):

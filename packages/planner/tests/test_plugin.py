@@ -22,8 +22,9 @@ PRESETS = [
     "zero2",
     "pipeline",
 ]
-SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu", "gpipe", "pipedream"]
-OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES]
+SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
+PIPELINES = ["alpa", "gpipe", "pipedream"]
+OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES, *PIPELINES]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_the_entry_point_leads_to_the_hooks():
 
 
 def test_the_package_brings_these_planners():
-    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES}
+    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES, *PIPELINES}
     assert plugin.sbp_config_folders() == ["pkg://sbp_planner.conf"]
 
 

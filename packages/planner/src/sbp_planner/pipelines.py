@@ -56,7 +56,7 @@ class GpipePlanner:
             ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
             PlanError: the model has fewer blocks than stages.
         """
-        num_stages = _positions(request) or request.mesh.size
+        num_stages = pipe_positions(request) or request.mesh.size
         return _planned(request, "gpipe", schedule="gpipe", num_stages=num_stages)
 
 
@@ -75,11 +75,15 @@ class PipedreamPlanner:
         """
         several = request.graph.num_updates > 1
         schedule = "pipedream" if several else "1f1b"
-        return _planned(request, "pipedream", schedule=schedule, num_stages=_positions(request))
+        return _planned(request, "pipedream", schedule=schedule, num_stages=pipe_positions(request))
 
 
-def _positions(request: PlanRequest) -> int | None:
-    """Return the stages that the axis `pipe` says; None if there is none."""
+def pipe_positions(request: PlanRequest) -> int | None:
+    """Return the stages that the axis `pipe` says; None if there is none.
+
+    Raises:
+        ConfigError: the mesh has several axes, and none is `pipe`.
+    """
     mesh = request.mesh
     if PIPE_AXIS in mesh.axes:
         return mesh.mesh_shape[mesh.axes.index(PIPE_AXIS)]

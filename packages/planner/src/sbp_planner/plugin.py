@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from sbp_core.plugins import Factory, hookimpl
 from sbp_planner.configs import FileConfig, InferConfig, ManualConfig, OsdpConfig
 from sbp_planner.search_configs import (
+    AlpaConfig,
     AutoConfig,
     ExhaustiveConfig,
     GpipeConfig,
@@ -28,6 +29,11 @@ SBP_API_VERSION = 2
 def sbp_planners() -> Mapping[str, Factory]:
     """Return the planners of this package."""
     return {
+        "alpa": Factory(
+            build="sbp_planner.alpa:build",
+            config=AlpaConfig,
+            summary="stages of a pipeline on submeshes, each split inside by the joint search",
+        ),
         "auto": Factory(
             build="sbp_planner.auto:build",
             config=AutoConfig,

@@ -172,3 +172,21 @@ class GpipeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipedreamConfig:
     """`sbp_planner.pipelines.PipedreamPlanner` has no settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlpaConfig:
+    """Settings of `sbp_planner.alpa`.
+
+    Args:
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        max_blocks: Between how many parts of the model, of about equal work, it may be cut.
+        time_limit_s: After which no further stage is priced, in seconds.
+    """
+
+    memory_bytes: float | None = None
+    max_blocks: int = 16
+    time_limit_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        _check_limits(self.memory_bytes, max_blocks=self.max_blocks, time_limit_s=self.time_limit_s)

@@ -309,11 +309,13 @@ def legend(
     lines = []
     if len(stages) > 1:
         outer = {axis: size for axis, size in mesh.items() if axis not in shape}
-        lines.append(f"mesh {mesh_text(mesh)}: each position of {', '.join(outer)} is a stage")
-    if stages[0].size > 1:
+        parts = f"each position of {', '.join(outer)} is a stage" if outer else _shapes_text(stages)
+        lines.append(f"mesh {mesh_text(mesh)}: {parts}")
+    alike = len({stage.mesh_shape for stage in stages}) == 1
+    if max(stage.size for stage in stages) > 1:
+        axes = mesh_text(shape).replace(" x ", ", ") if alike else ", ".join(shape)
         lines.append(
-            f"SBP by axis ({mesh_text(shape).replace(' x ', ', ')}): S(d) split along dim d, "
-            "B whole on each rank, P parts of a sum"
+            f"SBP by axis ({axes}): S(d) split along dim d, B whole on each rank, P parts of a sum"
         )
     else:
         lines.append("each stage is one rank, where every tensor is whole: (B)")
@@ -325,6 +327,18 @@ def legend(
             "a rank sends: in a training step, in all layers of a row; where ranks differ, the mean"
         )
     return lines
+
+
+def _shapes_text(stages: Sequence[Placement]) -> str:
+    """Return the mesh of each stage: `stages 0, 1 on data 1, stage 2 on data 2`."""
+    found: dict[str, list[str]] = {}
+    for number, stage in enumerate(stages):
+        text = mesh_text(dict(zip(stage.axes, stage.mesh_shape, strict=True)))
+        found.setdefault(text, []).append(str(number))
+    return ", ".join(
+        f"stage{'s' * (len(numbers) > 1)} {', '.join(numbers)} on {text}"
+        for text, numbers in found.items()
+    )
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:

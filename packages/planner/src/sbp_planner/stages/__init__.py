@@ -4,7 +4,8 @@ In this order: `graph` (blocks and what flows between them), `profile` (PipeDrea
 (where a graph can be cut), `pipeline` (the machine, stages, prices, as values), `evaluate` (what a
 given pipeline costs), `hierarchy` (the best one on a machine of several levels that runs without
 flushes, as PipeDream has it; `minmax` is its arithmetic), `table` (the best one for any prices,
-flushed or not), `flushed` (the prices of a flushed one on a machine of several levels).
+flushed or not), `lazy` (the same where prices take long to find), `flushed` (the prices of a
+flushed one on a machine of several levels).
 
 Knows no tensors, no SBP and no cluster: whoever has those makes blocks and levels of them.
 
@@ -12,10 +13,17 @@ Stability: provisional.
 """
 
 from sbp_planner.stages.evaluate import data_parallel, evaluate
-from sbp_planner.stages.flushed import FlushedPlan, FlushedProblem, FlushedStage, cut_flushed
+from sbp_planner.stages.flushed import (
+    FlushedPlan,
+    FlushedProblem,
+    FlushedStage,
+    cut_flushed,
+    transfer_s,
+)
 from sbp_planner.stages.graph import Block, BlockGraph, Flow, chain
 from sbp_planner.stages.hierarchy import HierarchyPlan, HierarchyProblem, cut_hierarchy
 from sbp_planner.stages.ideals import Ideals, order_ideals
+from sbp_planner.stages.lazy import LazyPlan, PricedStage, cut_lazily
 from sbp_planner.stages.pipeline import (
     Evaluation,
     Infeasible,
@@ -47,7 +55,9 @@ __all__ = [
     "Ideals",
     "InFlight",
     "Infeasible",
+    "LazyPlan",
     "Level",
+    "PricedStage",
     "Profile",
     "Stage",
     "StagePrice",
@@ -58,6 +68,7 @@ __all__ = [
     "chain",
     "cut_flushed",
     "cut_hierarchy",
+    "cut_lazily",
     "cut_table",
     "data_parallel",
     "evaluate",
@@ -65,4 +76,5 @@ __all__ = [
     "parse_profile",
     "price_table",
     "read_profile",
+    "transfer_s",
 ]

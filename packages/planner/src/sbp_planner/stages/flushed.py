@@ -150,7 +150,7 @@ def _priced(
         in_flight = table.held(own, behind, len(plan.stages) - at)
         parameters = ideals.parameter_bytes[stop] - ideals.parameter_bytes[start]
         sync_s = _sync_factor(problem.levels, own, behind) * parameters / problem.micro_batches
-        transfers = _transfer_s(problem.levels, ideals, own, after, behind) if behind else None
+        transfers = transfer_s(problem.levels, ideals, own, after, behind) if behind else None
         yield FlushedStage(
             blocks=problem.graph.names(ideals.masks[stop] & ~ideals.masks[start]),
             devices=own,
@@ -170,7 +170,7 @@ def flushed_table(problem: FlushedProblem, ideals: Ideals) -> TableProblem:
         devices=num_devices(problem.levels),
         seconds=_seconds(problem, ideals),
         device_counts=problem.device_counts,
-        transfer_s=partial(_transfer_s, problem.levels, ideals),
+        transfer_s=partial(transfer_s, problem.levels, ideals),
         memory=None if problem.memory_bytes == inf else partial(_memory, ideals),
         memory_bytes=problem.memory_bytes,
         in_flight=problem.in_flight,
@@ -203,9 +203,18 @@ def _sync_factor(levels: Sequence[Level], own: int, behind: int) -> float:
     return max(ring_factor(count) / level.bytes_per_s for count, level in pairs)
 
 
-def _transfer_s(
+def transfer_s(
     levels: Sequence[Level], ideals: Ideals, own: int, after: int, behind: int
 ) -> Floats:
+    """Return the seconds that what crosses each place takes for one micro-batch, float (S,).
+
+    Args:
+        levels: The machine, innermost first.
+        ideals: The places.
+        own: Devices of the stage before the cut.
+        after: Of the one behind it.
+        behind: All devices behind it.
+    """
     cut = num_devices(levels) - behind
     sizes = [prod(level.components for level in levels[:k]) for k in range(len(levels))]
     k = max(k for k, size in enumerate(sizes) if (cut - 1) // size != cut // size)

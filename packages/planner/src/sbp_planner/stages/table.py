@@ -84,6 +84,9 @@ class TableProblem:
         memory: (devices of the stage, micro-batches in flight) -> float (S, S), bytes of a device;
             None if memory does not count.
         memory_bytes: Its limit.
+        held_seconds: (devices of the stage, devices behind it, micro-batches in flight) -> float
+            (S, S), where what a stage takes depends on what it has to hold: never less than
+            `seconds`, and infinite where it does not fit. None if it does not depend on it.
         in_flight: How many micro-batches a stage holds.
         micro_batches: m if the pipeline is flushed after so many; None if it is steady.
         num_stages: How many stages there must be; None for any number.
@@ -96,6 +99,7 @@ class TableProblem:
     transfer_s: Callable[[int, int, int], Floats] | None = None
     memory: Callable[[int, int], Floats] | None = None
     memory_bytes: float = inf
+    held_seconds: Callable[[int, int, int], Floats] | None = None
     in_flight: InFlight = InFlight.STAGES
     micro_batches: int | None = None
     num_stages: int | None = None
@@ -113,6 +117,17 @@ class TableProblem:
                 "a steady pipeline has no number of all micro-batches",
                 accepted="micro_batches, or another in_flight",
             )
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether memory counts."""
+        return self.memory is not None or self.held_seconds is not None
+
+    def times(self, own: int, behind: int, stages: int) -> Floats:
+        """Return the seconds of stages that have so many stages from there on, as `seconds`."""
+        if self.held_seconds is None:
+            return self.seconds(own, behind)
+        return self.held_seconds(own, behind, self.held(own, behind, stages))
 
     def held(self, stage: int, behind: int, stages: int) -> int:
         """Return the micro-batches in flight of a stage.
@@ -149,9 +164,9 @@ class TablePlan:
 
 def cut_table(problem: TableProblem) -> TablePlan | None:
     """Return the best pipeline; None if none is possible."""
-    if problem.memory is not None:
+    if problem.is_limited:
         # Without the limit, stages need not be counted; what is best then, often fits.
-        roomy = cut_table(replace(problem, memory=None))
+        roomy = cut_table(replace(problem, memory=None, held_seconds=None))
         if roomy is None or _fits(problem, roomy.stages):
             return roomy
     fastest = _Pass(problem, steady=True).best(inf)
@@ -186,6 +201,10 @@ def _fits(problem: TableProblem, stages: Sequence[TableStage]) -> bool:
         behind -= stage.devices
         if _memory(problem, stage, behind, len(stages) - at) > problem.memory_bytes:
             return False
+        place = stage.start, stage.stop
+        held = problem.times(stage.devices, behind, len(stages) - at)[place]
+        if held > problem.seconds(stage.devices, behind)[place]:
+            return False
     return True
 
 
@@ -218,7 +237,7 @@ def price_table(problem: TableProblem, stages: Sequence[TableStage]) -> TablePla
         needed = _memory(problem, stage, behind, len(stages) - at)
         if needed > problem.memory_bytes:
             raise SbpValueError(f"{stage} needs {needed} bytes")
-        times.append(float(problem.seconds(stage.devices, behind)[place]))
+        times.append(float(problem.times(stage.devices, behind, len(stages) - at)[place]))
         if problem.transfer_s is not None and at + 1 < len(stages):
             after = stages[at + 1].devices
             times.append(float(problem.transfer_s(stage.devices, after, behind)[stage.stop]))
@@ -261,7 +280,7 @@ class _Pass:
         self._problem = problem
         self._combine = np.maximum if steady else np.add
         self._counted = problem.num_stages is not None or (
-            problem.in_flight is InFlight.STAGES and problem.memory is not None
+            problem.in_flight is InFlight.STAGES and problem.is_limited
         )
         most = min(problem.devices, problem.num_places - 1)
         self._most_stages = min(problem.num_stages or most, most)
@@ -332,7 +351,7 @@ class _Pass:
     def _stage(self, stages: int, devices: int, own: int) -> Floats:
         """Return t(i, j), infinite where memory is not enough."""
         problem, behind = self._problem, devices - own
-        table = problem.seconds(own, behind)
+        table = problem.times(own, behind, stages)
         if problem.memory is None:
             return table
         memory = problem.memory(own, problem.held(own, behind, stages))

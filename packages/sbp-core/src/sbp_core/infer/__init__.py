@@ -8,6 +8,7 @@ changes a strategy as little as a pin asks for, `one_axis` decides one axis of i
 Stability: provisional.
 """
 
+from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.minsum import Factor, minimise
 from sbp_core.infer.nearby import Nearby, infer_nearby
@@ -23,9 +24,9 @@ from sbp_core.infer.solve import (
     stage_placements,
     strategy_of,
 )
-from sbp_core.infer.stages import StagePatterns, forward_blocks
+from sbp_core.infer.stages import StageMap, StagePatterns, assign_stages, forward_blocks
 from sbp_core.infer.tables import Costed, CostTables
-from sbp_core.infer.work import Decision, StepWork
+from sbp_core.infer.work import Decision, Kept, StepWork
 
 __all__ = [
     "FORBIDDEN_S",
@@ -37,16 +38,20 @@ __all__ = [
     "Costed",
     "Decision",
     "Factor",
+    "Kept",
     "Nearby",
     "PinValue",
     "Pins",
     "Pipelined",
     "Request",
+    "StageMap",
     "StagePatterns",
     "StepProblem",
     "StepWork",
+    "assign_stages",
     "check_pin",
     "conversions",
+    "decide_axis",
     "forward_blocks",
     "infer_axis",
     "infer_nearby",

@@ -1,0 +1,243 @@
+"""The planner `alpa`: stages of a pipeline over submeshes, each split inside by the joint search.
+
+    for each segment of blocks and each submesh of the machine
+        intra-op    the joint search on each logical mesh of the submesh            8, 4 x 2, 2 x 4
+    inter-op        the segments and submeshes that minimise
+                    (m - 1) max_s t_s + sum_s t_s                                               [s]
+
+t_s is the serial time of a stage for one micro-batch: operators, boxing inside, gradients and
+update in its share; or the transfer to the next stage. Inside a stage, equal layers are decided
+alike, as in `ilp`. Equal segments on ranks that lie alike are solved once. The inter-op program is
+that of `sbp_planner.stages.table`, exact, and asks only for stages that may be in the best
+pipeline; the paper prices all. `pipedream`'s stages are priced first, so that no plan is slower by
+this objective than its.
+
+A model of very many blocks is cut between groups of about equal work (`max_blocks`), as the paper
+clusters operators into layers.
+
+Complexity: joint searches x (blocks^2 / 2 x submeshes x logical shapes at most, a few dozen as a
+rule), or `time_limit_s`.
+
+Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep
+Learning", OSDI 2022, sections 4 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
+
+from sbp_core.errors import PlanError
+from sbp_core.infer import PIPE_AXIS, resolve_pins
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_planner.compiled import limit_key
+from sbp_planner.meshes import DATA, TENSOR
+from sbp_planner.model_blocks import ModelBlocks, machine_levels, model_blocks
+from sbp_planner.pipelines import pipe_positions
+from sbp_planner.search_configs import AlpaConfig
+from sbp_planner.segment_search import Program, SegmentSearch
+from sbp_planner.segments import StepSegments, grouped, merged
+from sbp_planner.stage_search import (
+    StageAsked,
+    StageProgram,
+    StageSearch,
+    StageSettings,
+)
+from sbp_planner.stages import FlushedProblem, InFlight, cut_flushed
+from sbp_planner.submeshes import StageRanks, logical_shapes, stage_ranks, submesh_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class AlpaPlanner:
+    """Plans stages, and how each is split inside."""
+
+    config: AlpaConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return the best stages that were found and fit.
+
+        Raises:
+            ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
+            PlanError: modules do not tell blocks apart, or nothing that was found fits.
+        """
+        config, mesh = self.config, request.mesh
+        ends = monotonic() + config.time_limit_s
+        num_stages = pipe_positions(request)
+        blocks = model_blocks(request.graph, request.cluster)
+        if num_stages is not None and len(blocks.modules) < num_stages:
+            raise too_few_blocks(blocks, num_stages)
+        groups = grouped(blocks, max(config.max_blocks, num_stages or 0))
+        graph = merged(blocks.graph, groups)
+        axes = stage_axes(mesh)
+        segments = StepSegments(
+            graph=request.graph,
+            groups=groups,
+            pins=resolve_pins(request.graph, axes, request.pins),
+            cluster=request.cluster,
+        )
+        solver = IntraOperator(segments=segments, mesh=mesh, axes=axes)
+        if num_stages is None:
+            sizes = submesh_sizes(request.cluster, mesh.size)
+        else:
+            sizes = (mesh.size // num_stages,)
+        several = request.graph.num_updates > 1
+        search = StageSearch(
+            request,
+            segments,
+            graph,
+            solver,
+            StageSettings(
+                planner="alpa",
+                schedule="pipedream" if several else "1f1b",
+                limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+                limit_key=limit_key(config.memory_bytes),
+                ends=ends,
+                sizes=sizes,
+                num_stages=num_stages,
+                first=(_pipedream(request, graph_of=blocks, groups=groups, count=num_stages),),
+            ),
+        )
+        return search.run().strategy
+
+
+def stage_axes(mesh: Placement) -> tuple[str, ...]:
+    """Return the mesh axes of every stage: those beside `pipe`, or two of the ranks of a stage."""
+    if PIPE_AXIS in mesh.axes:
+        return tuple(axis for axis in mesh.axes if axis != PIPE_AXIS) or ("rank",)
+    first = mesh.axes[0]
+    return first, TENSOR if first != TENSOR else DATA
+
+
+def too_few_blocks(blocks: ModelBlocks, num_stages: int) -> PlanError:
+    """Return the error of a model that has fewer blocks than stages."""
+    return PlanError(
+        f"the forward pass has {len(blocks.modules)} blocks for {num_stages} stages",
+        accepted="at least one block for each stage",
+        todo="use fewer ranks, or an axis 'pipe' of fewer positions",
+    )
+
+
+def _pipedream(
+    request: PlanRequest,
+    *,
+    graph_of: ModelBlocks,
+    groups: tuple[tuple[str, ...], ...],
+    count: int | None,
+) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Return the stages of the planner `pipedream` for groups of blocks: modules, and ranks."""
+    each = None if count is None else (request.mesh.size // count,)
+    plan = cut_flushed(
+        FlushedProblem(
+            graph=merged(graph_of.graph, groups),
+            levels=machine_levels(request.cluster, request.mesh.size),
+            micro_batches=request.graph.num_micro_batches,
+            in_flight=InFlight.STAGES,
+            device_counts=each,
+            num_stages=count,
+        )
+    )
+    if plan is None:
+        return ()
+    return tuple(
+        (tuple(name for group in stage.blocks for name in groups[int(group)]), stage.devices)
+        for stage in plan.stages
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class IntraOperator:
+    """Solves segments on the logical meshes of submeshes; equal ones once.
+
+    Args:
+        segments: Of the step.
+        mesh: All ranks.
+        axes: Of every stage.
+    """
+
+    segments: StepSegments
+    mesh: Placement
+    axes: tuple[str, ...]
+    _free: dict[Hashable, tuple[Program, tuple[int, ...]] | None] = field(default_factory=dict)
+    _within: dict[Hashable, Program | None] = field(default_factory=dict)
+
+    def least_s(self, blocks: frozenset[int], devices: int) -> float:
+        """Return the work of blocks in equal parts, in seconds of a step."""
+        return sum(self.segments.least_s(block, devices) for block in blocks)
+
+    def free_s(self, stage: StageAsked) -> float:
+        """Return the time of the fastest program, in seconds of a step; infinite if none is."""
+        found = (self.free(stage, shape) for shape in self.shapes(stage.devices))
+        return min((one[0].cost_s for one in found if one is not None), default=inf)
+
+    def program(self, stage: StageAsked) -> StageProgram:
+        """Return the fastest program of all logical meshes that holds no more than the limit."""
+        best: Program | None = None
+        for shape in self.shapes(stage.devices):
+            free = self.free(stage, shape)
+            # With memory in it, a program takes no less time.
+            if free is None or (best is not None and best.cost_s <= free[0].cost_s):
+                continue
+            found = self.within(stage, shape)
+            if found is not None and (best is None or found.cost_s < best.cost_s):
+                best = found
+        if best is None:
+            return StageProgram(cost_s=inf)
+        return StageProgram(
+            cost_s=best.cost_s,
+            memory_bytes=best.memory_bytes(stage.in_flight),
+            mesh_shape=best.mesh_shape,
+            kept=best.kept(self.segments.segment(stage.blocks)),
+        )
+
+    def shapes(self, devices: int) -> Iterator[tuple[int, ...]]:
+        """Yield the logical meshes of a stage: with an axis `pipe`, what the mesh says."""
+        if PIPE_AXIS in self.mesh.axes:
+            named = zip(self.mesh.axes, self.mesh.mesh_shape, strict=True)
+            yield tuple(n for axis, n in named if axis != PIPE_AXIS) or (1,)
+        else:
+            yield from logical_shapes(devices)
+
+    def free(
+        self, stage: StageAsked, shape: tuple[int, ...]
+    ) -> tuple[Program, tuple[int, ...]] | None:
+        """Return the fastest program on a logical mesh; None if pins leave none."""
+        key = self._key(stage, shape)
+        if key not in self._free:
+            try:
+                self._free[key] = self._search(stage, shape).free()
+            except PlanError:
+                self._free[key] = None
+        return self._free[key]
+
+    def within(self, stage: StageAsked, shape: tuple[int, ...]) -> Program | None:
+        """Return a program that holds no more than the limit; None if none was found."""
+        free = self.free(stage, shape)
+        if free is None or free[0].memory_bytes(stage.in_flight) <= stage.limit_bytes:
+            return None if free is None else free[0]
+        if stage.devices == 1:
+            return None
+        key = (*self._key(stage, shape), stage.in_flight, stage.limit_bytes)
+        if key not in self._within:
+            search = self._search(stage, shape)
+            self._within[key] = search.within(stage.limit_bytes, stage.in_flight, free[1])
+        return self._within[key]
+
+    def _search(self, stage: StageAsked, shape: tuple[int, ...]) -> SegmentSearch:
+        segment = self.segments.segment(stage.blocks)
+        return SegmentSearch(self.segments, segment, self._ranks(stage, shape))
+
+    def _ranks(self, stage: StageAsked, shape: tuple[int, ...]) -> StageRanks:
+        return stage_ranks(self.mesh, stage.start, shape, self.axes)
+
+    def _key(self, stage: StageAsked, shape: tuple[int, ...]) -> tuple[Hashable, ...]:
+        alike = self._ranks(stage, shape).link_class(self.segments.cluster)
+        return self.segments.segment(stage.blocks).key, alike
+
+
+def build(config: AlpaConfig) -> AlpaPlanner:
+    """Make the planner."""
+    return AlpaPlanner(config)

@@ -1,0 +1,90 @@
+"""A whole strategy of what was decided of its segments.
+
+Each stage keeps the signatures and storages of its segment. What no segment decided, because only
+the cut says where it runs (such as the sum of two gradients that cross to the stage before), is
+inferred between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sbp_core.infer import (
+    Decision,
+    Kept,
+    Pins,
+    Pipelined,
+    StepWork,
+    assign_stages,
+    decide_axis,
+    strategy_of,
+)
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+
+
+def assembled(
+    request: PlanRequest,
+    stages: Pipelined,
+    patterns: Sequence[Sequence[str]],
+    parts: Sequence[Kept],
+    pins: Pins,
+    *,
+    planner: str,
+    report: dict[str, Any],
+) -> Strategy:
+    """Return the strategy of segments.
+
+    Args:
+        request: What is planned.
+        stages: One for each segment.
+        patterns: Modules of each stage.
+        parts: What was decided of each segment; legal on the mesh of its stage.
+        pins: Of all axes of the stages, resolved.
+        planner: Name for the strategy.
+        report: For the strategy.
+
+    Raises:
+        PlanError: nothing joins the parts.
+    """
+    graph = request.graph
+    work = StepWork(
+        graph=graph,
+        placements=stages.stages,
+        stages=assign_stages(graph, len(stages.stages), patterns if len(patterns) > 1 else ()),
+        cluster=request.cluster,
+    )
+    homes, owners = work.stages.nodes, work.stages.inputs
+    kept = Kept(
+        nodes={
+            name: signature
+            for stage, part in enumerate(parts)
+            for name, signature in part.nodes.items()
+            if homes[name] == stage
+        },
+        storage={
+            name: sbp
+            for stage, part in enumerate(parts)
+            for name, sbp in part.storage.items()
+            if owners[name] == stage
+        },
+    )
+    decision = _decided(work, pins, kept)
+    return strategy_of(
+        request,
+        work,
+        decision,
+        planner=planner,
+        in_flight=stages.in_flight,
+        orders=stages.orders,
+        staleness=stages.staleness,
+        report=report,
+    )
+
+
+def _decided(work: StepWork, pins: Pins, kept: Kept) -> Decision:
+    decision = Decision()
+    for axis in range(len(work.axes)):
+        decide_axis(work, decision, axis, pins, kept)
+    return decision

@@ -1,0 +1,221 @@
+"""The joint search on a segment: how its tensors are split on one mesh, what that takes and holds.
+
+    minimise    serial time of the segment, all mesh axes at once                               [s]
+    such that   what it holds with n micro-batches in flight <= the limit                       [B]
+
+Without the limit by elimination (`sbp_core.infer.minimise`); with it by an integer program, or by a
+price on memory where that is large, as `joint.search` does for whole steps. What is held is counted
+as `joint.lifetime` does: it is no promise, and whoever makes a plan of segments corrects the limit
+by what the compiled plan holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.errors import PlanError
+from sbp_core.infer import (
+    FORBIDDEN_S,
+    PINS,
+    CostTables,
+    Decision,
+    Kept,
+    StageMap,
+    StepProblem,
+    StepWork,
+    decide_axis,
+    minimise,
+)
+from sbp_core.sbp import NdSbp, Sbp, Split
+from sbp_core.signatures import Signature1d
+from sbp_core.strategy import Signature
+from sbp_planner.choice import solve
+from sbp_planner.joint.layers import repeated, tie
+from sbp_planner.joint.lifetime import Held, held
+from sbp_planner.joint.lower import lower_step
+from sbp_planner.joint.priced import PricedMemory
+from sbp_planner.joint.search import MAX_DIRECT_ENTRIES, MAX_ENTRIES, MAX_PROGRAM_VARIABLES
+from sbp_planner.segments import Segment, StepSegments, is_saved
+from sbp_planner.submeshes import StageRanks
+
+Bytes = NDArray[np.int64]
+
+#: For each integer program with memory in it.
+_PROGRAM_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """How a segment is split on a mesh.
+
+    Args:
+        mesh_shape: Of the mesh.
+        nodes: Signature of each node on each axis, in the order of `Segment.nodes`.
+        inputs: SBP of each input on each axis, in the order of `Segment.inputs`.
+        cost_s: Serial time, in seconds of a step.
+        fixed_bytes, waiting_bytes: What the fullest rank holds at each place of the segment,
+            whatever is in flight, and for each micro-batch in flight.
+        is_exact: Whether nothing takes less time on this mesh.
+    """
+
+    mesh_shape: tuple[int, ...]
+    nodes: tuple[tuple[Signature1d, ...], ...]
+    inputs: tuple[tuple[Sbp, ...], ...]
+    cost_s: float
+    fixed_bytes: Bytes
+    waiting_bytes: Bytes
+    is_exact: bool
+
+    def memory_bytes(self, in_flight: int) -> int:
+        """Return what the fullest rank holds at its peak, with so many micro-batches in flight."""
+        return int((self.fixed_bytes + in_flight * self.waiting_bytes).max(initial=0))
+
+    def kept(self, segment: Segment) -> Kept:
+        """Return the decisions by the names of a segment that has the key of the one solved."""
+        return Kept(
+            nodes={
+                name: _signature(parts)
+                for name, parts in zip(segment.nodes, self.nodes, strict=True)
+            },
+            storage={
+                name: NdSbp(*entries)
+                for name, entries in zip(segment.inputs, self.inputs, strict=True)
+            },
+        )
+
+
+def _signature(parts: tuple[Signature1d, ...]) -> Signature:
+    return Signature(
+        tuple(NdSbp(*entries) for entries in zip(*(part.inputs for part in parts), strict=True)),
+        tuple(NdSbp(*entries) for entries in zip(*(part.outputs for part in parts), strict=True)),
+    )
+
+
+class SegmentSearch:
+    """One segment on one mesh.
+
+    Args:
+        segments: Of the step.
+        segment: Which.
+        ranks: Its ranks, and those beside it.
+
+    Raises:
+        PlanError: nothing fulfils the pins.
+    """
+
+    def __init__(self, segments: StepSegments, segment: Segment, ranks: StageRanks) -> None:
+        self.segments, self.segment, self.placement = segments, segment, ranks.own
+        graph, axes = segment.graph, ranks.own.num_axes
+        beside = [stage for stage in (ranks.before, ranks.behind) if stage is not None]
+        number = {True: 1, False: len(beside)}
+        tensors = {e.name: 0 for e in graph.inputs if graph.is_tensor(e.name)}
+        away = {name: number[before] for name, before in segment.elsewhere.items() if beside}
+        work = StepWork(
+            graph=graph,
+            placements=(ranks.own, *beside),
+            stages=StageMap(nodes=dict.fromkeys(segment.nodes, 0), inputs={**tensors, **away}),
+            cluster=segments.cluster,
+        )
+        pins = segments.pins_of(segment)
+        decision = Decision()
+        for axis in range(axes):
+            decide_axis(work, decision, axis, pins)
+        self.problem = StepProblem(work, decision, range(axes), pins)
+        for name in away:
+            self._send_in_parts(name)
+        self.step = tie(self.problem)
+
+    def _send_in_parts(self, name: str) -> None:
+        """Count of what crosses to another stage only what is beyond the cheapest way to send it.
+
+        That is the transfer, which whoever cuts the model prices. It comes, and goes, in as many
+        parts as can be; who asks for it whole, or sends partial sums, sends more.
+        """
+        problem = self.problem
+        entries, variable = problem.storage_entries[name], problem.storage_variable[name]
+        splits = [sum(isinstance(entry, Split) for entry in of) for of in entries]
+        allowed = [at for at, count in enumerate(splits) if count == max(splits)]
+        costs = np.full(len(entries), FORBIDDEN_S)
+        costs[allowed] = problem.unary[variable][allowed]
+        for group in problem.groups:
+            asked = [one for one in group.requests if one.variable == variable]
+            if group.source == variable:
+                costs[allowed] -= group.costs[allowed].min()
+            elif asked:
+                costs[allowed] -= group.costs[:, asked[0].targets[allowed]].min()
+        problem.unary[variable] = costs
+        if problem.start[variable] not in allowed:
+            problem.start[variable] = allowed[0]
+
+    def free(self) -> tuple[Program, tuple[int, ...]]:
+        """Return the fastest program whatever it holds, and its values.
+
+        Raises:
+            PlanError: nothing fulfils the pins.
+        """
+        tables = CostTables(self.step, max_entries=MAX_DIRECT_ENTRIES)
+        found = minimise(tables.sizes, tables.factors, tables.start, max_entries=MAX_ENTRIES)
+        values, exact = self.step.expanded(found.values), found.exact
+        if self.problem.cost(self.problem.start) < self.problem.cost(values):
+            values, exact = tuple(self.problem.start), False
+        if self.problem.cost(values) >= FORBIDDEN_S:
+            raise PlanError(
+                f"no signatures of {', '.join(self.segment.nodes[:2])}, ... fulfil the pins on a "
+                f"mesh of {self.placement.mesh_shape}",
+                where=PINS,
+                todo="remove a pin",
+            )
+        return self.program(values, exact=exact), values
+
+    def within(self, limit_bytes: float, in_flight: int, free: tuple[int, ...]) -> Program | None:
+        """Return a fast program that holds no more than a limit; None if none was found.
+
+        Args:
+            limit_bytes: Of a rank, as `Program.memory_bytes` counts.
+            in_flight: Micro-batches.
+            free: The values of the fastest.
+        """
+        memory = replace(self.held(in_flight), limit_bytes=limit_bytes)
+        if len(self.problem.unary) > MAX_PROGRAM_VARIABLES:
+            priced = PricedMemory(self.problem, self.step, max_entries=MAX_ENTRIES)
+            values = priced.within(memory, free)
+        else:
+            lowered = lower_step(self.problem, ties=repeated(self.problem), held=memory)
+            found = solve(lowered.choice, time_limit_s=_PROGRAM_S, gap=1e-3).assignment
+            values = None if found is None else lowered.values(found)
+        if values is None or self.problem.cost(values) >= FORBIDDEN_S:
+            return None
+        program = self.program(values, exact=False)
+        return program if program.memory_bytes(in_flight) <= limit_bytes else None
+
+    def program(self, values: tuple[int, ...], *, exact: bool) -> Program:
+        """Return the program of a value of each variable."""
+        problem, decision = self.problem, self.problem.decided(values)
+        one, two = (self.held(n).by_place(values) for n in (1, 2))
+        return Program(
+            mesh_shape=self.placement.mesh_shape,
+            nodes=tuple(decision.nodes[name] for name in self.segment.nodes),
+            inputs=tuple(decision.storage[name] for name in self.segment.inputs),
+            cost_s=problem.cost(values),
+            fixed_bytes=2 * one - two,
+            waiting_bytes=two - one,
+            is_exact=exact,
+        )
+
+    def held(self, in_flight: int) -> Held:
+        """Return what values hold; what stands for other segments is no state of this one."""
+        segment, problem = self.segment, self.problem
+        found = held(problem, float("inf"), (in_flight,) * len(problem.work.placements))
+        usages, intervals = list(found.usages), list(found.intervals)
+        whole = 0, len(segment.graph.nodes) + 1
+        for name in segment.elsewhere:
+            variable = problem.storage_variable[name]
+            if name not in segment.arriving:
+                usages[variable] = np.zeros_like(usages[variable])
+            elif is_saved(segment, name, self.segments.graph):
+                usages[variable] = usages[variable] * in_flight
+            intervals[variable] = whole
+        return replace(found, usages=tuple(usages), intervals=tuple(intervals))

@@ -1,0 +1,422 @@
+"""Stages with programs of their own: where to cut, and how each stage is split inside.
+
+    minimise    (m - 1) max_s t_s + sum_s t_s    m micro-batches, t_s of stages and transfers   [s]
+    such that   each stage holds its micro-batches in flight; the compiled plan fits a rank     [B]
+
+What a stage takes is asked of a `StageSolver`, for the few stages that may be in the best pipeline
+(`sbp_planner.stages.cut_lazily`): the planners `alpa` and `galvatron` differ in theirs. Its count
+of memory is corrected by what the compiled plan holds, and the model is cut again, until one fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf, isfinite
+from time import monotonic
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.errors import PlanError
+from sbp_core.infer import PIPE_AXIS, Kept, Pipelined, pipelined, resolve_pins
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.sbp import NdSbp
+from sbp_core.strategy import Signature, Strategy
+from sbp_core.units import format_bytes, format_seconds
+from sbp_planner.assemble import assembled
+from sbp_planner.compiled import Compilation, Compiled
+from sbp_planner.meshes import is_bound
+from sbp_planner.model_blocks import machine_levels
+from sbp_planner.segments import StepSegments
+from sbp_planner.stages import (
+    BlockGraph,
+    InFlight,
+    LazyPlan,
+    PricedStage,
+    TableProblem,
+    TableStage,
+    cut_lazily,
+    order_ideals,
+    transfer_s,
+)
+from sbp_planner.submeshes import is_submesh, submesh
+
+Floats = NDArray[np.float64]
+
+#: Limits of counted memory that are tried, each with a plan compiled.
+_MAX_TRIES = 6
+
+#: Places to cut that are looked at.
+_MAX_PLACES = 200
+
+#: Of the limit, what is taken off it at least where a compiled plan does not fit.
+_LEAST_CORRECTION = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAsked:
+    """A stage that a price is asked of.
+
+    Args:
+        blocks: Numbers of its blocks.
+        start: Ranks before it.
+        devices: Its ranks.
+        in_flight: Micro-batches that it holds.
+        limit_bytes: Of a rank, as the solver counts.
+    """
+
+    blocks: frozenset[int]
+    start: int
+    devices: int
+    in_flight: int
+    limit_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageProgram:
+    """How a stage is split.
+
+    Args:
+        cost_s: In seconds of a step; infinite if nothing fits.
+        memory_bytes: What the fullest rank holds, as the solver counts.
+        mesh_shape: Of its ranks.
+        kept: Its signatures and storages.
+        words: What is special about it, for people.
+    """
+
+    cost_s: float
+    memory_bytes: int = 0
+    mesh_shape: tuple[int, ...] = ()
+    kept: Kept | None = None
+    words: str = ""
+
+
+class StageSolver(Protocol):
+    """Finds programs of stages."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes of every stage."""
+        ...
+
+    def least_s(self, blocks: frozenset[int], devices: int) -> float:
+        """Return what a stage never takes less than, in seconds of a step."""
+        ...
+
+    def free_s(self, stage: StageAsked) -> float:
+        """Return what a stage takes whatever it holds, in seconds of a step."""
+        ...
+
+    def program(self, stage: StageAsked) -> StageProgram:
+        """Return the best program within the limit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """What is to be found.
+
+    Args:
+        planner: Name for the strategy.
+        schedule: Of the pipeline: `1f1b`, or `pipedream` if a step has several updates.
+        limit_bytes: Memory of a rank.
+        limit_key: The setting that is the limit.
+        ends: When to stop looking for better stages, of `time.monotonic`.
+        sizes: How many ranks a stage may have.
+        num_stages: How many stages there must be; None for any number.
+        first: Stages that are priced first: for each its modules and its ranks.
+    """
+
+    planner: str
+    schedule: str
+    limit_bytes: float
+    limit_key: str
+    ends: float
+    sizes: tuple[int, ...]
+    num_stages: int | None = None
+    first: tuple[tuple[tuple[tuple[str, ...], int], ...], ...] = ()
+
+
+class StageSearch:
+    """The search for the stages of one request.
+
+    Args:
+        request: What is planned.
+        segments: Of its step.
+        graph: Of the blocks of the segments.
+        solver: Finds programs of stages.
+        settings: What is to be found.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        segments: StepSegments,
+        graph: BlockGraph,
+        solver: StageSolver,
+        settings: StageSettings,
+    ) -> None:
+        self.request, self.segments, self.solver = request, segments, solver
+        self.settings = settings
+        self.ideals = order_ideals(graph, _MAX_PLACES)
+        self.levels = machine_levels(request.cluster, request.mesh.size)
+        self.count = request.graph.num_micro_batches
+        quiet = replace(request, progress=None, family=None)
+        self.compilation = Compilation(request=quiet, limit_bytes=settings.limit_bytes)
+
+    def run(self) -> Compiled:
+        """Return the best strategy that fits, compiled.
+
+        Raises:
+            PlanError: nothing that was found fits; says what was.
+        """
+        settings, limit = self.settings, self.settings.limit_bytes
+        wanted, least = limit, inf
+        for number in range(_MAX_TRIES):
+            self._say("cutting the model into stages", number / _MAX_TRIES)
+            found = self.cut(wanted)
+            if found is None:
+                break
+            programs = self.programs(found, wanted)
+            compiled = self.compilation.compiled(self.strategy(found, programs))
+            if compiled.fits:
+                return compiled
+            least = min(least, compiled.memory_bytes)
+            # What is held beside what was counted is taken off the limit.
+            counted = max(program.memory_bytes for program in programs)
+            wanted = min(
+                counted + limit - compiled.memory_bytes, wanted - _LEAST_CORRECTION * limit
+            )
+        needs = f"the least needs {format_bytes(least)}" if isfinite(least) else "none was found"
+        raise PlanError(
+            f"no stages that were found fit the {format_bytes(limit)} of a rank: {needs}",
+            where=f"planner {settings.planner}",
+            accepted=f"{settings.limit_key} >= {least:.0f}"
+            if isfinite(least)
+            else f"more {settings.limit_key}",
+            todo="raise trainer.micro_batches, recompute (compile.passes.recompute), take more "
+            "ranks, or raise planner.time_limit_s",
+        )
+
+    def cut(self, limit_bytes: float) -> LazyPlan | None:
+        """Return the best stages within a counted limit."""
+        return cut_lazily(
+            self.problem(limit_bytes),
+            partial(self._price, limit_bytes),
+            first=[stages for one in self.settings.first if (stages := self._as_stages(one))],
+            is_late=lambda: monotonic() > self.settings.ends,
+        )
+
+    def problem(self, limit_bytes: float) -> TableProblem:
+        """Return the problem of `table`, at prices that are too low."""
+        ideals, settings = self.ideals, self.settings
+        size, places = self.request.mesh.size, len(ideals.masks)
+        num_blocks = len(self.segments.groups)
+        states = [self.segments.state_bytes(block) for block in range(num_blocks)]
+        members = np.array(
+            [[mask >> block & 1 for block in range(num_blocks)] for mask in ideals.masks]
+        )
+        inside = np.where(ideals.below, 0.0, inf)
+
+        def between(of_block: Sequence[float]) -> Floats:
+            sums: Floats = members @ np.asarray(of_block, dtype=np.float64)
+            found: Floats = inside + (sums[None, :] - sums[:, None])
+            return found
+
+        @cache
+        def least(own: int) -> Floats:
+            one = [self.solver.least_s(frozenset((at,)), own) for at in range(num_blocks)]
+            return between(one) / self.count
+
+        def seconds(own: int, behind: int) -> Floats:
+            ranks = self._ranks(size - own - behind, own)
+            if PIPE_AXIS not in self.request.mesh.axes and not self._is_allowed(ranks):
+                return np.full((places, places), inf)
+            return least(own)
+
+        def held(own: int, behind: int, _: int) -> Floats:
+            return np.where(between(states) / own <= limit_bytes, seconds(own, behind), inf)
+
+        return TableProblem(
+            num_places=places,
+            devices=size,
+            seconds=seconds,
+            held_seconds=held,
+            device_counts=settings.sizes,
+            transfer_s=partial(transfer_s, self.levels, ideals),
+            in_flight=InFlight.STAGES,
+            micro_batches=self.count,
+            num_stages=settings.num_stages,
+        )
+
+    def _is_allowed(self, ranks: tuple[int, ...]) -> bool:
+        """Return whether a stage may have some ranks: a submesh, all of them, or as `first` has."""
+        size = self.request.mesh.size
+        if len(ranks) not in self.settings.sizes or len(ranks) == size:
+            return True
+        return is_submesh(self.request.cluster, ranks)
+
+    def _ranks(self, start: int, devices: int) -> tuple[int, ...]:
+        return self.request.mesh.rank_list[start : start + devices]
+
+    def _blocks(self, stage: TableStage) -> frozenset[int]:
+        inside = self.ideals.masks[stage.stop] & ~self.ideals.masks[stage.start]
+        return frozenset(at for at in range(len(self.segments.groups)) if inside >> at & 1)
+
+    def _asked(
+        self, stage: TableStage, behind: int, in_flight: int, limit_bytes: float
+    ) -> StageAsked:
+        return StageAsked(
+            blocks=self._blocks(stage),
+            start=self.request.mesh.size - behind - stage.devices,
+            devices=stage.devices,
+            in_flight=in_flight,
+            limit_bytes=limit_bytes,
+        )
+
+    def _price(
+        self, limit_bytes: float, stage: TableStage, behind: int, in_flight: int
+    ) -> PricedStage:
+        asked = self._asked(stage, behind, in_flight, limit_bytes)
+        program = self.solver.program(asked)
+        free_s = self.solver.free_s(asked)
+        return PricedStage(free_s=free_s / self.count, held_s=program.cost_s / self.count)
+
+    def _as_stages(self, wanted: Sequence[tuple[tuple[str, ...], int]]) -> tuple[TableStage, ...]:
+        """Return stages of modules between places to cut; empty if one is not between such."""
+        number = {name: at for at, group in enumerate(self.segments.groups) for name in group}
+        place = {mask: at for at, mask in enumerate(self.ideals.masks)}
+        done, found = 0, []
+        for modules, devices in wanted:
+            mask = done
+            for name in modules:
+                mask |= 1 << number[name]
+            if mask not in place or mask == done:
+                return ()
+            found.append(TableStage(start=place[done], stop=place[mask], devices=devices))
+            done = mask
+        return tuple(found)
+
+    def programs(self, found: LazyPlan, limit_bytes: float) -> list[StageProgram]:
+        """Return the program of each stage."""
+        stages, behind, programs = found.plan.stages, self.request.mesh.size, []
+        for at, stage in enumerate(stages):
+            behind -= stage.devices
+            in_flight = min(len(stages) - at, self.count)
+            programs.append(self.solver.program(self._asked(stage, behind, in_flight, limit_bytes)))
+        return programs
+
+    def modules(self, found: LazyPlan) -> list[tuple[str, ...]]:
+        """Return the modules of each stage."""
+        return [
+            tuple(name for at in sorted(self._blocks(stage)) for name in self.segments.groups[at])
+            for stage in found.plan.stages
+        ]
+
+    def strategy(self, found: LazyPlan, programs: Sequence[StageProgram]) -> Strategy:
+        """Return the strategy of stages and their programs."""
+        request, settings = self.request, self.settings
+        mesh, axes = request.mesh, self.solver.axes
+        sizes = tuple(stage.devices for stage in found.plan.stages)
+        has_axis = PIPE_AXIS in mesh.axes
+        stages = pipelined(
+            mesh,
+            settings.schedule,
+            self.count,
+            stage_ranks=() if has_axis or len(sizes) == 1 else sizes,
+            num_updates=request.graph.num_updates,
+        )
+        shapes = [program.mesh_shape for program in programs]
+        split = [at for at in range(len(axes)) if any(shape[at] > 1 for shape in shapes)] or [0]
+        if is_bound(request.pins, mesh):
+            split = list(range(len(axes)))
+        axes = tuple(axes[at] for at in split)
+        placements = self._placements(sizes, shapes, split, axes)
+        parts = [_on_axes(program.kept or Kept(), split) for program in programs]
+        return assembled(
+            replace(request, progress=None),
+            replace(stages, stages=placements),
+            self.modules(found),
+            parts,
+            resolve_pins(request.graph, axes, request.pins),
+            planner=settings.planner,
+            report=self.report(found, programs, stages),
+        )
+
+    def _placements(
+        self,
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
+        split: Sequence[int],
+        axes: tuple[str, ...],
+    ) -> tuple[Placement, ...]:
+        placements, start = [], 0
+        for size, shape in zip(sizes, shapes, strict=True):
+            kept = tuple(shape[at] for at in split)
+            placements.append(submesh(self.request.mesh, start, kept, axes))
+            start += size
+        return tuple(placements)
+
+    def report(
+        self, found: LazyPlan, programs: Sequence[StageProgram], stages: Pipelined
+    ) -> dict[str, Any]:
+        """Return what was found, for people and for programs."""
+        plan, planner = found.plan, self.settings.planner
+        gap = 1 - found.bound_s / plan.objective_s if plan.objective_s > 0 else 0.0
+        none = "no stages of these blocks take" if gap < 1e-6 else "the bound is"
+        number = len(plan.stages)
+        lines = [
+            f"{planner}: {number} stage{'s' * (number > 1)} by {self.settings.schedule}, "
+            f"{format_seconds(plan.objective_s)} a step without overlap inside stages; {none} "
+            f"{'less' if gap < 1e-6 else format_seconds(found.bound_s)} (gap {gap:.2%}, "
+            f"{found.num_priced} stages priced)"
+        ]
+        entries = []
+        modules = self.modules(found)
+        for at, (names, stage, program) in enumerate(
+            zip(modules, plan.stages, programs, strict=True)
+        ):
+            named = names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
+            shape = " x ".join(map(str, program.mesh_shape))
+            ranks = f"{stage.devices} ranks as {shape}" if stage.devices > 1 else "1 rank"
+            takes = f"{format_seconds(program.cost_s / self.count)} a micro-batch"
+            more = f", {program.words}" if program.words else ""
+            lines.append(f"  stage {at}: {ranks}, {named}: {takes}{more}")
+            entries.append(
+                {
+                    "ranks": stage.devices,
+                    "mesh": list(program.mesh_shape),
+                    "blocks": list(names),
+                    "compute_s": program.cost_s / self.count,
+                }
+            )
+        return {
+            "stages": entries,
+            "pipeline": stages.name,
+            "objective_s": plan.objective_s,
+            "bound_s": found.bound_s,
+            "explanation": lines,
+        }
+
+    def _say(self, what: str, fraction: float) -> None:
+        if self.request.progress is not None:
+            self.request.progress(what, fraction)
+
+
+def _on_axes(kept: Kept, axes: Sequence[int]) -> Kept:
+    """Return decisions on some of the mesh axes."""
+
+    def on(sbp: NdSbp) -> NdSbp:
+        return NdSbp(*(sbp[axis] for axis in axes))
+
+    return Kept(
+        nodes={
+            name: Signature(tuple(map(on, of.inputs)), tuple(map(on, of.outputs)))
+            for name, of in kept.nodes.items()
+        },
+        storage={name: on(sbp) for name, sbp in kept.storage.items()},
+    )

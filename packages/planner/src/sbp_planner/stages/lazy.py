@@ -1,0 +1,182 @@
+"""Cutting with prices that take long to find: only those of stages that may be in the best are.
+
+    start    every stage at a price that it is never below, such as its work in equal parts
+    repeat   the best pipeline at these prices (`table`)
+             if all its stages are priced: nothing is better
+             else price them, and begin again
+
+No pipeline takes less than the best one at prices that are too low, so that is a bound at any time:
+where time is up, the best pipeline of what is priced comes with its distance to it.
+
+Source: Dellin and Srinivasa, "A unifying formalism for shortest path problems with expensive edge
+evaluations via lazy best-first search", ICAPS 2016 (lazy evaluation of a path's edges).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+
+from sbp_planner.stages.table import (
+    Floats,
+    TablePlan,
+    TableProblem,
+    TableStage,
+    cut_table,
+    price_table,
+)
+
+#: Relative; what is better by less is not looked for.
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedStage:
+    """What a stage takes for one micro-batch.
+
+    Args:
+        free_s: Whatever it holds, in seconds.
+        held_s: Within memory, with its micro-batches in flight; infinite if it does not fit.
+    """
+
+    free_s: float
+    held_s: float
+
+
+#: (stage, devices behind it, micro-batches in flight) -> its price.
+Pricer = Callable[[TableStage, int, int], PricedStage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyPlan:
+    """The best pipeline that was found.
+
+    Args:
+        plan: It.
+        bound_s: No pipeline has a lower objective.
+        num_priced: Stages that were priced.
+    """
+
+    plan: TablePlan
+    bound_s: float
+    num_priced: int
+
+
+@dataclass(kw_only=True)
+class _Prices:
+    """The prices so far: exact where they are known, else those of the problem, which are below."""
+
+    least: TableProblem
+    free: dict[tuple[int, int], Floats] = field(default_factory=dict)
+    held: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
+    known: dict[tuple[TableStage, int, int], PricedStage] = field(default_factory=dict)
+
+    def free_seconds(self, own: int, behind: int) -> Floats:
+        """Return `TableProblem.seconds`."""
+        if (own, behind) not in self.free:
+            self.free[own, behind] = self.least.seconds(own, behind).copy()
+        return self.free[own, behind]
+
+    def held_seconds(self, own: int, behind: int, in_flight: int) -> Floats:
+        """Return `TableProblem.held_seconds`: what is not known takes as long as without limit."""
+        key = own, behind, in_flight
+        if key not in self.held:
+            least = self.free_seconds(own, behind)
+            if self.least.held_seconds is not None:
+                least = np.maximum(least, self.least.held_seconds(*key))
+            self.held[key] = least.copy()
+        return self.held[key]
+
+    def add(self, stage: TableStage, behind: int, in_flight: int, price: PricedStage) -> None:
+        """Take up the price of a stage."""
+        place = stage.start, stage.stop
+        self.known[stage, behind, in_flight] = price
+        self.free_seconds(stage.devices, behind)[place] = price.free_s
+        for (own, there, _), table in self.held.items():
+            if (own, there) == (stage.devices, behind):
+                table[place] = max(table[place], price.free_s)
+        self.held_seconds(stage.devices, behind, in_flight)[place] = price.held_s
+
+
+def cut_lazily(
+    problem: TableProblem,
+    price: Pricer,
+    *,
+    first: Sequence[Sequence[TableStage]] = (),
+    is_late: Callable[[], bool] = lambda: False,
+) -> LazyPlan | None:
+    """Return the best pipeline; None if none was found that fits.
+
+    Args:
+        problem: Its `seconds`, and `held_seconds` if it has them, are never above the price.
+        price: Asked for stages that may be in the best pipeline, for each at most once.
+        first: Pipelines that are priced before all others.
+        is_late: Asked between prices; once it is so, the best of what is priced is taken. The first
+            pipeline is priced whenever it is.
+    """
+    prices = _Prices(least=problem)
+    asked = replace(
+        problem, seconds=prices.free_seconds, held_seconds=prices.held_seconds, memory=None
+    )
+    best: TablePlan | None = None
+    bound = 0.0
+    todo = [list(stages) for stages in first]
+    # What is priced first is priced whole, so that there is something to take.
+    is_first = True
+    while True:
+        if todo:
+            stages = todo.pop(0)
+        else:
+            plan = cut_table(asked)
+            if plan is None:
+                return None if best is None else _found(best, best.objective_s, prices)
+            bound = max(bound, plan.objective_s)
+            if best is not None and bound >= best.objective_s * (1 - _TOLERANCE):
+                return _found(best, bound, prices)
+            stages = list(plan.stages)
+        complete = _price_all(
+            problem, prices, price, stages, (lambda: False) if is_first else is_late
+        )
+        is_first = False
+        if complete and _takes(asked, stages) < inf:
+            found = price_table(asked, stages)
+            if best is None or found.objective_s < best.objective_s:
+                best = found
+        if is_late():
+            return None if best is None else _found(best, bound, prices)
+
+
+def _price_all(
+    problem: TableProblem,
+    prices: _Prices,
+    price: Pricer,
+    stages: Sequence[TableStage],
+    is_late: Callable[[], bool],
+) -> bool:
+    """Price the stages of a pipeline; return whether all are, before it is late."""
+    behind = problem.devices
+    for at, stage in enumerate(stages):
+        behind -= stage.devices
+        in_flight = problem.held(stage.devices, behind, len(stages) - at)
+        if (stage, behind, in_flight) not in prices.known:
+            if is_late():
+                return False
+            prices.add(stage, behind, in_flight, price(stage, behind, in_flight))
+    return True
+
+
+def _takes(problem: TableProblem, stages: Sequence[TableStage]) -> float:
+    """Return what the slowest stage takes; infinite if one cannot be."""
+    behind, slowest = problem.devices, 0.0
+    for at, stage in enumerate(stages):
+        behind -= stage.devices
+        times = problem.times(stage.devices, behind, len(stages) - at)
+        slowest = max(slowest, float(times[stage.start, stage.stop]))
+    return slowest
+
+
+def _found(best: TablePlan, bound: float, prices: _Prices) -> LazyPlan:
+    return LazyPlan(plan=best, bound_s=min(bound, best.objective_s), num_priced=len(prices.known))

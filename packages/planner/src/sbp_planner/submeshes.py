@@ -1,0 +1,135 @@
+"""Submeshes: the parts of a machine that stages may have, and the logical shapes of each.
+
+    machine          nodes of 4: 0 1 2 3 | 4 5 6 7
+    sizes            1, 2, 4 inside a node; 8: whole nodes
+    shapes of 4      4 x 1, 2 x 2        the ranks in order, the last axis of neighbours
+
+Ranges of ranks that lie alike in the tree of links cost the same (`link_class`): of two neighbours,
+those of one socket differ from those of two.
+
+Source: Zheng et al., "Alpa", OSDI 2022, section 5.1 (submeshes (1, 2^k) and (n, whole node)) and
+section 4.1 (logical shapes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from sbp_core.cluster import Cluster
+from sbp_core.placement import Placement
+from sbp_planner.meshes import reshaped
+
+
+def submesh_sizes(cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
+    """Return how many ranks a stage may have, ascending: powers of two in a node, whole nodes, all.
+
+    Args:
+        cluster: The machine.
+        num_ranks: That are used, from the first one on.
+    """
+    node = min(cluster.devices_per_node, num_ranks)
+    powers = {1 << k for k in range(node.bit_length()) if 1 << k <= node}
+    return tuple(sorted(powers | set(range(node, num_ranks + 1, node)) | {num_ranks}))
+
+
+def is_submesh(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
+    """Return whether successive ranks are of one node, or whole nodes."""
+    size = cluster.devices_per_node
+    if ranks[0] // size == ranks[-1] // size:
+        return True
+    return ranks[0] % size == 0 and len(ranks) % size == 0
+
+
+def link_class(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return a value that is equal for ranks that lie alike in the tree of links.
+
+    Args:
+        cluster: The machine.
+        ranks: Of a submesh, in order.
+    """
+    found = []
+    for size in cluster.group_sizes:
+        number: dict[int, int] = {}
+        groups = [number.setdefault(rank // size, len(number)) for rank in ranks]
+        # How many successive ranks are of each group says it all, as groups are of such.
+        found.append(tuple(groups.count(group) for group in number.values()))
+    return tuple(found)
+
+
+def logical_shapes(num_ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the meshes of two axes that some ranks are, the one of a single axis first.
+
+    >>> list(logical_shapes(8))
+    [(8, 1), (4, 2), (2, 4)]
+    """
+    yield num_ranks, 1
+    for inner in range(2, num_ranks):
+        if num_ranks % inner == 0:
+            yield num_ranks // inner, inner
+
+
+def submesh(
+    mesh: Placement, start: int, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> Placement:
+    """Return successive ranks of a mesh as a mesh.
+
+    Args:
+        mesh: Of all ranks.
+        start: How many of them come before.
+        shape: Of the part.
+        axes: Of the part.
+    """
+    ranks = list(mesh.rank_list[start : start + prod(shape)])
+    return reshaped(Placement([ranks], ("part", "rank"), mesh.device), shape, axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRanks:
+    """The ranks of a stage, and those that stand for the stages beside it.
+
+    Args:
+        own: Of the stage.
+        before, behind: Of as many ranks as the stage has, if there are so many beside it; None if
+            there are none.
+    """
+
+    own: Placement
+    before: Placement | None
+    behind: Placement | None
+
+    def link_class(self, cluster: Cluster) -> Hashable:
+        """Return a value that is equal where all of them lie alike in the tree of links."""
+        before = self.before.rank_list if self.before else ()
+        behind = self.behind.rank_list if self.behind else ()
+        ranks = (*before, *self.own.rank_list, *behind)
+        return len(before), self.own.mesh_shape, len(behind), link_class(cluster, ranks)
+
+
+def stage_ranks(
+    mesh: Placement, start: int, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> StageRanks:
+    """Return the ranks of a stage and of its neighbours.
+
+    Args:
+        mesh: Of all ranks.
+        start: How many of them come before the stage.
+        shape: Of the stage.
+        axes: Of every stage.
+    """
+    devices = prod(shape)
+    before, behind = start, mesh.size - start - devices
+
+    def beside(count: int, at_end: int | None = None) -> Placement | None:
+        if not count:
+            return None
+        own = shape if count >= devices else (count, *(1,) * (len(shape) - 1))
+        first = start - prod(own) if at_end is None else at_end
+        return submesh(mesh, first, own, axes)
+
+    return StageRanks(
+        own=submesh(mesh, start, shape, axes),
+        before=beside(before),
+        behind=beside(behind, start + devices),
+    )
