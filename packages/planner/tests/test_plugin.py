@@ -23,7 +23,7 @@ PRESETS = [
     "pipeline",
 ]
 SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
-PIPELINES = ["alpa", "gpipe", "pipedream"]
+PIPELINES = ["alpa", "galvatron", "gpipe", "pipedream"]
 OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES, *PIPELINES]
 
 
