@@ -24,7 +24,7 @@ from sbp_core.testing.graphs import mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.compiled import Compilation
 from sbp_planner.galvatron import build
-from sbp_planner.layer_search import AXES, Kind, Way, layer_program, pins_of, ways_of
+from sbp_planner.layer_search import AXES, Kind, LayerSearch, Way, layer_program, pins_of, ways_of
 from sbp_planner.model_blocks import model_blocks
 from sbp_planner.search_configs import GalvatronConfig
 from sbp_planner.segments import StepSegments, grouped
@@ -57,7 +57,7 @@ def asked(graph, cluster, **more):
 
 
 def test_ways_are_those_of_the_paper():
-    assert [str(way) for way in ways_of(1)] == ["1 rank"]
+    assert [str(way) for way in ways_of(1)] == ["whole"]
     assert [str(way) for way in ways_of(2)] == ["DP 2", "ZDP 2", "TP 2"]
     # Samples or states, and matrices, in powers of two and both orders; not both of the first.
     assert [str(way) for way in ways_of(8)] == [
@@ -104,6 +104,23 @@ def test_states_are_whole_under_dp_and_in_shards_under_zdp():
         assert (str(whole[1].storage[name][0]), str(sharded[1].storage[name][0])) == ("B", "S(0)")
     assert sharded[0].memory_bytes(1) < whole[0].memory_bytes(1)
     assert sharded[0].cost_s > whole[0].cost_s
+
+
+def test_samples_stay_split_between_layers_under_dp():
+    graph, cluster = mlp((16, 16, 16), num_micro_batches=2), nodes_of_two(inside=1e9, between=1e9)
+    groups = grouped(model_blocks(graph, cluster), 16)
+    pins = resolve_pins(graph, AXES, {})
+    segments = StepSegments(graph=graph, groups=groups, pins=pins, cluster=cluster)
+    way = next(ways_of(4))
+
+    segment = segments.segment(frozenset((0,)))
+    layer = LayerSearch(segments, segment, Placement.grid(way.sizes, AXES), way,
+                        resolve_pins(graph, AXES, pins_of(way)))  # fmt: skip
+
+    _, values = layer.free()
+    storage = layer.problem.decided(values).storage
+    assert segment.elsewhere
+    assert {storage[name][0] for name in segment.elsewhere} == {S(0)}
 
 
 def every_cut(num_layers, num_stages):
