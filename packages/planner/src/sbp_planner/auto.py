@@ -7,7 +7,8 @@
 A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
 the mesh that was asked for (`ways`); then the same on other meshes of the same ranks (one axis,
 every product of two, stages of a pipeline if the step has micro-batches); then the searches: all
-axes at once (`ilp`, `optcnn`), `osdp`, `tofu`, `greedy`. All are judged by the same figures, those
+axes at once (`ilp`, `optcnn`), `osdp`, stages with programs of their own if the step has
+micro-batches (`galvatron`, `alpa`), `tofu`, `greedy`. All are judged by the same figures, those
 of the compiled plan, so the result is no slower than any candidate that was looked at; which were
 not, for want of time, the report says.
 
@@ -30,17 +31,27 @@ from sbp_core.graph import LogicalGraph, block_of, graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
+from sbp_planner.alpa import AlpaPlanner
 from sbp_planner.compiled import Compilation, Compiled, limit_key
 from sbp_planner.configs import OsdpConfig
+from sbp_planner.galvatron import GalvatronPlanner
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
-from sbp_planner.meshes import DATA, is_bound, other_meshes
+from sbp_planner.meshes import DATA, is_bound, other_meshes, reshaped
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
-from sbp_planner.search_configs import AutoConfig, GreedyConfig, IlpConfig, OptcnnConfig, TofuConfig
+from sbp_planner.search_configs import (
+    AlpaConfig,
+    AutoConfig,
+    GalvatronConfig,
+    GreedyConfig,
+    IlpConfig,
+    OptcnnConfig,
+    TofuConfig,
+)
 from sbp_planner.tofu import TofuPlanner
 from sbp_planner.variants import smaller_variants, splits_classes, variant_words
 from sbp_planner.ways import ways
@@ -244,9 +255,31 @@ class _Search:
         if mesh.axes == (DATA,):
             osdp = OsdpPlanner(OsdpConfig(memory_bytes=limit))
             yield _Candidate(name=f"osdp on {_mesh_words(mesh)}", plan=osdp.plan)
+        yield from self._stage_searches(mesh)
         yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig()).plan)
         yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig()).plan)
         yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig()).plan)
+
+    def _stage_searches(self, mesh: Placement) -> Iterator[_Candidate]:
+        """Yield the planners that cut the model into stages, for which it takes micro-batches."""
+        request, limit = self.request, self.limit_bytes
+        few = request.graph.num_micro_batches == 1 or mesh.size == 1
+        if few or is_bound(request.pins, mesh) or len(_blocks(request.graph)) < 2:
+            return
+        one = mesh if len(mesh.axes) == 1 else reshaped(mesh, (mesh.size,), (DATA,))
+        seconds = self.config.time_limit_s / 4
+        planners: dict[str, Planner] = {
+            "galvatron": GalvatronPlanner(
+                GalvatronConfig(memory_bytes=limit, time_limit_s=seconds)
+            ),
+            "alpa": AlpaPlanner(AlpaConfig(memory_bytes=limit, time_limit_s=seconds)),
+        }
+        for name, planner in planners.items():
+
+            def plan(asked: PlanRequest, planner: Planner = planner) -> Strategy:
+                return planner.plan(replace(asked, mesh=one))
+
+            yield _Candidate(name=f"{name} on {_mesh_words(one)}", plan=plan)
 
     def result(self) -> Strategy:
         """Return the best strategy, with what was tried in its report."""
