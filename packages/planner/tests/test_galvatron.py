@@ -33,7 +33,7 @@ from sbp_planner.stages import transfer_s
 
 
 class TestGalvatron(PlannerConformance):
-    meshes = (((1,), ("data",)), ((2,), ("data",)), ((2,), ("pipe",)), ((2, 2), ("pipe", "data")))
+    meshes = (((1,), ("data",)), ((2,), ("data",)), ((2, 2), ("pipe", "data")))
     micro_batches = (4,)
 
     def make_planner(self):
@@ -210,14 +210,16 @@ def test_the_objective_is_that_of_brute_force(between, share):
 
 
 def test_one_stage_takes_what_is_said():
-    ask = asked(mlp((64,) * 5, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9))
+    ask = asked(
+        mlp((64,) * 5, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9, num_devices=2)
+    )
 
     strategy = build(GalvatronConfig()).plan(ask)
 
     assert len(strategy.stages) == 1
     simulated = Compilation(request=ask, limit_bytes=1e12).compiled(strategy).step_s
     assert simulated == pytest.approx(strategy.report["objective_s"], rel=0.05)
-    assert {entry["stages"] for entry in strategy.report["tried"]} == {1, 2, 4}
+    assert {entry["stages"] for entry in strategy.report["tried"]} == {1, 2}
 
 
 def test_a_pipeline_goes_across_slow_links_with_stages_of_equal_time():
@@ -296,7 +298,8 @@ def test_a_pipeline_of_split_layers_trains_as_one_device():
     strategy = build(GalvatronConfig()).plan(asked(step.graph, cluster))
 
     assert len(strategy.stages) == 2
-    assert "DP 2, layers.2 ... head TP 2" in " ".join(strategy.report["explanation"])
+    words = " ".join(strategy.report["explanation"])
+    assert "DP 2, " in words and "TP 2" in words, "all layers are split alike"
     assert_trains_as_one_device(step, strategy)
 
 

@@ -60,7 +60,7 @@ class Drawn:
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_the_best_is_that_of_all_prices(seed, limited):
     drawn = Drawn(seed, limited=limited)
@@ -87,7 +87,7 @@ def test_stages_that_cannot_be_in_the_best_are_not_priced():
     assert 0 < len(drawn.asked) < every / 4
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 8))
 def test_where_time_is_up_the_best_so_far_comes_with_a_bound(seed, patience):
     drawn = Drawn(seed, limited=False)
