@@ -64,6 +64,11 @@ class Planned:
         except PlanError as error:
             return error.what
 
+    @property
+    def knows_memory(self) -> bool:
+        """Whether `memory` has been predicted, so that to ask for it takes no time."""
+        return "memory" in vars(self)
+
     @cached_property
     def lowered(self) -> Lowered:
         """The ops with their boxing, before small tensors are merged to travel together."""
