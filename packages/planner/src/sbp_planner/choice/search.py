@@ -68,9 +68,13 @@ _SETTLING_SWEEPS = 3
 _LITTLE = 0.003
 _LITTLE_ROUNDS = 4
 
-#: Part of the time that messages may have first, and in which they alternate with neighbourhoods.
+#: Part of the time that messages may have first; their part later, compared to the search between
+#: two rounds of them, at least and at most; the rise, as a part of the gap, for the most; seconds
+#: of the search at least.
 _MESSAGES_PART = 0.2
-_MESSAGES_SHARE = 0.15
+_MESSAGES_SHARES = (0.1, 1.0)
+_MUCH = 0.03
+_NEAR_S = 2.0
 
 #: Times that prices are raised, at most, to make an assignment fit.
 _RAISES = 100
@@ -114,6 +118,7 @@ class Search:
         self.worker_below = inf
         self.worker_block: Proposal | None = None
         self._offered = 0.0
+        self._messages_s = 0.0
         # What trees have not made better.
         self._settled: Ints | None = None
 
@@ -124,14 +129,19 @@ class Search:
             self._move_trees()
             if not self.near.fits:
                 self._press()
+            share = _MESSAGES_SHARES[1]
             while not self.record.done:
                 began = time.monotonic()
                 self._guide()
                 self._feed_worker()
-                took = time.monotonic() - began
-                self._search_near(time.monotonic() + max(2.0, took / _MESSAGES_SHARE))
-                took = time.monotonic() - began
-                self._pass_messages(time.monotonic() + _MESSAGES_SHARE * took)
+                self._search_near(time.monotonic() + max(_NEAR_S, self._messages_s / share))
+                took, before = time.monotonic() - began, self.dual.bound
+                self._pass_messages(time.monotonic() + share * took)
+                # While the bound rises, messages have most of the time.
+                rise = (self.dual.bound - before) / max(self.record.cost - before, 1e-300)
+                share = max(share / 2, _MESSAGES_SHARES[0])
+                if rise > _MUCH:
+                    share = _MESSAGES_SHARES[1]
         finally:
             self._offer_near(force=True)
             if self.worker is not None:
@@ -202,7 +212,7 @@ class Search:
 
     def _pass_messages(self, until: float) -> None:
         """Sweep until the bound hardly rises, or the time is up."""
-        little = 0
+        little, began = 0, time.monotonic()
         self.dual.restart_prices()
         while not self.record.done and little < _LITTLE_ROUNDS:
             before = self.dual.bound
@@ -217,6 +227,7 @@ class Search:
             self._listen()
             gap = min(self.record.cost - self.dual.bound, abs(self.dual.bound))
             little = little + 1 if self.dual.bound - before <= _LITTLE * gap else 0
+            self._messages_s = time.monotonic() - began
             if time.monotonic() >= until:
                 return
 
