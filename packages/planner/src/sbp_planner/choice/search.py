@@ -16,7 +16,8 @@ was not solved in time, the second process has neighbourhoods to solve for a whi
 Assignments get better by trees, which change much at once but by what is near; by neighbourhoods,
 which see farther and cost more; and by trees drawn at random, at a temperature that falls
 (annealing). What has brought most of late has most of the time. Where none is known that fits,
-prices of rows above their capacity are raised until one does.
+prices of rows above their capacity are raised until one does; where forbidden pairs stay, nodes are
+tried one after the other.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", Science 220 (1983).
 """
@@ -29,6 +30,7 @@ from math import inf
 
 import numpy as np
 
+from sbp_planner.choice.consistent import consistent
 from sbp_planner.choice.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.forest import TreeMoves
 from sbp_planner.choice.graph import NothingAllowedError
@@ -79,6 +81,9 @@ _NEAR_S = 2.0
 #: Times that prices are raised, at most, to make an assignment fit.
 _RAISES = 100
 
+#: Part of the time left in which an assignment without forbidden pairs is looked for.
+_CONSISTENT_PART = 0.4
+
 #: By how much the logarithm of the prices varies from forest to forest; forests without a better
 #: assignment that are enough.
 _PRICE_SPREAD = 0.25
@@ -127,6 +132,8 @@ class Search:
         try:
             self._pass_messages(self.record.after(_MESSAGES_PART))
             self._move_trees()
+            if self.near.merit.forbidden:
+                self._avoid_forbidden()
             if not self.near.fits:
                 self._press()
             share = _MESSAGES_SHARES[1]
@@ -230,6 +237,15 @@ class Search:
             self._messages_s = time.monotonic() - began
             if time.monotonic() >= until:
                 return
+
+    def _avoid_forbidden(self) -> None:
+        """Look for an assignment without forbidden pairs, near what the messages say."""
+        wanted = self.dual.reduced_costs().nodes
+        until = self.record.after(_CONSISTENT_PART)
+        values = consistent(self.part.compact, wanted, until)
+        if values is not None:
+            self.near.replace_values(values)
+            self._move_trees()
 
     def _press(self) -> None:
         """Raise prices of rows above their capacity until an assignment fits."""
