@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isinf
 
 import numpy as np
 
@@ -237,6 +236,7 @@ class StepProblem:
 
     def _add_nodes(self) -> None:
         table = OptionTable(self.work, self.axes)
+        seconds: dict[tuple[int, tuple[int, ...], int, bool], list[float]] = {}
         for node in self.work.nodes:
             decided = self.decision.nodes.get(node.name, ())
             options = table.options(node, decided[: self.axes.start])
@@ -248,14 +248,15 @@ class StepProblem:
             if key not in self._kept:
                 self._kept[key] = tuple(options.parts[at] for at in kept)
             parts = self.parts[node.name] = self._kept[key]
-            found = self._decided(decided)
-            self.node_variable[node.name] = self._variable(
-                [
+            if (*key, times, passes_on) not in seconds:
+                seconds[*key, times, passes_on] = [
                     times * options.seconds[at]
                     + sum(signature_tie_break(passes_on, part) for part in options.parts[at])
                     for at in kept
-                ],
-                parts.index(found) if found in parts else 0,
+                ]
+            found = self._decided(decided)
+            self.node_variable[node.name] = self._variable(
+                seconds[*key, times, passes_on], parts.index(found) if found in parts else 0
             )
 
     def _unpinned(self, node: Node, parts: Sequence[tuple[Signature1d, ...]]) -> list[int]:
@@ -278,6 +279,8 @@ class StepProblem:
             for at, value in enumerate(self.work.calls[node.name].tensor_names)
             if value in use
         ]
+        if not pinned:
+            return kept
         # Firm pins first. A pin that is not firm then chooses among what they leave, and gives way
         # where they leave nothing that it fits.
         for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
@@ -288,7 +291,7 @@ class StepProblem:
             kept = fits or kept
         # What a view of a pinned value must be is pinned for its users too.
         left = dict.fromkeys(parts[index][axis] for index in kept)
-        if len(left) == 1 and pinned and self.work.is_free(node) and pinned[0][2].firm:
+        if len(left) == 1 and self.work.is_free(node) and pinned[0][2].firm:
             (only,) = left
             for value, entry in zip(node.outputs, only.outputs, strict=True):
                 use.setdefault(value, replace(pinned[0][2], entry=entry))
@@ -446,27 +449,22 @@ class StepProblem:
             shard_shape(tensor, before, self.work.mesh_shape(stage)),
         )
         # By SBP, as many signatures of a node differ in its arguments only and make the same.
-        rows: dict[Entries, list[float]] = {}
-        for entry in source.entries:
-            if entry not in rows:
-                stays = end.as_stored and entry in targets
-                rows[entry] = [
-                    FORBIDDEN_S
-                    if stays and target != entry
-                    else self._cost(shape, tensor.dtype, (source.stage, entry), (stage, target))
-                    for target in targets
-                ]
+        sources = list(dict.fromkeys(source.entries))
+        prices = self.prices.table(
+            shape,
+            tensor.dtype,
+            [(source.stage, entry) for entry in sources],
+            [(stage, target) for target in targets],
+        )
+        rows: dict[Entries, Table] = {}
+        for entry, row in zip(sources, prices, strict=True):
+            costs = np.array(row, dtype=np.float64).reshape(-1, 2)
+            found = costs[:, 0] + TIE_S_PER_BYTE * costs[:, 1]
+            found[np.isinf(found)] = FORBIDDEN_S
+            if end.as_stored and entry in targets:
+                found[[target != entry for target in targets]] = FORBIDDEN_S
+            rows[entry] = found
         return np.array([rows[entry] for entry in source.entries], dtype=np.float64)
-
-    def _cost(
-        self,
-        shape: tuple[int, ...],
-        dtype: str,
-        source: tuple[int, Entries],
-        target: tuple[int, Entries],
-    ) -> float:
-        seconds, size_bytes = self.prices.price(shape, dtype, source, target)
-        return FORBIDDEN_S if isinf(seconds) else seconds + TIE_S_PER_BYTE * size_bytes
 
     # A first assignment
 
