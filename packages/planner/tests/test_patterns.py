@@ -133,7 +133,7 @@ def test_a_value_that_is_split_is_not_split_again():
 def test_a_pattern_that_is_not_there_is_refused_with_those_that_are():
     graph = captured(Experts(8, 16, 4), rows).graph
 
-    with pytest.raises(ConfigError, match="'tables' is not in this model on 2 ranks") as refused:
+    with pytest.raises(ConfigError, match="no pattern 'tables' for 2 ranks") as refused:
         patterns(graph).find("tables")
 
     assert refused.value.accepted == "of this model: tensor, experts"

@@ -85,8 +85,8 @@ class Patterns:
         others = [name for name in LOOKED_FOR if name != pattern and self._looked_for(name)]
         near = self._near(pattern)
         raise ConfigError(
-            f"the pattern {pattern!r} is not in this model on {self.size} ranks of the mesh axis "
-            f"{self.axis!r}: {LOOKED_FOR[pattern]}{near and '; ' + near}",
+            f"this model has no pattern {pattern!r} for {self.size} ranks of the mesh axis "
+            f"{self.axis!r}, which is {LOOKED_FOR[pattern]}{near and '; ' + near}",
             where="planner.patterns",
             accepted=", ".join(others) and f"of this model: {', '.join(others)}",
             todo="choose another preset; planner=auto looks for what is fastest",
