@@ -13,7 +13,15 @@ from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.minsum import Factor, minimise
 from sbp_core.infer.nearby import Nearby, infer_nearby
 from sbp_core.infer.one_axis import infer_axis
-from sbp_core.infer.pins import PINS, PIPE_AXIS, Pins, PinValue, check_pin, resolve_pins
+from sbp_core.infer.pins import (
+    PINS,
+    PIPE_AXIS,
+    Pins,
+    PinValue,
+    check_pin,
+    is_pin_word,
+    resolve_pins,
+)
 from sbp_core.infer.pipeline import Pipelined, pipelined
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
 from sbp_core.infer.problem import FORBIDDEN_S, StepProblem
@@ -56,6 +64,7 @@ __all__ = [
     "infer_axis",
     "infer_nearby",
     "infer_strategy",
+    "is_pin_word",
     "joint_problem",
     "minimise",
     "one_forward_one_backward",
