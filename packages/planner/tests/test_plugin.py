@@ -22,7 +22,19 @@ PRESETS = [
     "zero2",
     "pipeline",
 ]
-SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu", "gpipe", "pipedream"]
+SEARCHES = [
+    "auto",
+    "exhaustive",
+    "greedy",
+    "ilp",
+    "mcmc",
+    "optcnn",
+    "tofu",
+    "gpipe",
+    "pipedream",
+    "dlplacer",
+    "stanza",
+]
 OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES]
 
 
