@@ -27,8 +27,17 @@ PRESETS = [
     "pipeline",
 ]
 SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
+PLACERS = ["dlplacer", "stanza"]
 PIPELINES = ["alpa", "gpipe", "pipedream"]
-OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES, *PIPELINES]
+OPTIONS = [
+    *(f"manual/{name}" for name in PRESETS),
+    "infer",
+    "osdp",
+    "file",
+    *SEARCHES,
+    *PIPELINES,
+    *PLACERS,
+]
 
 
 @pytest.fixture(autouse=True)
