@@ -150,7 +150,8 @@ def test_stages_of_unequal_meshes_are_said_one_by_one():
 
     assert lines[:2] == [
         "mesh data 4: stages 0, 1 on data 1 x tensor 1, stage 2 on data 1 x tensor 2",
-        "SBP by axis (data, tensor): S(d) split along dim d, B whole on each rank, P parts of a sum",
+        "SBP by axis (data, tensor): S(d) split along dim d, B whole on each rank, P parts of a "
+        "sum",
     ]
 
 

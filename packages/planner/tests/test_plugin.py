@@ -28,7 +28,7 @@ PRESETS = [
 ]
 SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
 PLACERS = ["dlplacer", "stanza"]
-PIPELINES = ["alpa", "gpipe", "pipedream"]
+PIPELINES = ["alpa", "galvatron", "gpipe", "pipedream"]
 OPTIONS = [
     *(f"manual/{name}" for name in PRESETS),
     "infer",

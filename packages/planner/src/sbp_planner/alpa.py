@@ -24,18 +24,18 @@ Learning", OSDI 2022, sections 4 and 5.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
 
 from sbp_core.errors import PlanError
-from sbp_core.infer import PIPE_AXIS, resolve_pins
+from sbp_core.infer import PIPE_AXIS, Kept, resolve_pins
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.compiled import limit_key
-from sbp_planner.meshes import DATA, TENSOR
+from sbp_planner.meshes import is_bound
 from sbp_planner.model_blocks import ModelBlocks, machine_levels, model_blocks
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import AlpaConfig
@@ -43,12 +43,21 @@ from sbp_planner.segment_search import Program, SegmentSearch
 from sbp_planner.segments import StepSegments, grouped, merged
 from sbp_planner.stage_search import (
     StageAsked,
+    StageMeshes,
     StageProgram,
     StageSearch,
     StageSettings,
+    on_axes,
 )
 from sbp_planner.stages import FlushedProblem, InFlight, cut_flushed
-from sbp_planner.submeshes import StageRanks, logical_shapes, stage_ranks, submesh_sizes
+from sbp_planner.submeshes import (
+    StageRanks,
+    logical_shapes,
+    pipe_first,
+    stage_axes,
+    stage_ranks,
+    submesh_sizes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class AlpaPlanner:
             ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
             PlanError: modules do not tell blocks apart, or nothing that was found fits.
         """
+        request = replace(request, mesh=pipe_first(request.mesh))
         config, mesh = self.config, request.mesh
         ends = monotonic() + config.time_limit_s
         num_stages = pipe_positions(request)
@@ -79,7 +89,9 @@ class AlpaPlanner:
             pins=resolve_pins(request.graph, axes, request.pins),
             cluster=request.cluster,
         )
-        solver = IntraOperator(segments=segments, mesh=mesh, axes=axes)
+        solver = IntraOperator(
+            segments=segments, mesh=mesh, axes=axes, keeps_axes=is_bound(request.pins, mesh)
+        )
         if num_stages is None:
             sizes = submesh_sizes(request.cluster, mesh.size)
         else:
@@ -102,14 +114,6 @@ class AlpaPlanner:
             ),
         )
         return search.run().strategy
-
-
-def stage_axes(mesh: Placement) -> tuple[str, ...]:
-    """Return the mesh axes of every stage: those beside `pipe`, or two of the ranks of a stage."""
-    if PIPE_AXIS in mesh.axes:
-        return tuple(axis for axis in mesh.axes if axis != PIPE_AXIS) or ("rank",)
-    first = mesh.axes[0]
-    return first, TENSOR if first != TENSOR else DATA
 
 
 def too_few_blocks(blocks: ModelBlocks, num_stages: int) -> PlanError:
@@ -156,11 +160,13 @@ class IntraOperator:
         segments: Of the step.
         mesh: All ranks.
         axes: Of every stage.
+        keeps_axes: Whether pins speak of the axes, so that none may be left out.
     """
 
     segments: StepSegments
     mesh: Placement
     axes: tuple[str, ...]
+    keeps_axes: bool = False
     _free: dict[Hashable, tuple[Program, tuple[int, ...]] | None] = field(default_factory=dict)
     _within: dict[Hashable, Program | None] = field(default_factory=dict)
 
@@ -191,6 +197,18 @@ class IntraOperator:
             memory_bytes=best.memory_bytes(stage.in_flight),
             mesh_shape=best.mesh_shape,
             kept=best.kept(self.segments.segment(stage.blocks)),
+        )
+
+    def meshes(self, programs: Sequence[StageProgram]) -> StageMeshes:
+        """Return the programs on the mesh axes along which any stage has several ranks."""
+        shapes, number = [program.mesh_shape for program in programs], len(self.axes)
+        split = [at for at in range(number) if any(shape[at] > 1 for shape in shapes)] or [0]
+        if self.keeps_axes:
+            split = list(range(number))
+        return StageMeshes(
+            axes=tuple(self.axes[at] for at in split),
+            shapes=tuple(tuple(shape[at] for at in split) for shape in shapes),
+            parts=tuple(on_axes(program.kept or Kept(), split) for program in programs),
         )
 
     def shapes(self, devices: int) -> Iterator[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from sbp_planner.search_configs import (
     AutoConfig,
     DlplacerConfig,
     ExhaustiveConfig,
+    GalvatronConfig,
     GpipeConfig,
     GreedyConfig,
     IlpConfig,
@@ -50,6 +51,11 @@ def sbp_planners() -> Mapping[str, Factory]:
             build="sbp_planner.exhaustive:build",
             config=ExhaustiveConfig,
             summary="every assignment of a step of a few operators",
+        ),
+        "galvatron": Factory(
+            build="sbp_planner.galvatron:build",
+            config=GalvatronConfig,
+            summary="stages, and for each layer samples, states or matrices split",
         ),
         "gpipe": Factory(
             build="sbp_planner.pipelines:build_gpipe",

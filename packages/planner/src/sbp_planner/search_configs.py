@@ -228,3 +228,22 @@ class StanzaConfig(DlplacerConfig):
         DlplacerConfig.__post_init__(self)
         if self.few is not None and self.few < 1:
             raise ConfigError(f"few={self.few}", accepted="1 or more, or null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GalvatronConfig:
+    """Settings of `sbp_planner.galvatron`.
+
+    Args:
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        max_layers: How many parts of the model, of about equal work, have a way of their own.
+        time_limit_s: After which no further number of stages or micro-batches is looked at, in
+            seconds.
+    """
+
+    memory_bytes: float | None = None
+    max_layers: int = 64
+    time_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check_limits(self.memory_bytes, max_layers=self.max_layers, time_limit_s=self.time_limit_s)

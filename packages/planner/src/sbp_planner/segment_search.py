@@ -23,6 +23,7 @@ from sbp_core.infer import (
     CostTables,
     Decision,
     Kept,
+    Pins,
     StageMap,
     StepProblem,
     StepWork,
@@ -101,12 +102,19 @@ class SegmentSearch:
         segments: Of the step.
         segment: Which.
         ranks: Its ranks, and those beside it.
+        pins: What is decided; by default the pins of the segments.
 
     Raises:
         PlanError: nothing fulfils the pins.
     """
 
-    def __init__(self, segments: StepSegments, segment: Segment, ranks: StageRanks) -> None:
+    def __init__(
+        self,
+        segments: StepSegments,
+        segment: Segment,
+        ranks: StageRanks,
+        pins: Pins | None = None,
+    ) -> None:
         self.segments, self.segment, self.placement = segments, segment, ranks.own
         graph, axes = segment.graph, ranks.own.num_axes
         beside = [stage for stage in (ranks.before, ranks.behind) if stage is not None]
@@ -118,8 +126,9 @@ class SegmentSearch:
             placements=(ranks.own, *beside),
             stages=StageMap(nodes=dict.fromkeys(segment.nodes, 0), inputs={**tensors, **away}),
             cluster=segments.cluster,
+            tables=segments.tables,
         )
-        pins = segments.pins_of(segment)
+        pins = segment.pins(pins or segments.pins)
         decision = Decision()
         for axis in range(axes):
             decide_axis(work, decision, axis, pins)
@@ -194,7 +203,8 @@ class SegmentSearch:
     def program(self, values: tuple[int, ...], *, exact: bool) -> Program:
         """Return the program of a value of each variable."""
         problem, decision = self.problem, self.problem.decided(values)
-        one, two = (self.held(n).by_place(values) for n in (1, 2))
+        # Behind the last place nothing is held.
+        one, two = (self.held(n).by_place(values)[:-1] for n in (1, 2))
         return Program(
             mesh_shape=self.placement.mesh_shape,
             nodes=tuple(decision.nodes[name] for name in self.segment.nodes),

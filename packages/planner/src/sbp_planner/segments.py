@@ -31,7 +31,7 @@ from sbp_core.graph import (
     Phase,
     Rate,
 )
-from sbp_core.infer import Pins, StageMap, assign_stages
+from sbp_core.infer import Pins, SharedTables, StageMap, assign_stages
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures import OpCall, call_key
@@ -71,6 +71,14 @@ class Segment:
         """The inputs of `graph` that stand for other blocks, and whether these are before it."""
         return {**self.arriving, **{v + _LEAVING: before for v, before in self.leaving.items()}}
 
+    def pins(self, pins: Pins) -> Pins:
+        """Return the pins of what is in the segment."""
+        types = self.graph.types
+        return Pins(
+            storage={at: pin for at, pin in pins.storage.items() if at[0] in types},
+            use={at: pin for at, pin in pins.use.items() if at[0] in types},
+        )
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepSegments:
@@ -87,6 +95,8 @@ class StepSegments:
     groups: tuple[tuple[str, ...], ...]
     pins: Pins
     cluster: Cluster
+    #: Prices and options that are known, for all segments.
+    tables: SharedTables = field(default_factory=SharedTables)
     #: Block of each node that computes tensors, and of each tensor input.
     blocks: StageMap = field(init=False)
     _found: dict[frozenset[int], Segment] = field(init=False, default_factory=dict)
@@ -235,14 +245,6 @@ class StepSegments:
             )
         )
         return tuple(nodes), entries, results, pins
-
-    def pins_of(self, segment: Segment) -> Pins:
-        """Return the pins of what is in a segment."""
-        types = segment.graph.types
-        return Pins(
-            storage={at: pin for at, pin in self.pins.storage.items() if at[0] in types},
-            use={at: pin for at, pin in self.pins.use.items() if at[0] in types},
-        )
 
 
 def grouped(blocks: ModelBlocks, most: int) -> tuple[tuple[str, ...], ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import accumulate
 from math import inf, isfinite
 from time import monotonic
 from typing import Any, Protocol
@@ -22,14 +23,12 @@ from numpy.typing import NDArray
 
 from sbp_core.errors import PlanError
 from sbp_core.infer import PIPE_AXIS, Kept, Pipelined, pipelined, resolve_pins
-from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature, Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.assemble import assembled
 from sbp_planner.compiled import Compilation, Compiled
-from sbp_planner.meshes import is_bound
 from sbp_planner.model_blocks import machine_levels
 from sbp_planner.segments import StepSegments
 from sbp_planner.stages import (
@@ -48,13 +47,17 @@ from sbp_planner.submeshes import is_submesh, submesh
 Floats = NDArray[np.float64]
 
 #: Limits of counted memory that are tried, each with a plan compiled.
-_MAX_TRIES = 6
+_MAX_TRIES = 8
+
+#: From a limit within which nothing is counted to fit to the next one: more may be counted than is
+#: held.
+_GROWTH = 1.25
+
+#: Of the limit, how near limits are to each other that are not told apart.
+_LEAST_CORRECTION = 0.02
 
 #: Places to cut that are looked at.
 _MAX_PLACES = 200
-
-#: Of the limit, what is taken off it at least where a compiled plan does not fit.
-_LEAST_CORRECTION = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,7 @@ class StageProgram:
         cost_s: In seconds of a step; infinite if nothing fits.
         memory_bytes: What the fullest rank holds, as the solver counts.
         mesh_shape: Of its ranks.
-        kept: Its signatures and storages.
+        kept: Its signatures and storages, on the axes of the solver.
         words: What is special about it, for people.
     """
 
@@ -95,13 +98,23 @@ class StageProgram:
     words: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMeshes:
+    """The stages of a plan on their meshes.
+
+    Args:
+        axes: Of every stage.
+        shapes: Of each stage.
+        parts: The decisions of each on these axes.
+    """
+
+    axes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parts: tuple[Kept, ...]
+
+
 class StageSolver(Protocol):
     """Finds programs of stages."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes of every stage."""
-        ...
 
     def least_s(self, blocks: frozenset[int], devices: int) -> float:
         """Return what a stage never takes less than, in seconds of a step."""
@@ -113,6 +126,10 @@ class StageSolver(Protocol):
 
     def program(self, stage: StageAsked) -> StageProgram:
         """Return the best program within the limit."""
+        ...
+
+    def meshes(self, programs: Sequence[StageProgram]) -> StageMeshes:
+        """Return the programs of all stages of a plan on meshes of the same axes."""
         ...
 
 
@@ -174,33 +191,52 @@ class StageSearch:
         Raises:
             PlanError: nothing that was found fits; says what was.
         """
-        settings, limit = self.settings, self.settings.limit_bytes
-        wanted, least = limit, inf
+        limit, least = self.settings.limit_bytes, inf
+        # Counted limits within which there are no stages, and those whose plans do not fit.
+        below, above, wanted = 0.0, inf, limit
         for number in range(_MAX_TRIES):
             self._say("cutting the model into stages", number / _MAX_TRIES)
             found = self.cut(wanted)
             if found is None:
+                below = wanted
+                wanted = _GROWTH * wanted if above == inf else (below + above) / 2
+            else:
+                programs = self.programs(found, wanted)
+                compiled = self.compilation.compiled(self.strategy(found, programs))
+                if compiled.fits:
+                    return compiled
+                least, above = min(least, compiled.memory_bytes), wanted
+                # What is held beside what was counted is taken off the limit.
+                counted = max(program.memory_bytes for program in programs)
+                wanted = counted + limit - compiled.memory_bytes
+                if not below < wanted < above - _LEAST_CORRECTION * limit:
+                    wanted = (below + above) / 2
+            if above - below < _LEAST_CORRECTION * limit:
                 break
-            programs = self.programs(found, wanted)
-            compiled = self.compilation.compiled(self.strategy(found, programs))
-            if compiled.fits:
-                return compiled
-            least = min(least, compiled.memory_bytes)
-            # What is held beside what was counted is taken off the limit.
-            counted = max(program.memory_bytes for program in programs)
-            wanted = min(
-                counted + limit - compiled.memory_bytes, wanted - _LEAST_CORRECTION * limit
-            )
-        needs = f"the least needs {format_bytes(least)}" if isfinite(least) else "none was found"
-        raise PlanError(
-            f"no stages that were found fit the {format_bytes(limit)} of a rank: {needs}",
+        raise self._nothing_fits(least)
+
+    def _nothing_fits(self, least_bytes: float) -> PlanError:
+        settings, some = self.settings, isfinite(least_bytes)
+        needs = f"the least needs {format_bytes(least_bytes)}" if some else "there are none at all"
+        key = settings.limit_key
+        return PlanError(
+            f"no stages that were found fit the {format_bytes(settings.limit_bytes)} of a rank: "
+            f"{needs}",
             where=f"planner {settings.planner}",
-            accepted=f"{settings.limit_key} >= {least:.0f}"
-            if isfinite(least)
-            else f"more {settings.limit_key}",
+            accepted=f"{key} >= {least_bytes:.0f}" if some else f"more {key}",
             todo="raise trainer.micro_batches, recompute (compile.passes.recompute), take more "
             "ranks, or raise planner.time_limit_s",
         )
+
+    def roomiest(self) -> LazyPlan | None:
+        """Return the best stages within the limit, or the first larger one that has any."""
+        wanted = self.settings.limit_bytes
+        for _ in range(_MAX_TRIES):
+            found = self.cut(wanted)
+            if found is not None:
+                return found
+            wanted *= _GROWTH
+        return None
 
     def cut(self, limit_bytes: float) -> LazyPlan | None:
         """Return the best stages within a counted limit."""
@@ -234,7 +270,7 @@ class StageSearch:
 
         def seconds(own: int, behind: int) -> Floats:
             ranks = self._ranks(size - own - behind, own)
-            if PIPE_AXIS not in self.request.mesh.axes and not self._is_allowed(ranks):
+            if settings.num_stages is None and not self._is_allowed(ranks):
                 return np.full((places, places), inf)
             return least(own)
 
@@ -320,7 +356,7 @@ class StageSearch:
     def strategy(self, found: LazyPlan, programs: Sequence[StageProgram]) -> Strategy:
         """Return the strategy of stages and their programs."""
         request, settings = self.request, self.settings
-        mesh, axes = request.mesh, self.solver.axes
+        mesh = request.mesh
         sizes = tuple(stage.devices for stage in found.plan.stages)
         has_axis = PIPE_AXIS in mesh.axes
         stages = pipelined(
@@ -330,36 +366,21 @@ class StageSearch:
             stage_ranks=() if has_axis or len(sizes) == 1 else sizes,
             num_updates=request.graph.num_updates,
         )
-        shapes = [program.mesh_shape for program in programs]
-        split = [at for at in range(len(axes)) if any(shape[at] > 1 for shape in shapes)] or [0]
-        if is_bound(request.pins, mesh):
-            split = list(range(len(axes)))
-        axes = tuple(axes[at] for at in split)
-        placements = self._placements(sizes, shapes, split, axes)
-        parts = [_on_axes(program.kept or Kept(), split) for program in programs]
+        on = self.solver.meshes(programs)
+        starts = accumulate(sizes, initial=0)
+        placements = tuple(
+            submesh(mesh, start, shape, on.axes)
+            for start, shape in zip(starts, on.shapes, strict=False)
+        )
         return assembled(
             replace(request, progress=None),
             replace(stages, stages=placements),
             self.modules(found),
-            parts,
-            resolve_pins(request.graph, axes, request.pins),
+            on.parts,
+            resolve_pins(request.graph, on.axes, request.pins),
             planner=settings.planner,
             report=self.report(found, programs, stages),
         )
-
-    def _placements(
-        self,
-        sizes: Sequence[int],
-        shapes: Sequence[tuple[int, ...]],
-        split: Sequence[int],
-        axes: tuple[str, ...],
-    ) -> tuple[Placement, ...]:
-        placements, start = [], 0
-        for size, shape in zip(sizes, shapes, strict=True):
-            kept = tuple(shape[at] for at in split)
-            placements.append(submesh(self.request.mesh, start, kept, axes))
-            start += size
-        return tuple(placements)
 
     def report(
         self, found: LazyPlan, programs: Sequence[StageProgram], stages: Pipelined
@@ -407,8 +428,8 @@ class StageSearch:
             self.request.progress(what, fraction)
 
 
-def _on_axes(kept: Kept, axes: Sequence[int]) -> Kept:
-    """Return decisions on some of the mesh axes."""
+def on_axes(kept: Kept, axes: Sequence[int]) -> Kept:
+    """Return decisions on other mesh axes: for each of them, the axis that it is decided as."""
 
     def on(sbp: NdSbp) -> NdSbp:
         return NdSbp(*(sbp[axis] for axis in axes))

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from math import prod
 
 from sbp_core.cluster import Cluster
+from sbp_core.infer import PIPE_AXIS
 from sbp_core.placement import Placement
-from sbp_planner.meshes import reshaped
+from sbp_planner.meshes import DATA, TENSOR, reshaped
 
 
 def submesh_sizes(cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
@@ -133,3 +134,20 @@ def stage_ranks(
         before=beside(before),
         behind=beside(behind, start + devices),
     )
+
+
+def pipe_first(mesh: Placement) -> Placement:
+    """Return a mesh with the axis `pipe`, if it has one, as its first."""
+    if PIPE_AXIS not in mesh.axes[1:]:
+        return mesh
+    axis = mesh.axes.index(PIPE_AXIS)
+    parts = [mesh.submesh(axis, at) for at in range(mesh.mesh_shape[axis])]
+    return Placement([part.ranks for part in parts], (PIPE_AXIS, *parts[0].axes), mesh.device)
+
+
+def stage_axes(mesh: Placement) -> tuple[str, ...]:
+    """Return the mesh axes of every stage: those beside `pipe`, or two of the ranks of a stage."""
+    if PIPE_AXIS in mesh.axes:
+        return tuple(axis for axis in mesh.axes if axis != PIPE_AXIS) or ("rank",)
+    first = mesh.axes[0]
+    return first, TENSOR if first != TENSOR else DATA

@@ -53,7 +53,7 @@ class TofuPlanner:
                 accepted="a mesh without it",
                 todo="choose planner=infer or planner=manual/pipeline, or other cluster.axes",
             )
-        factored = by_factors(mesh)
+        factored = byprime_factors(mesh)
         axes = {name: [one for one in factored.axes if _axis(one) == name] for name in mesh.axes}
         pins = {pattern: _spread(value, axes, mesh) for pattern, value in self.config.pins.items()}
         users = {pattern: _spread(value, axes, mesh) for pattern, value in request.pins.items()}
@@ -66,22 +66,22 @@ class TofuPlanner:
         )
 
 
-def by_factors(mesh: Placement) -> Placement:
+def byprime_factors(mesh: Placement) -> Placement:
     """Return a mesh whose axes are the prime factors of another's, in the same order of ranks.
 
-    >>> by_factors(Placement.grid((12,), ("data",))).axes
+    >>> byprime_factors(Placement.grid((12,), ("data",))).axes
     ('data.0', 'data.1', 'data.2')
     """
     sizes: list[int] = []
     names: list[str] = []
     for size, name in zip(mesh.mesh_shape, mesh.axes, strict=True):
-        for at, factor in enumerate(_factors(size)):
+        for at, factor in enumerate(prime_factors(size)):
             sizes.append(factor)
             names.append(f"{name}.{at}")
     return reshaped(mesh, sizes, names)
 
 
-def _factors(size: int) -> Iterator[int]:
+def prime_factors(size: int) -> Iterator[int]:
     """Yield the prime factors of a size, the largest first; 1 of 1."""
     found: list[int] = []
     factor = 2

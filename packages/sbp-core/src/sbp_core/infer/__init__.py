@@ -36,7 +36,7 @@ from sbp_core.infer.solve import (
 )
 from sbp_core.infer.stages import StageMap, StagePatterns, assign_stages, forward_blocks
 from sbp_core.infer.tables import Costed, CostTables
-from sbp_core.infer.work import Decision, Kept, StepWork
+from sbp_core.infer.work import Decision, Kept, SharedTables, StepWork
 
 __all__ = [
     "FORBIDDEN_S",
@@ -54,6 +54,7 @@ __all__ = [
     "Pins",
     "Pipelined",
     "Request",
+    "SharedTables",
     "StageMap",
     "StagePatterns",
     "StepProblem",

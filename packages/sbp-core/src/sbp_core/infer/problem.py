@@ -45,7 +45,6 @@ from sbp_core.infer.conversion_group import (
     Table,
 )
 from sbp_core.infer.pins import PINS, Pin, Pins
-from sbp_core.infer.prices import Prices
 from sbp_core.infer.tie_break import TIE_S_PER_BYTE, entry_tie_break, signature_tie_break
 from sbp_core.infer.work import (
     Decision,
@@ -119,7 +118,7 @@ class StepProblem:
         self.use = [
             {value: pin for (value, at), pin in pins.use.items() if at == axis} for axis in axes
         ]
-        self.prices = Prices(work.placements, axes, work.cluster)
+        self.prices = work.prices(axes)
         #: Seconds of each value of each variable, by itself.
         self.unary: list[Table] = []
         #: A value of each variable.

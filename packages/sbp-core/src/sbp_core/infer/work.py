@@ -23,6 +23,7 @@ from sbp_core.graph.ir import (
     TensorType,
 )
 from sbp_core.graph.primitives import ACCUMULATE
+from sbp_core.infer.prices import Prices
 from sbp_core.infer.stages import StageMap
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, Sbp, local_shape
@@ -32,6 +33,19 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.strategy import Signature
+
+#: (call as text, mesh shape, signatures on the axes before)
+OptionKey = tuple[str, tuple[int, ...], tuple[Signature1d, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class SharedTables:
+    """What is known of prices and options, for steps on one machine that are looked at in turn."""
+
+    prices: dict[tuple[tuple[Placement, ...], range], Prices] = field(default_factory=dict)
+    options: dict[tuple[tuple[Placement, ...], range], dict[OptionKey, Options]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +57,21 @@ class StepWork:
         placements: Placement of each stage; all have the same axes and mesh shape.
         stages: Stage of each node and input.
         cluster: Rates and links.
+        tables: Shared with other steps on the same cluster, such as parts of one model.
     """
 
     graph: LogicalGraph
     placements: tuple[Placement, ...]
     stages: StageMap
     cluster: Cluster
+    tables: SharedTables = field(default_factory=SharedTables, repr=False, compare=False)
+
+    def prices(self, axes: range) -> Prices:
+        """Return the prices of conversions on some mesh axes of the stages."""
+        key = self.placements, axes
+        if key not in self.tables.prices:
+            self.tables.prices[key] = Prices(self.placements, axes, self.cluster)
+        return self.tables.prices[key]
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -186,7 +209,7 @@ class OptionTable:
 
     def __init__(self, work: StepWork, axes: range) -> None:
         self._work, self._axes = work, axes
-        self._found: dict[tuple[str, tuple[int, ...], tuple[Signature1d, ...]], Options] = {}
+        self._found = work.tables.options.setdefault((work.placements, axes), {})
 
     def options(self, node: Node, before: tuple[Signature1d, ...]) -> Options:
         """Return the options of a node.
