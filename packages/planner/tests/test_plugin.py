@@ -60,7 +60,7 @@ def test_the_entry_point_leads_to_the_hooks():
 
 
 def test_the_package_brings_these_planners():
-    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES, *PIPELINES}
+    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES, *PIPELINES, *PLACERS}
     assert plugin.sbp_config_folders() == ["pkg://sbp_planner.conf"]
 
 
