@@ -154,6 +154,8 @@ def lifetimes_of_classes(
             found[rank] = replays.run(folded.plan, rank, events[rank], moved[rank]).found()
     # How long a rank holds what it sent is a matter of time: longest if it is ahead of all others.
     for sender, alone, ahead in _all_ahead(plan, folded, marks, order):
+        if alone is folded.plan and ahead == events[sender]:
+            continue  # it is so anyhow
         longest = replays.run(alone, sender, ahead, moved[sender]).found()
         found[sender] = max(found[sender], longest, key=peak_bytes)
     return {
