@@ -15,7 +15,7 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.symmetry import Folded
 from sbp_core.interpreter.firings import Group, firing_order
-from sbp_core.memory import call_layouts, lifetime, memory_bound, predict_memory
+from sbp_core.memory import call_layouts, lifetime, memory_bound, predict_memory, storages
 from sbp_core.memory.ledger import arguments_of
 from sbp_core.memory.lifetime import lifetimes, lifetimes_of_classes, peak_bytes
 from sbp_core.memory.rank_events import Events, events_by_rank
@@ -99,7 +99,7 @@ def test_firings_that_are_repeated_and_messages_that_wait_are_those_of_a_whole_r
     found = lifetimes(plan, layouts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifetime, "arguments_of", _never_alike)
+        patch.setattr(storages, "arguments_of", _never_alike)
         patch.setattr(lifetime, "events_ahead", _ahead_by_counts)
         assert found == lifetimes(plan, layouts)
 
