@@ -10,6 +10,7 @@ Conversions that differ in names alone have one price, and one key:
     dims that all ranks divide evenly          = float32[64, 8] S(1) -> S(0)
     count by the size of the tensor            = float32[16, 32] S(0) -> S(1)
     alone                                          dims: {0, 1} split by axis 0 at source, target
+    so may stages                          stage 1 -> stage 2  =  stage 2 -> stage 3
 
 and where all dims are even, tensors of all sizes take the same steps. So a route is looked for
 once, and of another size each of its steps is priced once.
@@ -77,6 +78,8 @@ class Prices:
         self._found: dict[_Key, Price] = {}
         self._ends: dict[tuple[int, Entries], _End] = {}
         self._rests: dict[tuple[Sbp | None, ...], int] = {}
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._layouts: dict[tuple[object, ...], int] = {}
         # Of even tensors: the steps of a conversion, by its key without sizes, and the seconds and
         # bytes of a step, by its own key and the sizes.
         self._steps: dict[_Key, tuple[_Key, ...]] = {}
@@ -152,6 +155,25 @@ class Prices:
             found = self._ends[end] = _End(stage, entries, tuple(masks.items()), number)
         return found
 
+    def _pair(self, source: int, target: int) -> int:
+        """Return a number for two stages, equal for pairs of stages between which all costs alike.
+
+        What ranks share is all that prices know of them: the ranks themselves, nodes, and groups of
+        nodes, by the order in which they appear.
+        """
+        found = self._pairs.get((source, target))
+        if found is None:
+            groups = (self._groups[source], self._groups[target])
+            ranks = [rank for group in groups for rank in group.rank_list]
+            layout: list[object] = [(group.mesh_shape, group.axes) for group in groups]
+            layout += [self._num_groups[source], self._num_groups[target]]
+            for size in (1, *self._cluster.group_sizes):
+                number: dict[int, int] = {}
+                layout.append(tuple(number.setdefault(rank // size, len(number)) for rank in ranks))
+            found = self._layouts.setdefault(tuple(layout), len(self._layouts))
+            self._pairs[source, target] = found
+        return found
+
     def _alike(self, extents: Sequence[int], source: _End, target: _End) -> _Key:
         """Return a key that is equal for conversions of one price, for tensors of one size."""
         masks = [0] * len(extents)
@@ -160,7 +182,7 @@ class Prices:
         for dim, mask in target.splits:
             masks[dim] |= mask << len(target.entries)
         dims = sorted(zip(masks, extents, strict=True))
-        return (source.stage, target.stage, source.rest, target.rest, *dims)
+        return (self._pair(source.stage, target.stage), source.rest, target.rest, *dims)
 
     def _priced(
         self,

@@ -13,6 +13,9 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
                 views of gradients rather pass partial values on
 
+Conversions are priced when they are first asked for; where they would be too many, values are left
+out before (`restrict`).
+
 Slices of an operator (`sbp_aten.passes.operator_slicing`) are boxed as the whole would be: a slice
 costs its share of that, not the latency of a message of its own, for which a larger tensor might be
 gathered.
@@ -30,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -128,20 +132,61 @@ class StepProblem:
         self.node_variable: dict[str, int] = {}
         self.storage_variable: dict[str, int] = {}
         self.storage_entries: dict[str, tuple[Entries, ...]] = {}
-        self.groups: list[ConversionGroup] = []
         # Repeated layers ask for the same under other names, so what is made once is kept: options
         # by their call and pins, entries by options, costs and targets by entries. Ids tell these
         # apart, as everything that has one lives as long as this.
         self._whole: tuple[Entries, ...] = ((B,) * len(axes),)
         self._storages: dict[tuple[Entries, ...], tuple[Entries, ...]] = {}
         self._kept: dict[tuple[int, tuple[int, ...]], tuple[tuple[Signature1d, ...], ...]] = {}
+        self._restricted: list[object] = []
         self._found_entries: dict[tuple[int, str, int], tuple[Entries, ...]] = {}
         self._costs: dict[object, tuple[Table, tuple[Numbers, ...]]] = {}
         self._add_storage()
         self._add_nodes()
-        for value in work.graph.types:
-            if work.graph.is_tensor(value):
-                self.groups += self._groups_of(value)
+
+    @cached_property
+    def groups(self) -> list[ConversionGroup]:
+        """The conversions, priced when they are first asked for."""
+        graph = self.work.graph
+        values = (value for value in graph.types if graph.is_tensor(value))
+        return [group for value in values for group in self._groups_of(value)]
+
+    @property
+    def num_prices(self) -> int:
+        """How many conversions of tensors that are alike there are to price, at most."""
+        found: dict[object, int] = {}
+        for value in self.work.graph.types:
+            if self.work.graph.is_tensor(value):
+                source = self._source(value)
+                targets = {id(end.entries): end.entries for end in self._targets(value, source)}
+                key = (self._unsliced(value), id(source.entries), *targets)
+                if key not in found:
+                    asked = {entries for of in targets.values() for entries in of}
+                    found[key] = len(set(source.entries)) * len(asked)
+        return sum(found.values())
+
+    def restrict(self, kept: Sequence[Numbers]) -> None:
+        """Leave out values of variables, before conversions are priced.
+
+        Args:
+            kept: For each variable the places of the values that stay, ascending; what it starts
+                from is among them.
+        """
+        assert "groups" not in vars(self), "conversions are priced already"
+        places = [tuple(of.tolist()) for of in kept]
+        for name, parts in self.parts.items():
+            at = places[self.node_variable[name]]
+            key = (id(parts), at)
+            # What is left out stays alive, as ids tell options apart.
+            self._restricted.append(parts)
+            if key not in self._kept:
+                self._kept[key] = tuple(parts[place] for place in at)
+            self.parts[name] = self._kept[key]
+        for name, entries in self.storage_entries.items():
+            left = tuple(entries[place] for place in places[self.storage_variable[name]])
+            self.storage_entries[name] = self._storages.setdefault(left, left)
+        self.unary = [table[of] for table, of in zip(self.unary, kept, strict=True)]
+        self.start = [of.index(start) for of, start in zip(places, self.start, strict=True)]
 
     @property
     def sizes(self) -> tuple[int, ...]:
