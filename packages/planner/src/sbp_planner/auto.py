@@ -53,7 +53,7 @@ from sbp_planner.search_configs import (
 )
 from sbp_planner.tofu import TofuPlanner
 from sbp_planner.variants import smaller_variants, splits_classes, variant_words
-from sbp_planner.ways import ways
+from sbp_planner.ways import Way, ways
 
 #: Of the time, what is for the step as it is asked for, if it has other variants.
 _FIRST_SHARE = 0.5
@@ -252,9 +252,9 @@ class _Search:
             first = pipelined(mesh, "1f1b", self.request.graph.num_micro_batches).stages[0]
         except ConfigError:
             first = mesh
-        for way, pins in ways(first).items():
+        for name, way in ways(first).items():
 
-            def plan(request: PlanRequest, pins: object = pins) -> Strategy:
+            def plan(request: PlanRequest, way: Way = way) -> Strategy:
                 stages = pipelined(
                     mesh,
                     self.config.pipeline,
@@ -264,14 +264,14 @@ class _Search:
                 return infer_strategy(
                     replace(request, mesh=mesh),
                     planner="auto",
-                    pins=pins,  # type: ignore[arg-type]  # of `ways`
+                    pins=way.of(request.graph, first),
                     stages=stages.stages,
                     in_flight=stages.in_flight,
                     orders=stages.orders,
                     staleness=stages.staleness,
                 )
 
-            yield _Candidate(name=f"{way} on {_mesh_words(mesh)}", plan=plan)
+            yield _Candidate(name=f"{name} on {_mesh_words(mesh)}", plan=plan)
 
     def _searches(self, mesh: Placement) -> Iterator[_Candidate]:
         limit, seconds = self.limit_bytes, self.config.time_limit_s
