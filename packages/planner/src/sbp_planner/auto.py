@@ -7,13 +7,14 @@
 A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
 the mesh that was asked for (`ways`); then the same on other meshes of the same ranks (one axis,
 every product of two, stages of a pipeline if the step has micro-batches); then the searches: all
-axes at once (`ilp`, `optcnn`), `osdp`, `tofu`, `greedy`. All are judged by the same figures, those
-of the compiled plan, so the result is no slower than any candidate that was looked at; which were
-not, for want of time, the report says.
+axes at once (`ilp`, `optcnn`), `osdp`, `dlplacer`, `stanza`, `tofu`, `greedy`. All are judged by
+the same figures, those of the compiled plan, so the result is no slower than any candidate that was
+looked at; which were not, for want of time, the report says.
 
 If nothing fits and the step has variants (`PlanRequest.family`), the candidates that need least are
 tried for smaller ones (`variants`), until one fits: activations made again, operators in slices,
-more micro-batches.
+more micro-batches. If what fits is slower than something that does not, `osdp` chooses among the
+variants, too.
 
 Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
 looked at.
@@ -37,10 +38,19 @@ from sbp_planner.compiled import Compilation, Compiled, limit_key
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
-from sbp_planner.meshes import DATA, is_bound, other_meshes
+from sbp_planner.meshes import is_bound, other_meshes
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
-from sbp_planner.search_configs import AutoConfig, GreedyConfig, IlpConfig, OptcnnConfig, TofuConfig
+from sbp_planner.placers import DlplacerPlanner, StanzaPlanner
+from sbp_planner.search_configs import (
+    AutoConfig,
+    DlplacerConfig,
+    GreedyConfig,
+    IlpConfig,
+    OptcnnConfig,
+    StanzaConfig,
+    TofuConfig,
+)
 from sbp_planner.tofu import TofuPlanner
 from sbp_planner.variants import smaller_variants, splits_classes, variant_words
 from sbp_planner.ways import ways
@@ -93,6 +103,8 @@ class AutoPlanner:
                     continue
                 if search.look_at(smaller, variant, share=1.0, names=leanest):
                     break
+        if family is not None and search.is_short_of_memory and not search.is_late(1.0):
+            search.look_at_variants()
         search.join_classes()
         return search.result()
 
@@ -161,6 +173,29 @@ class _Search:
                 self.best = replace(found, strategy=replace(found.strategy, variant=variant))
                 self.best_name, self._best_candidate = name, candidate
         return self.best is not None and self.best.fits
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether a plan that does not fit is faster than the best one, or none fits."""
+        plans = [one for one in self.tried.values() if isinstance(one, Compiled)]
+        best = self.best
+        return best is None or any(not one.fits and one.step_s < best.step_s for one in plans)
+
+    def look_at_variants(self) -> None:
+        """Let `osdp` choose a variant of the step on the mesh that was asked for."""
+        name, left_s = "osdp among variants of the step", max(self._ends - monotonic(), 1e-3)
+        osdp = OsdpPlanner(OsdpConfig(memory_bytes=self.limit_bytes, time_limit_s=left_s))
+        try:
+            strategy = osdp.plan(replace(self.request, progress=None))
+            assert strategy.variant is not None, "the step has variants"
+            quiet = replace(self.request.of(strategy.variant), progress=None)
+            found = Compilation(request=quiet, limit_bytes=self.limit_bytes).compiled(strategy)
+        except SbpError as error:
+            self.tried[name] = error
+            return
+        self.tried[name] = found
+        if self.best is None or found.rank() < self.best.rank():
+            self.best, self.best_name, self._best_candidate = found, name, None
 
     def join_classes(self) -> None:
         """Take the best plan with softmaxes as one operator each, if it splits no classes.
@@ -231,9 +266,13 @@ class _Search:
         limit, seconds = self.limit_bytes, self.config.time_limit_s
         ilp = IlpPlanner(IlpConfig(memory_bytes=limit, time_limit_s=seconds / 4, gap=0.01))
         yield _Candidate(name=f"ilp on {_mesh_words(mesh)}", plan=ilp.plan)
-        if mesh.axes == (DATA,):
-            osdp = OsdpPlanner(OsdpConfig(memory_bytes=limit))
-            yield _Candidate(name=f"osdp on {_mesh_words(mesh)}", plan=osdp.plan)
+        osdp = OsdpPlanner(OsdpConfig(memory_bytes=limit))
+        yield _Candidate(name=f"osdp on {_mesh_words(mesh)}", plan=osdp.plan)
+        dlplacer = DlplacerPlanner(DlplacerConfig(memory_bytes=limit, time_limit_s=seconds / 8))
+        yield _Candidate(name="dlplacer", plan=dlplacer.plan)
+        if mesh.mesh_shape[0] > 1:
+            stanza = StanzaPlanner(StanzaConfig(memory_bytes=limit, time_limit_s=seconds / 8))
+            yield _Candidate(name="stanza", plan=stanza.plan)
         yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig()).plan)
         yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig()).plan)
         yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig()).plan)
