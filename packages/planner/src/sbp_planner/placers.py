@@ -1,7 +1,7 @@
 """The planners `dlplacer` and `stanza`: parts of the model on ranks of their own.
 
     dlplacer    each group of operators (`op_groups`) on one position of the first mesh axis, or on
-                all of them, which share its samples
+                2, 4, ... or all of them, which share its samples
     stanza      the positions in two parts, n - k and k: each group on one of them, and each part
                 with a group; k as the fastest is. With a network that is convolutions first and
                 large matrices last, these have one rank, and their gradients do not travel
@@ -63,13 +63,35 @@ _PINS: Mapping[str, PinValue] = {
     "optimizer_states": "B",
 }
 
+#: Places that groups may be put on, more than which make the program slow.
+_MOST_PLACES = 16
+
 #: Parameter, gradient and two states of Adam; a guess, which the compiled plan corrects.
 _COPIES = 4
 
 
+def nested_ranges(num: int, most: int = _MOST_PLACES) -> list[tuple[int, int]]:
+    """Return ranges of positions, each within one of the next larger size, and last all of them.
+
+    >>> nested_ranges(4)
+    [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (2, 4), (0, 4)]
+
+    Args:
+        num: Positions.
+        most: Ranges; while there are more, the smaller sizes but the first are left out.
+    """
+    sizes, size = [1], 1
+    while size < num:
+        size *= next(n for n in range(2, num // size + 1) if num // size % n == 0)
+        sizes.append(size)
+    while len(sizes) > 2 and sum(num // size for size in sizes) > most:
+        del sizes[1]
+    return [(at, at + size) for size in sizes for at in range(0, num, size)]
+
+
 @dataclass(frozen=True, slots=True)
 class DlplacerPlanner:
-    """Places groups of operators on single positions, or on all of them."""
+    """Places groups of operators on single positions, or on several or all of them."""
 
     config: DlplacerConfig
 
@@ -81,8 +103,7 @@ class DlplacerPlanner:
             PlanError: no placement is known that fits.
         """
         placer = _Placer(request=request, planner="dlplacer", config=self.config)
-        num = placer.num_positions
-        ranges = [(at, at + 1) for at in range(num)] + ([(0, num)] if num > 1 else [])
+        ranges = nested_ranges(placer.num_positions)
         problem = placer.problem(ranges, is_symmetric=True)
         solved = placer.solved(problem)
         chosen = [solved.chosen] if solved is not None else []
