@@ -104,6 +104,8 @@ def test_two_branches_run_side_by_side_and_faster_than_on_one_rank(num_micro_bat
     (left,) = {where[f"left.{at}"] for at in range(3)}
     (right,) = {where[f"right.{at}"] for at in range(3)}
     assert {left, right} == {"0", "1"}
+    # The stem, a branch on its rank, the other one, and the head with the branch that it follows.
+    assert len(strategy.stages) == 4
     serial = infer_strategy(asked(step, 1), planner="serial")
     assert step_s(request, strategy) < 0.7 * step_s(asked(step, 1), serial)
     check_run(step, request, strategy)
@@ -134,6 +136,15 @@ def test_places_are_nested(num, sizes):
             (a <= begin and end <= b) or (begin <= a and b <= end) or b <= begin or end <= a
             for a, b in found
         )
+
+
+def test_more_ranks_than_samples_do_not_share_them():
+    step = convolutions()  # of 8 samples
+    request = asked(step, 16, bytes_per_s=1e12)
+
+    strategy = build_dlplacer(DlplacerConfig()).plan(request)
+
+    assert max(stage.size for stage in strategy.stages) <= 8
 
 
 def test_the_program_predicts_what_the_compiled_plan_takes():
