@@ -101,9 +101,7 @@ def least(problem):
     return best
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
-@given(problems())
-def test_no_placement_and_no_order_takes_less(problem):
+def check_against_all(problem):
     wanted = least(problem)
 
     found = solve_placement(problem, time_limit_s=60)
@@ -114,6 +112,19 @@ def test_no_placement_and_no_order_takes_less(problem):
     assert found.step_s == pytest.approx(wanted, rel=1e-5)
     assert found.bound_s == pytest.approx(wanted, rel=1e-5)
     assert fits(problem, found.chosen)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(problems())
+def test_no_placement_and_no_order_takes_less(problem):
+    check_against_all(problem)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=200, deadline=None)
+@given(problems(max_groups=5))
+def test_it_is_so_of_200_larger_ones(problem):
+    check_against_all(problem)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)

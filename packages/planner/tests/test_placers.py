@@ -15,7 +15,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.testing.planner import PlannerConformance
-from sbp_planner.placers import build_dlplacer, build_stanza
+from sbp_planner.placers import build_dlplacer, build_stanza, nested_ranges
 from sbp_planner.search_configs import DlplacerConfig, StanzaConfig
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -104,9 +104,47 @@ def test_two_branches_run_side_by_side_and_faster_than_on_one_rank(num_micro_bat
     (left,) = {where[f"left.{at}"] for at in range(3)}
     (right,) = {where[f"right.{at}"] for at in range(3)}
     assert {left, right} == {"0", "1"}
+    # The stem, a branch on its rank, the other one, and the head with the branch that it follows.
+    assert len(strategy.stages) == 4
     serial = infer_strategy(asked(step, 1), planner="serial")
     assert step_s(request, strategy) < 0.7 * step_s(asked(step, 1), serial)
     check_run(step, request, strategy)
+
+
+def test_branches_may_have_several_ranks_each():
+    step = branches()
+    request = asked(step, 4, bytes_per_s=1e9)
+
+    strategy = build_dlplacer(DlplacerConfig()).plan(request)
+
+    where = places(strategy)
+    sides = [{where[f"{side}.{at}"] for at in range(3)} for side in ("left", "right")]
+    assert sides in ([{"0, 1"}, {"2, 3"}], [{"2, 3"}, {"0, 1"}])
+    check_run(step, request, strategy)
+
+
+@pytest.mark.parametrize(
+    ("num", "sizes"),
+    [(1, [1]), (2, [1, 2]), (6, [1, 2, 6]), (8, [1, 2, 4, 8]), (7, [1, 7]), (16, [1, 16])],
+)
+def test_places_are_nested(num, sizes):
+    found = nested_ranges(num)
+
+    assert sorted({end - begin for begin, end in found}) == sizes
+    for begin, end in found:
+        assert all(
+            (a <= begin and end <= b) or (begin <= a and b <= end) or b <= begin or end <= a
+            for a, b in found
+        )
+
+
+def test_more_ranks_than_samples_do_not_share_them():
+    step = convolutions()  # of 8 samples
+    request = asked(step, 16, bytes_per_s=1e12)
+
+    strategy = build_dlplacer(DlplacerConfig()).plan(request)
+
+    assert max(stage.size for stage in strategy.stages) <= 8
 
 
 def test_the_program_predicts_what_the_compiled_plan_takes():

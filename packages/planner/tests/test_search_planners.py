@@ -196,7 +196,6 @@ def test_auto_is_no_slower_than_any_other():
     others = {
         "osdp": lambda: osdp.build(OsdpConfig()),
         "dlplacer": lambda: placers.build_dlplacer(DlplacerConfig()),
-        "stanza": lambda: placers.build_stanza(StanzaConfig()),
     }
     for name, make in {**PLANNERS, **others}.items():
         other = judge.compiled(make().plan(asked))

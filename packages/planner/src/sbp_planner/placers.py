@@ -1,14 +1,14 @@
 """The planners `dlplacer` and `stanza`: parts of the model on ranks of their own.
 
     dlplacer    each group of operators (`op_groups`) on one position of the first mesh axis, or on
-                all of them, which share its samples
+                2, 4, ... or all of them, which share its samples
     stanza      the positions in two parts, n - k and k: each group on one of them, and each part
                 with a group; k as the fastest is. With a network that is convolutions first and
                 large matrices last, these have one rank, and their gradients do not travel
 
-The integer program of `placement_program` decides, by times of the cost model on one device divided
-by the ranks that share a micro-batch, transfers and sums of gradients at the router's prices, and
-bytes of states and activations. Neighbours in a chain on the same ranks are one stage. Of what it
+The integer program of `placement_program` decides, by times of the cost model on one device for the
+samples of the rank that has most, transfers and sums of gradients at the router's prices, and bytes
+of states and activations. Neighbours in a chain on the same ranks are one stage. Of what it
 finds, a placement by list schedule and, with `dlplacer`, everything on all positions, the plan with
 the shortest simulated step that fits is taken.
 
@@ -35,7 +35,7 @@ from typing import Any
 from sbp_core.boxing import route
 from sbp_core.cost import boxing_time_s
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.graph import TensorType
+from sbp_core.graph import InputKind, TensorType
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_placed
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
@@ -63,13 +63,35 @@ _PINS: Mapping[str, PinValue] = {
     "optimizer_states": "B",
 }
 
+#: Places that groups may be put on, more than which make the program slow.
+_MOST_PLACES = 16
+
 #: Parameter, gradient and two states of Adam; a guess, which the compiled plan corrects.
 _COPIES = 4
 
 
+def nested_ranges(num: int, most: int = _MOST_PLACES) -> list[tuple[int, int]]:
+    """Return ranges of positions, each within one of the next larger size, and last all of them.
+
+    >>> nested_ranges(4)
+    [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (2, 4), (0, 4)]
+
+    Args:
+        num: Positions.
+        most: Ranges; while there are more, the smaller sizes but the first are left out.
+    """
+    sizes, size = [1], 1
+    while size < num:
+        size *= next(n for n in range(2, num // size + 1) if num // size % n == 0)
+        sizes.append(size)
+    while len(sizes) > 2 and sum(num // size for size in sizes) > most:
+        del sizes[1]
+    return [(at, at + size) for size in sizes for at in range(0, num, size)]
+
+
 @dataclass(frozen=True, slots=True)
 class DlplacerPlanner:
-    """Places groups of operators on single positions, or on all of them."""
+    """Places groups of operators on single positions, or on several or all of them."""
 
     config: DlplacerConfig
 
@@ -81,8 +103,13 @@ class DlplacerPlanner:
             PlanError: no placement is known that fits.
         """
         placer = _Placer(request=request, planner="dlplacer", config=self.config)
-        num = placer.num_positions
-        ranges = [(at, at + 1) for at in range(num)] + ([(0, num)] if num > 1 else [])
+        # More ranks than samples cannot share them.
+        ranges = [
+            positions
+            for positions in nested_ranges(placer.num_positions)
+            if positions[1] - positions[0] == 1
+            or placer.placement(positions).size <= placer.num_samples
+        ]
         problem = placer.problem(ranges, is_symmetric=True)
         solved = placer.solved(problem)
         chosen = [solved.chosen] if solved is not None else []
@@ -187,6 +214,18 @@ class _Placer:
     def num_positions(self) -> int:
         return self.request.mesh.mesh_shape[0]
 
+    @cached_property
+    def num_samples(self) -> int:
+        """Of a micro-batch."""
+        graph = self.request.graph
+        entries = (entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH)
+        shapes = (graph.tensor(name).shape for name in entries if graph.is_tensor(name))
+        return max(min((shape[0] for shape in shapes if shape), default=1), 1)
+
+    def share(self, num_ranks: int) -> float:
+        """Return the part of a micro-batch that the rank with most of it has."""
+        return -(-self.num_samples // num_ranks) / self.num_samples
+
     @property
     def limit_bytes(self) -> float:
         return self.config.memory_bytes or self.request.cluster.device.memory_bytes
@@ -219,20 +258,20 @@ class _Placer:
         groups, graph = self.groups, self.request.graph
         updated = graph.new_states
         copies = _COPIES if updated else 1
-        num_ranks = [mesh.size for mesh in meshes]
+        shares = [self.share(mesh.size) for mesh in meshes]
         in_flight = graph.num_micro_batches
         return PlacementProblem(
             options=tuple(frozenset(mesh.rank_list) for mesh in meshes),
-            forward_s=tuple(tuple(g.forward_s / n for n in num_ranks) for g in groups.groups),
-            backward_s=tuple(tuple(g.backward_s / n for n in num_ranks) for g in groups.groups),
+            forward_s=tuple(tuple(g.forward_s * one for one in shares) for g in groups.groups),
+            backward_s=tuple(tuple(g.backward_s * one for one in shares) for g in groups.groups),
             update_s=tuple(
                 tuple(g.update_s + self._sum_s(g.parameter_bytes, mesh) for mesh in meshes)
                 for g in groups.groups
             ),
             memory_bytes=tuple(
                 tuple(
-                    copies * g.parameter_bytes + in_flight * g.activation_bytes // n
-                    for n in num_ranks
+                    copies * g.parameter_bytes + int(in_flight * g.activation_bytes * one)
+                    for one in shares
                 )
                 for g in groups.groups
             ),
@@ -393,29 +432,46 @@ class _Placer:
 
 
 def _stages(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the stages as (option, groups): neighbours in a chain on the same ranks are one.
+    """Return the stages as (place, groups): groups on the same ranks are one where nobody waits.
 
-    Branches stay apart, as a stage sends what it makes when all of it is done. If everything is on
-    the same ranks, it is one.
+    A stage sends what it makes when all of it is done, and begins when all that it takes is there.
+    So a group joins the stage of what it uses if all of that is on the same ranks, and the stage
+    has nothing to send to others; or if it is all that the stage is used for.
     """
     if len(set(chosen)) == 1:
         return [(chosen[0], list(range(len(chosen))))]
-    before: dict[int, set[int]] = {}
-    after: dict[int, set[int]] = {}
+    makers: list[set[int]] = [set() for _ in chosen]
+    users: list[set[int]] = [set() for _ in chosen]
     for flow in groups.flows:
-        before.setdefault(flow.consumer, set()).add(flow.producer)
-        after.setdefault(flow.producer, set()).add(flow.consumer)
+        makers[flow.consumer].add(flow.producer)
+        users[flow.producer].add(flow.consumer)
     stages: list[tuple[int, list[int]]] = []
-    stage_at: dict[int, int] = {}
-    for group, option in enumerate(chosen):
-        makers = before.get(group, set())
-        maker = next(iter(makers)) if len(makers) == 1 else None
-        if maker is not None and chosen[maker] == option and after[maker] == {group}:
-            stage_at[group] = stage_at[maker]
-            stages[stage_at[group]][1].append(group)
+    stage_of: dict[int, int] = {}
+
+    def sends(stage: int) -> bool:
+        place, members = stages[stage]
+        return any(chosen[user] != place for member in members for user in users[member])
+
+    def joins(stage: int, group: int) -> bool:
+        if stages[stage][0] != chosen[group] or any(
+            chosen[maker] != chosen[group] for maker in makers[group]
+        ):
+            return False
+        if len(makers[group]) == 1 and users[next(iter(makers[group]))] == {group}:
+            return True
+        # Behind it, a stage that it waits for would wait for it, too.
+        behind = {stage_of[user] for member in stages[stage][1] for user in users[member]
+                  if user in stage_of} - {stage}  # fmt: skip
+        return not sends(stage) and not behind
+
+    for group, place in enumerate(chosen):
+        last = max((stage_of[maker] for maker in makers[group]), default=len(stages) - 1)
+        if last >= 0 and joins(last, group):
+            stage_of[group] = last
+            stages[last][1].append(group)
         else:
-            stage_at[group] = len(stages)
-            stages.append((option, [group]))
+            stage_of[group] = len(stages)
+            stages.append((place, [group]))
     return stages
 
 
