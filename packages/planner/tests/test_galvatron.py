@@ -24,7 +24,7 @@ from sbp_core.testing.graphs import mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.compiled import Compilation
 from sbp_planner.galvatron import build
-from sbp_planner.layer_search import AXES, Kind, Way, layer_program, pins_of, ways_of
+from sbp_planner.layer_search import AXES, Kind, LayerSearch, Way, layer_program, pins_of, ways_of
 from sbp_planner.model_blocks import model_blocks
 from sbp_planner.search_configs import GalvatronConfig
 from sbp_planner.segments import StepSegments, grouped
@@ -57,7 +57,7 @@ def asked(graph, cluster, **more):
 
 
 def test_ways_are_those_of_the_paper():
-    assert [str(way) for way in ways_of(1)] == ["1 rank"]
+    assert [str(way) for way in ways_of(1)] == ["whole"]
     assert [str(way) for way in ways_of(2)] == ["DP 2", "ZDP 2", "TP 2"]
     # Samples or states, and matrices, in powers of two and both orders; not both of the first.
     assert [str(way) for way in ways_of(8)] == [
@@ -81,15 +81,14 @@ def layer_of(graph, cluster, block, way):
 
 def test_columns_and_rows_come_out_of_the_operators_of_a_layer():
     graph, cluster = gpt_step(), request((2,), ("data",)).cluster
-    way = Way(kinds=(Kind.DP, Kind.TP), sizes=(2, 2))
+    way = Way(kinds=(Kind.TP, Kind.TP), sizes=(4, 1))
 
     _, kept = layer_of(graph, cluster, 1, way)
 
     # Megatron's: the first of each pair by its output, the second by its input.
-    stored = {name: kept.storage[f"blocks.0.{name}.weight"] for name in (
-        "attention.qkv", "attention.proj", "mlp.up", "mlp.down")}  # fmt: skip
-    assert [sbp[1] for sbp in stored.values()] == [S(0), S(1), S(0), S(1)]
-    assert all(str(sbp[0]) == "B" for sbp in stored.values()), "DP replicates"
+    names = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
+    stored = [kept.storage[f"blocks.0.{name}.weight"][0] for name in names]
+    assert stored == [S(0), S(1), S(0), S(1)]
 
 
 def test_states_are_whole_under_dp_and_in_shards_under_zdp():
@@ -104,6 +103,23 @@ def test_states_are_whole_under_dp_and_in_shards_under_zdp():
         assert (str(whole[1].storage[name][0]), str(sharded[1].storage[name][0])) == ("B", "S(0)")
     assert sharded[0].memory_bytes(1) < whole[0].memory_bytes(1)
     assert sharded[0].cost_s > whole[0].cost_s
+
+
+def test_samples_stay_split_between_layers_under_dp():
+    graph, cluster = mlp((16, 16, 16), num_micro_batches=2), nodes_of_two(inside=1e9, between=1e9)
+    groups = grouped(model_blocks(graph, cluster), 16)
+    pins = resolve_pins(graph, AXES, {})
+    segments = StepSegments(graph=graph, groups=groups, pins=pins, cluster=cluster)
+    way = next(ways_of(4))
+
+    segment = segments.segment(frozenset((0,)))
+    layer = LayerSearch(segments, segment, Placement.grid(way.sizes, AXES), way,
+                        resolve_pins(graph, AXES, pins_of(way)))  # fmt: skip
+
+    _, values = layer.free()
+    storage = layer.problem.decided(values).storage
+    assert segment.elsewhere
+    assert {storage[name][0] for name in segment.elsewhere} == {S(0)}
 
 
 def every_cut(num_layers, num_stages):
@@ -163,8 +179,15 @@ def searches_of(ask, **settings):
     return list(build(GalvatronConfig(**settings))._searches(ask, monotonic() + 1000))
 
 
-@pytest.mark.parametrize("between", [1e9, 1e7])
-@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("between", "share"),
+    [
+        (1e7, 0.6),
+        pytest.param(1e7, 1.0, marks=pytest.mark.exhaustive),
+        pytest.param(1e9, 0.6, marks=pytest.mark.exhaustive),
+        pytest.param(1e9, 1.0, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_objective_is_that_of_brute_force(between, share):
     graph = mlp((32, 32, 64, 16), batch=16, num_micro_batches=4)
     ask = asked(graph, nodes_of_two(inside=1e9, between=between))
@@ -210,7 +233,7 @@ def test_a_pipeline_goes_across_slow_links_with_stages_of_equal_time():
 
 
 def test_micro_batches_are_chosen_if_the_step_has_variants():
-    family = MlpFamily(sizes=(16, 64, 3, 16), batch_size=64, micro_batches=(1, 4))
+    family = MlpFamily(sizes=(16, 64, 2, 16), batch_size=64, micro_batches=(1, 4))
     ask = family_request(family, bytes_per_s=1e6)
 
     strategy = build(GalvatronConfig()).plan(ask)
@@ -226,18 +249,42 @@ def memory_of(ask, strategy):
     return Compilation(request=ask, limit_bytes=0).compiled(strategy, exact=True).memory_bytes
 
 
-def test_a_layer_is_split_otherwise_where_memory_is_short_and_trains_as_one_device():
+def test_layers_are_split_otherwise_where_memory_is_short():
+    graph = mlp((64,) * 4, batch=128, num_micro_batches=2)
+    ask = asked(graph, nodes_of_two(inside=1e10, between=1e9, num_devices=2))
+    free = build(GalvatronConfig()).plan(ask)
+    limit = 0.9 * memory_of(ask, free)
+
+    strategy = build(GalvatronConfig(memory_bytes=limit)).plan(ask)
+
+    assert memory_of(ask, strategy) <= limit
+    assert strategy.report["objective_s"] > free.report["objective_s"]
+    assert strategy.report["explanation"][1] != free.report["explanation"][1]
+
+
+def test_layers_of_several_ways_train_as_one_device():
+    step = step_of(16, (16, 256), 16, samples=32, num_micro_batches=2)
+    cluster = machine(num_devices=2, devices_per_node=2, inside=1e9, between=1e9, flop_per_s=1e9)
+
+    strategy = build(GalvatronConfig()).plan(asked(step.graph, cluster))
+
+    words = " ".join(strategy.report["explanation"])
+    assert "DP 2" in words and "TP 2" in words, "all layers are split alike"
+    assert_trains_as_one_device(step, strategy)
+
+
+@pytest.mark.exhaustive
+def test_products_of_ways_train_as_one_device():
     step = step_of(64, (64, 64, 64), 64, samples=128, num_micro_batches=2)
     cluster = machine(num_devices=4, devices_per_node=4, inside=2e9, between=1e9, flop_per_s=1e9)
     ask = asked(step.graph, cluster)
-    free = build(GalvatronConfig()).plan(ask)
-    limit = 0.7 * memory_of(ask, free)
+    limit = 0.7 * memory_of(ask, build(GalvatronConfig()).plan(ask))
 
     strategy = build(GalvatronConfig(memory_bytes=limit)).plan(ask)
 
     assert memory_of(ask, strategy) <= limit
     words = " ".join(strategy.report["explanation"])
-    assert "ZDP 4, " in words and "x TP 2" in words, "all layers are split alike"
+    assert "ZDP 4, " in words and "ZDP 2 x TP 2" in words, "all layers are split alike"
     assert_trains_as_one_device(step, strategy)
 
 
@@ -254,7 +301,9 @@ def test_a_pipeline_of_split_layers_trains_as_one_device():
 
 
 def test_what_nothing_keeps_is_refused_with_what_would_do():
-    ask = asked(mlp((64,) * 4, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9))
+    ask = asked(
+        mlp((64,) * 3, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9, num_devices=2)
+    )
     needs = memory_of(ask, build(GalvatronConfig()).plan(ask))
 
     with pytest.raises(PlanError, match="no stages that were found fit") as caught:
@@ -273,7 +322,9 @@ def test_a_mesh_of_several_axes_is_refused_with_the_one_to_set():
 
 
 def test_a_pin_of_the_user_holds_under_every_way():
-    ask = asked(mlp((16, 16, 16), num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9))
+    ask = asked(
+        mlp((16, 16, 16), num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9, num_devices=2)
+    )
     pinned = replace(ask, pins={"layers.0.weight": {"data": "S(1)"}})
 
     strategy = build(GalvatronConfig()).plan(pinned)

@@ -25,7 +25,6 @@ from sbp_planner.search_configs import (
     IlpConfig,
     McmcConfig,
     OptcnnConfig,
-    StanzaConfig,
     TofuConfig,
 )
 
@@ -200,6 +199,15 @@ def test_auto_is_no_slower_than_any_other():
     for name, make in {**PLANNERS, **others}.items():
         other = judge.compiled(make().plan(asked))
         assert chosen.step_s <= other.step_s * (1 + 1e-9), name
+
+
+def test_auto_cuts_stages_with_programs_of_their_own_if_there_are_micro_batches():
+    graph = mlp((8, 8, 8), num_micro_batches=2)
+    asked = PlanRequest(graph=graph, mesh=Placement.grid((2,), ("data",)), cluster=cluster())
+
+    report = auto.build(AutoConfig(time_limit_s=600)).plan(asked).report
+
+    assert {"galvatron on data 2", "alpa on data 2"} <= set(report["tried"])
 
 
 def test_auto_says_what_it_had_no_time_for():

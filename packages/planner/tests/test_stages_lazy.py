@@ -106,5 +106,7 @@ def test_pipelines_that_are_priced_first_are_never_better_than_what_is_found():
     found = cut_lazily(drawn.low, drawn.price, first=[first])
 
     assert drawn.asked[0][0] == first[0]
+    late = cut_lazily(drawn.low, drawn.price, first=[first], is_late=lambda: True)
+    assert 0 < late.bound_s <= found.plan.objective_s <= late.plan.objective_s
     micro_batches = drawn.exact.micro_batches
     assert found.plan.objective_s <= micro_batches * drawn.free[4, 0][0, 4]

@@ -7,9 +7,10 @@
 A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
 the mesh that was asked for (`ways`); then the same on other meshes of the same ranks (one axis,
 every product of two, stages of a pipeline if the step has micro-batches); then the searches: all
-axes at once (`ilp`, `optcnn`), `osdp`, `dlplacer`, `stanza`, `tofu`, `greedy`. All are judged by
-the same figures, those of the compiled plan, so the result is no slower than any candidate that was
-looked at; which were not, for want of time, the report says.
+axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own (`dlplacer`,
+`stanza`), stages with programs of their own if the step has micro-batches (`galvatron`, `alpa`),
+`tofu`, `greedy`. All are judged by the same figures, those of the compiled plan, so the result is
+no slower than any candidate that was looked at; which were not, for want of time, the report says.
 
 If nothing fits and the step has variants (`PlanRequest.family`), the candidates that need least are
 tried for smaller ones (`variants`), then the others, until one fits: activations made again,
@@ -31,20 +32,24 @@ from sbp_core.graph import LogicalGraph, block_of, graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
+from sbp_planner.alpa import AlpaPlanner
 from sbp_planner.compiled import Compilation, Compiled, limit_key
 from sbp_planner.configs import OsdpConfig
+from sbp_planner.galvatron import GalvatronPlanner
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
-from sbp_planner.meshes import is_bound, other_meshes
+from sbp_planner.meshes import is_bound, other_meshes, reshaped
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.placers import DlplacerPlanner, StanzaPlanner
 from sbp_planner.search_configs import (
+    AlpaConfig,
     AutoConfig,
     DlplacerConfig,
+    GalvatronConfig,
     GreedyConfig,
     IlpConfig,
     OptcnnConfig,
@@ -284,9 +289,31 @@ class _Search:
         if mesh.mesh_shape[0] > 1:
             stanza = StanzaPlanner(StanzaConfig(memory_bytes=limit, time_limit_s=seconds / 8))
             yield _Candidate(name="stanza", plan=stanza.plan)
+        yield from self._stage_searches(mesh)
         yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig()).plan)
         yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig()).plan)
         yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig()).plan)
+
+    def _stage_searches(self, mesh: Placement) -> Iterator[_Candidate]:
+        """Yield the planners that cut the model into stages, for which it takes micro-batches."""
+        request, limit = self.request, self.limit_bytes
+        few = request.graph.num_micro_batches == 1 or mesh.size == 1
+        if few or is_bound(request.pins, mesh) or len(_blocks(request.graph)) < 2:
+            return
+        one = mesh if len(mesh.axes) == 1 else reshaped(mesh, (mesh.size,), (DATA,))
+        seconds = self.config.time_limit_s / 4
+        planners: dict[str, Planner] = {
+            "galvatron": GalvatronPlanner(
+                GalvatronConfig(memory_bytes=limit, time_limit_s=seconds)
+            ),
+            "alpa": AlpaPlanner(AlpaConfig(memory_bytes=limit, time_limit_s=seconds)),
+        }
+        for name, planner in planners.items():
+
+            def plan(asked: PlanRequest, planner: Planner = planner) -> Strategy:
+                return planner.plan(replace(asked, mesh=one))
+
+            yield _Candidate(name=f"{name} on {_mesh_words(one)}", plan=plan)
 
     def result(self) -> Strategy:
         """Return the best strategy, with what was tried in its report."""

@@ -26,7 +26,7 @@ from enum import StrEnum
 import numpy as np
 
 from sbp_core.errors import PlanError
-from sbp_core.graph import LogicalGraph
+from sbp_core.graph import InputKind, LogicalGraph, Phase, Rate
 from sbp_core.infer import FORBIDDEN_S, Pins, PinValue
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, S, Sbp, Split
@@ -64,11 +64,11 @@ class Way:
         parts = [
             f"{kind} {size}" for kind, size in zip(self.kinds, self.sizes, strict=True) if size > 1
         ]
-        return " x ".join(parts) or "1 rank"
+        return " x ".join(parts) or "whole"
 
     def boundary(self, graph: LogicalGraph, value: str) -> tuple[Sbp, ...]:
         """Return what a value is between layers: samples split on all axes but those of `TP`."""
-        has_samples = bool(graph.tensor(value).shape) and graph.rate_of(value) == "micro"
+        has_samples = bool(graph.tensor(value).shape) and graph.rate_of(value) is Rate.MICRO
         return tuple(B if kind is Kind.TP or not has_samples else S(0) for kind in self.kinds)
 
 
@@ -151,8 +151,8 @@ class LayerSearch(SegmentSearch):
     def _bound(self, name: str) -> None:
         """Let a value come or go as all ways of this kind have it, as near as it can be."""
         entries = self.problem.storage_entries[name]
-        wanted = self.way.boundary(self.segment.graph, name)
-        alike = [sum(map(_same, of, wanted)) for of in entries]
+        wanted = self.way.boundary(self.segment.graph, self.segment.value_of(name))
+        alike = [sum(a == b for a, b in zip(of, wanted, strict=True)) for of in entries]
         self._allow(self.problem.storage_variable[name], [n == max(alike) for n in alike])
 
     def _split_matrices(self, axes: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class LayerSearch(SegmentSearch):
         matrices = {
             entry.name
             for entry in graph.inputs
-            if entry.kind == "parameter" and len(graph.tensor(entry.name).shape) > 1
+            if entry.kind is InputKind.PARAMETER and len(graph.tensor(entry.name).shape) > 1
         }
         for name in matrices:
             entries = problem.storage_entries[name]
@@ -175,7 +175,7 @@ class LayerSearch(SegmentSearch):
         for node in problem.work.nodes:
             names = problem.work.calls[node.name].tensor_names
             places = [at for at, name in enumerate(names) if name in matrices]
-            if not places or node.phase == "optimizer":
+            if not places or node.phase is Phase.OPTIMIZER:
                 continue
             if is_view(node.op):
                 matrices.update(node.outputs)
@@ -193,10 +193,6 @@ class LayerSearch(SegmentSearch):
         table = self.problem.unary[variable]
         if any(ok and seconds < FORBIDDEN_S for ok, seconds in zip(allowed, table, strict=True)):
             self.problem.unary[variable] = np.where(allowed, table, FORBIDDEN_S)
-
-
-def _same(entry: Sbp, wanted: Sbp) -> bool:
-    return entry == wanted
 
 
 def layer_program(

@@ -229,7 +229,7 @@ class LayerWise:
                 runs.append((way, []))
             runs[-1][1].extend(self.segments.groups[layer])
         if len(runs) == 1:
-            return f"all {runs[0][0]}" if len(layers) > 1 else str(runs[0][0])
+            return "" if self.devices == 1 else str(runs[0][0])
         return ", ".join(
             f"{names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} {way}"
             for way, names in runs

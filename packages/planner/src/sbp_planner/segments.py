@@ -71,6 +71,10 @@ class Segment:
         """The inputs of `graph` that stand for other blocks, and whether these are before it."""
         return {**self.arriving, **{v + _LEAVING: before for v, before in self.leaving.items()}}
 
+    def value_of(self, name: str) -> str:
+        """Return the value that one of `elsewhere` stands for."""
+        return name.removesuffix(_LEAVING)
+
     def pins(self, pins: Pins) -> Pins:
         """Return the pins of what is in the segment."""
         types = self.graph.types

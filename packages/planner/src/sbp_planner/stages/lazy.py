@@ -122,7 +122,8 @@ def cut_lazily(
         problem, seconds=prices.free_seconds, held_seconds=prices.held_seconds, memory=None
     )
     best: TablePlan | None = None
-    bound = 0.0
+    least = cut_table(asked)
+    bound = 0.0 if least is None else least.objective_s
     todo = [list(stages) for stages in first]
     # What is priced first is priced whole, so that there is something to take.
     is_first = True
