@@ -41,7 +41,7 @@ from sbp_planner.configs import OsdpConfig
 from sbp_planner.galvatron import GalvatronPlanner
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
-from sbp_planner.meshes import is_bound, other_meshes, reshaped
+from sbp_planner.meshes import DATA, is_bound, other_meshes, reshaped
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.placers import DlplacerPlanner, StanzaPlanner
