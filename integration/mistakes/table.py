@@ -231,9 +231,9 @@ MISTAKES: dict[str, Mistake] = {
         says=("data.task", "masked"),
         imports_torch=True,
     ),
-    "a preset for another model": Mistake(
-        command=("sbp_launch.apps.train", "model=llama", "planner=manual/data_tensor"),
-        says=("manual/data_tensor", "planner=infer"),
+    "a pattern that is not in the model": Mistake(
+        command=("sbp_launch.apps.train", "model=llama", "planner=manual/expert_parallel"),
+        says=("planner.patterns", "'experts'", "tensor", "planner=auto"),
         imports_torch=True,
     ),
     "a dim that no batch has": _model(

@@ -84,6 +84,61 @@ def test_a_model_trains_by_default_like_one_device(
     assert deviation(capsys.readouterr().out) <= TOLERANCE
 
 
+#: Softmaxes in parts, over however few classes.
+IN_PARTS = [f"compile.passes.split_classes.{entry}" for entry in ("when=always", "min_classes=2")]
+
+#: Preset -> what it takes, and the models that have the pattern.
+PATTERNS: dict[str, tuple[list[str], list[str]]] = {
+    "tensor_parallel": (["cluster.mesh=[2]", "cluster.axes=[tensor]"], [*ZOO, *OTHERS]),
+    "data_tensor": (["cluster.mesh=[2,2]"], ["llama", "moe", "resnet"]),
+    "class_parallel": (["cluster.mesh=[2,2]", *IN_PARTS], ["gpt", "bert", "resnet"]),
+    "table_parallel": (["cluster.mesh=[4]"], ["dlrm"]),
+    "expert_parallel": (["cluster.mesh=[4]"], ["moe", "hf/mixtral"]),
+    "sequence_parallel": (
+        ["cluster.mesh=[2,2]", "cluster.axes=[data,sequence]", "trainer.micro_batches=4"],
+        ["gpt", "llama", "t5", "hf/llama"],
+    ),
+}
+
+#: Those that are quick enough for every run.
+QUICK = {
+    ("tensor_parallel", "llama"),
+    ("tensor_parallel", "resnet"),
+    ("table_parallel", "dlrm"),
+    ("expert_parallel", "moe"),
+    ("sequence_parallel", "gpt"),
+}
+
+
+def _patterns() -> list[object]:
+    found = []
+    for preset, (_, models) in PATTERNS.items():
+        for model in models:
+            marks = [WITH_TRANSFORMERS] if model in OTHERS else []
+            if (preset, model) not in QUICK:
+                marks.append(pytest.mark.exhaustive)
+            found.append(pytest.param(preset, model, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("preset", "model"), _patterns())
+def test_a_pattern_is_found_in_any_model_and_trains_like_one_device(
+    preset: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = [f"model.{setting}" for setting in ZOO.get(model, "").split()]
+    if model == "t5":
+        small.append("data.context=16")
+
+    mesh, _ = PATTERNS[preset]
+    train([f"model={model}", f"planner=manual/{preset}", *mesh, *small], tmp_path, monkeypatch)
+
+    assert deviation(capsys.readouterr().out) <= TOLERANCE
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_stages_of_a_pipeline_are_planned_by_default(
     micro_batches: int,

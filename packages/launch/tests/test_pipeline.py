@@ -16,7 +16,7 @@ from sbp_launch.planning.report import memory_lines
 
 
 def lines_of(found):
-    return pipeline_lines(found.plan, found.strategy, found.module_rows)
+    return pipeline_lines(found.plan, found.strategy, found.module_rows, found.simulation.step_s)
 
 
 def test_a_plan_of_one_stage_has_no_schedule():
@@ -39,7 +39,7 @@ def test_stages_of_an_asynchronous_pipeline_say_how_old_their_parameters_are():
     strategy = replace(found.strategy, staleness=(1, 0), report={"pipeline": "pipedream"})
     plan = replace(found.plan, num_updates=4)
 
-    first, *stages, _ = pipeline_lines(plan, strategy, found.module_rows)
+    first, *stages, _ = pipeline_lines(plan, strategy, found.module_rows, found.simulation.step_s)
 
     assert first.endswith("schedule PipeDream, an update behind each micro-batch")
     assert stages[0].endswith(", 2 in flight, parameters up to 1 update old")
@@ -50,7 +50,9 @@ def test_updates_by_several_micro_batches_are_said():
     found = found_plan("pipeline")
     strategy = replace(found.strategy, staleness=(1, 1), report={"pipeline": "2bw"})
 
-    first, *_ = pipeline_lines(replace(found.plan, num_updates=2), strategy, found.module_rows)
+    first, *_ = pipeline_lines(
+        replace(found.plan, num_updates=2), strategy, found.module_rows, found.simulation.step_s
+    )
 
     assert first.endswith("schedule 2BW, an update behind every 2 micro-batches")
 
@@ -83,7 +85,10 @@ def test_a_schedule_is_called_by_what_may_be_in_flight(in_flight, name):
     found = found_plan("pipeline")
 
     lines = pipeline_lines(
-        found.plan, replace(found.strategy, in_flight=in_flight), found.module_rows
+        found.plan,
+        replace(found.strategy, in_flight=in_flight),
+        found.module_rows,
+        found.simulation.step_s,
     )
 
     assert lines[0].endswith(f"schedule {name}")
@@ -100,7 +105,9 @@ def test_a_schedule_with_orders_is_called_by_its_name_and_compared_with_no_formu
     orders = ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     strategy = replace(found.strategy, orders=orders, report={"pipeline": "zbv"})
 
-    first, *_, bubble = pipeline_lines(found.plan, strategy, found.module_rows)
+    first, *_, bubble = pipeline_lines(
+        found.plan, strategy, found.module_rows, found.simulation.step_s
+    )
 
     assert first.endswith("schedule zbv")
     assert "(p - 1)" not in bubble

@@ -124,3 +124,14 @@ def test_other_plans_of_a_sweep_are_made_when_one_has_failed(
         plan.main()
 
     assert applications[0].sweep_goes_on
+
+
+def test_the_exact_memory_is_a_stage_of_its_own_unless_the_check_has_predicted_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan._plan(PlanRun(run=run_config(), settings=PlanConfig()), registry(), tmp_path)
+
+    told = capsys.readouterr().out
+    assert "predicting the memory of each rank ..." in told
+    assert told.index("checking its memory") < told.index("predicting the memory")
+    assert told.index("predicting the memory") < told.index("memory of a rank at its peak")

@@ -17,7 +17,13 @@ B = NdSbp.parse("B")
 def lines_of(found, strategy=None):
     strategy = strategy or found.strategy
     return summary(
-        found.plan, found.graph, strategy, found.module_rows, found.num_steps, found.checked
+        found.plan,
+        found.graph,
+        strategy,
+        found.module_rows,
+        found.num_steps,
+        found.checked,
+        found.simulation.step_s,
     )
 
 
@@ -47,7 +53,13 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
 
     lines = lines_of(found)
     merged = summary(
-        found.plan, found.graph, found.strategy, found.module_rows, more, found.checked
+        found.plan,
+        found.graph,
+        found.strategy,
+        found.module_rows,
+        more,
+        found.checked,
+        found.simulation.step_s,
     )
 
     # 4 bytes of a rank say that it is ready to commit the step.

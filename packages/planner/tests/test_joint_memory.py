@@ -3,13 +3,14 @@
 import pytest
 from plan_requests import request
 
+from sbp_core.graph import InputKind
 from sbp_core.infer import joint_problem
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.choice import solve
 from sbp_planner.joint.layers import repeated, tie
-from sbp_planner.joint.lifetime import held
+from sbp_planner.joint.lifetime import held, stored_bytes
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.priced import PricedMemory
 
@@ -28,10 +29,10 @@ def test_a_price_on_memory_keeps_to_the_limit_and_rises_with_what_is_short():
     free = tuple(problem.start)
     limit = 0.8 * counted.peak_bytes(free)
     memory = counted.within(limit)
-    search = PricedMemory(problem, tie(problem), max_entries=1 << 16)
+    search = PricedMemory(problem, tie(problem), memory, free, max_entries=1 << 16)
 
-    found = search.within(memory, free)
-    tighter = search.within(counted.within(0.8 * limit), free)
+    found = search.within(limit)
+    tighter = search.within(0.8 * limit)
 
     lowered = lower_step(problem, ties=repeated(problem), held=memory)
     best = solve(lowered.choice, time_limit_s=30)
@@ -43,13 +44,27 @@ def test_a_price_on_memory_keeps_to_the_limit_and_rises_with_what_is_short():
     assert tighter is None or problem.cost(found) <= problem.cost(tighter)
 
 
+def test_states_are_a_part_of_what_is_held():
+    problem = slow_mlp()
+    counted = held(problem, 1e12)
+
+    for values in ([0] * len(problem.unary), problem.start):
+        states = stored_bytes(problem, values)
+        assert 0 < states <= counted.peak_bytes(values)
+    assert stored_bytes(problem, [0] * len(problem.unary)) == sum(
+        problem.work.graph.tensor(entry.name).size_bytes
+        for entry in problem.work.inputs
+        if entry.kind is not InputKind.BATCH
+    )
+
+
 def test_a_limit_that_nothing_keeps_to_has_no_price():
     problem = slow_mlp()
     memory = held(problem, 1.0)
 
-    search = PricedMemory(problem, tie(problem), max_entries=1 << 16)
+    search = PricedMemory(problem, tie(problem), memory, problem.start, max_entries=1 << 16)
 
-    assert search.within(memory, tuple(problem.start)) is None
+    assert search.within(1.0) is None
 
 
 def test_what_waits_for_the_backward_phase_is_held_for_each_micro_batch_in_flight():

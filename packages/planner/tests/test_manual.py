@@ -254,6 +254,43 @@ def test_a_pin_that_cannot_hold_is_a_wrong_setting(pins):
     assert refused.value.todo
 
 
+def test_a_pattern_that_there_is_not_is_a_wrong_setting():
+    with pytest.raises(ConfigError, match="'tensr' is no pattern") as refused:
+        ManualConfig(patterns={"tensor": ("tensr",)})
+
+    assert "did you mean 'tensor'?" in refused.value.todo
+
+
+def test_what_patterns_found_is_explained():
+    strategy = preset("tensor_parallel").plan(request((2,), ("tensor",)))
+
+    (line,) = strategy.report["explanation"]
+    assert line == (
+        "tensor on tensor: columns blocks.*.mlp.up.weight, blocks.*.attention.qkv.weight; "
+        "rows blocks.*.mlp.down.weight, blocks.*.attention.proj.weight"
+    )
+
+
+def test_pins_of_names_override_what_patterns_found_on_the_axes_that_they_name():
+    asked = request((2, 2), ("data", "tensor"))
+    pins = {"activations": {"data": "S(0)"}, "blocks.0.mlp.up.weight": {"data": "S(1)"}}
+    pins |= {"blocks.0.mlp.down.weight*": {"tensor": "B"}, "batch": {"data": "S(0)", "tensor": "B"}}
+
+    strategy = preset("custom", pins=pins, patterns={"tensor": ["tensor"]}).plan(asked)
+
+    assert strategy.storage["blocks.0.mlp.up.weight"].sbp == NdSbp(S(1), S(0))
+    assert strategy.storage["blocks.0.mlp.down.weight"].sbp[1] == B
+
+
+def test_the_users_pins_override_what_patterns_found():
+    pins = {"blocks.0.mlp.up.weight": {"tensor": "B"}}
+
+    strategy = preset("tensor_parallel").plan(request((2,), ("tensor",), pins))
+
+    assert strategy.storage["blocks.0.mlp.up.weight"].sbp == NdSbp(B)
+    assert strategy.storage["blocks.0.attention.qkv.weight"].sbp == NdSbp(S(0))
+
+
 def test_a_preset_for_some_models_says_so_to_another_and_names_presets_for_any():
     fits = "gpt alone"
     planner = build(ManualConfig(pins={"*.no_such_module.*": "B"}, fits=fits))

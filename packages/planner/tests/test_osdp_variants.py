@@ -61,9 +61,23 @@ def check_fits(family_name, strategy, limit):
 def test_with_enough_memory_the_step_stays_as_it_is():
     strategy = plan("deep")
 
-    # Softmaxes are whole where no axis could split their classes.
-    assert strategy.variant == GraphVariant(splits_classes=False)
+    assert strategy.variant == GraphVariant()
     assert len(strategy.report["osdp"]["variants"]) == 1
+
+
+def test_softmaxes_are_whole_where_no_axis_could_split_their_classes():
+    class Family(MlpFamily):
+        def graph(self, variant):
+            classes = 16 if variant.splits_classes else 8  # another graph, whatever it is
+            sizes = (*self.sizes[:3], classes)
+            other = replace(self, sizes=sizes, _graphs={})
+            return MlpFamily.graph(other, replace(variant, splits_classes=True))
+
+    family = Family(sizes=SETTLED.sizes, batch_size=16, may_recompute=False, may_slice=False)
+
+    strategy = build(OsdpConfig()).plan(family_request(family, bytes_per_s=1e9))
+
+    assert strategy.variant == GraphVariant(splits_classes=False)
 
 
 def test_activations_are_made_again_where_no_storage_fits():
@@ -82,7 +96,7 @@ def test_the_variant_is_the_fastest_of_all_that_fit():
     limit = 0.8 * needed(plan("deep"), "all_zdp")
     seconds = []
     for count, budget in product((1, 2), (None, 0, 1, 2)):
-        variant = GraphVariant(num_micro_batches=count, splits_classes=False)
+        variant = GraphVariant(num_micro_batches=count)
         if budget is not None:
             budgets = recompute_budgets(request.family.graph(variant))
             if budget >= len(budgets):

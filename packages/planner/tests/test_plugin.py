@@ -17,14 +17,27 @@ PRESETS = [
     "data_parallel",
     "tensor_parallel",
     "data_tensor",
+    "class_parallel",
+    "table_parallel",
+    "expert_parallel",
+    "sequence_parallel",
     "zero",
     "zero1",
     "zero2",
     "pipeline",
 ]
 SEARCHES = ["auto", "exhaustive", "greedy", "ilp", "mcmc", "optcnn", "tofu"]
+PLACERS = ["dlplacer", "stanza"]
 PIPELINES = ["alpa", "galvatron", "gpipe", "pipedream"]
-OPTIONS = [*(f"manual/{name}" for name in PRESETS), "infer", "osdp", "file", *SEARCHES, *PIPELINES]
+OPTIONS = [
+    *(f"manual/{name}" for name in PRESETS),
+    "infer",
+    "osdp",
+    "file",
+    *SEARCHES,
+    *PIPELINES,
+    *PLACERS,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +60,7 @@ def test_the_entry_point_leads_to_the_hooks():
 
 
 def test_the_package_brings_these_planners():
-    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES, *PIPELINES}
+    assert set(FACTORIES) == {"infer", "manual", "osdp", "file", *SEARCHES, *PIPELINES, *PLACERS}
     assert plugin.sbp_config_folders() == ["pkg://sbp_planner.conf"]
 
 

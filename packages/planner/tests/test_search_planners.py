@@ -14,10 +14,12 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.planner import PlannerConformance
-from sbp_planner import auto, exhaustive, greedy, ilp, mcmc, optcnn, tofu
+from sbp_planner import auto, exhaustive, greedy, ilp, mcmc, optcnn, osdp, placers, tofu
 from sbp_planner.compiled import Compilation
+from sbp_planner.configs import OsdpConfig
 from sbp_planner.search_configs import (
     AutoConfig,
+    DlplacerConfig,
     ExhaustiveConfig,
     GreedyConfig,
     IlpConfig,
@@ -190,7 +192,11 @@ def test_auto_is_no_slower_than_any_other():
 
     chosen = judge.compiled(auto.build(AutoConfig(time_limit_s=600)).plan(asked))
 
-    for name, make in PLANNERS.items():
+    others = {
+        "osdp": lambda: osdp.build(OsdpConfig()),
+        "dlplacer": lambda: placers.build_dlplacer(DlplacerConfig()),
+    }
+    for name, make in {**PLANNERS, **others}.items():
         other = judge.compiled(make().plan(asked))
         assert chosen.step_s <= other.step_s * (1 + 1e-9), name
 

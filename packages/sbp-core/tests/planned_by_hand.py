@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from sbp_core.boxing import route
@@ -20,9 +21,8 @@ from sbp_core.compile.physical import (
     Register,
     Send,
 )
-from sbp_core.compile.token_game import TokenGame
 from sbp_core.graph.ir import GraphOutput, InputKind, LogicalGraph, OutputKind, Phase, Rate, Ref
-from sbp_core.interpreter.firings import Firings
+from sbp_core.interpreter.firings import firing_order
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
@@ -126,17 +126,15 @@ def plan_of(*parts: RankPlan) -> PhysicalPlan:
     )  # fmt: skip
 
 
-def firings_of(plan: PhysicalPlan) -> list[ActorId]:
-    """Return all firings of a step, in an order in which they may happen."""
-    game = TokenGame(plan)
-    firings, order = Firings(plan, game), list[ActorId]()
+def firings_of(
+    plan: PhysicalPlan, stands_for: Mapping[int, int] = MappingProxyType({})
+) -> list[ActorId]:
+    """Return all firings of a step, in an order in which they may happen.
 
-    def fire(actor_id: ActorId) -> None:
-        for partner in game.partners(actor_id):
-            game.start(partner)
-            game.finish(partner)
-            firings.advance(partner)
-            order.append(partner)
-
-    assert firings.run(fire), "the plan comes to its end"
-    return order
+    Args:
+        plan: The plan.
+        stands_for: Of one rank of each class, which one each rank is represented by.
+    """
+    order = firing_order(plan, stands_for)
+    assert order is not None, "the plan comes to its end"
+    return [actor_id for group in order for actor_id in group]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planned_by_hand import (
     GATHER,
     REDUCE,
@@ -33,7 +36,7 @@ from sbp_core.compile.physical import (
     Receive,
     Send,
 )
-from sbp_core.compile.symmetry import fold
+from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Phase, Rate, Ref
 from sbp_core.testing.plans import data_parallel_plan
@@ -272,6 +275,58 @@ def test_a_view_from_elsewhere_is_looked_at_before_the_state_is_overwritten() ->
     _verify(part(0, view, before, registers=taken))
     late = replace(before, instructions=(call("add_.Tensor", "w t", "new"),))
     assert "itself looks at it" in _refused(part(0, view, late, registers=taken)).where[1]
+
+
+# Ranks that do the same: what is not boxed is looked at on one of them.
+
+
+def _is_refused(plan: PhysicalPlan, folded: Folded) -> bool:
+    try:
+        verify_overwriting(plan, folded, firings_of(folded.plan, folded.stands_for))
+    except PlanError:
+        return True
+    return False
+
+
+def _parts_of_a_class() -> Mapping[str, Actor]:
+    """Return actors of two ranks that do the same: some look at a state, one of them by boxing."""
+    gather = boxing(Collective, "gather", GATHER, reads=("w",), outputs=("gather",))
+    view = segment("view", call("t.default", "w", "view"), reads=("w",), outputs=("view",))
+    commit = boxing(Collective, "commit", REDUCE)
+    return {
+        "gather": gather, "use": _look("use", "gather"), "view": view, "far": _look("far", "view"),
+        "look": _look(), "commit": commit, "update": _UPDATE,
+    }  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.permutations(["gather", "use", "view", "far", "look", "commit", "update"]),
+    st.lists(st.booleans(), min_size=7, max_size=7),
+    st.sets(st.sampled_from(["gather", "look", "view"])),
+    st.booleans(),
+)
+def test_a_class_is_refused_what_each_of_its_ranks_is(
+    order: list[str], beside: list[bool], left_out: set[str], waits: bool
+) -> None:
+    made = _parts_of_a_class()
+    gone = left_out | {one for one, of in (("use", "gather"), ("far", "view")) if of in left_out}
+    threads = dict(zip(made, ("beside" if one else "compute" for one in beside), strict=True))
+    names = [name for name in order if name not in gone]
+    for maker, taker in (("gather", "use"), ("view", "far")):
+        if maker in names and names.index(maker) > names.index(taker):
+            names.remove(taker)
+            names.append(taker)
+    actors = [replace(made[name], thread=threads[name]) for name in names]
+    taken = [register(m, t, m) for m, t in (("gather", "use"), ("view", "far")) if m in names]
+    if waits and names.index("commit") < names.index("update"):
+        taken.append(register("commit", "update"))
+
+    plan = plan_of(*(part(rank, *actors, registers=taken) for rank in (0, 1)))
+
+    folded = fold(plan)
+    assert len(folded.plan.ranks) == 1
+    assert _is_refused(plan, folded) == _is_refused(plan, fold(plan, {0: 0, 1: 1}))
 
 
 # Plans of the compiler, edited.

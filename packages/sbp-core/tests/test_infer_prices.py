@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -68,3 +70,24 @@ def test_one_axis_is_priced_on_a_group_along_it():
     both = whole.price((8, 8), "float32", (0, (B, P)), (0, (B, B)))
 
     assert alone == both  # the bytes are those of both groups
+
+
+def test_stages_that_lie_alike_have_one_price_and_others_their_own():
+    machine = replace(cluster(num_devices=16, bytes_per_s=1e9), devices_per_node=4)
+    stages = tuple(
+        Placement(ranks, ("data", "tensor"))
+        for ranks in ([[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [12, 13]])
+    )
+    prices = Prices(stages, range(2), machine)
+    ends = ((S(0), P), (B, S(1)))
+
+    found = {
+        pair: prices.price((8, 16), "float32", (pair[0], ends[0]), (pair[1], ends[1]))
+        for pair in ((0, 0), (1, 1), (2, 2), (0, 1), (1, 0), (1, 2))
+    }
+
+    for (source, target), (seconds, _) in found.items():
+        states = (stages[source], NdSbp(*ends[0])), (stages[target], NdSbp(*ends[1]))
+        assert seconds == boxing_time_s(route((8, 16), "float32", *states), machine)
+    assert found[0, 0] == found[1, 1] != found[2, 2]
+    assert found[0, 1] == found[1, 0] != found[0, 0]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import LogicalGraph, Symbol, verify_graph
-from sbp_torch.capture import capture
+from sbp_torch.capture import capture, device
 
 
 class Attention(nn.Module):
@@ -134,3 +134,35 @@ def test_an_operator_that_does_not_run_there_is_named() -> None:
         _captured(Model(), "cuda", 2, 4)
 
     assert any("test_capture_device.py" in line for line in refused.value.where)
+
+
+class Layers(nn.Module):
+    """Equal layers, with numbers that differ in type alone, and one that is wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention() for _ in range(3)])
+        self.wide = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * 2 + layer(x).mul(2.0)
+        return self.wide(x)
+
+
+def test_equal_calls_are_made_once_and_say_what_each_of_them_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    run = device._run
+    monkeypatch.setattr(
+        device, "_run", lambda node, *rest: called.append(node.op) or run(node, *rest)
+    )
+
+    graph = _captured(Layers(), "cuda", 2, 16, 32)
+    num_calls = len(called)
+    monkeypatch.setattr(device._Calls, "_interned", lambda _, value: value)  # nothing lies alike
+    each = _captured(Layers(), "cuda", 2, 16, 32)
+
+    assert graph == each
+    assert num_calls < len(graph.nodes) * 0.6 < len(called) - num_calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.memory import call_layouts, memory_bound, predict_memory
+from sbp_core.compile.symmetry import Folded
+from sbp_core.interpreter.firings import Group, firing_order
+from sbp_core.memory import call_layouts, lifetime, memory_bound, predict_memory, storages
+from sbp_core.memory.ledger import arguments_of
 from sbp_core.memory.lifetime import lifetimes, lifetimes_of_classes, peak_bytes
+from sbp_core.memory.rank_events import Events, events_by_rank
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.configs import ReferenceConfig
@@ -65,6 +70,38 @@ def test_any_plan_holds_no_more_than_was_predicted(
     data: st.DataObject, num_stages: int, num_micro_batches: int
 ) -> None:
     _holds_what_was_predicted(data, num_stages, num_micro_batches)
+
+
+def _ahead_by_counts(
+    folded: Folded, order: Sequence[Group], ranks: Sequence[int]
+) -> Iterator[tuple[int, Events]]:
+    """Yield what `events_ahead` does, by letting one rank after the other go ahead."""
+    for rank in ranks:
+        ahead = firing_order(folded.plan, folded.stands_for, ahead=rank)
+        assert ahead is not None
+        yield rank, events_by_rank(folded.plan, ahead)[rank]
+
+
+def _never_alike(taken: Mapping[str, object]) -> tuple[tuple[object, ...], list[int]]:
+    """Return what `arguments_of` does, so that no firing does what another one did."""
+    _, storages = arguments_of(taken)  # type: ignore[arg-type]
+    return (object(),), storages
+
+
+@_QUICK
+@given(st.data(), st.integers(1, 3), st.integers(1, 4))
+def test_firings_that_are_repeated_and_messages_that_wait_are_those_of_a_whole_replay(
+    data: st.DataObject, num_stages: int, num_micro_batches: int
+) -> None:
+    _, plan = _draw(data, num_stages, num_micro_batches)
+    layouts = call_layouts()
+
+    found = lifetimes(plan, layouts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storages, "arguments_of", _never_alike)
+        patch.setattr(lifetime, "events_ahead", _ahead_by_counts)
+        assert found == lifetimes(plan, layouts)
 
 
 def _is_that_of_each_rank(data: st.DataObject, num_stages: int, num_micro_batches: int) -> None:

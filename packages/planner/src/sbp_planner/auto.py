@@ -7,14 +7,15 @@
 A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
 the mesh that was asked for (`ways`); then the same on other meshes of the same ranks (one axis,
 every product of two, stages of a pipeline if the step has micro-batches); then the searches: all
-axes at once (`ilp`, `optcnn`), `osdp`, stages with programs of their own if the step has
-micro-batches (`galvatron`, `alpa`), `tofu`, `greedy`. All are judged by the same figures, those
-of the compiled plan, so the result is no slower than any candidate that was looked at; which were
-not, for want of time, the report says.
+axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own (`dlplacer`,
+`stanza`), stages with programs of their own if the step has micro-batches (`galvatron`, `alpa`),
+`tofu`, `greedy`. All are judged by the same figures, those of the compiled plan, so the result is
+no slower than any candidate that was looked at; which were not, for want of time, the report says.
 
 If nothing fits and the step has variants (`PlanRequest.family`), the candidates that need least are
 tried for smaller ones (`variants`), then the others, until one fits: activations made again,
-operators in slices, more micro-batches.
+operators in slices, more micro-batches. If what fits is slower than something that does not, `osdp`
+chooses among the variants, too.
 
 Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
 looked at.
@@ -43,18 +44,21 @@ from sbp_planner.ilp import IlpPlanner
 from sbp_planner.meshes import DATA, is_bound, other_meshes, reshaped
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
+from sbp_planner.placers import DlplacerPlanner, StanzaPlanner
 from sbp_planner.search_configs import (
     AlpaConfig,
     AutoConfig,
+    DlplacerConfig,
     GalvatronConfig,
     GreedyConfig,
     IlpConfig,
     OptcnnConfig,
+    StanzaConfig,
     TofuConfig,
 )
 from sbp_planner.tofu import TofuPlanner
 from sbp_planner.variants import smaller_variants, splits_classes, variant_words
-from sbp_planner.ways import ways
+from sbp_planner.ways import Way, ways
 
 #: Of the time, what is for the step as it is asked for, if it has other variants.
 _FIRST_SHARE = 0.5
@@ -95,6 +99,8 @@ class AutoPlanner:
             leanest = search.leanest()
             if not search.look_at_smaller(family, leanest):
                 search.look_at_smaller(family)  # what is lean on one variant need not be on others
+        if family is not None and search.is_short_of_memory and not search.is_late(1.0):
+            search.look_at_variants()
         search.join_classes()
         return search.result()
 
@@ -183,6 +189,30 @@ class _Search:
                 return True
         return False
 
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether a plan that does not fit is faster than the best one, or none fits."""
+        plans = [one for one in self.tried.values() if isinstance(one, Compiled)]
+        best = self.best
+        return best is None or any(not one.fits and one.step_s < best.step_s for one in plans)
+
+    def look_at_variants(self) -> None:
+        """Let `osdp` choose a variant of the step on the mesh that was asked for."""
+        name, left_s = "osdp among variants of the step", max(self._ends - monotonic(), 1e-3)
+        osdp = OsdpPlanner(OsdpConfig(memory_bytes=self.limit_bytes, time_limit_s=left_s))
+        try:
+            strategy = osdp.plan(replace(self.request, progress=None))
+            assert strategy.variant is not None, "the step has variants"
+            quiet = replace(self.request.of(strategy.variant), progress=None)
+            compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+            found = compilation.compiled(strategy, exact=True)
+        except SbpError as error:
+            self.tried[name] = error
+            return
+        self.tried[name] = found
+        if self.best is None or found.rank() < self.best.rank():
+            self.best, self.best_name, self._best_candidate = found, name, None
+
     def join_classes(self) -> None:
         """Take the best plan with softmaxes as one operator each, if it splits no classes.
 
@@ -227,9 +257,9 @@ class _Search:
             first = pipelined(mesh, "1f1b", self.request.graph.num_micro_batches).stages[0]
         except ConfigError:
             first = mesh
-        for way, pins in ways(first).items():
+        for name, way in ways(first).items():
 
-            def plan(request: PlanRequest, pins: object = pins) -> Strategy:
+            def plan(request: PlanRequest, way: Way = way) -> Strategy:
                 stages = pipelined(
                     mesh,
                     self.config.pipeline,
@@ -239,22 +269,26 @@ class _Search:
                 return infer_strategy(
                     replace(request, mesh=mesh),
                     planner="auto",
-                    pins=pins,  # type: ignore[arg-type]  # of `ways`
+                    pins=way.of(request.graph, first),
                     stages=stages.stages,
                     in_flight=stages.in_flight,
                     orders=stages.orders,
                     staleness=stages.staleness,
                 )
 
-            yield _Candidate(name=f"{way} on {_mesh_words(mesh)}", plan=plan)
+            yield _Candidate(name=f"{name} on {_mesh_words(mesh)}", plan=plan)
 
     def _searches(self, mesh: Placement) -> Iterator[_Candidate]:
         limit, seconds = self.limit_bytes, self.config.time_limit_s
         ilp = IlpPlanner(IlpConfig(memory_bytes=limit, time_limit_s=seconds / 4, gap=0.01))
         yield _Candidate(name=f"ilp on {_mesh_words(mesh)}", plan=ilp.plan)
-        if mesh.axes == (DATA,):
-            osdp = OsdpPlanner(OsdpConfig(memory_bytes=limit))
-            yield _Candidate(name=f"osdp on {_mesh_words(mesh)}", plan=osdp.plan)
+        osdp = OsdpPlanner(OsdpConfig(memory_bytes=limit))
+        yield _Candidate(name=f"osdp on {_mesh_words(mesh)}", plan=osdp.plan)
+        dlplacer = DlplacerPlanner(DlplacerConfig(memory_bytes=limit, time_limit_s=seconds / 8))
+        yield _Candidate(name="dlplacer", plan=dlplacer.plan)
+        if mesh.mesh_shape[0] > 1:
+            stanza = StanzaPlanner(StanzaConfig(memory_bytes=limit, time_limit_s=seconds / 8))
+            yield _Candidate(name="stanza", plan=stanza.plan)
         yield from self._stage_searches(mesh)
         yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig()).plan)
         yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig()).plan)

@@ -24,6 +24,9 @@ AXES = ("pipe", "data", "tensor")
 #: The axis of stages, and that of samples, unless another is named.
 PIPE, DATA = AXES[0], AXES[1]
 
+#: What `sbp_planner.patterns` finds in graphs.
+PATTERNS = ("tensor", "classes", "tables", "experts", "sequence")
+
 #: As `pipeline`: the fastest schedule that fits.
 AUTO = "auto"
 
@@ -110,6 +113,9 @@ class ManualConfig:
     """Settings of `sbp_planner.manual`.
 
     Args:
+        patterns: Mesh axis -> names of patterns that are looked for in the graph of the step, see
+            `sbp_planner.patterns`; `*` is every axis that is not named. What is found comes after
+            pins of words (`batch`, `parameters`, ...) and before those of names.
         pins: Pattern -> SBP, in the order in which they apply; see `sbp_core.infer.pins`.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
         pipeline: The schedule of several stages, by its name in `sbp_core.pipeline`, or `auto` for
@@ -124,6 +130,7 @@ class ManualConfig:
         fits: Models whose names the pins speak of, for messages; empty: any.
     """
 
+    patterns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     stage_patterns: tuple[tuple[str, ...], ...] = ()
     pipeline: str = "1f1b"
@@ -135,6 +142,14 @@ class ManualConfig:
 
     def __post_init__(self) -> None:
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)
+        for axis, names in self.patterns.items():
+            for name in names:
+                if name not in PATTERNS:
+                    raise ConfigError(
+                        f"patterns.{axis}={list(names)}: {name!r} is no pattern",
+                        accepted=", ".join(PATTERNS),
+                        todo=f"did you mean {near!r}?" if (near := nearest(name, PATTERNS)) else "",
+                    )
         if self.pins:
             _check_pins(self.pins, "pins")
 

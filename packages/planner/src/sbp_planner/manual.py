@@ -1,17 +1,22 @@
 """The planner `manual`: pins from the config, everything else inferred at least cost.
 
-Holds no inference; that is `sbp_core.infer`.
+Pins are of words (`batch`, `activations`, ...), of patterns that are found in the graph, and of
+names, in this order: later ones override earlier ones, and the user's override all.
+
+Holds no inference, which is `sbp_core.infer`, and no patterns, which are `sbp_planner.patterns`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.infer import PINS, Pipelined, infer_strategy
+from sbp_core.infer import PINS, PinValue, Pipelined, infer_strategy, is_pin_word
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig, check_axes, fit_any
+from sbp_planner.pattern_pins import pattern_pins
 from sbp_planner.schedules import with_schedule
 
 
@@ -26,18 +31,21 @@ class ManualPlanner:
 
         Raises:
             ConfigError: a pin or a stage pattern cannot be meant, nothing fulfils the pins, the
-                mesh lacks an axis that the preset needs, or its schedule is none for the mesh.
+                graph lacks a pattern, the mesh an axis that the preset needs, or its schedule is
+                none for the mesh.
             PlanError: nothing fulfils the stages.
         """
         mesh, fits = request.mesh, self.config.fits
         check_axes(self.config.needed_axes, mesh.mesh_shape, mesh.axes)
         config = self.config
+        found = pattern_pins(request.graph, mesh, config.patterns)
+        pins = _joined(found.pins, config.pins)
 
         def infer(stages: Pipelined) -> Strategy:
             return infer_strategy(
                 request,
                 planner="manual",
-                pins=config.pins,
+                pins=pins,
                 stage_patterns=config.stage_patterns,
                 stages=stages.stages,
                 in_flight=stages.in_flight,
@@ -46,7 +54,7 @@ class ManualPlanner:
             )
 
         try:
-            return with_schedule(request, config, infer)
+            planned = with_schedule(request, config, infer)
         except (ConfigError, PlanError) as error:
             if PINS not in error.where:
                 raise
@@ -57,6 +65,29 @@ class ManualPlanner:
                 accepted=error.accepted,
                 todo=f"choose a preset for any model: {fit_any()}" if fits else error.todo,
             ) from error
+        told = [*found.explanation, *planned.report.get("explanation", ())]
+        return replace(planned, report={**planned.report, "explanation": told}) if told else planned
+
+
+def _joined(
+    found: Mapping[str, Mapping[str, str]], pins: Mapping[str, PinValue]
+) -> dict[str, PinValue]:
+    """Return pins of words, then what patterns found, then pins of names.
+
+    Args:
+        found: Pattern -> mesh axis -> SBP.
+        pins: Of words and names, in the order in which they apply.
+    """
+    joined: dict[str, PinValue] = {name: pin for name, pin in pins.items() if is_pin_word(name)}
+    joined |= found
+    for name, pin in pins.items():
+        if is_pin_word(name):
+            continue
+        # A name keeps what was found of it on mesh axes that its pin says nothing of.
+        before = joined.pop(name, None)
+        both = isinstance(pin, Mapping) and isinstance(before, Mapping) and "*" not in pin
+        joined[name] = {**before, **pin} if both else pin  # type: ignore[dict-item]  # see `both`
+    return joined
 
 
 def build(config: ManualConfig) -> ManualPlanner:

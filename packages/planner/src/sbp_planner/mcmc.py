@@ -32,6 +32,7 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated
+from sbp_planner.joint.near import limited
 from sbp_planner.search_configs import McmcConfig
 
 
@@ -50,6 +51,7 @@ class McmcPlanner:
         """
         config, quiet = self.config, replace(request, progress=None)
         problem = joint_problem(quiet, pins=config.pins)
+        limited(problem)
         limit = config.memory_bytes or request.cluster.device.memory_bytes
         compilation = Compilation(request=quiet, limit_bytes=limit)
 

@@ -29,6 +29,7 @@ from sbp_core.infer import FORBIDDEN_S, PINS, CostTables, joint_problem, minimis
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
+from sbp_planner.joint.near import limited
 from sbp_planner.search_configs import OptcnnConfig
 
 
@@ -46,6 +47,7 @@ class OptcnnPlanner:
             PlanError: nothing fulfils the pins.
         """
         problem = joint_problem(replace(request, progress=None), pins=self.config.pins)
+        is_near = limited(problem, tied=False)
         before = problem.cost(problem.start)
         if request.progress:
             request.progress("eliminating operators", 0.5)
@@ -57,7 +59,10 @@ class OptcnnPlanner:
         seconds = problem.cost(values)
         if seconds >= FORBIDDEN_S:
             raise PlanError("no assignment fulfils the pins", where=PINS, todo="remove a pin")
-        how = "exact" if found.exact else "some operators were held in each round"
+        exact = found.exact and not is_near
+        how = "exact" if exact else "some operators were held in each round"
+        if is_near:
+            how = "of the signatures that differ from these on one mesh axis"
         return strategy_of(
             request,
             problem.work,
@@ -66,7 +71,7 @@ class OptcnnPlanner:
             report={
                 "cost_s": seconds,
                 "cost_by_axis_s": before,
-                **({"bound_s": seconds, "gap": 0.0} if found.exact else {}),
+                **({"bound_s": seconds, "gap": 0.0} if exact else {}),
                 "explanation": [
                     f"optcnn: {format_seconds(seconds)} a step without overlap, "
                     f"{format_seconds(before)} axis by axis; {how}"

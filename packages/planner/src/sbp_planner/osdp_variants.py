@@ -21,6 +21,7 @@ from math import inf
 from time import monotonic
 
 from sbp_core.errors import SbpError
+from sbp_core.graph import graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices, SliceAlong
 from sbp_core.memory import MemoryKind
 from sbp_core.plugins import PlanRequest
@@ -155,9 +156,12 @@ class VariantSearch:
                 return first
             self.tried.remove(first)
         try:
-            return self._looked_at(whole, self.request.of(whole))
+            joined = self.request.of(whole)
+            if graph_hash(joined.graph) != graph_hash(self.request.graph):
+                return self._looked_at(whole, joined)
         except SbpError:  # such as pins of what only the other form has
-            return self._looked_at(asked, self.request)
+            pass
+        return self._looked_at(asked, self.request)
 
     def _search_counts(self, family: GraphFamily, first: Tried) -> None:
         """Look at numbers of micro-batches, each with ever more recomputation."""

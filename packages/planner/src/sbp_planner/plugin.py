@@ -12,6 +12,7 @@ from sbp_planner.configs import FileConfig, InferConfig, ManualConfig, OsdpConfi
 from sbp_planner.search_configs import (
     AlpaConfig,
     AutoConfig,
+    DlplacerConfig,
     ExhaustiveConfig,
     GalvatronConfig,
     GpipeConfig,
@@ -20,6 +21,7 @@ from sbp_planner.search_configs import (
     McmcConfig,
     OptcnnConfig,
     PipedreamConfig,
+    StanzaConfig,
     TofuConfig,
 )
 
@@ -39,6 +41,11 @@ def sbp_planners() -> Mapping[str, Factory]:
             build="sbp_planner.auto:build",
             config=AutoConfig,
             summary="other planners, on other meshes of the same ranks: the fastest that fits",
+        ),
+        "dlplacer": Factory(
+            build="sbp_planner.placers:build_dlplacer",
+            config=DlplacerConfig,
+            summary="groups of operators on ranks of their own, by an integer program",
         ),
         "exhaustive": Factory(
             build="sbp_planner.exhaustive:build",
@@ -79,6 +86,11 @@ def sbp_planners() -> Mapping[str, Factory]:
             build="sbp_planner.pipelines:build_pipedream",
             config=PipedreamConfig,
             summary="a pipeline whose stages may have several ranks",
+        ),
+        "stanza": Factory(
+            build="sbp_planner.placers:build_stanza",
+            config=StanzaConfig,
+            summary="two parts of the model on two parts of the ranks",
         ),
         "tofu": Factory(
             build="sbp_planner.tofu:build",

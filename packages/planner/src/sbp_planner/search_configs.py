@@ -193,6 +193,44 @@ class AlpaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DlplacerConfig:
+    """Settings of `sbp_planner.placers.DlplacerPlanner`.
+
+    Args:
+        memory_bytes: Memory of a rank that the plan may use; None takes the device's.
+        time_limit_s: For the integer program, in seconds.
+        gap: Relative distance to the bound at which it counts as solved, >= 0.
+        max_groups: Of operators; neighbours in a chain are placed as one while there are more.
+    """
+
+    memory_bytes: float | None = None
+    time_limit_s: float = 30.0
+    gap: float = 0.01
+    max_groups: int = 32
+
+    def __post_init__(self) -> None:
+        _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s, max_groups=self.max_groups)
+        if not self.gap >= 0:
+            raise ConfigError(f"gap={self.gap}", accepted="a number from 0, such as 0.01")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StanzaConfig(DlplacerConfig):
+    """Settings of `sbp_planner.placers.StanzaPlanner`.
+
+    Args:
+        few: Positions of the smaller part; None for the fastest.
+    """
+
+    few: int | None = None
+
+    def __post_init__(self) -> None:
+        DlplacerConfig.__post_init__(self)
+        if self.few is not None and self.few < 1:
+            raise ConfigError(f"few={self.few}", accepted="1 or more, or null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GalvatronConfig:
     """Settings of `sbp_planner.galvatron`.
 

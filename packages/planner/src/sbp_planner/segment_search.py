@@ -189,8 +189,8 @@ class SegmentSearch:
         """
         memory = replace(self.held(in_flight), limit_bytes=limit_bytes)
         if len(self.problem.unary) > MAX_PROGRAM_VARIABLES:
-            priced = PricedMemory(self.problem, self.step, max_entries=MAX_ENTRIES)
-            values = priced.within(memory, free)
+            priced = PricedMemory(self.problem, self.step, memory, free, max_entries=MAX_ENTRIES)
+            values = priced.within(limit_bytes)
         else:
             lowered = lower_step(self.problem, ties=repeated(self.problem), held=memory)
             found = solve(lowered.choice, time_limit_s=_PROGRAM_S, gap=1e-3).assignment

@@ -4,32 +4,74 @@
     data parallel     S(0) on data    free                      -
     ZeRO-1            S(0) on data    updates sharded           -
     ZeRO-3            S(0) on data    all sharded               -
+    tensor parallel   B               columns and rows          what lies between
     free              free            free                      everything
 
 On a mesh of several axes, the first is that of the data, and everything is free on the others:
 there inference finds which operators are split by columns or rows, whose classes, tables or
-experts.
+experts. Columns and rows that the graph shows are tried as well: what inference finds is the best
+for a sum of times, without overlap.
 
-Source: Rajbhandari et al., "ZeRO", SC 2020, section 5 (stages 1 and 3).
+Source: Rajbhandari et al., "ZeRO", SC 2020, section 5 (stages 1 and 3); Shoeybi et al.,
+"Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue
 from sbp_core.placement import Placement
+from sbp_planner.pattern_pins import pattern_pins
 
 _DATA = ("batch", "use:batch", "activations")
 _UPDATES = ("optimizer_states", "gradients", "updates")
 
 
-def ways(mesh: Placement) -> Mapping[str, Mapping[str, PinValue]]:
-    """Return sets of pins by name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to begin.
+
+    Args:
+        pins: Of words.
+        patterns: What is looked for in the graph: mesh axis -> names.
+    """
+
+    pins: Mapping[str, PinValue]
+    patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def of(self, graph: LogicalGraph, mesh: Placement) -> Mapping[str, PinValue]:
+        """Return its pins of a step.
+
+        Args:
+            graph: The step.
+            mesh: Of one stage.
+
+        Raises:
+            ConfigError: the graph does not have the patterns.
+        """
+        return {**self.pins, **pattern_pins(graph, mesh, self.patterns).pins}
+
+
+def ways(mesh: Placement) -> Mapping[str, Way]:
+    """Return ways to begin by name.
 
     Args:
         mesh: Of one stage.
     """
+    found = {name: Way(pins=pins) for name, pins in _without_patterns(mesh).items()}
+    first, last = mesh.axes[0], mesh.axes[-1]
+    tensor = {last: ["tensor"]}
+    if len(mesh.axes) == 1:
+        return found | {"tensor parallel": Way(pins={"batch": "B"}, patterns=tensor)}
+    split = {first: "S(0)"}
+    pins = {**dict.fromkeys(_DATA, split), "batch": {**split, last: "B"}}
+    return found | {f"tensor parallel on {last}": Way(pins=pins, patterns=tensor)}
+
+
+def _without_patterns(mesh: Placement) -> Mapping[str, Mapping[str, PinValue]]:
     if len(mesh.axes) == 1:
         return {
             "data parallel": dict.fromkeys(_DATA, "S(0)"),

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "FakeTensor",
     "OpOverload",
     "TorchDispatchMode",
     "annotated",
@@ -105,8 +106,9 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call] # torch leaves
         # The tracer asks for tensors without data by entering once more.
         if len(self.enter_stack) != self._tracing_depth:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        given = tree_leaves((args, kwargs))
-        if any(isinstance(one, FakeTensor) for one in given):
+        if any(isinstance(one, FakeTensor) for one in args) or any(
+            isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs))
+        ):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if is_mutable(func):  # what is written to is there already
             return func(*args, **kwargs)

@@ -64,6 +64,11 @@ class Planned:
         except PlanError as error:
             return error.what
 
+    @property
+    def knows_memory(self) -> bool:
+        """Whether `memory` has been predicted, so that to ask for it takes no time."""
+        return "memory" in vars(self)
+
     @cached_property
     def lowered(self) -> Lowered:
         """The ops with their boxing, before small tensors are merged to travel together."""
@@ -418,7 +423,16 @@ def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> 
         stage_patterns=modules if len(modules) > 1 else (),
         in_flight=(1,) * len(modules),
     )
-    made = compiled(graph, replace(strategy, regather=train.strategy.regather), settings)
+    # What an evaluation does not read, such as the counts of batch norms, has no stage of its own.
+    unread = {
+        name: train.strategy.storage[name]
+        for name in strategy.storage
+        if name in train.strategy.storage and not graph.users[name]
+    }
+    strategy = replace(
+        strategy, storage={**strategy.storage, **unread}, regather=train.strategy.regather
+    )
+    made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made
 

@@ -37,7 +37,8 @@ def print_plan(
         say(console, legend(rows, mesh, stages))
     plan, graph, strategy = planned.plan, planned.graph, planned.strategy
     rows, num_steps = planned.module_rows, planned.num_steps
-    say(console, summary(plan, graph, strategy, rows, num_steps, planned.checked))
+    checked, step_s = planned.checked, planned.simulation.step_s
+    say(console, summary(plan, graph, strategy, rows, num_steps, checked, step_s))
     say(console, saving_lines(graph, strategy))
     say(console, memory_lines(plan, planned.memory))
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from sbp_core.compile import Accumulate, Compute, PhysicalPlan
 from sbp_core.infer import one_forward_one_backward
 from sbp_core.placement import Placement
-from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleRow
@@ -31,12 +30,20 @@ _NAMES = {"pipedream": "PipeDream", "2bw": "2BW"}
 _MOST_NAMES = 4
 
 
-def pipeline_lines(plan: PhysicalPlan, strategy: Strategy, rows: Sequence[ModuleRow]) -> list[str]:
-    """Return schedule, stages and bubble; nothing for a plan of one stage."""
+def pipeline_lines(
+    plan: PhysicalPlan, strategy: Strategy, rows: Sequence[ModuleRow], step_s: float
+) -> list[str]:
+    """Return schedule, stages and bubble; nothing for a plan of one stage.
+
+    Args:
+        plan: The plan.
+        strategy: What it was compiled from.
+        rows: Those of its table.
+        step_s: The predicted time of a step, in seconds.
+    """
     count, micro_batches = len(plan.stages), plan.num_micro_batches
     if count == 1:
         return []
-    step_s = simulate(plan).step_s
     busy = [_busy_s(plan, stage) / step_s for stage in plan.stages]
     batches = f"{micro_batches} micro-batch" + "es" * (micro_batches != 1)
     lines = [f"pipeline: {count} stages, {batches}, schedule {_schedule(plan, strategy)}"]

@@ -13,7 +13,6 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.memory import MemoryReport
 from sbp_core.sbp import Split
 from sbp_core.signatures import OpCall, work_flop
-from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.planning.pipeline import pipeline_lines
@@ -137,6 +136,7 @@ def summary(
     rows: Sequence[ModuleRow],
     num_steps: Mapping[StepKind, int],
     checked: CheckReport,
+    step_s: float,
 ) -> list[str]:
     """Return the lines under the table: what the plan is and moves, and the planner's why.
 
@@ -149,15 +149,16 @@ def summary(
         rows: Those of the table.
         num_steps: Boxing steps of each kind between ranks, before small tensors are merged.
         checked: What the check of the plan showed.
+        step_s: The predicted time of a step, in seconds.
     """
     return [
         f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
         f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
-        *pipeline_lines(plan, strategy, rows),
+        *pipeline_lines(plan, strategy, rows, step_s),
         *arithmetic_lines(graph, strategy),
         *_boxing_lines(plan, num_steps),
         "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
-        f"predicted time of a step: {format_seconds(simulate(plan).step_s)}",
+        f"predicted time of a step: {format_seconds(step_s)}",
         *period_lines(checked),
         *strategy.report.get("explanation", ()),
     ]
@@ -167,7 +168,7 @@ def _boxing_lines(plan: PhysicalPlan, num_steps: Mapping[StepKind, int]) -> list
     """Return how much a step sends, and in how many collectives and transfers beside its commit."""
     firings = {
         actor.step: actor.num_firings(plan.repetitions)
-        for part in plan.ranks
+        for part in plan.distinct
         for actor in part.actors
         if isinstance(actor, BoxingActor) and actor.name != COMMIT
     }

@@ -135,6 +135,9 @@ def train(
 
 def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
     """Print the plan's table and its summary; `todo` says how to see the rest."""
+    if not planned.knows_memory:
+        with run.stage("predicting the memory of each rank"):
+            _ = planned.memory
     mesh = dict(zip(run.config.axes, run.config.mesh, strict=True))
     print_plan(run.console, planned, mesh, run.config.trainer.plan_rows, todo)
 

@@ -125,11 +125,17 @@ class TreeMoves:
         spans = self._spans(forest, values, proposed, changed, trees)
         usage = self.compact.excess(values)
         order = np.concatenate([frees[np.argsort(priced[frees], kind="stable")], others])
-        first = self._taken(usage, spans, order.tolist())
+        room = _Room(usage, spans)
+        chosen = [tree for tree in order.tolist() if room.takes(tree)]
         fits = not len(usage) or usage.max() <= 0
-        chosen = first
-        if fits and len(frees) and cost[first].sum() >= 0:
-            chosen = self._taken(usage, spans, others.tolist())
+        if fits and len(frees):
+            # What freed memory that nothing made use of is taken back, the dearest first.
+            dearest = frees[np.argsort(-cost[frees], kind="stable")].tolist()
+            needless = {tree for tree in dearest if tree in room.taken and room.returns(tree)}
+            chosen = [tree for tree in chosen if tree not in needless]
+            if cost[chosen].sum() >= 0:
+                room = _Room(usage, spans)
+                chosen = [tree for tree in others.tolist() if room.takes(tree)]
         return _with(values, proposed, changed[np.isin(forest.tree[changed], trees[chosen])])
 
     def drawn(self, values: Ints, prices: Floats, temperature: float) -> Ints:
@@ -152,8 +158,9 @@ class TreeMoves:
             return values
         trees, *_ = self._differences(forest, values, proposed, changed, own)
         spans = self._spans(forest, values, proposed, changed, trees)
+        room = _Room(self.compact.excess(values), spans)
         order = self.random.permutation(len(trees)).tolist()
-        chosen = self._taken(self.compact.excess(values), spans, order)
+        chosen = [tree for tree in order if room.takes(tree)]
         return _with(values, proposed, changed[np.isin(forest.tree[changed], trees[chosen])])
 
     def _next(self) -> Forest:
@@ -243,30 +250,6 @@ class TreeMoves:
         every = every[:, np.argsort(every[0], kind="stable")]
         ends = np.searchsorted(every[0], np.arange(len(trees) + 1)).tolist()
         return [(every[1, a:b], every[2, a:b], every[3, a:b]) for a, b in pairwise(ends)]
-
-    def _taken(
-        self, excess: Ints, spans: list[tuple[Ints, Ints, Ints]], order: list[int]
-    ) -> list[int]:
-        """Return the trees that fit one after the other, in that order."""
-        if not len(excess):
-            return order
-        excess = excess.copy()
-        most = np.maximum(excess, 0)
-        taken = []
-        for tree in order:
-            first, end, more = spans[tree]
-            if len(first):
-                low, high = int(first.min()), int(end.max())
-                change = np.zeros(high - low + 1, dtype=np.int64)
-                np.add.at(change, first - low, more)
-                np.subtract.at(change, end - low, more)
-                level = np.cumsum(change)[:-1]
-                after = excess[low:high] + level
-                if ((after > most[low:high]) & (level > 0)).any():
-                    continue
-                excess[low:high] = after
-            taken.append(tree)
-        return taken
 
     def _grown(self) -> Forest:
         """Hold some nodes, at random, such that the others form small trees."""
@@ -382,6 +365,53 @@ class TreeMoves:
             parts.append((held, ragged(compact.first[nodes], sizes), entry, stride))
         held, column, entry, stride = (np.concatenate(part) for part in zip(*parts, strict=True))
         return held, column, entry, stride
+
+
+class _Room:
+    """The memory that changes of trees may take.
+
+    Args:
+        excess: Bytes of each row above its capacity.
+        spans: Of each tree the spans that change: first and end row, and bytes more.
+
+    Attributes:
+        taken: The trees that were taken.
+    """
+
+    def __init__(self, excess: Ints, spans: list[tuple[Ints, Ints, Ints]]) -> None:
+        self.excess = excess.copy()
+        self.most = np.maximum(excess, 0)
+        self.spans = spans
+        self.taken: set[int] = set()
+
+    def takes(self, tree: int) -> bool:
+        """Take the change of a tree if no row gets farther above its capacity than it was."""
+        fits = self._change(tree, 1)
+        if fits:
+            self.taken.add(tree)
+        return fits
+
+    def returns(self, tree: int) -> bool:
+        """Take a change back, on the same condition."""
+        fits = self._change(tree, -1)
+        if fits:
+            self.taken.discard(tree)
+        return fits
+
+    def _change(self, tree: int, sign: int) -> bool:
+        first, end, more = self.spans[tree]
+        if not len(first):
+            return True
+        low, high = int(first.min()), int(end.max())
+        change = np.zeros(high - low + 1, dtype=np.int64)
+        np.add.at(change, first - low, sign * more)
+        np.subtract.at(change, end - low, sign * more)
+        level = np.cumsum(change)[:-1]
+        after = self.excess[low:high] + level
+        if ((after > self.most[low:high]) & (level > 0)).any():
+            return False
+        self.excess[low:high] = after
+        return True
 
 
 def _with(values: Ints, proposed: Ints, changed: Ints) -> Ints:

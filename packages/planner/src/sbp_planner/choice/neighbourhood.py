@@ -9,13 +9,16 @@ The nodes that are freed hang together, or hold memory at one row near its capac
 Reduced costs, once known, guide: nodes are freed first that take what puts the bound up, and of the
 freed ones those strategies and pairs are left out that put it up a lot. How many are left out is
 drawn: few nodes with all of their strategies, or many with the best. What has brought most of late
-is drawn most. As many are freed as can be solved in about a second: more after a quick solve, fewer
-after one that ran out of time. While an assignment does not fit, what is minimised is the part by
+is drawn most. As many are freed as can be solved in some seconds: more after a quick solve, fewer
+after one that ran out of time; the more has been in vain, the more seconds (variable neighbourhood
+search). While an assignment does not fit, what is minimised is the part by
 which it exceeds; while it takes forbidden pairs, these cost a lot instead.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
-problems", CP 1998 (large neighbourhood search); Danna, Rothberg and Le Pape, "Exploring relaxation
-induced neighborhoods to improve MIP solutions", Mathematical Programming 102 (2005) (the guide).
+problems", CP 1998 (large neighbourhood search); Hansen and Mladenovic, "Variable neighborhood
+search", European Journal of Operational Research 130 (2001); Danna, Rothberg and Le Pape,
+"Exploring relaxation induced neighborhoods to improve MIP solutions", Mathematical Programming 102
+(2005) (the guide).
 """
 
 from __future__ import annotations
@@ -38,9 +41,13 @@ _PAIRS = 6_000.0
 _FEWEST_PAIRS = 200.0
 _MOST_PAIRS = 100_000.0
 
-#: Seconds for one integer program, and what is quick.
-_SOLVE_S = 4.0
-_QUICK_S = 1.0
+#: Seconds for one integer program, at least and at most; by how much more after one in vain, and
+#: less after another; the part of them that is quick; the part of the time left that is enough.
+_SOLVE_S = (3.0, 30.0)
+_MORE_S = 1.1
+_LESS_S = 0.6
+_QUICK = 0.25
+_SOLVE_PART = 0.1
 
 #: Parts of all pairs that are kept, by the guide.
 _PARTS = (1.0, 0.3, 0.1, 0.03)
@@ -125,6 +132,7 @@ class Neighbourhoods:
         self.guide: ReducedCosts | None = None
         self.rows: Ints = np.zeros(0, dtype=np.int64)
         self.kinds = [_Kind(inf, self._pairs(allowed(compact.flat.entries)))]
+        self.seconds = _SOLVE_S[0]
         self.values = values
         self.merit = self._merit(values)
 
@@ -179,9 +187,10 @@ class Neighbourhoods:
         if proposal is None:
             return False
         began = time.monotonic()
+        most = max(min(self.seconds, _SOLVE_PART * (deadline - began)), _SOLVE_S[0])
         result = solve_program(
             proposal.part,
-            min(deadline, began + _SOLVE_S),
+            min(deadline, began + most),
             gap=1e-5,
             start=proposal.start,
             elastic=proposal.elastic,
@@ -193,7 +202,7 @@ class Neighbourhoods:
         """Return nodes to free; None if there are none.
 
         Args:
-            larger: How much larger than can be solved in about a second it may be.
+            larger: How much larger it may be than others.
         """
         number = self._drawn_kind()
         free = self._chosen(self.kinds[number], larger)
@@ -218,7 +227,7 @@ class Neighbourhoods:
     def accept(self, proposal: Proposal, result: ProgramResult, took_s: float) -> bool:
         """Take a result over, if the assignment becomes better by it; return whether it did."""
         kind = self.kinds[proposal.kind % len(self.kinds)]
-        if took_s < _QUICK_S:
+        if took_s < _QUICK * self.seconds:
             kind.budget = min(kind.budget * 1.2, _MOST_PAIRS)
         elif not result.optimal:
             kind.budget = max(kind.budget * 0.7, _FEWEST_PAIRS)
@@ -233,6 +242,8 @@ class Neighbourhoods:
             if better:
                 gain = max(self.merit.cost - merit.cost, 0.0) if self.fits else 1.0
                 self.values, self.merit = values, merit
+        longer = self.seconds * (_LESS_S if better else _MORE_S)
+        self.seconds = min(max(longer, _SOLVE_S[0]), _SOLVE_S[1])
         kind.gain = _MEMORY * kind.gain + (1 - _MEMORY) * gain / max(took_s, 0.05)
         return better
 

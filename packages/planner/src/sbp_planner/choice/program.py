@@ -317,7 +317,7 @@ def _passed(
     lp.a_matrix_.start_ = starts.astype(np.int32)
     lp.a_matrix_.index_ = rows[order].astype(np.int32)
     lp.a_matrix_.value_ = entries[order]
-    model = _silent_model()
+    model = silent_model()
     model.setOptionValue("mip_rel_gap", gap)
     model.setOptionValue("threads", 1)
     model.setOptionValue("mip_abs_gap", 0.0)
@@ -325,7 +325,7 @@ def _passed(
     return model
 
 
-def _silent_model() -> Any:
+def silent_model() -> Any:
     """Return an empty model that prints nothing.
 
     Its constructor prints a banner to file descriptor 1, which may be somebody's output.

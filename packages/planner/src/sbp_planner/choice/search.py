@@ -16,7 +16,8 @@ was not solved in time, the second process has neighbourhoods to solve for a whi
 Assignments get better by trees, which change much at once but by what is near; by neighbourhoods,
 which see farther and cost more; and by trees drawn at random, at a temperature that falls
 (annealing). What has brought most of late has most of the time. Where none is known that fits,
-prices of rows above their capacity are raised until one does.
+prices of rows above their capacity are raised until one does; where forbidden pairs stay, nodes are
+tried one after the other.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", Science 220 (1983).
 """
@@ -29,6 +30,7 @@ from math import inf
 
 import numpy as np
 
+from sbp_planner.choice.consistent import consistent
 from sbp_planner.choice.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.forest import TreeMoves
 from sbp_planner.choice.graph import NothingAllowedError
@@ -68,12 +70,19 @@ _SETTLING_SWEEPS = 3
 _LITTLE = 0.003
 _LITTLE_ROUNDS = 4
 
-#: Part of the time that messages may have first, and in which they alternate with neighbourhoods.
+#: Part of the time that messages may have first; their part later, compared to the search between
+#: two rounds of them, at least and at most; the rise, as a part of the gap, for the most; seconds
+#: of the search at least.
 _MESSAGES_PART = 0.2
-_MESSAGES_SHARE = 0.15
+_MESSAGES_SHARES = (0.1, 1.0)
+_MUCH = 0.03
+_NEAR_S = 2.0
 
 #: Times that prices are raised, at most, to make an assignment fit.
 _RAISES = 100
+
+#: Part of the time left in which an assignment without forbidden pairs is looked for.
+_CONSISTENT_PART = 0.4
 
 #: By how much the logarithm of the prices varies from forest to forest; forests without a better
 #: assignment that are enough.
@@ -114,6 +123,7 @@ class Search:
         self.worker_below = inf
         self.worker_block: Proposal | None = None
         self._offered = 0.0
+        self._messages_s = 0.0
         # What trees have not made better.
         self._settled: Ints | None = None
 
@@ -122,16 +132,23 @@ class Search:
         try:
             self._pass_messages(self.record.after(_MESSAGES_PART))
             self._move_trees()
+            if self.near.merit.forbidden:
+                self._avoid_forbidden()
             if not self.near.fits:
                 self._press()
+            share = _MESSAGES_SHARES[1]
             while not self.record.done:
                 began = time.monotonic()
                 self._guide()
                 self._feed_worker()
-                took = time.monotonic() - began
-                self._search_near(time.monotonic() + max(2.0, took / _MESSAGES_SHARE))
-                took = time.monotonic() - began
-                self._pass_messages(time.monotonic() + _MESSAGES_SHARE * took)
+                self._search_near(time.monotonic() + max(_NEAR_S, self._messages_s / share))
+                took, before = time.monotonic() - began, self.dual.bound
+                self._pass_messages(time.monotonic() + share * took)
+                # While the bound rises, messages have most of the time.
+                rise = (self.dual.bound - before) / max(self.record.cost - before, 1e-300)
+                share = max(share / 2, _MESSAGES_SHARES[0])
+                if rise > _MUCH:
+                    share = _MESSAGES_SHARES[1]
         finally:
             self._offer_near(force=True)
             if self.worker is not None:
@@ -202,7 +219,7 @@ class Search:
 
     def _pass_messages(self, until: float) -> None:
         """Sweep until the bound hardly rises, or the time is up."""
-        little = 0
+        little, began = 0, time.monotonic()
         self.dual.restart_prices()
         while not self.record.done and little < _LITTLE_ROUNDS:
             before = self.dual.bound
@@ -217,8 +234,18 @@ class Search:
             self._listen()
             gap = min(self.record.cost - self.dual.bound, abs(self.dual.bound))
             little = little + 1 if self.dual.bound - before <= _LITTLE * gap else 0
+            self._messages_s = time.monotonic() - began
             if time.monotonic() >= until:
                 return
+
+    def _avoid_forbidden(self) -> None:
+        """Look for an assignment without forbidden pairs, near what the messages say."""
+        wanted = self.dual.reduced_costs().nodes
+        until = self.record.after(_CONSISTENT_PART)
+        values = consistent(self.part.compact, wanted, until)
+        if values is not None:
+            self.near.replace_values(values)
+            self._move_trees()
 
     def _press(self) -> None:
         """Raise prices of rows above their capacity until an assignment fits."""

@@ -12,6 +12,7 @@ All find assignments for one record of the best, in terms of the problem as it w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,9 +29,11 @@ from sbp_planner.choice.search import Search
 #: With at most so many allowed pairs, the integer program comes first.
 _FEW_PAIRS = 50_000
 
-#: Part of the time that reductions, and the first integer program, may take.
+#: Part of the time that reductions, and the first integer program, may take; seconds that it may at
+#: most: what is not proved by then is better searched beside it.
 _REDUCE_PART = 0.4
 _FIRST_PART = 0.4
+_FIRST_S = 20.0
 
 
 def solve(
@@ -86,7 +89,7 @@ def _run(record: Record, start: Sequence[int] | None) -> None:
     if part.num_pairs <= _FEW_PAIRS:
         result = solve_program(
             part.compact,
-            record.after(_FIRST_PART),
+            min(record.after(_FIRST_PART), time.monotonic() + _FIRST_S),
             record.gap,
             begin,
             on_better=part.offer,

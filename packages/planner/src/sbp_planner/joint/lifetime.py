@@ -18,9 +18,12 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.graph import ITEMSIZE, Phase, TensorType
+from sbp_core.graph import ITEMSIZE, InputKind, Phase, TensorType
 from sbp_core.infer import StepProblem
 from sbp_core.sbp import NdSbp, Sbp, local_shape
+
+#: What is stored from step to step.
+_STATES = (InputKind.PARAMETER, InputKind.OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,6 +106,26 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
         intervals[variable] = (stage * length, (stage + 1) * length)
     assert num_stages * length >= max(end for _, end in intervals)
     return Held(usages=tuple(usages), intervals=tuple(intervals), limit_bytes=limit_bytes)
+
+
+def stored_bytes(problem: StepProblem, values: Sequence[int]) -> int:
+    """Return what the states of an assignment take on the fullest rank, in bytes.
+
+    Whatever else a plan holds, it holds these: the first rank of a stage has the largest shard of
+    each of them.
+
+    Args:
+        problem: The step.
+        values: Of its variables.
+    """
+    work = problem.work
+    by_stage = [0] * len(work.placements)
+    for entry in work.inputs:
+        if entry.kind in _STATES:
+            stage = work.stages.inputs[entry.name]
+            sbp = problem.storage_entries[entry.name][values[problem.storage_variable[entry.name]]]
+            by_stage[stage] += _bytes(work.graph.tensor(entry.name), sbp, work.mesh_shape(stage))
+    return max(by_stage)
 
 
 def _last_uses(problem: StepProblem, place: dict[str, int]) -> dict[str, int]:

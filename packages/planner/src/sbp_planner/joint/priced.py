@@ -3,21 +3,29 @@
     minimise    cost(x) + price * sum_v usage_v(x_v) share_v                             [s]
 
 share_v is the part of the *full* places, at which the cheapest assignment holds more than the
-limit, that v is alive at. The higher the price, the less an assignment holds; the lowest price
-whose assignment keeps to the limit is found by doubling and halving, and the cheapest that keeps
-to it is taken. Each price is an elimination of the tied step (`sbp_core.infer.minimise`), so this
-goes where an integer program with memory in it does not.
+limit, that v is alive at. The higher the price, the less an assignment holds. Each price is an
+elimination of the tied step (`sbp_core.infer.minimise`), so this goes where an integer program with
+memory in it does not. Prices are looked for between an assignment that holds too much and one that
+does not, at which the two would be equals, until there is nothing better than these between them:
 
-What it finds is no optimum: assignments between those of two prices are not seen. The bound of the
-step without memory holds all the same.
+    cost            a  holds too much
+      |              .
+      |               .  .  c   is found at the price at which a and b are equals
+      |                       .  b  keeps to the limit
+      +------------------------------ memory
+
+What it finds is no optimum: assignments above the line between two prices are not seen. The bound
+of the step without memory holds all the same.
 
 Source: Everett, "Generalized Lagrange multiplier method for solving problems of optimum allocation
-of resources", Operations Research 11 (1963).
+of resources", Operations Research 11 (1963); the prices: Handler and Zang, "A dual algorithm for
+the constrained shortest path problem", Networks 10 (1980).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,70 +34,138 @@ from sbp_core.infer import FORBIDDEN_S, CostTables, Factor, StepProblem, minimis
 from sbp_planner.joint.layers import TiedStep
 from sbp_planner.joint.lifetime import Held
 
-#: Prices that are doubled, and halved between two, at most.
-_MAX_DOUBLINGS, _MAX_HALVINGS = 16, 6
+Bytes = NDArray[np.float64]
+
+#: Prices that are tried for one limit, at most.
+_MAX_PRICES = 12
+
+#: By how much a price is raised that is too low, and to how much in all.
+_RAISE, _HIGHEST = 8.0, 1e6
 
 #: Of elimination, for each price.
 _MAX_ROUNDS = 3
 
+#: What is gained by another price is not looked for if it is less than this share of the cost.
+_LEAST_GAIN = 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """An assignment that is the cheapest at some price.
+
+    Args:
+        values: Of all variables of the step.
+        cost_s: Without the price.
+        priced_bytes: What the price is paid on.
+        peak_bytes: What it holds at most, as counted.
+    """
+
+    values: tuple[int, ...]
+    cost_s: float
+    priced_bytes: float
+    peak_bytes: float
+
 
 class PricedMemory:
-    """A step whose memory has a price.
+    """A step whose memory has a price; assignments are kept from limit to limit.
 
     Args:
         problem: The step.
         step: With its equal layers alike.
+        memory: What values hold, and the limit that is looked for first.
+        free: The cheapest assignment without a limit.
         max_entries: Of the largest table.
     """
 
-    def __init__(self, problem: StepProblem, step: TiedStep, *, max_entries: int) -> None:
-        self.problem, self.step, self.max_entries = problem, step, max_entries
+    def __init__(
+        self,
+        problem: StepProblem,
+        step: TiedStep,
+        memory: Held,
+        free: Sequence[int],
+        *,
+        max_entries: int,
+    ) -> None:
+        self.problem, self.step, self.memory = problem, step, memory
+        self.max_entries = max_entries
         self.tables = CostTables(step, max_entries=max_entries)
+        self.shares, self.held_bytes = self._priced_bytes(free)
+        first = self._noted(tuple(free))
+        self.found: list[_Found] = [first]
+        #: The next of the prices that are tried where nothing keeps to a limit, and the last, which
+        #: is so high that memory is all that matters.
+        self.price = first.cost_s / max(first.peak_bytes, 1)
+        self.highest = _HIGHEST * self.price
 
-    def within(self, memory: Held, free: Sequence[int]) -> tuple[int, ...] | None:
+    def within(self, limit_bytes: float) -> tuple[int, ...] | None:
         """Return a cheap assignment that keeps to a limit; None if no price leads to one.
 
         Args:
-            memory: What values hold, and the limit.
-            free: The cheapest assignment without a limit.
+            limit_bytes: What may be held at any place, as counted.
         """
-        held_bytes = self._priced_bytes(memory, free)
-        price = self.problem.cost(free) / max(memory.peak_bytes(free), 1)
-        low, best = 0.0, None
-        for _ in range(_MAX_DOUBLINGS):
-            values = self._cheapest(price, held_bytes)
-            if memory.peak_bytes(values) <= memory.limit_bytes:
-                best = values
+        # Higher prices until one is high enough; the price is on the full places alone, so the
+        # highest does not lead to the lowest peak.
+        while not any(one.peak_bytes <= limit_bytes for one in self.found):
+            if self.price > self.highest:
+                return None
+            self._cheapest(self.price)
+            self.price *= _RAISE
+        for _ in range(_MAX_PRICES):
+            below = self._best_within(limit_bytes)
+            # The leanest of those that hold too much.
+            over = [one for one in self.found if one.peak_bytes > limit_bytes]
+            over = [one for one in over if one.cost_s < below.cost_s]
+            if not over:
                 break
-            low, price = price, 2 * price
-        if best is None:
-            return None
-        high = price
-        for _ in range(_MAX_HALVINGS):
-            price = (low + high) / 2
-            values = self._cheapest(price, held_bytes)
-            if memory.peak_bytes(values) > memory.limit_bytes:
-                low = price
-                continue
-            high = price
-            if self.problem.cost(values) < self.problem.cost(best):
-                best = values
-        return best if self.problem.cost(best) < FORBIDDEN_S else None
+            above = min(over, key=lambda one: (one.priced_bytes, one.cost_s))
+            gained_s = below.cost_s - above.cost_s
+            more_bytes = above.priced_bytes - below.priced_bytes
+            if gained_s <= _LEAST_GAIN * below.cost_s or more_bytes <= 0:
+                break
+            price = gained_s / more_bytes
+            known = {above.values, below.values}
+            one = self._cheapest(price)
+            equal = below.cost_s + price * below.priced_bytes
+            if one.values in known or one.cost_s + price * one.priced_bytes >= equal * (1 - 1e-9):
+                break
+        return self._best_within(limit_bytes).values
 
-    def _priced_bytes(self, memory: Held, free: Sequence[int]) -> list[NDArray[np.float64]]:
-        """Return for each tied variable the bytes at full places of each of its values."""
+    def leanest(self) -> tuple[int, ...]:
+        """Return the assignment that holds least of those that were found."""
+        return min(self.found, key=lambda one: one.peak_bytes).values
+
+    def _best_within(self, limit_bytes: float) -> _Found:
+        fitting = [one for one in self.found if one.peak_bytes <= limit_bytes]
+        return min(fitting, key=lambda one: one.cost_s)
+
+    def _priced_bytes(self, free: Sequence[int]) -> tuple[list[float], list[Bytes]]:
+        """Return the shares, and for each tied variable the priced bytes of its values."""
+        memory = self.memory
         full = np.flatnonzero(memory.by_place(free) > memory.limit_bytes)
-        found = [np.zeros(len(table)) for table in self.step.unary]
+        found: list[Bytes] = [np.zeros(len(table)) for table in self.step.unary]
+        shares = []
         for variable, of in enumerate(self.step.tied):
             start, end = memory.intervals[variable]
             share = np.count_nonzero((full >= start) & (full < end)) / max(len(full), 1)
+            shares.append(float(share))
             if share:
                 found[of] = found[of] + share * memory.usages[variable]
-        return found
+        return shares, found
 
-    def _cheapest(self, price: float, held_bytes: list[NDArray[np.float64]]) -> tuple[int, ...]:
-        """Return the cheapest assignment at a price in seconds for each byte."""
-        priced = [Factor((v,), price * held) for v, held in enumerate(held_bytes) if held.any()]
+    def _noted(self, values: tuple[int, ...]) -> _Found:
+        usages = zip(self.shares, self.memory.usages, values, strict=True)
+        return _Found(
+            values=values,
+            cost_s=self.problem.cost(values),
+            priced_bytes=sum(share * float(usage[at]) for share, usage, at in usages),
+            peak_bytes=self.memory.peak_bytes(values),
+        )
+
+    def _cheapest(self, price: float) -> _Found:
+        """Find the cheapest assignment at a price in seconds for each byte, and keep it."""
+        priced = [
+            Factor((v,), price * held) for v, held in enumerate(self.held_bytes) if held.any()
+        ]
         found = minimise(
             self.tables.sizes,
             [*self.tables.factors, *priced],
@@ -97,4 +173,7 @@ class PricedMemory:
             max_entries=self.max_entries,
             max_rounds=_MAX_ROUNDS,
         )
-        return self.step.expanded(found.values)
+        one = self._noted(self.step.expanded(found.values))
+        if one.cost_s < FORBIDDEN_S:
+            self.found.append(one)
+        return one

@@ -9,13 +9,15 @@
    next to each other, or the tries are used up. The fastest that fits is taken.
 
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
-without overlap; with equal layers alike, none that is so.
+without overlap; with equal layers alike, none that is so. Where signatures are too many, such as on
+three mesh axes, step 1 is repeated near what it finds (`joint.near`), and the bound is a floor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -36,8 +38,9 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
 from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated, tie, untied
-from sbp_planner.joint.lifetime import Held, held
+from sbp_planner.joint.lifetime import Held, held, stored_bytes
 from sbp_planner.joint.lower import lower_step
+from sbp_planner.joint.near import floor_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
 from sbp_planner.joint.prove import prove
 
@@ -51,8 +54,15 @@ MAX_PROGRAM_VARIABLES = 600
 #: Of the largest table of the first elimination, and of one value with its users.
 MAX_ENTRIES, MAX_DIRECT_ENTRIES = 1 << 16, 1 << 20
 
+#: Of the largest table of an elimination at a price on memory, of which there are many.
+MAX_PRICED_ENTRIES = 1 << 14
+
 #: Pairs of strategies of an integer program, above which none is tried.
 MAX_PAIRS = 4_000_000
+
+#: Rounds around what was found, where not all signatures are looked at, and what ends them: a gain
+#: of less than this share.
+MAX_ROUNDS, _LEAST_GAIN = 3, 1e-4
 
 #: Share of the time for the proof; the rest is for the integer program.
 _PROOF_SHARE = 0.5
@@ -134,26 +144,56 @@ class _Search:
         self.problem = joint_problem(
             quiet, pins=pins, stages=stages.stages if stages is not None else None
         )
+        #: What all signatures together take at least, if some of them are not looked at.
+        self.floor_s: float | None = None
+        num_signatures, floor = sum(self.problem.sizes), floor_s(self.problem)
+        if limited(self.problem, tied=settings.tied):
+            self.floor_s, self.num_signatures = floor, num_signatures
+        self.by_axis_s = self.problem.cost(self.problem.start)
         self.step = tie(self.problem) if settings.tied else untied(self.problem)
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
-        self.least_bytes = 0.0
+        self.plans: dict[Values, Compiled] = {}
+        self.least_bytes = inf
+        self.priced: PricedMemory | None = None
 
     def run(self) -> Strategy:
         free = self.free()
-        best, compiled = free.values, self.compiled(free.values)
-        if not compiled.fits:
-            found = self.within_memory(free.values, compiled)
-            if found is None:
-                raise PlanError(
-                    f"no plan that was found fits the {format_bytes(self.limit_bytes)} of a rank: "
-                    f"the least needs {format_bytes(self.least_bytes)}",
-                    where=f"planner {self.settings.planner}",
-                    accepted=f"{self.settings.limit_key} >= {self.least_bytes:.0f}",
-                    todo="raise trainer.micro_batches, recompute (compile.passes.recompute), or "
-                    "take more ranks",
-                )
-            best, compiled = found
-        return self.reported(best, compiled, free)
+        if self.floor_s is not None:
+            free = self.around(free)
+        # What does not fit with its states alone need not be compiled.
+        stored = stored_bytes(self.problem, free.values)
+        first = self.compiled(free.values) if stored <= self.limit_bytes else None
+        if first is not None and first.fits:
+            return self.reported(free.values, free)
+        best = self.within_memory(free.values, first)
+        if best is None:
+            raise PlanError(
+                f"no plan that was found fits the {format_bytes(self.limit_bytes)} of a rank: "
+                f"the least needs {format_bytes(self.least_bytes)}",
+                where=f"planner {self.settings.planner}",
+                accepted=f"{self.settings.limit_key} >= {self.least_bytes:.0f}",
+                todo="raise trainer.micro_batches, recompute (compile.passes.recompute), or "
+                "take more ranks",
+            )
+        return self.reported(best, free)
+
+    def around(self, free: Assigned) -> Assigned:
+        """Look near what was found near an assignment, while that gains something.
+
+        What is returned is of the last problem that was looked at, near whose start it is.
+        """
+        ends = monotonic() + self.settings.time_limit_s
+        for _ in range(MAX_ROUNDS):
+            cost = self.problem.cost(free.values)
+            if cost > (1 - _LEAST_GAIN) * self.problem.cost(self.problem.start):
+                break
+            tied = self.settings.tied
+            self.problem = recentred(self.problem, free.values, tied=tied)
+            self.step = tie(self.problem) if tied else untied(self.problem)
+            free = self.free()
+            if monotonic() > ends:
+                break
+        return free
 
     def free(self) -> Assigned:
         """Return the cheapest assignment whatever memory it takes, and a bound.
@@ -203,47 +243,59 @@ class _Search:
             )
         return found
 
-    def within_memory(self, free: Values, compiled: Compiled) -> tuple[Values, Compiled] | None:
-        """Return the fastest plan that fits, of limits that close in on where plans fit."""
+    def within_memory(self, free: Values, first: Compiled | None) -> Values | None:
+        """Return the fastest plan that fits, of limits that close in on where plans fit.
+
+        Args:
+            free: The fastest of all.
+            first: Its plan, which does not fit; None if it was not compiled.
+        """
         flight = self.stages.in_flight if self.stages is not None else ()
         counted = held(self.problem, self.limit_bytes, flight)
-        num_tries = (
-            MAX_TRIES if len(self.problem.unary) <= MAX_PROGRAM_VARIABLES else MAX_LARGE_TRIES
-        )
+        is_large = len(self.problem.unary) > MAX_PROGRAM_VARIABLES
+        num_tries = MAX_LARGE_TRIES if is_large else MAX_TRIES
         above, below = float(counted.peak_bytes(free)), 0.0
-        wanted = above + self.limit_bytes - compiled.memory_bytes
-        self.least_bytes = compiled.memory_bytes
-        found: tuple[Values, Compiled] | None = None
+        wanted = self.limit_bytes
+        if first is not None:
+            wanted += above - first.memory_bytes
+        if is_large:
+            self.priced = PricedMemory(
+                self.problem, self.step, counted, free, max_entries=MAX_PRICED_ENTRIES
+            )
+        best: tuple[Values, Compiled] | None = None
         for number in range(num_tries):
             if not below < wanted < above:
                 wanted = (below + above) / 2
             self._say("choosing within memory", 0.6 + 0.4 * number / num_tries)
-            values = self.within(counted.within(wanted), free)
-            if values is None:
+            values = self.within(counted.within(wanted))
+            if values is None or values in self.plans:
+                # Nothing holds so little; or it is what a lower limit led to.
                 below = wanted
-                if above - below < 0.01 * self.limit_bytes:
-                    break
                 wanted = (below + above) / 2
-                continue
-            compiled = self.compiled(values)
-            peak = counted.peak_bytes(values)
-            self.least_bytes = min(self.least_bytes, compiled.memory_bytes)
-            if compiled.fits:
-                below = wanted
-                if found is None or compiled.rank() < found[1].rank():
-                    found = values, compiled
             else:
-                above = min(wanted, float(peak))
+                compiled = self.compiled(values)
+                peak = counted.peak_bytes(values)
+                if compiled.fits:
+                    below = wanted
+                    if best is None or compiled.rank() < best[1].rank():
+                        best = values, compiled
+                else:
+                    above = min(wanted, float(peak))
+                wanted = peak + self.limit_bytes - compiled.memory_bytes
             if above - below < 0.01 * self.limit_bytes:
                 break
-            wanted = peak + self.limit_bytes - compiled.memory_bytes
-        return found
+        if best is not None:
+            return best[0]
+        if self.priced is not None:
+            # What holds least is the last hope, and what the message speaks of.
+            leanest = self.priced.leanest()
+            return leanest if self.compiled(leanest).fits else None
+        return None
 
-    def within(self, memory: Held, free: Values) -> Values | None:
+    def within(self, memory: Held) -> Values | None:
         """Return the cheapest assignment within a counted limit; None if none was found."""
-        if len(self.problem.unary) > MAX_PROGRAM_VARIABLES:
-            priced = PricedMemory(self.problem, self.step, max_entries=MAX_ENTRIES)
-            return priced.within(memory, free)
+        if self.priced is not None:
+            return self.priced.within(memory.limit_bytes)
         ties = repeated(self.problem) if self.settings.tied else ()
         lowered = lower_step(self.problem, ties=ties, held=memory)
         solution = solve(
@@ -256,10 +308,14 @@ class _Search:
         return lowered.values(solution.assignment)
 
     def compiled(self, values: Values) -> Compiled:
-        """Compile an assignment."""
-        return self.compilation.compiled(self.strategy(values))
+        """Compile an assignment, unless it was before."""
+        if values not in self.plans:
+            found = self.compilation.compiled(self.strategy(values, is_predicted=False))
+            self.plans[values] = found
+            self.least_bytes = min(self.least_bytes, found.memory_bytes)
+        return self.plans[values]
 
-    def strategy(self, values: Values) -> Strategy:
+    def strategy(self, values: Values, *, is_predicted: bool) -> Strategy:
         """Return the strategy of an assignment."""
         stages = self.stages
         return strategy_of(
@@ -270,19 +326,21 @@ class _Search:
             in_flight=stages.in_flight if stages is not None else None,
             orders=stages.orders if stages is not None else (),
             staleness=stages.staleness if stages is not None else (),
+            is_predicted=is_predicted,
         )
 
-    def reported(self, best: Values, compiled: Compiled, free: Assigned) -> Strategy:
+    def reported(self, best: Values, free: Assigned) -> Strategy:
         """Return the strategy, and in its report what was found and proved.
 
         Args:
             best: What was chosen.
-            compiled: Its plan.
             free: The best without a limit of memory, whose bound holds for all.
         """
         problem = self.problem
-        cost, by_axis = problem.cost(best), problem.cost(problem.start)
+        cost, by_axis = problem.cost(best), self.by_axis_s
         bound = min(free.bound_s, cost)
+        if self.floor_s is not None:
+            bound = min(self.floor_s, bound)
         gap = (cost - bound) / cost if cost > 0 else 0.0
         tied = ", equal layers alike," if self.settings.tied else ""
         lines = [
@@ -290,6 +348,13 @@ class _Search:
             f"{format_seconds(by_axis)} axis by axis; no assignment{tied} takes less than "
             f"{format_seconds(bound)} (gap {gap:.2%})"
         ]
+        if self.floor_s is not None:
+            lines.append(
+                f"  {self.num_signatures} signatures are too many: {sum(problem.sizes)} are looked "
+                f"at, which differ on one mesh axis from what was found; none of these takes less "
+                f"than {format_seconds(min(free.bound_s, cost))}, and all others at least the time "
+                "of the operators alone"
+            )
         if best != free.values:
             lines.append(
                 f"  memory: the fastest without a limit takes "
@@ -298,6 +363,7 @@ class _Search:
                 "compiled"
             )
         report: dict[str, Any] = {
+            **({"bound_near_s": min(free.bound_s, cost)} if self.floor_s is not None else {}),
             "cost_s": cost,
             "cost_by_axis_s": by_axis,
             "bound_s": bound,
@@ -305,7 +371,8 @@ class _Search:
             "num_compiled": self.compilation.num_compiled,
             "explanation": lines,
         }
-        return replace(compiled.strategy, report={**compiled.strategy.report, **report})
+        strategy = self.strategy(best, is_predicted=True)
+        return replace(strategy, report={**strategy.report, **report})
 
     def _say(self, what: str, fraction: float) -> None:
         if self.request.progress is not None:

@@ -14,6 +14,9 @@ Products of the same numbers over separate dims leave the batch a dim that can b
     x t b i,   w i o -> t b o          matmul    S(1), as the batch is split
     g t b o,   x t b i -> o i          tensordot: the gradient of the weight, partial sums
 
+Products of batches of matrices whose two batch dims were merged get them back first, so that heads
+can be split, too (`merged_batches`).
+
 The pass propagates the position of the batch from dim 0 of the batch inputs through the graph, by
 the notation of each operator. A product whose rows have no known batch stays as it is.
 """
@@ -24,6 +27,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
+from sbp_aten.passes.merged_batches import separate_merged_batches
 from sbp_aten.passes.simplify import fold_views
 from sbp_core.errors import SignatureError
 from sbp_core.graph import Argument, InputKind, LogicalGraph, Node, Ref, TensorType, drop_dead
@@ -57,6 +61,7 @@ def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
     before: a = view(x, [t * b, i]); y = mm(a, w); z = view(y, [t, b, o])
     after:  z = matmul(x, w)                          x is [t, b, i]
     """
+    graph = separate_merged_batches(graph)
     factors = _find_batch_factors(graph) if any(map(_is_flattening, graph.nodes)) else {}
     if not any(factor.is_strided for factor in factors.values()):
         return graph

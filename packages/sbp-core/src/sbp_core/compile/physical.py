@@ -427,7 +427,7 @@ class PhysicalPlan:
         """Bytes that one step moves between ranks, summed over ranks, as the steps price them."""
         moves = {
             actor.step: actor.num_firings(self.repetitions)
-            for part in self.ranks
+            for part in self.distinct
             for actor in part.actors
             if isinstance(actor, Collective | Receive)
         }

@@ -347,9 +347,22 @@ class _Actors:
         """Return which results and new states are among the keys."""
         made, lowered = set(keys), self.program.lowered
         return {
-            "emits": tuple((n, k) for n, ks in lowered.results.items() for k in ks if k in made),
+            "emits": tuple(
+                (name, key)
+                for name, keys in lowered.results.items()
+                for at, key in enumerate(keys)
+                if key in made and not self._is_on_one_of(keys[:at])
+            ),
             "writes": self.program.written(made),
         }
+
+    def _is_on_one_of(self, keys: Sequence[str]) -> bool:
+        """Whether this rank has one of some values: it gives each result once.
+
+        A loss that is made on rank 3 goes to a stage on ranks 0 to 3 for the sake of ranks 0 to 2.
+        """
+        held = self.program.lowered.held
+        return any(held[key].stage in self.stages for key in keys)
 
 
 def _precedence(item: Item) -> tuple[int, int, int, bool]:

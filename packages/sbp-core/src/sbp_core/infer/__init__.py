@@ -3,7 +3,8 @@
 In the order in which they are used: `stages` (where each node runs), `pins` (what is decided),
 `work` (what is to be decided), `problem` (variables and costs on some mesh axes), `axis` (one of
 them as a min-sum problem), `minsum` (solves it), `predict_cost` (what the result costs). `nearby`
-changes a strategy as little as a pin asks for, `one_axis` decides one axis of it anew.
+changes a strategy as little as a pin asks for, `one_axis` decides one axis of it anew, and
+`placed` has stages that somebody has chosen node by node.
 
 Stability: provisional.
 """
@@ -13,8 +14,17 @@ from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.minsum import Factor, minimise
 from sbp_core.infer.nearby import Nearby, infer_nearby
 from sbp_core.infer.one_axis import infer_axis
-from sbp_core.infer.pins import PINS, PIPE_AXIS, Pins, PinValue, check_pin, resolve_pins
+from sbp_core.infer.pins import (
+    PINS,
+    PIPE_AXIS,
+    Pins,
+    PinValue,
+    check_pin,
+    is_pin_word,
+    resolve_pins,
+)
 from sbp_core.infer.pipeline import Pipelined, pipelined
+from sbp_core.infer.placed import infer_placed
 from sbp_core.infer.predict import Conversion, conversions, predict_cost
 from sbp_core.infer.problem import FORBIDDEN_S, StepProblem
 from sbp_core.infer.solve import (
@@ -56,7 +66,9 @@ __all__ = [
     "forward_blocks",
     "infer_axis",
     "infer_nearby",
+    "infer_placed",
     "infer_strategy",
+    "is_pin_word",
     "joint_problem",
     "minimise",
     "one_forward_one_backward",

@@ -109,6 +109,12 @@ class Pins:
     use: Mapping[tuple[str, int], Pin]
 
 
+def is_pin_word(pattern: str) -> bool:
+    """Return whether a pattern is a word for many tensors: `batch`, `use:batch`, `gradients`."""
+    bare = pattern.removeprefix(USE)
+    return bare in INPUT_WORDS or bare in VALUE_WORDS
+
+
 def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str, PinValue]) -> Pins:
     """Resolve pins; later layers override earlier ones.
 
@@ -130,8 +136,7 @@ def resolve_pins(graph: LogicalGraph, axes: Sequence[str], *layers: Mapping[str,
             entries = _entries(value, axes, text)
             # Words mean many tensors at once, some of which may not be able to hold the pin: those
             # are passed over. Who names a tensor or a module means it.
-            bare = pattern.removeprefix(USE)
-            firm = bare not in INPUT_WORDS and bare not in VALUE_WORDS
+            bare, firm = pattern.removeprefix(USE), not is_pin_word(pattern)
             matched = names.match(bare, text)
             if not firm:
                 _check_some_hold(graph, matched, entries, bare, text)

@@ -3,16 +3,29 @@
 A search that decides one mesh axis at a time prices a conversion as the route on the mesh of one
 axis that a group of ranks along that axis is, one that decides all axes at once as the whole route.
 The whole plan is priced again, with whole routes, when it is done.
+
+Conversions that differ in names alone have one price, and one key:
+
+    dims may change places                 float32[8, 64] S(0) -> S(1)  on 4 ranks
+    dims that all ranks divide evenly          = float32[64, 8] S(1) -> S(0)
+    count by the size of the tensor            = float32[16, 32] S(0) -> S(1)
+    alone                                          dims: {0, 1} split by axis 0 at source, target
+    so may stages                          stage 1 -> stage 2  =  stage 2 -> stage 3
+
+and where all dims are even, tensors of all sizes take the same steps. So a route is looked for
+once, and of another size each of its steps is priced once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, prod
+from dataclasses import dataclass
+from math import inf, lcm, prod
 
 from sbp_core.boxing.router import route
+from sbp_core.boxing.routes import Route
 from sbp_core.cluster import Cluster
-from sbp_core.cost import boxing_time_s
+from sbp_core.cost import boxing_step_time_s
 from sbp_core.errors import SbpError
 from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.placement import Placement
@@ -20,6 +33,29 @@ from sbp_core.sbp import NdSbp, Sbp, Split
 
 #: (seconds, bytes moved between all ranks)
 Price = tuple[float, int]
+
+#: The SBP of a tensor on the axes.
+Entries = tuple[Sbp, ...]
+
+#: What names do not matter to; without what sizes do not matter to, where they do not.
+_Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _End:
+    """One end of conversions: a stage and an SBP.
+
+    Args:
+        stage: Which.
+        entries: The SBP on the axes.
+        splits: Mask of the axes that split each dim which some axis splits.
+        rest: Number of the entries without the dims of splits.
+    """
+
+    stage: int
+    entries: Entries
+    splits: tuple[tuple[int, int], ...]
+    rest: int
 
 
 class Prices:
@@ -37,14 +73,24 @@ class Prices:
             stage.size // prod(stage.mesh_shape[axis] for axis in axes) for stage in stages
         ]
         self._cluster = cluster
-        self._found: dict[tuple[object, ...], Price] = {}
+        #: Evenly divided by every placement that a route may take part on.
+        self._parts = lcm(*(group.size for group in self._groups))
+        self._found: dict[_Key, Price] = {}
+        self._ends: dict[tuple[int, Entries], _End] = {}
+        self._rests: dict[tuple[Sbp | None, ...], int] = {}
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._layouts: dict[tuple[object, ...], int] = {}
+        # Of even tensors: the steps of a conversion, by its key without sizes, and the seconds and
+        # bytes of a step, by its own key and the sizes.
+        self._steps: dict[_Key, tuple[_Key, ...]] = {}
+        self._step_prices: dict[_Key, Price] = {}
 
     def price(
         self,
         shape: tuple[int, ...],
         dtype: str,
-        source: tuple[int, tuple[Sbp, ...]],
-        target: tuple[int, tuple[Sbp, ...]],
+        source: tuple[int, Entries],
+        target: tuple[int, Entries],
     ) -> Price:
         """Return the price from one (stage, SBP on these axes) to another.
 
@@ -57,58 +103,148 @@ class Prices:
         Returns:
             Seconds and bytes; infinite seconds if no route exists.
         """
-        if source == target:
-            return 0.0, 0
-        key = self._alike(shape, dtype, source, target)
-        if key not in self._found:
-            self._found[key] = self._ask(shape, dtype, source, target)
-        return self._found[key]
+        return self.table(shape, dtype, (source,), (target,))[0][0]
 
-    def _alike(
+    def table(
         self,
         shape: tuple[int, ...],
         dtype: str,
-        source: tuple[int, tuple[Sbp, ...]],
-        target: tuple[int, tuple[Sbp, ...]],
-    ) -> tuple[object, ...]:
-        """Return a key that is equal for conversions of one price.
+        sources: Sequence[tuple[int, Entries]],
+        targets: Sequence[tuple[int, Entries]],
+    ) -> list[list[Price]]:
+        """Return the price from each of some ends (rows) to each of others (columns); see `price`.
 
-        Dims may change places, and of one that all ranks divide evenly the extent does not matter
-        beside the size of the tensor:
-
-            float32[8, 64] S(0) -> S(1)  on 4 ranks  =  float32[64, 8] S(1) -> S(0)
-                                                     =  float32[16, 32] S(0) -> S(1)
+        Args:
+            shape: Of what one group of ranks along the axes holds together.
+            dtype: Its dtype name.
+            sources: (stage, SBP on these axes) of each.
+            targets: Likewise.
         """
-        ends = (*source[1], *target[1])
-        ranks = max(self._groups[source[0]].size, self._groups[target[0]].size)
-        at: dict[int, list[int]] = {}
-        for place, entry in enumerate(ends):
-            if isinstance(entry, Split):
-                at.setdefault(entry.dim, []).append(place)
-        dims = sorted(
-            (tuple(at.get(dim, ())), 0 if extent % ranks == 0 else extent)
-            for dim, extent in enumerate(shape)
-        )
-        rest = tuple(None if isinstance(entry, Split) else entry for entry in ends)
-        return (source[0], target[0], prod(shape), ITEMSIZE[dtype], *dims, rest)
+        # Of a dim that is divided evenly the extent does not matter.
+        extents = [0 if extent and extent % self._parts == 0 else 1 + extent for extent in shape]
+        is_even = bool(shape) and not any(extents)
+        sizes = (prod(shape), ITEMSIZE[dtype])
+        ends = [self._end(target) for target in targets]
+        found: list[list[Price]] = []
+        for start in map(self._end, sources):
+            row: list[Price] = []
+            found.append(row)
+            for end in ends:
+                if start is end:
+                    row.append((0.0, 0))
+                    continue
+                alike = self._alike(extents, start, end)
+                key = (*sizes, *alike)
+                if key not in self._found:
+                    self._found[key] = self._priced(
+                        shape, dtype, (start, end), sizes, alike if is_even else None
+                    )
+                row.append(self._found[key])
+        return found
 
-    def _ask(
+    def _end(self, end: tuple[int, Entries]) -> _End:
+        found = self._ends.get(end)
+        if found is None:
+            stage, entries = end
+            masks: dict[int, int] = {}
+            for axis, entry in enumerate(entries):
+                if isinstance(entry, Split):
+                    masks[entry.dim] = masks.get(entry.dim, 0) | 1 << axis
+            rest = tuple(None if isinstance(entry, Split) else entry for entry in entries)
+            number = self._rests.setdefault(rest, len(self._rests))
+            found = self._ends[end] = _End(stage, entries, tuple(masks.items()), number)
+        return found
+
+    def _pair(self, source: int, target: int) -> int:
+        """Return a number for two stages, equal for pairs of stages between which all costs alike.
+
+        What ranks share is all that prices know of them: the ranks themselves, nodes, and groups of
+        nodes, by the order in which they appear.
+        """
+        found = self._pairs.get((source, target))
+        if found is None:
+            groups = (self._groups[source], self._groups[target])
+            ranks = [rank for group in groups for rank in group.rank_list]
+            layout: list[object] = [(group.mesh_shape, group.axes) for group in groups]
+            layout += [self._num_groups[source], self._num_groups[target]]
+            for size in (1, *self._cluster.group_sizes):
+                number: dict[int, int] = {}
+                layout.append(tuple(number.setdefault(rank // size, len(number)) for rank in ranks))
+            found = self._layouts.setdefault(tuple(layout), len(self._layouts))
+            self._pairs[source, target] = found
+        return found
+
+    def _alike(self, extents: Sequence[int], source: _End, target: _End) -> _Key:
+        """Return a key that is equal for conversions of one price, for tensors of one size."""
+        masks = [0] * len(extents)
+        for dim, mask in source.splits:
+            masks[dim] = mask
+        for dim, mask in target.splits:
+            masks[dim] |= mask << len(target.entries)
+        dims = sorted(zip(masks, extents, strict=True))
+        return (self._pair(source.stage, target.stage), source.rest, target.rest, *dims)
+
+    def _priced(
         self,
         shape: tuple[int, ...],
         dtype: str,
-        source: tuple[int, tuple[Sbp, ...]],
-        target: tuple[int, tuple[Sbp, ...]],
+        ends: tuple[_End, _End],
+        sizes: tuple[int, int],
+        alike: _Key | None,
     ) -> Price:
+        """Price a conversion; of an even tensor by steps that are known, if they are."""
+        steps = self._steps.get(alike) if alike is not None else None
+        if steps is not None:
+            prices = [self._step_prices.get((*sizes, *step)) for step in steps]
+            known = [price for price in prices if price is not None]
+            if len(known) == len(prices):
+                return sum(price[0] for price in known), sum(price[1] for price in known)
+        source, target = ends
         try:
             found = route(
                 shape,
                 dtype,
-                (self._groups[source[0]], NdSbp(*source[1])),
-                (self._groups[target[0]], NdSbp(*target[1])),
+                (self._groups[source.stage], NdSbp(*source.entries)),
+                (self._groups[target.stage], NdSbp(*target.entries)),
             )
         except SbpError:
             return inf, 0
-        return boxing_time_s(found, self._cluster), found.bytes * self._num_groups[source[0]]
+        times = self._num_groups[source.stage]
+        if alike is None:
+            seconds = sum(boxing_step_time_s(step, self._cluster) for step in found.steps)
+            return seconds, found.bytes * times
+        return self._noted(found, ends, sizes, alike, times)
+
+    def _noted(
+        self,
+        found: Route,
+        ends: tuple[_End, _End],
+        sizes: tuple[int, int],
+        alike: _Key,
+        times: int,
+    ) -> Price:
+        """Price the steps of a route, and keep them for tensors of other sizes."""
+        extents = [0] * len(found.shape)
+        stages = (ends[0].stage, ends[1].stage)
+        keys: list[_Key] = []
+        seconds, size_bytes = 0.0, 0
+        for step in found.steps:
+            start, end = (self._end_of(state, stages) for state in (step.source, step.target))
+            key = (step.kind, step.axes, *self._alike(extents, start, end))
+            keys.append(key)
+            one = self._step_prices.get((*sizes, *key))
+            if one is None:
+                one = boxing_step_time_s(step, self._cluster), step.size_bytes * times
+                self._step_prices[(*sizes, *key)] = one
+            seconds, size_bytes = seconds + one[0], size_bytes + one[1]
+        self._steps[alike] = tuple(keys)
+        return seconds, size_bytes
+
+    def _end_of(self, state: tuple[Placement, NdSbp], stages: tuple[int, int]) -> _End:
+        """Return the end that a state between steps is, on one of two stages."""
+        placement, sbp = state
+        stage = stages[0] if placement == self._groups[stages[0]] else stages[1]
+        return self._end((stage, tuple(sbp)))
 
 
 def _group(stage: Placement, axes: range) -> Placement:

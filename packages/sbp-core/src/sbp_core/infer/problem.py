@@ -13,6 +13,9 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
                 views of gradients rather pass partial values on
 
+Conversions are priced when they are first asked for; where they would be too many, values are left
+out before (`restrict`).
+
 Slices of an operator (`sbp_aten.passes.operator_slicing`) are boxed as the whole would be: a slice
 costs its share of that, not the latency of a message of its own, for which a larger tensor might be
 gathered.
@@ -30,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isinf
+from functools import cached_property
 
 import numpy as np
 
@@ -129,20 +132,61 @@ class StepProblem:
         self.node_variable: dict[str, int] = {}
         self.storage_variable: dict[str, int] = {}
         self.storage_entries: dict[str, tuple[Entries, ...]] = {}
-        self.groups: list[ConversionGroup] = []
         # Repeated layers ask for the same under other names, so what is made once is kept: options
         # by their call and pins, entries by options, costs and targets by entries. Ids tell these
         # apart, as everything that has one lives as long as this.
         self._whole: tuple[Entries, ...] = ((B,) * len(axes),)
         self._storages: dict[tuple[Entries, ...], tuple[Entries, ...]] = {}
         self._kept: dict[tuple[int, tuple[int, ...]], tuple[tuple[Signature1d, ...], ...]] = {}
+        self._restricted: list[object] = []
         self._found_entries: dict[tuple[int, str, int], tuple[Entries, ...]] = {}
         self._costs: dict[object, tuple[Table, tuple[Numbers, ...]]] = {}
         self._add_storage()
         self._add_nodes()
-        for value in work.graph.types:
-            if work.graph.is_tensor(value):
-                self.groups += self._groups_of(value)
+
+    @cached_property
+    def groups(self) -> list[ConversionGroup]:
+        """The conversions, priced when they are first asked for."""
+        graph = self.work.graph
+        values = (value for value in graph.types if graph.is_tensor(value))
+        return [group for value in values for group in self._groups_of(value)]
+
+    @property
+    def num_prices(self) -> int:
+        """How many conversions of tensors that are alike there are to price, at most."""
+        found: dict[object, int] = {}
+        for value in self.work.graph.types:
+            if self.work.graph.is_tensor(value):
+                source = self._source(value)
+                targets = {id(end.entries): end.entries for end in self._targets(value, source)}
+                key = (self._unsliced(value), id(source.entries), *targets)
+                if key not in found:
+                    asked = {entries for of in targets.values() for entries in of}
+                    found[key] = len(set(source.entries)) * len(asked)
+        return sum(found.values())
+
+    def restrict(self, kept: Sequence[Numbers]) -> None:
+        """Leave out values of variables, before conversions are priced.
+
+        Args:
+            kept: For each variable the places of the values that stay, ascending; what it starts
+                from is among them.
+        """
+        assert "groups" not in vars(self), "conversions are priced already"
+        places = [tuple(of.tolist()) for of in kept]
+        for name, parts in self.parts.items():
+            at = places[self.node_variable[name]]
+            key = (id(parts), at)
+            # What is left out stays alive, as ids tell options apart.
+            self._restricted.append(parts)
+            if key not in self._kept:
+                self._kept[key] = tuple(parts[place] for place in at)
+            self.parts[name] = self._kept[key]
+        for name, entries in self.storage_entries.items():
+            left = tuple(entries[place] for place in places[self.storage_variable[name]])
+            self.storage_entries[name] = self._storages.setdefault(left, left)
+        self.unary = [table[of] for table, of in zip(self.unary, kept, strict=True)]
+        self.start = [of.index(start) for of, start in zip(places, self.start, strict=True)]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -236,6 +280,7 @@ class StepProblem:
 
     def _add_nodes(self) -> None:
         table = OptionTable(self.work, self.axes)
+        seconds: dict[tuple[int, tuple[int, ...], int, bool], list[float]] = {}
         for node in self.work.nodes:
             decided = self.decision.nodes.get(node.name, ())
             options = table.options(node, decided[: self.axes.start])
@@ -247,14 +292,15 @@ class StepProblem:
             if key not in self._kept:
                 self._kept[key] = tuple(options.parts[at] for at in kept)
             parts = self.parts[node.name] = self._kept[key]
-            found = self._decided(decided)
-            self.node_variable[node.name] = self._variable(
-                [
+            if (*key, times, passes_on) not in seconds:
+                seconds[*key, times, passes_on] = [
                     times * options.seconds[at]
                     + sum(signature_tie_break(passes_on, part) for part in options.parts[at])
                     for at in kept
-                ],
-                parts.index(found) if found in parts else 0,
+                ]
+            found = self._decided(decided)
+            self.node_variable[node.name] = self._variable(
+                seconds[*key, times, passes_on], parts.index(found) if found in parts else 0
             )
 
     def _unpinned(self, node: Node, parts: Sequence[tuple[Signature1d, ...]]) -> list[int]:
@@ -277,6 +323,8 @@ class StepProblem:
             for at, value in enumerate(self.work.calls[node.name].tensor_names)
             if value in use
         ]
+        if not pinned:
+            return kept
         # Firm pins first. A pin that is not firm then chooses among what they leave, and gives way
         # where they leave nothing that it fits.
         for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
@@ -287,7 +335,7 @@ class StepProblem:
             kept = fits or kept
         # What a view of a pinned value must be is pinned for its users too.
         left = dict.fromkeys(parts[index][axis] for index in kept)
-        if len(left) == 1 and pinned and self.work.is_free(node) and pinned[0][2].firm:
+        if len(left) == 1 and self.work.is_free(node) and pinned[0][2].firm:
             (only,) = left
             for value, entry in zip(node.outputs, only.outputs, strict=True):
                 use.setdefault(value, replace(pinned[0][2], entry=entry))
@@ -445,27 +493,22 @@ class StepProblem:
             shard_shape(tensor, before, self.work.mesh_shape(stage)),
         )
         # By SBP, as many signatures of a node differ in its arguments only and make the same.
-        rows: dict[Entries, list[float]] = {}
-        for entry in source.entries:
-            if entry not in rows:
-                stays = end.as_stored and entry in targets
-                rows[entry] = [
-                    FORBIDDEN_S
-                    if stays and target != entry
-                    else self._cost(shape, tensor.dtype, (source.stage, entry), (stage, target))
-                    for target in targets
-                ]
+        sources = list(dict.fromkeys(source.entries))
+        prices = self.prices.table(
+            shape,
+            tensor.dtype,
+            [(source.stage, entry) for entry in sources],
+            [(stage, target) for target in targets],
+        )
+        rows: dict[Entries, Table] = {}
+        for entry, row in zip(sources, prices, strict=True):
+            costs = np.array(row, dtype=np.float64).reshape(-1, 2)
+            found = costs[:, 0] + TIE_S_PER_BYTE * costs[:, 1]
+            found[np.isinf(found)] = FORBIDDEN_S
+            if end.as_stored and entry in targets:
+                found[[target != entry for target in targets]] = FORBIDDEN_S
+            rows[entry] = found
         return np.array([rows[entry] for entry in source.entries], dtype=np.float64)
-
-    def _cost(
-        self,
-        shape: tuple[int, ...],
-        dtype: str,
-        source: tuple[int, Entries],
-        target: tuple[int, Entries],
-    ) -> float:
-        seconds, size_bytes = self.prices.price(shape, dtype, source, target)
-        return FORBIDDEN_S if isinf(seconds) else seconds + TIE_S_PER_BYTE * size_bytes
 
     # A first assignment
 

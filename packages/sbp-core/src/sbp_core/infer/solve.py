@@ -123,8 +123,12 @@ def strategy_of(
     orders: tuple[str, ...] = (),
     staleness: tuple[int, ...] = (),
     report: Mapping[str, Any] | None = None,
+    is_predicted: bool = True,
 ) -> Strategy:
     """Return the strategy of what is decided on all axes; see `infer_strategy` for the arguments.
+
+    Its report is without what `predict_cost` returns unless `is_predicted`: a search that compiles
+    many has no use for that.
 
     Raises:
         SignatureError: the signatures of an operator do not go together.
@@ -138,6 +142,8 @@ def strategy_of(
         orders=orders,
         staleness=staleness,
     )
+    if not is_predicted:
+        return replace(strategy, report=dict(report or {}))
     progress = request.progress or (lambda what, fraction: None)
     progress("predicting", (1 + len(work.axes)) / (2 + len(work.axes)))
     found = predict_cost(work.graph, strategy, request.cluster, request.options)

@@ -58,6 +58,24 @@ def assign_stages(graph: LogicalGraph, num_stages: int, patterns: StagePatterns 
     chosen = _matched(graph, num_stages, patterns) if patterns else split_evenly(graph, num_stages)
     nodes = _forward_stages(graph, chosen)
     _check_forward(graph, nodes)
+    return _completed(graph, nodes)
+
+
+def placed_stages(graph: LogicalGraph, chosen: Mapping[str, int]) -> StageMap:
+    """Return the stages of all nodes and inputs, from those of some forward nodes.
+
+    Unlike those of a pipeline, values may go back and forth between stages: branches of a model
+    on ranks of their own, whose results come together on others.
+
+    Args:
+        graph: The training step.
+        chosen: Stage of forward nodes, by name.
+    """
+    return _completed(graph, _forward_stages(graph, chosen))
+
+
+def _completed(graph: LogicalGraph, nodes: dict[str, int]) -> StageMap:
+    """Return the stages of everything, which follow from those of forward nodes."""
     _add_backward_stages(graph, nodes)
     inputs = _input_stages(graph, nodes)
     _add_optimizer_stages(graph, nodes, inputs)

@@ -24,96 +24,29 @@ before, such as that of the next micro-batch, is not executed again (`ledger`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol
 
-from sbp_core.boxing.slices import bounds_of
-from sbp_core.boxing.step import BoxingStep, StepKind
-from sbp_core.compile.liveness import keys_in
+from sbp_core.boxing.step import StepKind
 from sbp_core.compile.physical import (
-    Accumulate,
-    Actor,
     ActorId,
-    Collective,
     Compute,
-    Instruction,
     PhysicalPlan,
     RankPlan,
-    Receive,
-    Send,
 )
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import InputKind, Ref
-from sbp_core.graph.primitives import CLONE, MULTIPLY
-from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.interpreter.firings import Group, firing_order
-from sbp_core.memory.kinds import (
-    MemoryKind,
-    kind_of_slot,
-    kinds_of_keys,
-    module_of_node,
-    module_of_slot,
-)
-from sbp_core.memory.ledger import Buffer, Ledger, Recorded, arguments_of
+from sbp_core.memory.layout_library import CallLayouts
+from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.own_piece import own_piece
 from sbp_core.memory.rank_events import Events, events_ahead, events_by_rank
 from sbp_core.memory.storage_view import (
-    Number,
-    ResultLayout,
     StorageView,
-    StridedLayout,
-    Value,
-    contiguous,
 )
+from sbp_core.memory.storages import RankLifetimes, Replays
 from sbp_core.signatures.views import traits_of
-
-Values = dict[str, Value]
-
-
-class CallLayouts(Protocol):
-    """Knows how the results of instructions lie, of any plan: `memory.layout.Layouts`."""
-
-    def call(
-        self,
-        entry: Instruction,
-        rank: int,
-        read: Callable[[str], Value],
-        steps: Sequence[BoxingStep] = (),
-    ) -> tuple[ResultLayout | Number, ...]:
-        """Return how each output lies.
-
-        Args:
-            entry: The instruction.
-            rank: Who executes it.
-            read: How the value of a key lies.
-            steps: The boxing steps of the plan, which `sbp.local_box` names by index.
-        """
-
-
-class LayoutLibrary(Protocol):
-    """Of a plugin of kind `tensor_library`: knows how results of operators lie in memory."""
-
-    def call_layouts(self) -> CallLayouts:
-        """Return what learns the layouts of calls, and remembers them from plan to plan."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLifetimes:
-    """The storages of one rank over a step.
-
-    Args:
-        rank: Whose.
-        buffers: In the order in which they are made.
-        ticks: For each tick, the actor, the index of its firing, and the node it is in.
-    """
-
-    rank: int
-    buffers: tuple[Buffer, ...]
-    ticks: tuple[tuple[str, int, str], ...]
 
 
 def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetimes]:
@@ -141,7 +74,7 @@ def lifetimes_of_classes(
     """
     folded = fold(plan, marks)
     order = _order(folded)
-    replays = _Replays(folded, layouts)
+    replays = Replays(folded, layouts)
     events = events_by_rank(folded.plan, order)
     found: dict[int, RankLifetimes] = {}
     moved: dict[int, Mapping[str, StorageView]] = {}
@@ -154,6 +87,8 @@ def lifetimes_of_classes(
             found[rank] = replays.run(folded.plan, rank, events[rank], moved[rank]).found()
     # How long a rank holds what it sent is a matter of time: longest if it is ahead of all others.
     for sender, alone, ahead in _all_ahead(plan, folded, marks, order):
+        if alone is folded.plan and ahead == events[sender]:
+            continue  # it is so anyhow
         longest = replays.run(alone, sender, ahead, moved[sender]).found()
         found[sender] = max(found[sender], longest, key=peak_bytes)
     return {
@@ -257,331 +192,3 @@ def alive_bytes(buffers: Iterable[Buffer], num_ticks: int) -> list[int]:
         change[buffer.start] += buffer.size_bytes
         change[buffer.end + 1] -= buffer.size_bytes
     return list(accumulate(change[:num_ticks]))
-
-
-class _Replays:
-    """Replays ranks of a folded plan, one by one.
-
-    Args:
-        folded: The plan.
-        layouts: Says how results lie.
-    """
-
-    def __init__(self, folded: Folded, layouts: CallLayouts) -> None:
-        self._layouts = layouts
-        self._kinds = {part.rank: kinds_of_keys(folded.plan, part) for part in folded.plan.ranks}
-        self._known = _Known()
-
-    def run(
-        self,
-        plan: PhysicalPlan,
-        rank: int,
-        events: Events,
-        moved: Mapping[str, StorageView],
-    ) -> _Storages:
-        """Return the storages of a rank over a step.
-
-        Args:
-            plan: The folded plan.
-            rank: The rank.
-            events: In their order.
-            moved: How the first states lie that do not lie contiguously, by name.
-        """
-        part = plan.by_rank[rank]
-        one = replace(plan, ranks=(part,))
-        domain = _Storages(one, part, self._layouts, self._kinds[rank], self._known, moved)
-        held = domain.rank
-        replay = Interpreter(one, domain, {rank: held.states}, {rank: held.fed})
-        replay.run_rank(rank, events)
-        held.ledger.finish()
-        return domain
-
-
-@dataclass(slots=True)
-class _Rank:
-    """What one rank holds besides registers."""
-
-    part: RankPlan
-    ledger: Ledger
-    states: Values = field(default_factory=dict)
-    fed: list[Values] = field(default_factory=list)
-    writes: Values = field(default_factory=dict)
-    emits: Values = field(default_factory=dict)
-    ticks: list[tuple[str, int, str]] = field(default_factory=list)
-
-    def tick(self, firing: Firing[Actor], node: str) -> None:
-        """Go on to an instruction or boxing step."""
-        self.ledger.tick()
-        self.ticks.append((firing.actor.name, firing.index, node))
-
-    def put(self, where: Values, name: str, value: Value) -> None:
-        """Put a value in place of the one before."""
-        # Before the old value is dropped, which may be in the same storage.
-        self.ledger.hold(value)
-        if name in where:
-            self.ledger.drop(where[name])
-        where[name] = value
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What firings did so far, which others do again whose arguments lie alike.
-
-    Args:
-        segments: Of the actors that compute, each way in which their arguments lay.
-        boxed: Of those that box, how the shard that the last one took lay, how its part did, and
-            whether that was a piece of the shard.
-    """
-
-    segments: dict[ActorId, list[Recorded]] = field(default_factory=lambda: defaultdict(list))
-    boxed: dict[ActorId, tuple[StridedLayout | None, StridedLayout, bool]] = field(
-        default_factory=dict
-    )
-
-
-class _Storages(InstructionDomain[Value]):
-    """The domain of a replay of one rank whose values are tensors in numbered storages."""
-
-    def __init__(
-        self,
-        plan: PhysicalPlan,
-        part: RankPlan,
-        layouts: CallLayouts,
-        kinds: Mapping[str, MemoryKind],
-        known: _Known,
-        moved: Mapping[str, StorageView],
-    ) -> None:
-        super().__init__()
-        self.plan, self.layouts, self.known = plan, layouts, known
-        self.rank = self._rank(part, kinds, moved)
-
-    def _rank(
-        self,
-        part: RankPlan,
-        kinds: Mapping[str, MemoryKind],
-        moved: Mapping[str, StorageView],
-    ) -> _Rank:
-        """Return a rank as it begins a step: states, parts of the batch, scalars."""
-        ledger = Ledger(kinds)
-        rank = _Rank(part, ledger, fed=[{} for _ in range(self.plan.num_micro_batches)])
-        shared: dict[int, StorageView] = {}
-        for slot in part.slots:
-            kind = InputKind(slot.kind)
-            # A state is there once, a part of the batch for each micro-batch.
-            homes = [rank.states] if kind.is_state else rank.fed
-            for home in homes:
-                if slot.sbp is None:
-                    # A host number: what it is does not matter, as no layout depends on it.
-                    home[slot.name] = 1 if slot.dtype.startswith(("int", "bool")) else 1.0
-                    continue
-                # In the step that is replayed a second time, states are as the first one left them.
-                layout = contiguous(slot.local_shape, slot.dtype)
-                view = moved.get(slot.name, StorageView(layout, -1, layout.size_bytes))
-                if view.storage in shared:
-                    home[slot.name] = replace(shared[view.storage], layout=view.layout)
-                else:
-                    made = home[slot.name] = ledger.new(
-                        slot.name,
-                        view.layout,
-                        view.storage_bytes,
-                        kind=kind_of_slot(slot.kind),
-                        module=module_of_slot(slot.name, slot.kind),
-                    )
-                    if view.storage >= 0:
-                        shared[view.storage] = made
-                ledger.hold(home[slot.name])
-        rank.ticks.append(("", 0, ""))
-        return rank
-
-    def found(self) -> RankLifetimes:
-        """Return the lifetimes."""
-        rank = self.rank
-        return RankLifetimes(
-            rank=rank.part.rank, buffers=tuple(rank.ledger.buffers), ticks=tuple(rank.ticks)
-        )
-
-    def moved_states(self) -> dict[str, StorageView]:
-        """Return the new states that lie otherwise than the old ones: how, and in which storage.
-
-        Several may lie in one, such as parameters that were gathered together.
-        """
-        return {
-            state: value
-            for state, value in self.rank.writes.items()
-            if isinstance(value, StorageView)
-            and isinstance(old := self.rank.states[state], StorageView)
-            and (value.layout, value.storage_bytes) != (old.layout, old.storage_bytes)
-        }
-
-    # Holders.
-
-    def hold(self, rank: int, value: Value) -> None:
-        """See `Domain.hold`."""
-        self.rank.ledger.hold(value)
-
-    def keep(self, rank: int, value: Value) -> None:
-        """See `Domain.keep`: what crosses from one firing to another is no temporary."""
-        ledger = self.rank.ledger
-        ledger.hold(value)
-        ledger.crosses(value)
-
-    def drop(self, rank: int, value: Value) -> None:
-        """See `Domain.drop`."""
-        self.rank.ledger.drop(value)
-
-    def emit(self, firing: Firing[Actor], result: str, value: Value) -> None:
-        """See `Domain.emit`."""
-        rank = self.rank
-        rank.put(rank.emits, result, value)
-
-    def write(self, firing: Firing[Actor], state: str, value: Value) -> None:
-        """See `Domain.write`: what is copied over the old value dies like any other value."""
-        if state not in firing.actor.in_place:
-            rank = self.rank
-            rank.put(rank.writes, state, value)
-
-    # The work of firings.
-
-    def compute(self, firing: Firing[Compute], taken: Values) -> Values:
-        """See `Domain.compute`; what a firing did whose arguments lay alike is done again."""
-        rank, known = self.rank, self.known.segments[firing.id]
-        arguments, storages = arguments_of(taken)
-        done = next((one for one in known if one.arguments == arguments), None)
-        if done is None:
-            ledger, values = rank.ledger.begin(taken)
-            # Held in the place of the rank's own ledger and ticks, while the segment is executed.
-            self.rank = apart = _Rank(rank.part, ledger)
-            made = super().compute(firing, values)
-            self.rank = rank
-            done = ledger.recorded(taken, [node for _, _, node in apart.ticks], made)
-            known.append(done)
-        rank.ticks += [(firing.actor.name, firing.index, node) for node in done.nodes]
-        return rank.ledger.repeat(done, storages)
-
-    def call(
-        self, firing: Firing[Compute], instruction: Instruction, values: Values
-    ) -> tuple[Value, ...]:
-        """Return the results of an instruction, in storages of its arguments or new ones."""
-        rank = self.rank
-        rank.tick(firing, instruction.node)
-        return self._made(rank, instruction, values)
-
-    def _made(self, rank: _Rank, entry: Instruction, values: Values) -> tuple[Value, ...]:
-        # Three kinds of results: a number of the host, a look at an argument's storage, and a new
-        # storage, of which several results may have a part each (`fresh` numbers them).
-        found = self.layouts.call(entry, rank.part.rank, values.__getitem__, self.plan.steps)
-        given = keys_in(entry)
-        fresh: dict[int, StorageView] = {}
-        results: list[Value] = []
-        for made in found:
-            if not isinstance(made, ResultLayout):
-                results.append(made)
-                continue
-            if made.source >= 0:
-                source = values[given[made.source]]
-                assert isinstance(source, StorageView), "a view looks at a tensor"
-                results.append(StorageView(made.layout, source.storage, source.storage_bytes))
-                continue
-            if made.fresh not in fresh:
-                fresh[made.fresh] = rank.ledger.new(
-                    entry.outputs[len(results)],
-                    made.layout,
-                    made.storage_bytes,
-                    module=module_of_node(entry.node),
-                )
-            results.append(StorageView(made.layout, fresh[made.fresh].storage, made.storage_bytes))
-        for key, value in zip(entry.outputs, results, strict=True):
-            rank.ledger.name(key, value)
-        return tuple(results)
-
-    def add(
-        self,
-        firing: Firing[Accumulate],
-        term: tuple[str, str, float | str | None],
-        total: Value | None,
-        part: Value,
-    ) -> Value:
-        """See `Domain.add`: the first part is scaled or copied, later ones are added in place."""
-        (source, key, how), rank = term, self.rank
-        rank.tick(firing, key)
-        # How parts become one: None hands the last one on, a text is max or min, a number scales.
-        if how is None:
-            return part
-        if total is not None:
-            return total
-        is_extreme = isinstance(how, str)
-        first = Instruction(
-            op=CLONE if is_extreme else MULTIPLY,
-            args=(Ref(source),) if is_extreme else (Ref(source), how),
-            outputs=(key,),
-            node=key,
-        )
-        (made,) = self._made(rank, first, {source: part})
-        return made
-
-    def collective(
-        self, firings: Sequence[Firing[Collective]], shards: Mapping[int, Value]
-    ) -> dict[int, Value]:
-        """See `Domain.collective`."""
-        return {firing.rank: self._boxed(firing, shards[firing.rank]) for firing in firings}
-
-    def send(self, firing: Firing[Send], shard: Value) -> None:
-        """See `Domain.send`."""
-        assert isinstance(shard, StorageView), "boxing moves tensors"
-        self.rank.tick(firing, firing.actor.name)
-
-    def receive(self, firing: Firing[Receive], shards: Mapping[int, Value]) -> Value:
-        """See `Domain.receive`."""
-        return self._boxed(firing, shards.get(firing.rank))
-
-    def _boxed(self, firing: Firing[Collective | Receive], own: Value | None) -> Value:
-        """Return the part that a boxing step gives a rank: its own shard, or a new storage."""
-        rank, actor = self.rank, firing.actor
-        rank.tick(firing, actor.name)
-        lies = own.layout if isinstance(own, StorageView) else None
-        known = self.known.boxed.get(firing.id)
-        if known is None or known[0] != lies:
-            step = self.plan.steps[actor.step]
-            known = self.known.boxed[firing.id] = lies, *_boxed_layout(step, firing.rank, lies)
-        _, layout, is_piece = known
-        if isinstance(own, StorageView) and is_piece:
-            made = replace(own, layout=layout)
-        else:
-            module = module_of_node(actor.makes.split("@", 1)[0])
-            made = rank.ledger.new(actor.makes, layout, layout.size_bytes, module=module)
-        rank.ledger.name(actor.makes, made)
-        return made
-
-
-def _boxed_layout(
-    step: BoxingStep, rank: int, own: StridedLayout | None
-) -> tuple[StridedLayout, bool]:
-    """Return how a rank's part after a step lies, and whether it is a piece of its own shard."""
-    bounds = bounds_of(step.shape, *step.target)[rank]
-    shape = tuple(stop - start for start, stop in bounds)
-    # As backends have it: if all that a rank wants is a piece of what it has, that is a view.
-    kept = _own_part(step, rank, own) if own is not None else None
-    if kept is not None and kept.shape == shape:
-        return kept, True
-    return contiguous(shape, step.dtype), False
-
-
-def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout | None:
-    """Return how a rank's part after the step lies in its own shard, if it is a piece of that.
-
-    It then keeps the whole storage: backends copy no single piece that is contiguous.
-    """
-    # A group of one has nothing to add to.
-    if step.kind is StepKind.ALL_REDUCE:
-        return own if own.is_contiguous and len(step.group(rank)) == 1 else None
-    piece = own_piece(step, rank)
-    if piece is None:
-        return None
-    cuts = piece.source_slices
-    part = StridedLayout(
-        shape=tuple(cut.stop - cut.start for cut in cuts),
-        strides=own.strides,
-        offset=own.offset + sum(c.start * s for c, s in zip(cuts, own.strides, strict=True)),
-        dtype=own.dtype,
-    )
-    return part if part.is_contiguous else None

@@ -6,7 +6,8 @@ from typing import cast
 
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.memory.communication_buffers import buffer_bytes, early_receive_bytes
-from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary, lifetimes
+from sbp_core.memory.layout_library import CallLayouts, LayoutLibrary
+from sbp_core.memory.lifetime import lifetimes
 from sbp_core.memory.report import MemoryReport, report
 from sbp_core.plugins.tensor_library import tensor_library
 

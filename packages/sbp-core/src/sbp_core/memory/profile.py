@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
-from sbp_core.memory.lifetime import RankLifetimes, alive_bytes
+from sbp_core.memory.lifetime import alive_bytes
+from sbp_core.memory.storages import RankLifetimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

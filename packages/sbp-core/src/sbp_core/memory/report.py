@@ -15,7 +15,8 @@ from sbp_core.errors import PlanError
 from sbp_core.memory.communication_buffers import EarlyReceive
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
-from sbp_core.memory.lifetime import RankLifetimes, alive_bytes
+from sbp_core.memory.lifetime import alive_bytes
+from sbp_core.memory.storages import RankLifetimes
 from sbp_core.units import format_bytes
 
 _TOP_MODULES = 5

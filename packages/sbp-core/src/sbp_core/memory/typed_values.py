@@ -32,7 +32,7 @@ from sbp_core.graph.ir import InputKind, Ref, TensorType
 from sbp_core.graph.primitives import CLONE, LOCAL_BOX, MULTIPLY
 from sbp_core.interpreter import Domain, Firing
 from sbp_core.interpreter.domain import V, Values
-from sbp_core.memory.lifetime import CallLayouts, LayoutLibrary
+from sbp_core.memory.layout_library import CallLayouts, LayoutLibrary
 from sbp_core.memory.storage_view import (
     ResultLayout,
     StorageView,

@@ -25,7 +25,7 @@ from sbp_core.passes.budget import choose_regions, least_budget
 from sbp_core.passes.options import RecomputeOptions
 from sbp_core.passes.rematerialize import REMATERIALIZED, Region, rematerialize
 from sbp_core.passes.saved_activations import (
-    base_of,
+    bases_of,
     call_flop,
     is_forward,
     made_bytes,
@@ -249,11 +249,12 @@ def _peak_recomputed_bytes(graph: LogicalGraph) -> int:
     made = {
         node.name: made_bytes(graph, node) for node in graph.nodes if REMATERIALIZED in node.tags
     }
+    base_of = bases_of(graph)
     last: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         for value in (*graph.tensor_inputs(node), *node.outputs):
             if graph.is_tensor(value):
-                last[base_of(graph, value)] = index
+                last[base_of(value)] = index
     freed: dict[int, int] = {}
     for value, index in last.items():
         producer = graph.producers.get(value)

@@ -5,7 +5,7 @@ Sizes are those of whole logical tensors of one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import ITEMSIZE, LogicalGraph, Node, Phase, Rate
@@ -32,19 +32,34 @@ def does_no_work(graph: LogicalGraph, node: Node) -> bool:
     return bool(graph.tensor_inputs(node)) and call_flop(graph, node) == 0
 
 
-def base_of(graph: LogicalGraph, value: str) -> str:
-    """Return the value whose memory a value is in: what it views, if it is a view."""
-    node = graph.producers.get(value)
-    while node is not None and does_no_work(graph, node):
-        value = graph.tensor_inputs(node)[0]
-        node = graph.producers.get(value)
-    return value
+def bases_of(graph: LogicalGraph) -> Callable[[str], str]:
+    """Return a function that says whose memory a value is in: what it views, if it is a view.
+
+    It looks at each value once.
+    """
+    known: dict[str, str] = {}
+
+    def base_of(value: str) -> str:
+        views: list[str] = []
+        while value not in known:
+            node = graph.producers.get(value)
+            if node is None or not does_no_work(graph, node):
+                known[value] = value
+                break
+            views.append(value)
+            value = graph.tensor_inputs(node)[0]
+        base = known[value]
+        known.update(dict.fromkeys(views, base))
+        return base
+
+    return base_of
 
 
 def saved_values(graph: LogicalGraph) -> tuple[str, ...]:
     """Return the tensors made by the forward phase that the backward phase uses, views as bases."""
+    base_of = bases_of(graph)
     used = (
-        base_of(graph, value)
+        base_of(value)
         for node in graph.nodes
         if node.phase is Phase.BACKWARD
         for value in graph.tensor_inputs(node)

@@ -51,8 +51,8 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
         if node.target is _aten.copy.default and _is_alike(*node.args[:2]):
             node.replace_all_uses_with(node.args[1])
+    # Nobody calls it: its code, which torch would write anew, may be that of before.
     second.graph.eliminate_dead_code()
-    second.recompile()
     return second
 
 

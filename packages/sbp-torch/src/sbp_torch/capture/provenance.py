@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sbp_core.errors import CaptureError
 from sbp_core.graph import Phase
 from sbp_torch._torch_compat import (
+    FakeTensor,
     OpOverload,
     TorchDispatchMode,
     annotated,
@@ -30,6 +31,9 @@ from sbp_torch.capture.explicit_mutation import make_mutations_explicit
 from sbp_torch.capture.functional import written_outside
 from sbp_torch.capture.randomness import Draws
 from sbp_torch.capture.sources import user_line
+
+#: What autograd asks of every tensor that it meets.
+_DEVICE = torch.ops.prim.device.default
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -52,6 +56,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
         self.made: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # most calls by far, and none that is traced
         if kwargs and kwargs.get("generator") is not None:
             raise CaptureError(
                 f"{func} draws from a generator of the program's own",

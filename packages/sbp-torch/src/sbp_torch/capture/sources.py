@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import sysconfig
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -32,8 +33,12 @@ _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 
 def is_users(code: CodeType) -> bool:
     """Whether code is the user's: not torch's, Python's or ours, nor made at run time."""
-    file = code.co_filename
-    if code.co_name in _HANDLERS:
+    return _is_users(code.co_filename, code.co_name)
+
+
+@lru_cache(maxsize=4096)
+def _is_users(file: str, name: str) -> bool:
+    if name in _HANDLERS:
         return False
     if file.startswith(_FOREIGN) and not file.startswith(_PROGRAMS):
         return False
@@ -88,6 +93,7 @@ def definition(kind: type) -> str:
     return f"{short(file)}:{line}" if file else ""
 
 
+@lru_cache(maxsize=4096)
 def short(path: str) -> str:
     """Return a path without the folders that only this machine has."""
     parts = Path(path).parts

@@ -1,0 +1,297 @@
+"""Dims of a step that are split together, and what its parameters do along them.
+
+The signatures of operators that split a label say which dims of its tensors are one thing: where
+one is split, so are the others. Over a whole forward pass they form groups, whatever modules and
+parameters are called:
+
+    h = x @ up.T       x: n d     up: f d      h: n f         n, d and f are groups of their own
+    y = relu(h)        y: n f                                 f goes on
+    z = y @ down.T     down: e f  z: n e                      f ends: it is summed away
+
+A group ends where an operator needs a dim whole, such as a norm of a residual stream. Along a group
+a parameter plays one of these parts in a product or a look-up, besides following (as biases do):
+
+    makes        up in f            the result has the dim, the activation has not      columns
+    contracts    down in f          it is summed away                                   rows
+    batches      experts in e       parameter, activation and result have it            experts
+    looks up     table in v         integers of the batch choose rows of it             tables
+
+Holds no plan: what is made of groups is `sbp_planner.patterns`.
+
+Source: Alabed et al., "TOAST: fast and scalable auto-partitioning based on principled static
+analysis", arXiv:2508.15010, section 3 (named dimensions; here they follow from signatures).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+from sbp_core.graph import InputKind, LogicalGraph, Node, Phase
+from sbp_core.sbp import Partial, Sbp, Split
+from sbp_core.signatures import OpCall, Signature1d, derivation, derive, work_flop
+
+#: A dim of a value.
+TensorDim = tuple[str, int]
+
+
+class Part(StrEnum):
+    """What a parameter does along a group; see the module's docstring."""
+
+    MAKES = "makes"
+    CONTRACTS = "contracts"
+    BATCHES = "batches"
+    LOOKS_UP = "looks up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One use of parameters along a group.
+
+    Args:
+        part: What they do.
+        node: The product or look-up.
+        parameters: Those that the node gets, through views and conversions.
+        activations: The values of the batch that it gets.
+        flop: Work of the node, in floating-point operations.
+    """
+
+    part: Part
+    node: Node
+    parameters: tuple[str, ...]
+    activations: tuple[str, ...]
+    flop: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimGroup:
+    """Dims that are split together.
+
+    Args:
+        dims: All of them, of inputs and of values of the forward pass, in graph order.
+        uses: What parameters do along it, in graph order.
+        ends: Values whose dim an operator needs whole, so that they would be gathered.
+        is_reduced: Whether maxima are taken along it, as those of a softmax in parts.
+    """
+
+    dims: tuple[TensorDim, ...]
+    uses: tuple[Use, ...]
+    ends: tuple[str, ...] = ()
+    is_reduced: bool = False
+
+    def of(self, part: Part) -> tuple[Use, ...]:
+        """Return the uses of one kind."""
+        return tuple(use for use in self.uses if use.part is part)
+
+    @property
+    def by_value(self) -> Mapping[str, int]:
+        """The dim of each value."""
+        return dict(self.dims)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether no value has two dims of it, of which only one could be split."""
+        return len(self.by_value) == len(self.dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimGroups:
+    """What the forward pass of a step shows.
+
+    Args:
+        groups: Its groups, in graph order.
+        made_of: The parameters of which a value is made, for values that hang on no batch.
+        of_batch: The values that hang on the batch.
+    """
+
+    groups: tuple[DimGroup, ...]
+    made_of: Mapping[str, tuple[str, ...]]
+    of_batch: frozenset[str]
+
+
+def dim_groups(graph: LogicalGraph, num_ranks: int, num_before: int = 1) -> DimGroups:
+    """Return the groups of the forward pass of a step.
+
+    Args:
+        graph: The step.
+        num_ranks: Over how many ranks dims are to be split: whether an operator can take a split
+            may hang on that, as of 4 heads on 8 ranks.
+        num_before: Over how many ranks, by other mesh axes, samples are split before. With one
+            sample on each, rows (sample, time) are split over times as times are.
+
+    Raises:
+        SignatureError: an operator has no signatures.
+    """
+    found = _Groups(graph, num_ranks, num_before)
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD and not node.is_host:
+            found.add(node)
+    return DimGroups(
+        groups=tuple(found.groups()),
+        made_of=found.made_of,
+        of_batch=frozenset(found.of_batch),
+    )
+
+
+def label_splits(call: OpCall, num_ranks: int, num_before: int = 1) -> Iterator[Signature1d]:
+    """Yield a signature for each label of a call that can be split, that of the label alone.
+
+    Args:
+        call: The call.
+        num_ranks: Over how many ranks.
+        num_before: Over how many samples are split before; see `dim_groups`.
+    """
+    behind = [
+        signature
+        for signature in (derivation(call).behind if num_before > 1 else ())
+        if prod(extent for _, extent in signature.follows) == num_before
+    ]
+    # What the axes before have split down to one element is not split again.
+    seen = {label for signature in behind for label, _ in signature.follows} | {""}
+    for signature in (*derive(call, num_ranks), *behind):
+        # Of several signatures that split a label, the first is that of the label alone.
+        if signature.label not in seen:
+            seen.add(signature.label)
+            yield signature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LabelSplit:
+    """A signature that splits one label: the dims that it splits, and where."""
+
+    dims: tuple[TensorDim, ...]
+    parameters: tuple[str, ...]
+    activations: tuple[str, ...]
+    in_result: bool
+    reduction: str
+
+
+@dataclass(slots=True)
+class _Groups:
+    """Dims joined so far (a forest of disjoint sets), and what was seen along them."""
+
+    graph: LogicalGraph
+    num_ranks: int
+    num_before: int
+    parent: dict[TensorDim, TensorDim] = field(default_factory=dict)
+    uses: list[tuple[TensorDim, Use]] = field(default_factory=list)
+    ends: list[TensorDim] = field(default_factory=list)
+    reduced: list[TensorDim] = field(default_factory=list)
+    #: The parameters that a value is made of, if it hangs on no batch.
+    made_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: The values that hang on the batch.
+    of_batch: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for entry in self.graph.inputs:
+            if entry.kind is InputKind.BATCH:
+                self.of_batch.add(entry.name)
+            elif entry.kind is InputKind.PARAMETER:
+                self.made_of[entry.name] = (entry.name,)
+
+    def root(self, dim: TensorDim) -> TensorDim:
+        """Return the dim that stands for the group of a dim."""
+        while (above := self.parent.setdefault(dim, dim)) != dim:
+            self.parent[dim] = self.parent[above]
+            dim = above
+        return dim
+
+    def add(self, node: Node) -> None:
+        """Join the dims of one operator, and note what parameters do in it."""
+        call = OpCall.of(self.graph, node)
+        self._pass_on(node, call.tensor_names)
+        splits = list(self._splits(call, node.outputs))
+        for split in splits:
+            first = self.root(split.dims[0])
+            for dim in split.dims[1:]:
+                self.parent[self.root(dim)] = first
+            if split.reduction == "max":
+                self.reduced.append(first)
+        joined = {dim for split in splits for dim in split.dims}
+        for name in call.tensor_names:
+            dims = ((name, dim) for dim in range(len(self.graph.tensor(name).shape)))
+            self.ends += [dim for dim in dims if dim not in joined and dim in self.parent]
+        self._note_uses(node, call, splits)
+
+    def _pass_on(self, node: Node, arguments: Sequence[str]) -> None:
+        """Note whether results hang on the batch, or else of which parameters they are made."""
+        if self.of_batch.intersection(arguments):
+            self.of_batch.update(node.outputs)
+            return
+        found = dict.fromkeys(one for name in arguments for one in self.made_of.get(name, ()))
+        self.made_of.update(dict.fromkeys(node.outputs, tuple(found)))
+
+    def _splits(self, call: OpCall, outputs: Sequence[str]) -> Iterator[_LabelSplit]:
+        for signature in label_splits(call, self.num_ranks, self.num_before):
+            taken = _split_dims(call.tensor_names, signature.inputs)
+            made = _split_dims(outputs, signature.outputs)
+            if not taken and not made:
+                continue
+            partial = [one for one in signature.outputs if isinstance(one, Partial)]
+            names = dict.fromkeys(name for name, _ in taken)
+            yield _LabelSplit(
+                dims=(*taken, *made),
+                parameters=tuple(
+                    name for name in names if self.made_of.get(name) and self._is_matrix(name)
+                ),
+                activations=tuple(name for name in names if name in self.of_batch),
+                in_result=bool(made),
+                reduction=partial[0].reduction if partial else "",
+            )
+
+    def _is_matrix(self, name: str) -> bool:
+        return len(self.graph.tensor(name).shape) > 1
+
+    def _note_uses(self, node: Node, call: OpCall, splits: Sequence[_LabelSplit]) -> None:
+        activations = tuple(name for name in call.tensor_names if name in self.of_batch)
+        is_product = any(
+            split.parameters and split.activations and split.reduction and not split.in_result
+            for split in splits
+        )
+        for split in splits:
+            if not activations or not split.parameters:
+                continue
+            if not split.in_result and not split.activations:
+                part = Part.LOOKS_UP
+            elif not is_product:
+                continue
+            elif not split.in_result:
+                part = Part.CONTRACTS
+            else:
+                part = Part.BATCHES if split.activations else Part.MAKES
+            made_of = (one for name in split.parameters for one in self.made_of[name])
+            use = Use(
+                part=part,
+                node=node,
+                parameters=tuple(dict.fromkeys(made_of)),
+                activations=activations,
+                flop=work_flop(call),
+            )
+            self.uses.append((split.dims[0], use))
+
+    def groups(self) -> Iterator[DimGroup]:
+        """Yield the groups of several dims, or of one dim of a parameter that is used."""
+        dims: dict[TensorDim, list[TensorDim]] = {}
+        for dim in list(self.parent):
+            dims.setdefault(self.root(dim), []).append(dim)
+        uses: dict[TensorDim, list[Use]] = {}
+        for dim, use in self.uses:
+            uses.setdefault(self.root(dim), []).append(use)
+        ends: dict[TensorDim, dict[str, None]] = {}
+        for dim in self.ends:
+            ends.setdefault(self.root(dim), {})[dim[0]] = None
+        reduced = {self.root(dim) for dim in self.reduced}
+        for root, members in dims.items():
+            yield DimGroup(
+                dims=tuple(members),
+                uses=tuple(uses.get(root, ())),
+                ends=tuple(ends.get(root, ())),
+                is_reduced=root in reduced,
+            )
+
+
+def _split_dims(names: Sequence[str], sbps: Sequence[Sbp]) -> list[TensorDim]:
+    pairs = zip(names, sbps, strict=True)
+    return [(name, sbp.dim) for name, sbp in pairs if isinstance(sbp, Split)]

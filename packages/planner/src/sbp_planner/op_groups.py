@@ -1,0 +1,284 @@
+"""The operators of a step in groups that are placed as one: a graph of tasks with times and bytes.
+
+    group       forward nodes of one numbered module, or of one child of the model; a node of the
+                root, such as where branches come together, by itself
+    seconds     forward nodes; the backward nodes that belong to them; the update, once a step
+    flow        a forward value that another group uses, and its gradient the other way
+
+Groups that need each other, as of a module that is called twice, are one; so are those that only
+follow one other and take no time, and neighbours in a chain while there are too many.
+
+    stem --+--> left ---+--> mul --> head     the groups of two branches; backward, all arrows
+           +--> right --+                     are turned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sbp_core.cluster import Cluster
+from sbp_core.cost import op_time_s
+from sbp_core.graph import InputKind, LogicalGraph, Node, Phase, TensorType, block_of
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp
+from sbp_core.signatures import OpCall
+from sbp_core.strategy import Signature
+
+_ONE = Placement((0,), ("rank",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGroup:
+    """Forward operators that are placed as one, and what belongs to them.
+
+    Args:
+        name: Of their module, or of the first of several.
+        nodes: Names of the forward nodes.
+        forward_s: On one device, for one micro-batch, in seconds.
+        backward_s: Likewise.
+        update_s: Of the optimizer, once a step.
+        parameter_bytes: Of its parameters.
+        activation_bytes: Kept for the backward phase, for one micro-batch.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameter_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFlow:
+    """What one group makes and another uses.
+
+    Args:
+        producer, consumer: Indices of groups.
+        tensors: The values.
+    """
+
+    producer: int
+    consumer: int
+    tensors: tuple[TensorType, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all values, for one micro-batch."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGroups:
+    """The groups of a step, in an order in which each follows those that it uses."""
+
+    groups: tuple[OpGroup, ...]
+    flows: tuple[GroupFlow, ...]
+
+
+def op_groups(graph: LogicalGraph, cluster: Cluster, max_groups: int = 32) -> OpGroups:
+    """Return the groups of a step.
+
+    Args:
+        graph: The training step.
+        cluster: Whose devices run it.
+        max_groups: Neighbours in chains are joined while there are more.
+    """
+    nodes = [n for n in graph.nodes if n.phase is Phase.FORWARD and not n.is_host]
+    inner = _moving(graph, nodes)
+    of = {node.name: block_of(node.module) or node.name for node in nodes if node.name in inner}
+    times = _times(graph, cluster, of)
+    while True:
+        # One after the other, as each changes what the next is about.
+        edges = _edges(graph, of)
+        joined = _cycle(edges, of) or _follower(edges, of, times)
+        if joined is None and len(set(of.values())) > max_groups:
+            joined = _shortest_link(edges, of, times)
+        if joined is None:
+            break
+        kept, gone = joined
+        of = {node: kept if group == gone else group for node, group in of.items()}
+        times[kept] = tuple(a + b for a, b in zip(times[kept], times.pop(gone), strict=True))
+    return _made(graph, of, times)
+
+
+def _moving(graph: LogicalGraph, nodes: Sequence[Node]) -> set[str]:
+    """Return the nodes that depend on a batch input; others go where they are used."""
+    values = {entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH}
+    found: set[str] = set()
+    for node in nodes:
+        if values.intersection(node.inputs()):
+            values.update(node.outputs)
+            found.add(node.name)
+    return found
+
+
+def _times(
+    graph: LogicalGraph, cluster: Cluster, of: Mapping[str, str]
+) -> dict[str, tuple[float, ...]]:
+    """Return seconds of forward, backward and update of each group, on one device."""
+    found = {group: [0.0, 0.0, 0.0] for group in of.values()}
+    owners = _owners(graph, of)
+    for node in graph.nodes:
+        if node.is_host:
+            continue
+        if node.name in of:
+            found[of[node.name]][0] += _seconds(graph, node, cluster)
+        elif node.phase is Phase.BACKWARD and node.forward in of:
+            found[of[node.forward]][1] += _seconds(graph, node, cluster)
+        elif node.phase is Phase.OPTIMIZER:
+            read = (graph.input_kinds.get(value) for value in graph.tensor_inputs(node))
+            own = {owners.get(e.of or e.name) for e in read if e is not None} - {None}
+            if len(own) == 1:
+                group = own.pop()
+                assert group is not None, "it was left out"
+                found[group][2] += _seconds(graph, node, cluster)
+    return {group: tuple(seconds) for group, seconds in found.items()}
+
+
+def _owners(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, str]:
+    """Return the group that uses each parameter first, through views and casts too."""
+    found: dict[str, str] = {}
+    for entry in graph.inputs:
+        if entry.kind is not InputKind.PARAMETER:
+            continue
+        todo, seen = [entry.name], set[str]()
+        while todo and entry.name not in found:
+            value = todo.pop(0)
+            for user in graph.users[value]:
+                if user.name in of:
+                    found.setdefault(entry.name, of[user.name])
+                elif user.phase is Phase.FORWARD and user.name not in seen:
+                    seen.add(user.name)
+                    todo += user.outputs
+    return found
+
+
+def _seconds(graph: LogicalGraph, node: Node, cluster: Cluster) -> float:
+    call = OpCall.of(graph, node)
+    whole = Signature((NdSbp(B),) * len(call.inputs), (NdSbp(B),) * len(call.outputs))
+    return op_time_s(call, whole, _ONE, cluster)
+
+
+def _edges(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, dict[str, None]]:
+    """Return the groups that use what each makes, all groups in the order of their first node."""
+    edges: dict[str, dict[str, None]] = {group: {} for group in of.values()}
+    for node in graph.nodes:
+        for value in node.outputs if node.name in of else ():
+            for user in graph.users[value]:
+                if user.name in of and of[user.name] != of[node.name]:
+                    edges[of[node.name]][of[user.name]] = None
+    return edges
+
+
+def _cycle(edges: Mapping[str, Iterable[str]], of: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return two groups that need each other, if there are any."""
+    state: dict[str, int] = {}  # 1 on the path, 2 done
+
+    def visit(group: str) -> tuple[str, str] | None:
+        state[group] = 1
+        for user in edges[group]:
+            if state.get(user) == 1:
+                return (user, group)
+            if user not in state and (found := visit(user)):
+                return found
+        state[group] = 2
+        return None
+
+    for group in edges:
+        if group not in state and (found := visit(group)):
+            return found
+    return None
+
+
+def _before(edges: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {group: [] for group in edges}
+    for group, users in edges.items():
+        for user in users:
+            found[user].append(group)
+    return found
+
+
+def _follower(
+    edges: Mapping[str, Iterable[str]], of: Mapping[str, str], times: Mapping[str, Sequence[float]]
+) -> tuple[str, str] | None:
+    """Return a group and one of the root's own nodes that only follows it, if there is one."""
+    before = _before(edges)
+    for group in edges:
+        if group in of and of[group] == group and len(before[group]) == 1:
+            return before[group][0], group
+    return None
+
+
+def _shortest_link(
+    edges: Mapping[str, Iterable[str]], of: Mapping[str, str], times: Mapping[str, Sequence[float]]
+) -> tuple[str, str] | None:
+    """Return the two neighbours in a chain that take least time together."""
+    before = _before(edges)
+    links = [
+        (sum(times[group]) + sum(times[user]), group, user)
+        for group, users in edges.items()
+        for user in users
+        if len(list(users)) == 1 and len(before[user]) == 1
+    ]
+    return min(links)[1:] if links else None
+
+
+def _made(
+    graph: LogicalGraph, of: Mapping[str, str], times: Mapping[str, tuple[float, ...]]
+) -> OpGroups:
+    order = _sorted(_edges(graph, of))
+    at = {group: index for index, group in enumerate(order)}
+    owners = _owners(graph, of)
+    nodes: dict[str, list[str]] = {group: [] for group in order}
+    kept: dict[str, dict[str, int]] = {group: {} for group in order}
+    flows: dict[tuple[int, int], dict[str, TensorType]] = {}
+    for node in graph.nodes:
+        if node.name not in of:
+            continue
+        group = of[node.name]
+        nodes[group].append(node.name)
+        for value in node.outputs:
+            if not graph.is_tensor(value):
+                continue
+            tensor = graph.tensor(value)
+            for user in graph.users[value]:
+                if user.phase is Phase.BACKWARD:
+                    kept[of.get(user.forward or "", group)][value] = tensor.size_bytes
+                elif user.name in of and of[user.name] != group:
+                    flows.setdefault((at[group], at[of[user.name]]), {})[value] = tensor
+    sizes = dict.fromkeys(order, 0)
+    for name, group in owners.items():
+        sizes[group] += graph.tensor(name).size_bytes
+    return OpGroups(
+        groups=tuple(
+            OpGroup(
+                name=group,
+                nodes=tuple(nodes[group]),
+                forward_s=times[group][0],
+                backward_s=times[group][1],
+                update_s=times[group][2],
+                parameter_bytes=sizes[group],
+                activation_bytes=sum(kept[group].values()),
+            )
+            for group in order
+        ),
+        flows=tuple(
+            GroupFlow(producer=a, consumer=b, tensors=tuple(values.values()))
+            for (a, b), values in sorted(flows.items())
+        ),
+    )
+
+
+def _sorted(edges: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the groups so that each follows those that it uses; of several, the first first."""
+    missing = {group: len(makers) for group, makers in _before(edges).items()}
+    order: list[str] = []
+    while len(order) < len(missing):
+        group = next(g for g, count in missing.items() if count == 0 and g not in order)
+        order.append(group)
+        for user in edges[group]:
+            missing[user] -= 1
+    return order

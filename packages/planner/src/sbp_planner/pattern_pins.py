@@ -1,0 +1,242 @@
+"""The pins of patterns that were found in a step, for `sbp_core.infer`.
+
+    parameters along a dim         stored and used split, with their states, gradients and updates
+    sums behind `tensor`           summed there at once: B, for every rank that goes on with them
+    what leads to `tensor`         B: computed by every rank; in parts it would be gathered again
+    values along `classes` and     split where all their users can take them so; so is the batch
+      `sequence`
+
+The rest (such as where samples are split) is for other pins and for inference.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from sbp_core.graph import InputKind, LogicalGraph, Node, Phase
+from sbp_core.placement import Placement
+from sbp_core.sbp import Partial, Split
+from sbp_core.signatures import OpCall, derive, is_view
+from sbp_planner.dim_groups import DimGroup, Part, label_splits
+from sbp_planner.guide import update_values
+from sbp_planner.patterns import Patterns, by_axis, parameter_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternPins:
+    """What was found.
+
+    Args:
+        pins: Pattern of a name -> mesh axis -> SBP.
+        explanation: A line for each pattern: what it splits.
+    """
+
+    pins: Mapping[str, Mapping[str, str]]
+    explanation: tuple[str, ...]
+
+
+def pattern_pins(
+    graph: LogicalGraph, mesh: Placement, patterns: Mapping[str, Sequence[str]]
+) -> PatternPins:
+    """Return the pins of patterns.
+
+    Args:
+        graph: The step.
+        mesh: Of one stage.
+        patterns: Mesh axis -> names of patterns, of which later ones split what is left; the axis
+            `*` means every axis not named.
+
+    Raises:
+        ConfigError: a pattern is not in the graph.
+    """
+    pins: dict[str, dict[str, str]] = {}
+    lines: list[str] = []
+    for at, (axis, size) in enumerate(zip(mesh.axes, mesh.mesh_shape, strict=True)):
+        split: set[str] = set()
+        # On one rank there is nothing to split.
+        for name in by_axis(patterns, axis) if size > 1 else ():
+            before = prod(mesh.mesh_shape[:at])
+            found = Patterns(
+                graph=graph, axis=axis, size=size, before=before, split=frozenset(split)
+            )
+            groups = found.find(name)
+            split.update(value for group in groups for value in group.by_value)
+            maker = _Pinned(found)
+            maker.parameters(groups)
+            if name == "tensor":
+                maker.sums(groups)
+                maker.stream(groups)
+            elif name in ("classes", "sequence"):
+                maker.values(groups)
+            for pattern, entry in maker.pins.items():
+                pins.setdefault(pattern, {})[axis] = entry
+            lines.append(f"{name} on {axis}: {_described(name, graph, groups)}")
+    return PatternPins(pins=pins, explanation=tuple(lines))
+
+
+@dataclass(slots=True)
+class _Pinned:
+    """Collects the pins of one pattern on one mesh axis: pattern of a name -> SBP."""
+
+    found: Patterns
+    pins: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> LogicalGraph:
+        return self.found.graph
+
+    def parameters(self, groups: Sequence[DimGroup]) -> None:
+        """Split parameters, how they are stored and used, and all that is of their shape.
+
+        That is: optimizer states, what is made of a parameter alone, its gradient and its update.
+        """
+        states: dict[str, list[str]] = {}
+        for entry in self.graph.inputs:
+            if entry.of and self.graph.is_tensor(entry.name):
+                states.setdefault(entry.of, []).append(entry.name)
+        updates = update_values(self.graph)
+        for value, dim in (one for group in groups for one in group.dims):
+            if not self.found.shown.made_of.get(value):
+                continue
+            names = [value]
+            if value in self.graph.input_kinds:
+                shape = self.graph.tensor(value).shape
+                names += [n for n in states.get(value, ()) if self.graph.tensor(n).shape == shape]
+                names += [f"use:{value}", *updates.get(value, ())]
+            self.pins.update({_literal(name): f"S({dim})" for name in names})
+
+    def sums(self, groups: Sequence[DimGroup]) -> None:
+        """Sum what parameters contract."""
+        for group in groups:
+            for use in group.of(Part.CONTRACTS):
+                self.pins[_literal(self._summed(use.node.outputs[0]))] = "B"
+
+    def _summed(self, value: str) -> str:
+        """Return where a sum is taken: at the value, or behind operators that shrink it."""
+        best = value
+        while True:
+            users = [user for user in self.graph.users[value] if user.phase is Phase.FORWARD]
+            if len(users) != 1 or not self._passes_sums(users[0], value):
+                return best
+            value = users[0].outputs[0]
+            if self.graph.tensor(value).size_bytes < self.graph.tensor(best).size_bytes:
+                best = value
+
+    def _passes_sums(self, node: Node, *values: str) -> bool:
+        """Whether partial sums of arguments, all of them, give partial sums of the result."""
+        call = OpCall.of(self.graph, node)
+        for signature in derive(call, self.found.size):
+            entries = zip(call.tensor_names, signature.inputs, strict=True)
+            partial = {name for name, sbp in entries if isinstance(sbp, Partial)}
+            if partial == set(values) and isinstance(signature.outputs[0], Partial):
+                return True
+        return False
+
+    def stream(self, groups: Sequence[DimGroup]) -> None:
+        """Keep whole what leads to the products that make the dims, and the gradients of that."""
+        along = {value for group in groups for value in group.by_value}
+        makes = [use for group in groups for use in group.of(Part.MAKES)]
+        needed = {name for use in makes for name in use.activations}
+        whole: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            if node.phase is not Phase.FORWARD or not needed.intersection(node.outputs):
+                continue
+            needed.update(name for name in node.inputs() if name in self.found.shown.of_batch)
+            if along.isdisjoint(node.outputs):
+                self._pin_whole(node.outputs)
+                if along.isdisjoint(node.inputs()):  # else gradients may have the dims
+                    whole.add(node.name)
+        for node in self.graph.nodes:
+            if node.phase is Phase.BACKWARD and node.forward in whole:
+                self._pin_gradients(node)
+
+    def _pin_gradients(self, node: Node) -> None:
+        """Pin the gradients that an operator takes, once they are complete and small.
+
+        What q, k and v give to the gradient of their input are partial sums, which are added up
+        before ranks exchange them; and of an input that was expanded, they are summed before.
+        """
+        makers = self.graph.producers
+        gradients = [
+            value
+            for value in self.graph.tensor_inputs(node)
+            if value in makers and makers[value].phase is Phase.BACKWARD
+        ]
+        adds_up = len(gradients) > 1 or (len(gradients) == 1 and self._shrinks(node, *gradients))
+        if is_view(node.op) or (adds_up and self._passes_sums(node, *gradients)):
+            return
+        self._pin_whole(gradients)
+
+    def _shrinks(self, node: Node, value: str) -> bool:
+        result = self.graph.tensor(node.outputs[0])
+        return result.size_bytes < self.graph.tensor(value).size_bytes
+
+    def _pin_whole(self, values: Sequence[str]) -> None:
+        for value in filter(self.graph.is_tensor, values):
+            if self.graph.tensor(value).dtype.startswith(("float", "bfloat")):
+                self.pins[_literal(value)] = "B"
+
+    def values(self, groups: Sequence[DimGroup]) -> None:
+        """Split batch inputs along dims, and each value of the batch whose users all take it.
+
+        So words for all activations, which split samples, do not hold for these.
+
+        Where a value has two such dims, as scores of queries and keys, inference says which. A pin
+        holds through views, so what users of a view take counts for what it looks at, too.
+        """
+        dims = [one for group in groups for one in group.dims]
+        count = Counter(value for value, _ in dims)
+        along = {value: dim for value, dim in dims if count[value] == 1}
+        several = count.keys() - along.keys()
+        split: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            for value in node.outputs:
+                users = self.graph.users[value]
+                if value in along and all(
+                    several.isdisjoint(user.outputs) and self._takes(user, value, along, split)
+                    for user in users
+                ):
+                    split.add(value)
+        for value, dim in along.items():
+            is_input = value in self.graph.input_kinds
+            if value in self.found.shown.of_batch and (is_input or value in split):
+                self.pins[_literal(value)] = f"S({dim})"
+
+    def _takes(self, user: Node, value: str, along: Mapping[str, int], split: set[str]) -> bool:
+        """Whether an operator can take a value split, beside what is to be split already."""
+        if is_view(user.op) and not split.issuperset(along.keys() & set(user.outputs)):
+            return False
+        call = OpCall.of(self.graph, user)
+        return any(
+            all(
+                sbp == Split(along[name])
+                for name, sbp in zip(call.tensor_names, signature.inputs, strict=True)
+                if name == value or name in split
+            )
+            for signature in label_splits(call, self.found.size, self.found.before)
+        )
+
+
+def _described(pattern: str, graph: LogicalGraph, groups: Sequence[DimGroup]) -> str:
+    """Return what a pattern splits."""
+
+    def names(*parts: Part) -> str:
+        uses = [use for group in groups for part in parts for use in group.of(part)]
+        return ", ".join(parameter_names(uses))
+
+    if pattern == "tensor":
+        return f"columns {names(Part.MAKES)}; rows {names(Part.CONTRACTS)}"
+    if pattern == "sequence":
+        inputs = [(n, dim) for group in groups for n, dim in group.dims if n in graph.input_kinds]
+        batch = [(n, dim) for n, dim in inputs if graph.input_kinds[n].kind is InputKind.BATCH]
+        return ", ".join(f"dim {dim} of {name}" for name, dim in batch)
+    return names(Part.MAKES, Part.LOOKS_UP, Part.BATCHES)
+
+
+def _literal(name: str) -> str:
+    """Return a pattern that means one name."""
+    return glob.escape(name)

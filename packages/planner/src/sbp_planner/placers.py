@@ -1,0 +1,489 @@
+"""The planners `dlplacer` and `stanza`: parts of the model on ranks of their own.
+
+    dlplacer    each group of operators (`op_groups`) on one position of the first mesh axis, or on
+                2, 4, ... or all of them, which share its samples
+    stanza      the positions in two parts, n - k and k: each group on one of them, and each part
+                with a group; k as the fastest is. With a network that is convolutions first and
+                large matrices last, these have one rank, and their gradients do not travel
+
+The integer program of `placement_program` decides, by times of the cost model on one device for the
+samples of the rank that has most, transfers and sums of gradients at the router's prices, and bytes
+of states and activations. Neighbours in a chain on the same ranks are one stage. Of what it
+finds, a placement by list schedule and, with `dlplacer`, everything on all positions, the plan with
+the shortest simulated step that fits is taken.
+
+    dlplacer    rank 0      stem, left ........ join, head
+                rank 1            right .......
+
+    stanza      ranks 0-2   conv, conv, conv              (samples in three parts)
+                rank 3                        matrices    (all samples)
+
+Inside a place, samples are split over its ranks and parameters are replicated.
+
+Source: Pal et al., "Optimizing Multi-GPU Parallelization Strategies for Deep Learning Training",
+IEEE Micro 39 (2019); Wu et al., "Stanza: Layer Separation for Distributed Training in Deep
+Learning", 2018, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from sbp_core.boxing import route
+from sbp_core.cost import boxing_time_s
+from sbp_core.errors import ConfigError, PlanError
+from sbp_core.graph import InputKind, TensorType
+from sbp_core.infer import PIPE_AXIS, PinValue, infer_placed
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.sbp import B, NdSbp, P, S
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes, format_seconds
+from sbp_planner.compiled import Compilation, Compiled, limit_key
+from sbp_planner.op_groups import OpGroups, op_groups
+from sbp_planner.placement_program import (
+    PlacedFlow,
+    PlacementProblem,
+    PlacementSolution,
+    greedy_placement,
+    solve_placement,
+    step_of,
+)
+from sbp_planner.search_configs import DlplacerConfig, StanzaConfig
+
+#: Data parallelism inside a place.
+_PINS: Mapping[str, PinValue] = {
+    "batch": "S(0)",
+    "use:batch": "S(0)",
+    "activations": "S(0)",
+    "parameters": "B",
+    "optimizer_states": "B",
+}
+
+#: Places that groups may be put on, more than which make the program slow.
+_MOST_PLACES = 16
+
+#: Parameter, gradient and two states of Adam; a guess, which the compiled plan corrects.
+_COPIES = 4
+
+
+def nested_ranges(num: int, most: int = _MOST_PLACES) -> list[tuple[int, int]]:
+    """Return ranges of positions, each within one of the next larger size, and last all of them.
+
+    >>> nested_ranges(4)
+    [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (2, 4), (0, 4)]
+
+    Args:
+        num: Positions.
+        most: Ranges; while there are more, the smaller sizes but the first are left out.
+    """
+    sizes, size = [1], 1
+    while size < num:
+        size *= next(n for n in range(2, num // size + 1) if num // size % n == 0)
+        sizes.append(size)
+    while len(sizes) > 2 and sum(num // size for size in sizes) > most:
+        del sizes[1]
+    return [(at, at + size) for size in sizes for at in range(0, num, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class DlplacerPlanner:
+    """Places groups of operators on single positions, or on several or all of them."""
+
+    config: DlplacerConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return the fastest placement that fits.
+
+        Raises:
+            ConfigError: the mesh has an axis of stages, or a pin cannot be meant.
+            PlanError: no placement is known that fits.
+        """
+        placer = _Placer(request=request, planner="dlplacer", config=self.config)
+        # More ranks than samples cannot share them.
+        ranges = [
+            positions
+            for positions in nested_ranges(placer.num_positions)
+            if positions[1] - positions[0] == 1
+            or placer.placement(positions).size <= placer.num_samples
+        ]
+        problem = placer.problem(ranges, is_symmetric=True)
+        solved = placer.solved(problem)
+        chosen = [solved.chosen] if solved is not None else []
+        chosen += [found] if (found := greedy_placement(problem)) is not None else []
+        everywhere = (len(ranges) - 1,) * problem.num_groups
+        for one in dict.fromkeys([*chosen, everywhere, (0,) * problem.num_groups]):
+            placer.look_at(ranges, problem, one, solved)
+        return placer.result()
+
+
+@dataclass(frozen=True, slots=True)
+class StanzaPlanner:
+    """Places groups of operators on two parts of the ranks."""
+
+    config: StanzaConfig
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return the fastest separation that fits.
+
+        Raises:
+            ConfigError: the mesh has an axis of stages, or fewer than two positions, or not as many
+                as `few` takes; or a pin cannot be meant.
+            PlanError: the model has one group, or no separation is known that fits.
+        """
+        placer = _Placer(request=request, planner="stanza", config=self.config)
+        num, few = placer.num_positions, self.config.few
+        if num < 2 or (few is not None and few >= num):
+            raise ConfigError(
+                f"planner.few={few} of {num} positions on the axis {request.mesh.axes[0]!r}",
+                where="planner stanza",
+                accepted=f"at least 2 positions, of which few is at most {max(num - 1, 1)}",
+                todo="take more ranks (cluster.mesh), or another planner",
+            )
+        if len(placer.groups.groups) < 2:
+            raise PlanError(
+                "the forward pass has one group of operators, which cannot be separated",
+                accepted="a model with modules for its parts",
+            )
+        for count in [few] if few is not None else range(1, num // 2 + 1):
+            ranges = [(0, num - count), (num - count, num)]
+            problem = placer.problem(ranges, uses_all=True)
+            solved = placer.solved(problem)
+            if solved is not None:
+                placer.look_at(ranges, problem, solved.chosen, solved)
+        return placer.result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A placement that was compiled.
+
+    Args:
+        ranges: Positions of each place.
+        chosen: Place of each group.
+        model_s: Time of a step by the model of the integer program, in seconds.
+        bound_s: Than which no placement takes less, by that model.
+        compiled: What it comes to.
+    """
+
+    ranges: Sequence[tuple[int, int]]
+    chosen: tuple[int, ...]
+    model_s: float
+    bound_s: float
+    compiled: Compiled
+
+
+@dataclass(kw_only=True)
+class _Placer:
+    """What both planners do.
+
+    Args:
+        request: What is planned.
+        planner: Its name.
+        config: Of it.
+    """
+
+    request: PlanRequest
+    planner: str
+    config: DlplacerConfig | StanzaConfig
+    found: list[_Found] = field(default_factory=list)
+    #: Prices of boxing by what is boxed, as equal values travel alike.
+    _prices: dict[object, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        axes = self.request.mesh.axes
+        if PIPE_AXIS in axes:
+            raise ConfigError(
+                f"{self.planner} makes stages of its own, and the mesh has the axis {PIPE_AXIS!r}",
+                where=f"planner {self.planner}",
+                accepted="a mesh whose first axis has the positions that groups are placed on",
+                todo=f"say cluster.mesh=[{self.request.mesh.size}] cluster.axes=[data]",
+            )
+        if self.request.graph.num_updates > 1:
+            raise ConfigError(
+                f"{self.planner} places steps of one update, and this one has "
+                f"{self.request.graph.num_updates}",
+                where=f"planner {self.planner}",
+                todo="set trainer.loss=whole_batch",
+            )
+
+    @property
+    def num_positions(self) -> int:
+        return self.request.mesh.mesh_shape[0]
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Of a micro-batch."""
+        graph = self.request.graph
+        entries = (entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH)
+        shapes = (graph.tensor(name).shape for name in entries if graph.is_tensor(name))
+        return max(min((shape[0] for shape in shapes if shape), default=1), 1)
+
+    def share(self, num_ranks: int) -> float:
+        """Return the part of a micro-batch that the rank with most of it has."""
+        return -(-self.num_samples // num_ranks) / self.num_samples
+
+    @property
+    def limit_bytes(self) -> float:
+        return self.config.memory_bytes or self.request.cluster.device.memory_bytes
+
+    @cached_property
+    def groups(self) -> OpGroups:
+        return op_groups(self.request.graph, self.request.cluster, self.config.max_groups)
+
+    @cached_property
+    def compilation(self) -> Compilation:
+        quiet = replace(self.request, progress=None, family=None)
+        return Compilation(request=quiet, limit_bytes=self.limit_bytes)
+
+    def placement(self, positions: tuple[int, int]) -> Placement:
+        """Return a range of positions of the first axis, as a mesh."""
+        mesh = self.request.mesh
+        rows = mesh.ranks
+        assert not isinstance(rows, int), "a mesh has at least one axis"
+        return Placement(rows[slice(*positions)], mesh.axes, mesh.device)
+
+    def problem(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        uses_all: bool = False,
+        is_symmetric: bool = False,
+    ) -> PlacementProblem:
+        """Return the problem of placing the groups on ranges of positions."""
+        meshes = [self.placement(positions) for positions in ranges]
+        groups, graph = self.groups, self.request.graph
+        updated = graph.new_states
+        copies = _COPIES if updated else 1
+        shares = [self.share(mesh.size) for mesh in meshes]
+        in_flight = graph.num_micro_batches
+        return PlacementProblem(
+            options=tuple(frozenset(mesh.rank_list) for mesh in meshes),
+            forward_s=tuple(tuple(g.forward_s * one for one in shares) for g in groups.groups),
+            backward_s=tuple(tuple(g.backward_s * one for one in shares) for g in groups.groups),
+            update_s=tuple(
+                tuple(g.update_s + self._sum_s(g.parameter_bytes, mesh) for mesh in meshes)
+                for g in groups.groups
+            ),
+            memory_bytes=tuple(
+                tuple(
+                    copies * g.parameter_bytes + int(in_flight * g.activation_bytes * one)
+                    for one in shares
+                )
+                for g in groups.groups
+            ),
+            flows=tuple(
+                PlacedFlow(
+                    producer=flow.producer,
+                    consumer=flow.consumer,
+                    delay_s=tuple(
+                        tuple(
+                            sum(self._moved_s(tensor, here, there) for tensor in flow.tensors)
+                            for there in meshes
+                        )
+                        for here in meshes
+                    ),
+                )
+                for flow in groups.flows
+            ),
+            limit_bytes=self.limit_bytes,
+            micro_batches=in_flight,
+            uses_all=uses_all,
+            is_symmetric=is_symmetric,
+        )
+
+    def solved(self, problem: PlacementProblem) -> PlacementSolution | None:
+        if self.request.progress:
+            self.request.progress(f"placing {problem.num_groups} groups of operators", 0.3)
+        return solve_placement(problem, self.config.time_limit_s, self.config.gap)
+
+    def _sum_s(self, size_bytes: int, mesh: Placement) -> float:
+        """Return the time in which the gradients of a group are summed over its ranks."""
+        if mesh.size == 1 or not size_bytes:
+            return 0.0
+        tensor = TensorType((max(size_bytes // 4, 1),), "float32")
+        whole = NdSbp(*(B for _ in mesh.axes))
+        return self._price(tensor, (mesh, NdSbp(*(P("sum") for _ in mesh.axes))), (mesh, whole))
+
+    def _moved_s(self, tensor: TensorType, here: Placement, there: Placement) -> float:
+        """Return the time in which a value moves from a place to another."""
+        if here == there:
+            return 0.0
+        entry = S(0) if tensor.shape and tensor.shape[0] >= max(here.size, there.size) else B
+        sbp = NdSbp(*(entry for _ in here.axes))
+        return self._price(tensor, (here, sbp), (there, sbp))
+
+    def _price(
+        self, tensor: TensorType, here: tuple[Placement, NdSbp], there: tuple[Placement, NdSbp]
+    ) -> float:
+        key = tensor.shape, tensor.dtype, here, there
+        if key not in self._prices:
+            found = route(tensor.shape, tensor.dtype, here, there)
+            self._prices[key] = boxing_time_s(found, self.request.cluster)
+        return self._prices[key]
+
+    def look_at(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        problem: PlacementProblem,
+        chosen: tuple[int, ...],
+        solved: PlacementSolution | None,
+    ) -> None:
+        """Compile a placement; of the two usual quotas, with the better."""
+        stages = _stages(self.groups, chosen)
+        placements = tuple(self.placement(ranges[option]) for option, _ in stages)
+        stage_of = {
+            node: number
+            for number, (_, members) in enumerate(stages)
+            for group in members
+            for node in self.groups.groups[group].nodes
+        }
+        count, num = self.request.graph.num_micro_batches, len(stages)
+        made = infer_placed(
+            replace(self.request, progress=None),
+            planner=self.planner,
+            placements=placements,
+            stage_of=stage_of,
+            pins=_PINS,
+            in_flight=(count if num > 1 else 1,) * num,
+        )
+        quotas = {made.in_flight, tuple(min(num - stage, count) for stage in range(num))}
+        best = min(
+            (self.compilation.compiled(replace(made, in_flight=quota)) for quota in sorted(quotas)),
+            key=Compiled.rank,
+        )
+        is_solved = solved is not None and chosen == solved.chosen
+        self.found.append(
+            _Found(
+                ranges=ranges,
+                chosen=chosen,
+                model_s=solved.step_s if solved and is_solved else step_of(problem, chosen),
+                bound_s=solved.bound_s if solved else 0.0,
+                compiled=best,
+            )
+        )
+
+    def result(self) -> Strategy:
+        """Return the best of what was looked at.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        if not self.found:
+            raise PlanError(
+                f"no placement of {len(self.groups.groups)} groups fits the "
+                f"{format_bytes(self.limit_bytes)} of a rank, by what they hold of parameters and "
+                "activations",
+                where=f"planner {self.planner}",
+                accepted=f"more {limit_key(self.config.memory_bytes)}",
+                todo="take more ranks, or trainer.micro_batches",
+            )
+        best = min(self.found, key=lambda one: one.compiled.rank())
+        if not best.compiled.fits:
+            raise PlanError(
+                f"no placement that was compiled fits the {format_bytes(self.limit_bytes)} of a "
+                f"rank: the least needs {format_bytes(best.compiled.memory_bytes)}",
+                where=f"planner {self.planner}",
+                accepted=f"{limit_key(self.config.memory_bytes)} >= "
+                f"{best.compiled.memory_bytes:.0f}",
+                todo="take more ranks, or trainer.micro_batches",
+            )
+        strategy = best.compiled.strategy
+        return replace(strategy, report={**strategy.report, **self._report(best)})
+
+    def _report(self, best: _Found) -> dict[str, Any]:
+        places: dict[str, list[str]] = {}
+        mesh = self.request.mesh
+        for group, option in zip(self.groups.groups, best.chosen, strict=True):
+            ranks = self.placement(best.ranges[option]).rank_list
+            places.setdefault(", ".join(map(str, ranks)), []).append(group.name)
+        lines = [
+            f"{self.planner}: {len(self.groups.groups)} groups of operators on "
+            f"{mesh.mesh_shape[0]} positions of {mesh.axes[0]!r}: {best.compiled}"
+        ]
+        lines += [f"  ranks {ranks}: {_listed(names)}" for ranks, names in places.items()]
+        gap = max(best.model_s - best.bound_s, 0.0) / best.model_s if best.model_s else 0.0
+        lines.append(
+            f"  by times of groups alone {format_seconds(best.model_s)}; no placement takes less "
+            f"than {format_seconds(best.bound_s)} (gap {gap:.2%})"
+        )
+        others = [one for one in self.found if one is not best]
+        lines += [f"  not {self._words(one)}: {one.compiled}" for one in others]
+        return {
+            "places": [{"ranks": ranks, "groups": names} for ranks, names in places.items()],
+            "placement_s": best.model_s,
+            "bound_s": best.bound_s,
+            "explanation": lines,
+        }
+
+    def _words(self, one: _Found) -> str:
+        sizes: dict[tuple[int, int], int] = {}
+        for option in one.chosen:
+            sizes[one.ranges[option]] = sizes.get(one.ranges[option], 0) + 1
+        return ", ".join(
+            f"{count} groups on positions {begin}-{end - 1}"
+            if end > begin + 1
+            else f"{count} groups on position {begin}"
+            for (begin, end), count in sorted(sizes.items())
+        )
+
+
+def _stages(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return the stages as (place, groups): groups on the same ranks are one where nobody waits.
+
+    A stage sends what it makes when all of it is done, and begins when all that it takes is there.
+    So a group joins the stage of what it uses if all of that is on the same ranks, and the stage
+    has nothing to send to others; or if it is all that the stage is used for.
+    """
+    if len(set(chosen)) == 1:
+        return [(chosen[0], list(range(len(chosen))))]
+    makers: list[set[int]] = [set() for _ in chosen]
+    users: list[set[int]] = [set() for _ in chosen]
+    for flow in groups.flows:
+        makers[flow.consumer].add(flow.producer)
+        users[flow.producer].add(flow.consumer)
+    stages: list[tuple[int, list[int]]] = []
+    stage_of: dict[int, int] = {}
+
+    def sends(stage: int) -> bool:
+        place, members = stages[stage]
+        return any(chosen[user] != place for member in members for user in users[member])
+
+    def joins(stage: int, group: int) -> bool:
+        if stages[stage][0] != chosen[group] or any(
+            chosen[maker] != chosen[group] for maker in makers[group]
+        ):
+            return False
+        if len(makers[group]) == 1 and users[next(iter(makers[group]))] == {group}:
+            return True
+        # Behind it, a stage that it waits for would wait for it, too.
+        behind = {stage_of[user] for member in stages[stage][1] for user in users[member]
+                  if user in stage_of} - {stage}  # fmt: skip
+        return not sends(stage) and not behind
+
+    for group, place in enumerate(chosen):
+        last = max((stage_of[maker] for maker in makers[group]), default=len(stages) - 1)
+        if last >= 0 and joins(last, group):
+            stage_of[group] = last
+            stages[last][1].append(group)
+        else:
+            stage_of[group] = len(stages)
+            stages.append((place, [group]))
+    return stages
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:4])}, ..., {names[-1]}"
+
+
+def build_dlplacer(config: DlplacerConfig) -> DlplacerPlanner:
+    """Make the planner `dlplacer`."""
+    return DlplacerPlanner(config)
+
+
+def build_stanza(config: StanzaConfig) -> StanzaPlanner:
+    """Make the planner `stanza`."""
+    return StanzaPlanner(config)

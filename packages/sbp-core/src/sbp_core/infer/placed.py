@@ -1,0 +1,72 @@
+"""Inference of a strategy whose forward nodes are placed: parts of a model on ranks of their own.
+
+    stage 0   ranks 0 1 2   convolutions       stage 1   rank 3   fully connected layers
+
+Unlike in a pipeline, stages may share ranks or not, and values may go to any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sbp_core.infer.axis import decide_axis
+from sbp_core.infer.pins import PinValue, resolve_pins
+from sbp_core.infer.solve import strategy_of
+from sbp_core.infer.stages import placed_stages
+from sbp_core.infer.work import Decision, StepWork
+from sbp_core.placement import Placement
+from sbp_core.strategy import Strategy
+
+if TYPE_CHECKING:
+    from sbp_core.plugins.kinds import PlanRequest
+
+
+def infer_placed(
+    request: PlanRequest,
+    *,
+    planner: str,
+    placements: tuple[Placement, ...],
+    stage_of: Mapping[str, int],
+    pins: Mapping[str, PinValue] | None = None,
+    in_flight: tuple[int, ...] | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> Strategy:
+    """Return the cheapest legal strategy on given stages.
+
+    Args:
+        request: Graph, cluster, and the user's pins, which override `pins`; its mesh does not
+            count.
+        planner: Name for the strategy.
+        placements: Of each stage; all have the same mesh axes, of whatever sizes.
+        stage_of: Of forward nodes, by name; what is not named follows.
+        pins: The planner's own pins.
+        in_flight: Quota of each stage; by default that of 1F1B.
+        report: Added to the report.
+
+    Raises:
+        ConfigError: a pin cannot be meant.
+        PlanError: nothing fulfils the pins.
+        SignatureError: an operator has no signatures.
+    """
+    for placement in placements:
+        request.cluster.check_ranks(placement)
+    work = StepWork(
+        graph=request.graph,
+        placements=placements,
+        stages=placed_stages(request.graph, stage_of),
+        cluster=request.cluster,
+    )
+    resolved = resolve_pins(request.graph, work.axes, pins or {}, request.pins)
+    decision = Decision()
+    optimal = {
+        name: decide_axis(work, decision, axis, resolved) for axis, name in enumerate(work.axes)
+    }
+    return strategy_of(
+        request,
+        work,
+        decision,
+        planner=planner,
+        in_flight=in_flight,
+        report={"optimal_by_axis": optimal, **(report or {})},
+    )
