@@ -111,6 +111,21 @@ def test_the_second_process_finds_what_the_first_does(monkeypatch: pytest.Monkey
     assert (solution.cost, solution.proved) == (expected.cost, True)
 
 
+def test_a_problem_without_edges_is_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    problem = ChoiceProblem(
+        costs=[np.sort(random.integers(0, 1000, 4))[::-1].astype(float) for _ in range(25)],
+        usages=[np.sort(random.integers(0, 1000, 4)) for _ in range(25)],
+        usage_limit=9000,
+    )
+    expected = solve(problem, time_limit_s=30)
+    monkeypatch.setattr(solver, "_FEW_PAIRS", -1)
+
+    solution = solve(problem, time_limit_s=30)
+
+    assert (solution.cost, solution.proved) == (expected.cost, True)
+
+
 @pytest.mark.parametrize("limit_s", [0.01, 0.5])
 def test_the_time_limit_holds(limit_s: float) -> None:
     problem = transformer_problem(40, seed=3, slack=0.02)

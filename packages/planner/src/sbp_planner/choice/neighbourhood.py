@@ -146,11 +146,13 @@ class Neighbourhoods:
         self.guide = guide
         self.rows = np.flatnonzero(prices)
         pairs = guide.pairs
-        every = np.sort(pairs[allowed(self.compact.flat.entries)])
+        every = pairs[allowed(self.compact.flat.entries)]
+        places = [int(part * (len(every) - 1)) for part in _PARTS]
+        every = np.partition(every, places) if len(every) else every
         old = self.kinds
         self.kinds = []
-        for number, part in enumerate(_PARTS):
-            room = inf if part == 1 or not len(every) else every[int(part * (len(every) - 1))]
+        for number, (part, place) in enumerate(zip(_PARTS, places, strict=True)):
+            room = inf if part == 1 or not len(every) else every[place]
             kind = _Kind(float(room), self._pairs(pairs <= min(room, 1e300)))
             if number < len(old):
                 kind.budget, kind.gain = old[number].budget, old[number].gain

@@ -73,7 +73,7 @@ _LITTLE_ROUNDS = 4
 #: Part of the time that messages may have first; their part later, compared to the search between
 #: two rounds of them, at least and at most; the rise, as a part of the gap, for the most; seconds
 #: of the search at least.
-_MESSAGES_PART = 0.2
+_MESSAGES_PART = 0.35
 _MESSAGES_SHARES = (0.1, 1.0)
 _MUCH = 0.03
 _NEAR_S = 2.0
@@ -409,6 +409,10 @@ class Search:
                 self.record.raise_bound(min(message.bound, self.worker_below))
             else:
                 self._end_program(message)
+        if not self.worker.alive:
+            # It died, perhaps for want of memory: another would, too.
+            _log.warning("the second process for integer programs has died")
+            self.worker_failed = True
 
     def _end_program(self, result: ProgramResult) -> None:
         assert self.worker_part is not None
