@@ -218,7 +218,9 @@ class _Pinned:
                 for name, sbp in zip(call.tensor_names, signature.inputs, strict=True)
                 if name == value or name in split
             )
-            for signature in label_splits(call, self.found.size, self.found.before)
+            for signature in label_splits(
+                call, self.found.size, self.found.before, self.found.shown.samples
+            )
         )
 
 
