@@ -44,6 +44,14 @@ def test_heads_end_where_there_are_fewer_than_ranks():
     assert many.ends
 
 
+def test_heads_are_no_samples_however_many_ranks_split_these():
+    graph = gpt_step()  # with 4 heads
+
+    heads = group_of(graph, "blocks.0.attention.qkv.weight", 0, num_ranks=2, num_before=4)
+
+    assert parameters(heads, Part.CONTRACTS) == ["blocks.0.attention.proj.weight"]
+
+
 def test_a_residual_stream_ends_at_a_norm():
     graph = gpt_step()
 

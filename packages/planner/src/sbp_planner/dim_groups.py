@@ -24,7 +24,7 @@ analysis", arXiv:2508.15010, section 3 (named dimensions; here they follow from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -104,11 +104,13 @@ class DimGroups:
         groups: Its groups, in graph order.
         made_of: The parameters of which a value is made, for values that hang on no batch.
         of_batch: The values that hang on the batch.
+        samples: The dims that samples lead: (sample) or (sample, time).
     """
 
     groups: tuple[DimGroup, ...]
     made_of: Mapping[str, tuple[str, ...]]
     of_batch: frozenset[str]
+    samples: frozenset[TensorDim]
 
 
 def dim_groups(graph: LogicalGraph, num_ranks: int, num_before: int = 1) -> DimGroups:
@@ -132,28 +134,44 @@ def dim_groups(graph: LogicalGraph, num_ranks: int, num_before: int = 1) -> DimG
         groups=tuple(found.groups()),
         made_of=found.made_of,
         of_batch=frozenset(found.of_batch),
+        samples=frozenset(found.samples),
     )
 
 
-def label_splits(call: OpCall, num_ranks: int, num_before: int = 1) -> Iterator[Signature1d]:
+def label_splits(
+    call: OpCall, num_ranks: int, num_before: int = 1, samples: Collection[TensorDim] = ()
+) -> Iterator[Signature1d]:
     """Yield a signature for each label of a call that can be split, that of the label alone.
 
     Args:
         call: The call.
         num_ranks: Over how many ranks.
         num_before: Over how many samples are split before; see `dim_groups`.
+        samples: Dims of values that samples lead, which are split before.
     """
-    behind = [
-        signature
-        for signature in (derivation(call).behind if num_before > 1 else ())
-        if prod(extent for _, extent in signature.follows) == num_before
-    ]
+    behind = list(_behind(call, num_before, samples))
     # What the axes before have split down to one element is not split again.
     seen = {label for signature in behind for label, _ in signature.follows} | {""}
     for signature in (*derive(call, num_ranks), *behind):
         # Of several signatures that split a label, the first is that of the label alone.
         if signature.label not in seen:
             seen.add(signature.label)
+            yield signature
+
+
+def _behind(call: OpCall, num_before: int, samples: Collection[TensorDim]) -> Iterator[Signature1d]:
+    """Yield what can be split behind samples, if each rank has one of them."""
+    if num_before == 1:
+        return
+    found = derivation(call)
+    leading = {
+        signature.label
+        for signature in found.legal
+        if any(dim in samples for dim in _split_dims(call.tensor_names, signature.inputs))
+    }
+    for signature in found.behind:
+        labels = {label for label, _ in signature.follows}
+        if labels <= leading and prod(extent for _, extent in signature.follows) == num_before:
             yield signature
 
 
@@ -183,11 +201,14 @@ class _Groups:
     made_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: The values that hang on the batch.
     of_batch: set[str] = field(default_factory=set)
+    #: The dims that samples lead.
+    samples: set[TensorDim] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for entry in self.graph.inputs:
             if entry.kind is InputKind.BATCH:
                 self.of_batch.add(entry.name)
+                self.samples.add((entry.name, 0))
             elif entry.kind is InputKind.PARAMETER:
                 self.made_of[entry.name] = (entry.name,)
 
@@ -202,6 +223,7 @@ class _Groups:
         """Join the dims of one operator, and note what parameters do in it."""
         call = OpCall.of(self.graph, node)
         self._pass_on(node, call.tensor_names)
+        self._lead_on(node, call)
         splits = list(self._splits(call, node.outputs))
         for split in splits:
             first = self.root(split.dims[0])
@@ -223,8 +245,18 @@ class _Groups:
         found = dict.fromkeys(one for name in arguments for one in self.made_of.get(name, ()))
         self.made_of.update(dict.fromkeys(node.outputs, tuple(found)))
 
+    def _lead_on(self, node: Node, call: OpCall) -> None:
+        """Note which dims of results samples lead: those that would be split as they are."""
+        seen: set[str] = set()
+        for signature in derivation(call).legal:
+            if not signature.label or signature.label in seen:
+                continue
+            seen.add(signature.label)
+            if self.samples.intersection(_split_dims(call.tensor_names, signature.inputs)):
+                self.samples.update(_split_dims(node.outputs, signature.outputs))
+
     def _splits(self, call: OpCall, outputs: Sequence[str]) -> Iterator[_LabelSplit]:
-        for signature in label_splits(call, self.num_ranks, self.num_before):
+        for signature in label_splits(call, self.num_ranks, self.num_before, self.samples):
             taken = _split_dims(call.tensor_names, signature.inputs)
             made = _split_dims(outputs, signature.outputs)
             if not taken and not made:

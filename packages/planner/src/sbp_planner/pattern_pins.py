@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from sbp_core.graph import InputKind, LogicalGraph, Node, Phase
+from sbp_core.graph import InputKind, LogicalGraph, Node, Phase, Ref
 from sbp_core.placement import Placement
 from sbp_core.sbp import Partial, Split
 from sbp_core.signatures import OpCall, derive, is_view
@@ -116,14 +116,15 @@ class _Pinned:
                 self.pins[_literal(self._summed(use.node.outputs[0]))] = "B"
 
     def _summed(self, value: str) -> str:
-        """Return where a sum is taken: at the value, or behind operators that shrink it."""
+        """Return where a sum is taken: behind views, and behind operators that shrink it."""
         best = value
         while True:
             users = [user for user in self.graph.users[value] if user.phase is Phase.FORWARD]
             if len(users) != 1 or not self._passes_sums(users[0], value):
                 return best
             value = users[0].outputs[0]
-            if self.graph.tensor(value).size_bytes < self.graph.tensor(best).size_bytes:
+            smaller = self.graph.tensor(value).size_bytes < self.graph.tensor(best).size_bytes
+            if smaller or (is_view(users[0].op) and users[0].args[0] == Ref(best)):
                 best = value
 
     def _passes_sums(self, node: Node, *values: str) -> bool:
@@ -217,7 +218,9 @@ class _Pinned:
                 for name, sbp in zip(call.tensor_names, signature.inputs, strict=True)
                 if name == value or name in split
             )
-            for signature in label_splits(call, self.found.size, self.found.before)
+            for signature in label_splits(
+                call, self.found.size, self.found.before, self.found.shown.samples
+            )
         )
 
 
