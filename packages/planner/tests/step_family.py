@@ -18,7 +18,8 @@ from sbp_core.graph_variant import GraphVariant
 from sbp_core.passes import RecomputeOptions
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_torch.capture import capture
+from sbp_torch.capture import capture, initial_states
+from sbp_torch.testing.programs import OneDeviceStep
 
 
 class Block(nn.Module):
@@ -79,12 +80,27 @@ class MlpFamily:
     def _model(self) -> Mlp:
         return Mlp(*self.sizes)
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self._model.parameters(), lr=1e-2, foreach=False)
+
+    def step(self, variant: GraphVariant) -> OneDeviceStep:
+        """Return a variant with states and two batches to run it on, in float32."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.batch_size, self.sizes[0])
+        return OneDeviceStep(
+            graph=self.graph(variant),
+            states=initial_states(self._model, self._optimizer()),
+            batches=tuple({"x": torch.randn(shape, generator=generator)} for _ in range(2)),
+            scalars={"lr": 1e-2},
+        )
+
     def graph(self, variant: GraphVariant) -> LogicalGraph:
         if variant not in self._graphs:
             count = variant.num_micro_batches
             batch = {"x": torch.zeros(self.batch_size // count, self.sizes[0])}
-            optimizer = torch.optim.AdamW(self._model.parameters(), foreach=False)
-            captured = capture(self._model, lambda model, b: model.loss(b), batch, optimizer)
+            captured = capture(
+                self._model, lambda model, b: model.loss(b), batch, self._optimizer()
+            )
             slices = {s.pattern: Slicing(count=s.count, along=s.along) for s in variant.slices}
             options = PassOptions(
                 recompute=RecomputeOptions(memory_bytes=variant.recompute_bytes),

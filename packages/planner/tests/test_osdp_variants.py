@@ -16,6 +16,11 @@ from sbp_core.simulate import simulate
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.osdp import build
 from sbp_planner.variants import recompute_budgets
+from sbp_torch.boxing.local import LocalBackend
+from sbp_torch.runtime.configs import ReferenceConfig
+from sbp_torch.runtime.reference import ReferenceRuntime
+from sbp_torch.testing.cases import check_shards, run_steps, shards_of
+from sbp_torch.testing.programs import assert_near, one_device_run
 
 #: Most of its memory is for activations.
 DEEP = MlpFamily(sizes=(16, 64, 2, 16), batch_size=256, micro_batches=(1, 2), may_slice=False)
@@ -122,6 +127,27 @@ def test_only_what_is_gathered_at_the_peak_is_sliced():
 
     assert {one.pattern for one in strategy.variant.slices} == {"head.weight"}
     check_fits("wide", strategy, limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "what"), [("wide", 0.9, "slices"), ("deep, whole", 0.9, "recompute_bytes")]
+)
+def test_a_variant_trains_as_the_step_that_was_asked_for(name, share, what):
+    request = asked(name)
+    strategy = plan(name, share * needed(plan(name), "all_zdp"))
+    assert getattr(strategy.variant, what)
+    step = request.family.step(strategy.variant)
+    compiled = compile_plan(step.graph, strategy, CompileOptions(cluster=request.cluster))
+
+    wanted, states = one_device_run(request.family.step(request.family.variant))
+    with ReferenceRuntime(ReferenceConfig()).start(
+        compiled, step.states, LocalBackend()
+    ) as session:
+        losses, shards = run_steps(session, step), shards_of(session, compiled)
+
+    for index, loss in enumerate(losses):
+        assert_near(f"loss {index}", loss, wanted[index], 1e-5)
+    check_shards(compiled, shards, states, 1e-5)
 
 
 def test_slices_of_outputs_and_of_contractions_are_both_looked_at():

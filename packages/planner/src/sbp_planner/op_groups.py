@@ -93,9 +93,9 @@ def op_groups(graph: LogicalGraph, cluster: Cluster, max_groups: int = 32) -> Op
     while True:
         # One after the other, as each changes what the next is about.
         edges = _edges(graph, of)
-        joined = _cycle(edges, of) or _follower(edges, of, times)
+        joined = _cycle(edges) or _follower(edges, of)
         if joined is None and len(set(of.values())) > max_groups:
-            joined = _shortest_link(edges, of, times)
+            joined = _shortest_link(edges, times)
         if joined is None:
             break
         kept, gone = joined
@@ -173,7 +173,7 @@ def _edges(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, dict[str, No
     return edges
 
 
-def _cycle(edges: Mapping[str, Iterable[str]], of: Mapping[str, str]) -> tuple[str, str] | None:
+def _cycle(edges: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
     """Return two groups that need each other, if there are any."""
     state: dict[str, int] = {}  # 1 on the path, 2 done
 
@@ -201,9 +201,7 @@ def _before(edges: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
     return found
 
 
-def _follower(
-    edges: Mapping[str, Iterable[str]], of: Mapping[str, str], times: Mapping[str, Sequence[float]]
-) -> tuple[str, str] | None:
+def _follower(edges: Mapping[str, Iterable[str]], of: Mapping[str, str]) -> tuple[str, str] | None:
     """Return a group and one of the root's own nodes that only follows it, if there is one."""
     before = _before(edges)
     for group in edges:
@@ -213,7 +211,7 @@ def _follower(
 
 
 def _shortest_link(
-    edges: Mapping[str, Iterable[str]], of: Mapping[str, str], times: Mapping[str, Sequence[float]]
+    edges: Mapping[str, Iterable[str]], times: Mapping[str, Sequence[float]]
 ) -> tuple[str, str] | None:
     """Return the two neighbours in a chain that take least time together."""
     before = _before(edges)
