@@ -10,16 +10,20 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import Builder
 
-MESHES = (((2,), ("data",)), ((3,), ("data",)), ((2, 2), ("data", "tensor")))
+#: Shapes and axes.
+Meshes = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+
+MESHES: Meshes = (((2,), ("data",)), ((3,), ("data",)), ((2, 2), ("data", "tensor")))
+CUBE: Meshes = (((2, 2, 2), ("data", "context", "tensor")),)
 
 
-def random_graph(random: Random) -> LogicalGraph:
+def random_graph(random: Random, max_ops: int = 3) -> LogicalGraph:
     """Return a forward pass of a few products, sums and pointwise operators."""
     b = Builder()
     rows = random.choice((6, 8, 64))
     widths = [random.choice((4, 6, 32))]
     values = [(b.add_input("x", InputKind.BATCH, (rows, widths[0])), widths[0])]
-    for number in range(random.randint(1, 3)):
+    for number in range(random.randint(1, max_ops)):
         value, width = random.choice(values)
         kind = random.choice(("mm", "mm", "relu", "add"))
         same = [name for name, other in values if other == width]
@@ -42,9 +46,9 @@ def random_graph(random: Random) -> LogicalGraph:
     return b.graph("random")
 
 
-def random_request(random: Random) -> PlanRequest:
+def random_request(random: Random, meshes: Meshes = MESHES, max_ops: int = 3) -> PlanRequest:
     """Return a random program on a random mesh of a random machine."""
-    shape, axes = random.choice(MESHES)
+    shape, axes = random.choice(meshes)
     device = Device(
         memory_bytes=1 << 30,
         flop_per_s={"float32": 10 ** random.uniform(7, 10)},
@@ -60,4 +64,4 @@ def random_request(random: Random) -> PlanRequest:
         device=device,
         intra_node=link,
     )
-    return PlanRequest(graph=random_graph(random), mesh=mesh, cluster=cluster)
+    return PlanRequest(graph=random_graph(random, max_ops), mesh=mesh, cluster=cluster)

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 from plan_requests import assert_legal, request
-from random_steps import random_request
+from random_steps import CUBE, random_request
 
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph_variant import GraphVariant
@@ -87,8 +87,7 @@ def small(shape=(2,), axes=("data",), **sizes):
     return PlanRequest(graph=graph, mesh=mesh, cluster=cluster(num_devices=mesh.size))
 
 
-def check_against_exhaustive(seed: int, max_assignments: int = 400_000) -> None:
-    asked = random_request(Random(seed))
+def check_against_exhaustive(asked: PlanRequest, max_assignments: int = 400_000) -> None:
     truth = exhaustive.build(ExhaustiveConfig(max_assignments=max_assignments))
 
     found = ilp.build(IlpConfig(tied=False)).plan(asked)
@@ -104,13 +103,21 @@ def check_against_exhaustive(seed: int, max_assignments: int = 400_000) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_integer_program_equals_looking_at_everything(seed):
-    check_against_exhaustive(seed)
+    check_against_exhaustive(random_request(Random(seed)))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(200))
 def test_it_does_so_on_200_random_programs(seed):
-    check_against_exhaustive(1000 + seed, max_assignments=20_000_000)
+    asked = random_request(Random(1000 + seed))
+    check_against_exhaustive(asked, max_assignments=20_000_000)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+def test_it_does_so_on_20_random_programs_on_three_axes(seed):
+    asked = random_request(Random(2000 + seed), meshes=CUBE, max_ops=1)
+    check_against_exhaustive(asked, max_assignments=20_000_000)
 
 
 @pytest.mark.parametrize("name", PLANNERS)

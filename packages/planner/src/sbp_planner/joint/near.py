@@ -34,18 +34,18 @@ def floor_s(problem: StepProblem) -> float:
     return float(sum(table.min() for table in problem.unary))
 
 
-def limited(problem: StepProblem, *, tied: bool = True, max_prices: int = MAX_PRICES) -> bool:
+def limited(problem: StepProblem, *, tied: bool = True, max_prices: int | None = None) -> bool:
     """Leave out signatures that are far from what the problem starts from, if they are too many.
 
     Args:
         problem: The step, not priced yet; it is changed.
         tied: Whether equal layers are decided alike.
-        max_prices: Conversions that may be priced.
+        max_prices: Conversions that may be priced; `MAX_PRICES` if None.
 
     Returns:
         Whether something was left out.
     """
-    if problem.num_prices <= max_prices:
+    if problem.num_prices <= (MAX_PRICES if max_prices is None else max_prices):
         return False
     problem.restrict(near(problem, repeated(problem) if tied else ()))
     return True

@@ -1,0 +1,95 @@
+"""Signatures near what was found, where all of them are too many."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from plan_requests import assert_legal
+from random_steps import CUBE, random_request
+
+from sbp_core.infer import joint_problem
+from sbp_planner import ilp
+from sbp_planner.joint import near as nearness
+from sbp_planner.joint.near import floor_s, limited, near, recentred
+from sbp_planner.search_configs import IlpConfig
+
+
+def asked(seed):
+    return random_request(Random(seed), meshes=CUBE, max_ops=1)
+
+
+def distance(one, other):
+    return sum(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_what_stays_differs_on_one_axis_at_most_and_all_of_that_stays():
+    problem = joint_problem(asked(1))
+
+    kept = near(problem, ties=())
+
+    for name, variable in problem.node_variable.items():
+        parts = problem.parts[name]
+        centre = parts[problem.start[variable]]
+        close = [at for at, one in enumerate(parts) if distance(one, centre) <= 1]
+        assert kept[variable].tolist() == close
+        assert 1 < len(close) < len(parts)
+
+
+def test_variables_that_are_alike_keep_what_is_near_any_of_them():
+    problem = joint_problem(asked(1))
+    first = problem.storage_variable["x"]
+    problem.start[first] = 0
+    alone = near(problem, ties=())[first]
+    problem.start[first] = problem.sizes[first] - 1
+    other = near(problem, ties=())[first]
+
+    kept = near(problem, ties=[(first,)])[first]
+
+    assert set(kept) == set(other) != set(alone)
+    assert 0 in alone
+
+
+def test_a_limited_problem_means_and_costs_what_the_whole_one_does():
+    whole, part = (joint_problem(asked(2)) for _ in range(2))
+    kept = near(part, ties=())
+    random = Random(0)
+
+    assert not limited(part)
+    assert limited(part, tied=False, max_prices=0)
+
+    assert part.num_prices < whole.num_prices
+    for _ in range(50):
+        values = [random.randrange(size) for size in part.sizes]
+        same = [int(of[value]) for of, value in zip(kept, values, strict=True)]
+        assert part.decided(values) == whole.decided(same)
+        assert part.cost(values) == pytest.approx(whole.cost(same))
+    assert part.decided(part.start) == whole.decided(whole.start)
+
+
+def test_around_another_assignment_its_neighbours_are_looked_at():
+    problem = joint_problem(asked(2))
+    limited(problem, tied=False, max_prices=0)
+    values = [size - 1 for size in problem.sizes]
+
+    moved = recentred(problem, values, tied=False)
+
+    assert moved.decided(moved.start) == problem.decided(values)
+    assert moved.cost(moved.start) == pytest.approx(problem.cost(values))
+    assert moved.prices is problem.prices
+
+
+def test_near_what_was_found_there_is_a_plan_and_below_all_plans_a_floor(monkeypatch):
+    request = asked(4)
+    best = ilp.build(IlpConfig(tied=False)).plan(request)
+    monkeypatch.setattr(nearness, "MAX_PRICES", 100)
+    floor = floor_s(joint_problem(request))
+
+    found = ilp.build(IlpConfig(tied=False)).plan(request)
+
+    report = found.report
+    assert_legal(request.graph, found)
+    assert report["bound_s"] == floor <= best.report["cost_s"] * (1 + 1e-9)
+    assert best.report["cost_s"] <= report["cost_s"] * (1 + 1e-9)
+    assert report["cost_s"] <= report["cost_by_axis_s"] * (1 + 1e-9)
+    assert np.isclose(report["bound_near_s"], report["cost_s"])
+    assert "signatures are too many" in report["explanation"][1]
