@@ -205,6 +205,7 @@ def test_batches_are_compared_by_samples_per_second_under_the_limit():
     assert "none of these is faster than trainer.batch_size=256" in report["explanation"][-1]
 
 
+@pytest.mark.exhaustive
 def test_batches_grow_while_they_fit_and_the_setting_to_change_is_named():
     limit = 1.1 * needed(plan("settled"), "all_zdp")
     request = family_request(replace(SETTLED, batch_size=64, _graphs={}), bytes_per_s=1e9)
@@ -217,7 +218,6 @@ def test_batches_grow_while_they_fit_and_the_setting_to_change_is_named():
     assert report["explanation"][-1].startswith("  trainer.batch_size=256 is ")
 
 
-@pytest.mark.exhaustive
 def test_a_batch_that_fits_is_named_where_the_one_asked_for_does_not():
     limit = 0.7 * needed(plan("settled"), "all_zdp")
 

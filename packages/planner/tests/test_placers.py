@@ -192,6 +192,7 @@ def test_the_fastest_size_of_the_smaller_part_is_found():
     assert step_s(request, best) == pytest.approx(min(times), rel=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_parts_on_all_ranks_and_parts_on_one_of_them_go_together():
     # The loss is made on one rank, and reported on all of them, each of which has it once.
     step = convolutions()
