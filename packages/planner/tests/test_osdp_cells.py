@@ -70,6 +70,7 @@ def modes(strategy):
     return strategy.report["osdp"]["modes"]
 
 
+@pytest.mark.exhaustive
 class TestOsdpInCells(PlannerRunConformance):
     """It trains as one device does; the limit is one that some parameters are sharded for."""
 
@@ -84,6 +85,7 @@ class TestOsdpInCells(PlannerRunConformance):
             assert "ZDP" in modes(self.plan(mesh, 2)).values()
 
 
+@pytest.mark.exhaustive
 class TestOsdpInStages(PlannerConformance):
     meshes = (((2, 2), ("pipe", "data")),)
     micro_batches = (2,)
@@ -158,6 +160,7 @@ def test_each_stage_of_a_pipeline_has_a_limit_of_its_own(monkeypatch):
     assert search.memory(guided[-1]) <= sum(held) / 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [("data", "tensor"), ("pipe", "data")])
 def test_no_change_of_one_parameter_fits_and_is_faster(axes):
     limit = between(axes)
@@ -200,6 +203,7 @@ def test_the_guide_is_solved_exactly(axes):
         assert solution.seconds == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_the_axis_is_found_by_its_name_or_as_the_only_one():
     for axes, shape in ((("rows",), (4,)), (("one", "rows"), (1, 4)), (("rows", "pipe"), (4, 1))):
         request = replace(asked(), mesh=Placement.grid(shape, axes))

@@ -70,6 +70,7 @@ def test_with_enough_memory_the_step_stays_as_it_is():
     assert len(strategy.report["osdp"]["variants"]) == 1
 
 
+@pytest.mark.exhaustive
 def test_softmaxes_are_whole_where_no_axis_could_split_their_classes():
     class Family(MlpFamily):
         def graph(self, variant):
@@ -96,6 +97,7 @@ def test_activations_are_made_again_where_no_storage_fits():
         build(OsdpConfig(memory_bytes=limit)).plan(replace(asked("deep, whole"), family=None))
 
 
+@pytest.mark.exhaustive
 def test_the_variant_is_the_fastest_of_all_that_fit():
     request = asked("deep")
     limit = 0.8 * needed(plan("deep"), "all_zdp")
@@ -129,6 +131,7 @@ def test_only_what_is_gathered_at_the_peak_is_sliced():
     check_fits("wide", strategy, limit)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "share", "what"), [("wide", 0.9, "slices"), ("deep, whole", 0.9, "recompute_bytes")]
 )
@@ -177,6 +180,7 @@ def test_what_the_user_has_settled_is_not_chosen():
         plan("settled", limit)
 
 
+@pytest.mark.exhaustive
 def test_without_time_only_the_step_as_it_is_is_looked_at():
     limit = 0.9 * needed(plan("deep, whole"), "all_zdp")
 
@@ -184,6 +188,7 @@ def test_without_time_only_the_step_as_it_is_is_looked_at():
         plan("deep, whole", limit, time_limit_s=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_batches_are_compared_by_samples_per_second_under_the_limit():
     limit = 1.2 * needed(plan("settled"), "all_zdp")
 
@@ -200,6 +205,7 @@ def test_batches_are_compared_by_samples_per_second_under_the_limit():
     assert "none of these is faster than trainer.batch_size=256" in report["explanation"][-1]
 
 
+@pytest.mark.exhaustive
 def test_batches_grow_while_they_fit_and_the_setting_to_change_is_named():
     limit = 1.1 * needed(plan("settled"), "all_zdp")
     request = family_request(replace(SETTLED, batch_size=64, _graphs={}), bytes_per_s=1e9)

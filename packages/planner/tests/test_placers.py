@@ -25,6 +25,7 @@ from sbp_torch.testing.planner import PlannerRunConformance
 from sbp_torch.testing.programs import assert_near, one_device_run
 
 
+@pytest.mark.exhaustive
 class TestDlplacer(PlannerRunConformance):
     meshes = (((2,), ("data",)), ((2, 2), ("data", "tensor")))
 
@@ -93,7 +94,7 @@ def places(strategy):
     return found
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("num_micro_batches", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_two_branches_run_side_by_side_and_faster_than_on_one_rank(num_micro_batches):
     step = branches(num_micro_batches)
     request = asked(step, 2)
@@ -111,6 +112,7 @@ def test_two_branches_run_side_by_side_and_faster_than_on_one_rank(num_micro_bat
     check_run(step, request, strategy)
 
 
+@pytest.mark.exhaustive
 def test_branches_may_have_several_ranks_each():
     step = branches()
     request = asked(step, 4, bytes_per_s=1e9)
@@ -138,6 +140,7 @@ def test_places_are_nested(num, sizes):
         )
 
 
+@pytest.mark.exhaustive
 def test_more_ranks_than_samples_do_not_share_them():
     step = convolutions()  # of 8 samples
     request = asked(step, 16, bytes_per_s=1e12)
@@ -147,6 +150,7 @@ def test_more_ranks_than_samples_do_not_share_them():
     assert max(stage.size for stage in strategy.stages) <= 8
 
 
+@pytest.mark.exhaustive
 def test_the_program_predicts_what_the_compiled_plan_takes():
     strategy = build_dlplacer(DlplacerConfig()).plan(asked(branches(), 2))
 
@@ -178,6 +182,7 @@ def test_convolutions_are_data_parallel_and_large_matrices_are_on_a_rank_of_thei
     check_run(step, request, strategy)
 
 
+@pytest.mark.exhaustive
 def test_the_fastest_size_of_the_smaller_part_is_found():
     request = asked(convolutions(), 4)
 
@@ -187,6 +192,7 @@ def test_the_fastest_size_of_the_smaller_part_is_found():
     assert step_s(request, best) == pytest.approx(min(times), rel=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_parts_on_all_ranks_and_parts_on_one_of_them_go_together():
     # The loss is made on one rank, and reported on all of them, each of which has it once.
     step = convolutions()
