@@ -66,7 +66,6 @@ def planned(preset, step, mesh_shape=(2,), axes=("data",), bytes_per_s=1e9):
     ("preset", "mesh_shape", "axes"),
     [
         ("tensor_parallel", (2,), ("tensor",)),
-        ("tensor_parallel", (4,), ("tensor",)),
         ("tensor_parallel", (2, 2), ("data", "tensor")),
         ("data_tensor", (2, 1, 2), ("pipe", "data", "tensor")),
     ],
