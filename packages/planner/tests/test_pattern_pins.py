@@ -105,7 +105,7 @@ class Gated(nn.Module):
 
 
 def test_gradients_of_one_input_are_added_up_before_ranks_exchange_them():
-    step = captured(Gated(8, 16), lambda n, seed: {"x": draws(seed, 4 * n, 8)})
+    step = captured(Gated(8, 16), lambda n, seed: {"x": draws(seed, 4 * n, 3, 8)})
 
     strategy = planned("tensor_parallel", step, axes=("tensor",))
 
