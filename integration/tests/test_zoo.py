@@ -101,13 +101,7 @@ PATTERNS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 #: Those that are quick enough for every run.
-QUICK = {
-    ("tensor_parallel", "llama"),
-    ("tensor_parallel", "resnet"),
-    ("table_parallel", "dlrm"),
-    ("expert_parallel", "moe"),
-    ("sequence_parallel", "gpt"),
-}
+QUICK = {("tensor_parallel", "llama"), ("expert_parallel", "moe")}
 
 
 def _patterns() -> list[object]:
