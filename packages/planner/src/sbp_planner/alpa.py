@@ -16,7 +16,7 @@ A model of very many blocks is cut between groups of about equal work (`max_bloc
 clusters operators into layers.
 
 Complexity: joint searches x (blocks^2 / 2 x submeshes x logical shapes at most, a few dozen as a
-rule), or `time_limit_s`.
+rule), or `time_limit_s`; however late it is, one pipeline is priced, on a logical mesh a stage.
 
 Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep
 Learning", OSDI 2022, sections 4 and 5.
@@ -90,7 +90,11 @@ class AlpaPlanner:
             cluster=request.cluster,
         )
         solver = IntraOperator(
-            segments=segments, mesh=mesh, axes=axes, keeps_axes=is_bound(request.pins, mesh)
+            segments=segments,
+            mesh=mesh,
+            axes=axes,
+            keeps_axes=is_bound(request.pins, mesh),
+            ends=ends,
         )
         if num_stages is None:
             sizes = submesh_sizes(request.cluster, mesh.size)
@@ -161,12 +165,14 @@ class IntraOperator:
         mesh: All ranks.
         axes: Of every stage.
         keeps_axes: Whether pins speak of the axes, so that none may be left out.
+        ends: When to look at no further logical meshes, of `time.monotonic`.
     """
 
     segments: StepSegments
     mesh: Placement
     axes: tuple[str, ...]
     keeps_axes: bool = False
+    ends: float = inf
     _free: dict[Hashable, tuple[Program, tuple[int, ...]] | None] = field(default_factory=dict)
     _within: dict[Hashable, Program | None] = field(default_factory=dict)
 
@@ -176,13 +182,13 @@ class IntraOperator:
 
     def free_s(self, stage: StageAsked) -> float:
         """Return the time of the fastest program, in seconds of a step; infinite if none is."""
-        found = (self.free(stage, shape) for shape in self.shapes(stage.devices))
+        found = (self.free(stage, shape) for shape in self._looked_at(stage))
         return min((one[0].cost_s for one in found if one is not None), default=inf)
 
     def program(self, stage: StageAsked) -> StageProgram:
         """Return the fastest program of all logical meshes that holds no more than the limit."""
         best: Program | None = None
-        for shape in self.shapes(stage.devices):
+        for shape in self._looked_at(stage):
             free = self.free(stage, shape)
             # With memory in it, a program takes no less time.
             if free is None or (best is not None and best.cost_s <= free[0].cost_s):
@@ -218,6 +224,12 @@ class IntraOperator:
             yield tuple(n for axis, n in named if axis != PIPE_AXIS) or (1,)
         else:
             yield from logical_shapes(devices)
+
+    def _looked_at(self, stage: StageAsked) -> Iterator[tuple[int, ...]]:
+        """Yield the logical meshes of a stage; once it is late, the first and those known."""
+        for number, shape in enumerate(self.shapes(stage.devices)):
+            if not number or monotonic() < self.ends or self._key(stage, shape) in self._free:
+                yield shape
 
     def free(
         self, stage: StageAsked, shape: tuple[int, ...]
