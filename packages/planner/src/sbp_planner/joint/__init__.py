@@ -1,5 +1,7 @@
 """A step on all mesh axes at once, as a choice problem: what `ilp` and its kin solve.
 
-`layers` finds what repeats, `lifetime` how long values are held, `lower` makes the choice problem
-of a `StepProblem`, `search` solves it under the exact memory of compiled plans.
+`layers` finds what repeats, `near` leaves signatures out where they are too many, `lifetime` says
+how long values are held. `buckets` eliminates variables, `bound` moves costs, and `prove` is both
+together; `lower` makes the choice problem of a `StepProblem`, `priced` puts a price on memory, and
+`search` solves the step under the exact memory of compiled plans.
 """

@@ -8,11 +8,41 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sbp_core.graph.ir import Rate
+from sbp_core.sbp import Sbp
+
 Table = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
+#: The SBP of a tensor on the axes of a problem.
+Entries = tuple[Sbp, ...]
+
 #: As the variable of an end: there is none, the end is always the same.
 NO_VARIABLE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionEnd:
+    """One end of conversions: what a tensor is made as, or asked for as.
+
+    Args:
+        variable: The variable that decides it; `NO_VARIABLE` if it is always the first of
+            `entries`.
+        entries: The SBP on the axes of the problem for each value of the variable.
+        stage: Where.
+        before: The entries on the axes before.
+        phase: For the use of a value that each phase boxes for itself, that phase; else empty.
+        rate: For such a use, how often it is boxed; else None, as often as it is made.
+        as_stored: Whether it is not boxed at all, if it can be used as it is stored.
+    """
+
+    variable: int
+    entries: tuple[Entries, ...]
+    stage: int
+    before: tuple[Sbp, ...]
+    phase: str = ""
+    rate: Rate | None = None
+    as_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

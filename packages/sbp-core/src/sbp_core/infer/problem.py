@@ -32,18 +32,20 @@ Searches nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.errors import PlanError
-from sbp_core.graph.ir import GraphInput, InputKind, Node, Rate, TensorType
+from sbp_core.graph.ir import GraphInput, InputKind, Node, TensorType
 from sbp_core.graph.primitives import PIECE
 from sbp_core.infer.conversion_group import (
     NO_VARIABLE,
+    ConversionEnd,
     ConversionGroup,
+    Entries,
     Numbers,
     Request,
     Table,
@@ -64,33 +66,6 @@ from sbp_core.signatures.signature import Signature1d
 #: Seconds that stand for "not possible" in tables: far above any step, and finite, so that sums
 #: of tables stay numbers.
 FORBIDDEN_S = 1e9
-
-#: The SBP of a tensor on the axes of a problem.
-Entries = tuple[Sbp, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ConversionEnd:
-    """One end of conversions: what a tensor is made as, or asked for as.
-
-    Args:
-        variable: The variable that decides it; `NO_VARIABLE` if it is always the first of
-            `entries`.
-        entries: The SBP on the axes of the problem for each value of the variable.
-        stage: Where.
-        before: The entries on the axes before.
-        phase: For the use of a value that each phase boxes for itself, that phase; else empty.
-        rate: For such a use, how often it is boxed; else None, as often as it is made.
-        as_stored: Whether it is not boxed at all, if it can be used as it is stored.
-    """
-
-    variable: int
-    entries: tuple[Entries, ...]
-    stage: int
-    before: tuple[Sbp, ...]
-    phase: str = ""
-    rate: Rate | None = None
-    as_stored: bool = False
 
 
 class StepProblem:
@@ -159,7 +134,7 @@ class StepProblem:
             if self.work.graph.is_tensor(value):
                 source = self._source(value)
                 targets = {id(end.entries): end.entries for end in self._targets(value, source)}
-                key = (self._unsliced(value), id(source.entries), *targets)
+                key = (self.work.unsliced(value), id(source.entries), *targets)
                 if key not in found:
                     asked = {entries for of in targets.values() for entries in of}
                     found[key] = len(set(source.entries)) * len(asked)
@@ -378,13 +353,13 @@ class StepProblem:
             )
         return self._found_entries[key]
 
-    def _source(self, value: str) -> _ConversionEnd:
+    def _source(self, value: str) -> ConversionEnd:
         work = self.work
         node = work.graph.producers.get(value)
         if node is None:
             return self._storage_end(value)
         at = node.outputs.index(value)
-        return _ConversionEnd(
+        return ConversionEnd(
             variable=self.node_variable[node.name],
             entries=self._entries(self.parts[node.name], "outputs", at),
             stage=work.stages.nodes[node.name],
@@ -393,20 +368,20 @@ class StepProblem:
             ),
         )
 
-    def _storage_end(self, name: str) -> _ConversionEnd:
-        return _ConversionEnd(
+    def _storage_end(self, name: str) -> ConversionEnd:
+        return ConversionEnd(
             variable=self.storage_variable[name],
             entries=self.storage_entries[name],
             stage=self.work.stages.inputs[name],
             before=self._before(self._stored(name)),
         )
 
-    def _argument_ends(self, node: Node, value: str) -> list[_ConversionEnd]:
+    def _argument_ends(self, node: Node, value: str) -> list[ConversionEnd]:
         names = self.work.calls[node.name].tensor_names
         before = self.decision.nodes.get(node.name, ())[: self.axes.start]
         again = is_gathered_on_use(self.work.graph, value)
         return [
-            _ConversionEnd(
+            ConversionEnd(
                 variable=self.node_variable[node.name],
                 entries=self._entries(self.parts[node.name], "inputs", at),
                 stage=self.work.stages.nodes[node.name],
@@ -419,7 +394,7 @@ class StepProblem:
             if name == value
         ]
 
-    def _targets(self, value: str, source: _ConversionEnd) -> list[_ConversionEnd]:
+    def _targets(self, value: str, source: ConversionEnd) -> list[ConversionEnd]:
         ends = [
             end
             for user in self.work.graph.users[value]
@@ -429,7 +404,7 @@ class StepProblem:
         ends += [self._storage_end(state) for state in self.work.states_by_value.get(value, ())]
         if value in self.work.reported_values:
             ends.append(
-                _ConversionEnd(
+                ConversionEnd(
                     variable=NO_VARIABLE,
                     entries=self._whole,
                     stage=source.stage,
@@ -442,11 +417,11 @@ class StepProblem:
 
     def _groups_of(self, value: str) -> Iterator[ConversionGroup]:
         source = self._source(value)
-        together: dict[tuple[int, tuple[Sbp, ...], str, bool], list[_ConversionEnd]] = {}
+        together: dict[tuple[int, tuple[Sbp, ...], str, bool], list[ConversionEnd]] = {}
         for end in self._targets(value, source):
             key = (end.stage, end.before, end.phase, end.as_stored)
             together.setdefault(key, []).append(end)
-        tensor, slices = self._unsliced(value)
+        tensor, slices = self.work.unsliced(value)
         for ends in together.values():
             times = self.work.executions(ends[0].rate or self.work.graph.rate_of(value))
             made = (id(source.entries), source.stage, source.before)
@@ -471,19 +446,11 @@ class StepProblem:
                     ),
                 )
 
-    def _unsliced(self, value: str) -> tuple[TensorType, int]:
-        """Return the tensor that a value is a slice of, and of how many; else itself and 1."""
-        tensor, node = self.work.graph.tensor(value), self.work.graph.producers.get(value)
-        slices = 1 if node is None else node.num_slices
-        if slices == 1:
-            return tensor, 1
-        return replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] * slices)), slices
-
     def _target_costs(
         self,
         tensor: TensorType,
-        source: _ConversionEnd,
-        end: _ConversionEnd,
+        source: ConversionEnd,
+        end: ConversionEnd,
         targets: tuple[Entries, ...],
     ) -> Table:
         """Return the cost of each target (columns) from each value of the source (rows)."""

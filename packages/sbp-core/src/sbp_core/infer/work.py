@@ -6,7 +6,7 @@ Searches nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -111,6 +111,14 @@ class StepWork:
             if users and ends_there and node.phase is Phase.BACKWARD and self.is_free(node):
                 found.add(node.name)
         return frozenset(found)
+
+    def unsliced(self, value: str) -> tuple[TensorType, int]:
+        """Return the tensor that a value is a slice of, and of how many; else itself and 1."""
+        tensor, node = self.graph.tensor(value), self.graph.producers.get(value)
+        slices = 1 if node is None else node.num_slices
+        if slices == 1:
+            return tensor, 1
+        return replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] * slices)), slices
 
     def mesh_shape(self, stage: int) -> tuple[int, ...]:
         """Return the shape of the mesh of a stage."""
