@@ -51,6 +51,9 @@ from sbp_planner.stage_search import (
 )
 from sbp_planner.submeshes import pipe_first
 
+#: Of the numbers of stages and micro-batches, how many are listed.
+_NUM_SHOWN = 6
+
 
 @dataclass(frozen=True, slots=True)
 class GalvatronPlanner:
@@ -191,7 +194,8 @@ def _told(
         (objective_s, search.settings.num_stages, search.count)
         for search, objective_s in zip(searches, objectives, strict=True)
     )
-    words = ", ".join(f"{stages} x {count} {format_seconds(s)}" for s, stages, count in tried)
+    shown = [f"{stages} x {count}: {format_seconds(s)}" for s, stages, count in tried[:_NUM_SHOWN]]
+    words = ", ".join(shown) + ", ..." * (len(tried) > len(shown))
     lines.append(f"  stages x micro-batches that were looked at: {words}")
     named = [
         {"stages": stages, "micro_batches": count, "objective_s": seconds}
