@@ -32,9 +32,15 @@ from pathlib import Path
 
 import numpy as np
 
-from sbp_planner.choice import ChoiceProblem, ChoiceSolution, evaluate, solve
-from sbp_planner.choice.iopddl import FORBIDDEN, read_problem
-from sbp_planner.choice.synthetic import transformer_problem
+from sbp_planner.choice import (
+    FORBIDDEN,
+    ChoiceProblem,
+    ChoiceSolution,
+    evaluate,
+    read_problem,
+    solve,
+    transformer_problem,
+)
 
 #: Seconds for one copy alone.
 COPY_S = 60.0

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.infer import FORBIDDEN_S, Factor
-from sbp_core.infer.minsum import total
+from sbp_core.infer import FORBIDDEN_S, Factor, total_cost
 from sbp_planner.joint import prove as proofs
 from sbp_planner.joint.bound import DualBound
 from sbp_planner.joint.buckets import Buckets
@@ -29,7 +28,7 @@ def tables(seed, num_variables=6, num_tables=9):
 
 
 def cheapest(sizes, factors):
-    return min(total(factors, values) for values in product(*map(range, sizes)))
+    return min(total_cost(factors, values) for values in product(*map(range, sizes)))
 
 
 def scoped(factors):
@@ -49,7 +48,7 @@ def test_a_proof_finds_the_cheapest_whatever_it_starts_from(seed, gap, max_entri
         patch.setattr(proofs, "_MAX_ENTRIES", (max_entries, 1 << 20))
         proof = prove(sizes, factors, start, gap=gap, deadline=float("inf"))
 
-    assert proof.cost == pytest.approx(total(factors, proof.values))
+    assert proof.cost == pytest.approx(total_cost(factors, proof.values))
     if least < FORBIDDEN_S:
         assert proof.bound <= least * (1 + 1e-9)
         assert least * (1 - 1e-9) <= proof.cost <= least / (1 - gap) * (1 + 1e-9)
@@ -69,14 +68,14 @@ def test_without_time_there_is_a_bound_all_the_same():
 def test_what_is_struck_out_is_in_no_cheap_assignment(seed, max_entries):
     sizes, factors = tables(seed)
     buckets = Buckets(sizes, scoped(factors))
-    limit = float(np.median([total(factors, v) for v in product(*map(range, sizes))]))
+    limit = float(np.median([total_cost(factors, v) for v in product(*map(range, sizes))]))
 
     buckets.eliminate(max_entries)
     dual = DualBound(buckets.sizes, buckets.merged())
     dual.sweep()
     kept = dual.kept(limit - buckets.constant)
 
-    cheap = [v for v in product(*map(range, sizes)) if total(factors, v) < limit]
+    cheap = [v for v in product(*map(range, sizes)) if total_cost(factors, v) < limit]
     if limit < FORBIDDEN_S and kept is not None:
         allowed = {v: set(kept[v].tolist()) for v in buckets.variables}
         assert all(values[v] in allowed[v] for values in cheap for v in allowed)
@@ -103,4 +102,4 @@ def test_merged_and_eliminated_tables_cost_what_they_did(seed, max_entries):
     if least < FORBIDDEN_S:
         best = min(found, key=found.__getitem__)
         assert found[best] == pytest.approx(least)
-        assert total(factors, buckets.expanded(best)) == pytest.approx(least)
+        assert total_cost(factors, buckets.expanded(best)) == pytest.approx(least)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.errors import SbpValueError
-from sbp_core.infer.minsum import Factor, minimise, total
+from sbp_core.infer.minsum import Factor, minimise, total_cost
 
 
 @st.composite
@@ -24,7 +24,7 @@ def problems(draw):
 
 
 def least(sizes, factors):
-    return min(total(factors, values) for values in product(*map(range, sizes)))
+    return min(total_cost(factors, values) for values in product(*map(range, sizes)))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -35,7 +35,7 @@ def test_elimination_finds_the_least_of_all_assignments(problem):
     found = minimise(sizes, factors, [0] * len(sizes))
 
     assert found.exact
-    assert found.cost == least(sizes, factors) == total(factors, found.values)
+    assert found.cost == least(sizes, factors) == total_cost(factors, found.values)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -46,8 +46,8 @@ def test_holding_variables_never_ends_above_the_start(problem):
 
     found = minimise(sizes, factors, start, max_entries=2)
 
-    assert least(sizes, factors) <= found.cost <= total(factors, start)
-    assert found.cost == total(factors, found.values)
+    assert least(sizes, factors) <= found.cost <= total_cost(factors, start)
+    assert found.cost == total_cost(factors, found.values)
 
 
 def test_a_long_chain_flips_as_a_whole():

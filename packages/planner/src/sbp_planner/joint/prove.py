@@ -29,8 +29,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import FORBIDDEN_S, Factor, minimise
-from sbp_core.infer.minsum import total
+from sbp_core.infer import FORBIDDEN_S, Factor, minimise, total_cost
 from sbp_planner.joint.bound import DualBound, graph_order
 from sbp_planner.joint.buckets import Buckets, MiniBuckets, Scoped
 
@@ -97,7 +96,7 @@ class _Prover:
         deadline: float,
     ) -> None:
         self.factors, self.gap, self.deadline = factors, gap, deadline
-        self.best, self.cost = tuple(values), total(factors, values)
+        self.best, self.cost = tuple(values), total_cost(factors, values)
         self.order = graph_order(sizes, [factor.variables for factor in factors])
         self.buckets = Buckets(sizes, [_dual_table(factor) for factor in factors])
 
@@ -146,7 +145,7 @@ class _Prover:
         self._take(buckets.expanded(found.values))
 
     def _take(self, values: tuple[int, ...]) -> None:
-        cost = total(self.factors, values)
+        cost = total_cost(self.factors, values)
         if cost < self.cost:
             self.best, self.cost = values, cost
 

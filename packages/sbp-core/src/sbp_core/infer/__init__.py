@@ -11,7 +11,7 @@ Stability: provisional.
 
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.conversion_group import ConversionGroup, Request
-from sbp_core.infer.minsum import Factor, minimise
+from sbp_core.infer.minsum import Factor, minimise, total_cost
 from sbp_core.infer.nearby import Nearby, infer_nearby
 from sbp_core.infer.one_axis import infer_axis
 from sbp_core.infer.pins import (
@@ -77,4 +77,5 @@ __all__ = [
     "resolve_pins",
     "stage_placements",
     "strategy_of",
+    "total_cost",
 ]

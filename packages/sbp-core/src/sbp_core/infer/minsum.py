@@ -59,7 +59,7 @@ class Solution:
     exact: bool
 
 
-def total(factors: Sequence[Factor], values: Sequence[int]) -> float:
+def total_cost(factors: Sequence[Factor], values: Sequence[int]) -> float:
     """Return F(values)."""
     return float(sum(f.table[tuple(values[v] for v in f.variables)] for f in factors))
 
@@ -93,7 +93,7 @@ def minimise(
     #     chain-like graph    nothing is held                       round 1 is exact
     #     dense graph         round 1 holds {a, b} as they are      the rest is optimal for that
     #                         round 2 holds {c, d} instead          a and b may move now
-    best = Solution(values=tuple(start), cost=total(factors, start), exact=False)
+    best = Solution(values=tuple(start), cost=total_cost(factors, start), exact=False)
     times_held = [0] * len(sizes)
     idle = 0
     shared = _Shared()
@@ -101,7 +101,7 @@ def minimise(
     for _ in range(max_rounds):
         elimination = _Elimination(sizes, own, best.values, times_held, max_entries, shared)
         values = elimination.run()
-        cost = total(factors, values)
+        cost = total_cost(factors, values)
         for variable in elimination.held:
             times_held[variable] += 1
         if not elimination.held:
