@@ -53,7 +53,7 @@ class TofuPlanner:
                 accepted="a mesh without it",
                 todo="choose planner=infer or planner=manual/pipeline, or other cluster.axes",
             )
-        factored = byprime_factors(mesh)
+        factored = by_factors(mesh)
         axes = {name: [one for one in factored.axes if _axis(one) == name] for name in mesh.axes}
         pins = {pattern: _spread(value, axes, mesh) for pattern, value in self.config.pins.items()}
         users = {pattern: _spread(value, axes, mesh) for pattern, value in request.pins.items()}
@@ -66,10 +66,10 @@ class TofuPlanner:
         )
 
 
-def byprime_factors(mesh: Placement) -> Placement:
+def by_factors(mesh: Placement) -> Placement:
     """Return a mesh whose axes are the prime factors of another's, in the same order of ranks.
 
-    >>> byprime_factors(Placement.grid((12,), ("data",))).axes
+    >>> by_factors(Placement.grid((12,), ("data",))).axes
     ('data.0', 'data.1', 'data.2')
     """
     sizes: list[int] = []
