@@ -292,7 +292,8 @@ class _Search:
         yield from self._stage_searches(mesh)
         yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig()).plan)
         yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig()).plan)
-        yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig()).plan)
+        if len(mesh.axes) <= 2:  # on three it prices so many conversions that minutes go by
+            yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig()).plan)
 
     def _stage_searches(self, mesh: Placement) -> Iterator[_Candidate]:
         """Yield the planners that cut the model into stages, for which it takes micro-batches."""
