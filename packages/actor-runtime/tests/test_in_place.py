@@ -24,7 +24,8 @@ from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import build
 from sbp_core.check import check
 from sbp_core.compile import COMMIT
-from sbp_core.compile.physical import Compute, Instruction, PhysicalPlan
+from sbp_core.compile.actors import Compute, Instruction
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import PlanError, RunError
 from sbp_core.graph.ir import InputKind, Phase, Rate, Ref
 from sbp_core.memory import predict_memory

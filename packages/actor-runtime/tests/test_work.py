@@ -17,7 +17,7 @@ from sbp_actor_runtime.message import StepOrder, Values
 from sbp_actor_runtime.work import SHORT_S, Receiving, in_turn, work_of
 from sbp_core.boxing.backend import Communicator, Delivered, Delivery
 from sbp_core.boxing.step import BoxingStep
-from sbp_core.compile.physical import Accumulate, Actor, Collective, Compute, Receive, Send
+from sbp_core.compile.actors import Accumulate, Actor, Collective, Compute, Receive, Send
 from sbp_core.runtime import SpanKind, Trace
 from sbp_torch.testing.cases import compile_case
 

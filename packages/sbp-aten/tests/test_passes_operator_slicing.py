@@ -16,7 +16,8 @@ from sbp_aten.passes import prepare_step, share_expressions
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import Collective, PhysicalPlan
+from sbp_core.compile.actors import Collective
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import Phase, TensorType

@@ -8,19 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from sbp_core.boxing import route
+from sbp_core.compile.actors import Actor, ActorId, Compute, Instruction, Receive, Send
 from sbp_core.compile.commit import commit_step
-from sbp_core.compile.physical import (
-    Actor,
-    ActorId,
-    Channel,
-    Compute,
-    Instruction,
-    PhysicalPlan,
-    RankPlan,
-    Receive,
-    Register,
-    Send,
-)
+from sbp_core.compile.physical import Channel, PhysicalPlan, RankPlan, Register
 from sbp_core.graph.ir import GraphOutput, InputKind, LogicalGraph, OutputKind, Phase, Rate, Ref
 from sbp_core.interpreter.firings import firing_order
 from sbp_core.passes import accumulate

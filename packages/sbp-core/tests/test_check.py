@@ -9,7 +9,8 @@ from sbp_core import check as check_module
 from sbp_core.boxing import StepKind
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import Collective, PhysicalPlan, RankPlan, Receive
+from sbp_core.compile.actors import Collective, Receive
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Rate
 from sbp_core.placement import Placement

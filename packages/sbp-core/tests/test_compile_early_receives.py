@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.compile import RankPlan, early_receives
-from sbp_core.compile.physical import Compute, Receive
+from sbp_core.compile.actors import Compute, Receive
 from sbp_core.graph.ir import Phase, Rate
 
 _WHAT = {"stage": 0, "phase": Phase.FORWARD, "rate": Rate.MICRO, "thread": "compute"}

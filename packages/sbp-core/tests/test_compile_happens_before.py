@@ -19,8 +19,9 @@ from planned_by_hand import (
 )
 
 from sbp_core.boxing import StepKind, route
+from sbp_core.compile.actors import ActorId, Collective, Receive, Send
 from sbp_core.compile.happens_before import HappensBefore
-from sbp_core.compile.physical import ActorId, Collective, PhysicalPlan, Receive, Send
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.symmetry import fold
 from sbp_core.graph.ir import Rate
 from sbp_core.placement import Placement

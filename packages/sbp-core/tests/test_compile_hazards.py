@@ -23,19 +23,18 @@ from planned_by_hand import (
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions
-from sbp_core.compile.hazards import verify_overwriting
-from sbp_core.compile.instruction_hazards import SegmentHazards
-from sbp_core.compile.physical import (
+from sbp_core.compile.actors import (
     Accumulate,
     Actor,
     Collective,
     Compute,
     Instruction,
-    PhysicalPlan,
-    RankPlan,
     Receive,
     Send,
 )
+from sbp_core.compile.hazards import verify_overwriting
+from sbp_core.compile.instruction_hazards import SegmentHazards
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Phase, Rate, Ref

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from sbp_core.compile import CompileOptions
+from sbp_core.compile.actors import Collective
 from sbp_core.compile.order import order_firings
-from sbp_core.compile.physical import Collective, PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import repetitions
 from sbp_core.placement import Placement

@@ -6,7 +6,8 @@ from math import inf
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import Collective, PhysicalPlan
+from sbp_core.compile.actors import Collective
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement

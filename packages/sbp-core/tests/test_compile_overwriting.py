@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sbp_core.compile.actors import Compute, Instruction
 from sbp_core.compile.overwriting import Overwriting, first_overwrites
-from sbp_core.compile.physical import Compute, Instruction
 from sbp_core.graph.ir import Phase, Rate, Ref
 
 #: Of an instruction: operator, keys that it takes, key that it makes.

@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 
-from sbp_core.compile.physical import (
-    Accumulate,
-    Actor,
-    Compute,
-    Instruction,
-    PhysicalPlan,
-    Receive,
-    Send,
-    StateSlot,
-)
+from sbp_core.compile.actors import Accumulate, Actor, Compute, Instruction, Receive, Send
+from sbp_core.compile.physical import PhysicalPlan, StateSlot
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import InputKind, Ref

@@ -3,14 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import (
-    Accumulate,
-    Collective,
-    PhysicalPlan,
-    Receive,
-    Register,
-    Send,
-)
+from sbp_core.compile.actors import Accumulate, Collective, Receive, Send
+from sbp_core.compile.physical import PhysicalPlan, Register
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import (
     GraphInput,

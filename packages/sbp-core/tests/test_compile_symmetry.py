@@ -12,13 +12,8 @@ import sbp_core.check as check_module
 from sbp_core.boxing import route
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, order
-from sbp_core.compile.physical import (
-    Collective,
-    Compute,
-    Instruction,
-    PhysicalPlan,
-    RankPlan,
-)
+from sbp_core.compile.actors import Collective, Compute, Instruction
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref

@@ -12,7 +12,8 @@ import pytest
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.actors import ActorId
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.infer import infer_strategy

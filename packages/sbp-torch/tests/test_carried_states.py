@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.physical import (
-    Collective,
-    PhysicalPlan,
-    RankPlan,
-    Register,
-    from_json,
-    to_json,
-)
+from sbp_core.compile.actors import Collective
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register, from_json, to_json
 from sbp_core.errors import GraphError, PlanError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, ScalarType

@@ -14,10 +14,11 @@ from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.check import check
 from sbp_core.compile import COMMIT, CompileOptions, Compute, compile_plan
+from sbp_core.compile.actors import Collective
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.lower import lower
-from sbp_core.compile.physical import Collective, PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref

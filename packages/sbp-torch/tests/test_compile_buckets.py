@@ -10,11 +10,12 @@ from sbp_core.boxing import StepKind
 from sbp_core.boxing.price import step_time_s
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, Compute, compile_plan
+from sbp_core.compile.actors import Collective
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT
 from sbp_core.compile.items import ItemKind, Lowered
 from sbp_core.compile.lower import lower
-from sbp_core.compile.physical import Collective, PhysicalPlan, from_json, to_json
+from sbp_core.compile.physical import PhysicalPlan, from_json, to_json
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref

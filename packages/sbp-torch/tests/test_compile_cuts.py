@@ -8,8 +8,9 @@ import torch
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile.actors import Collective
 from sbp_core.compile.cuts import _pieces
-from sbp_core.compile.physical import Collective, PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sbp_core.compile import Collective, CompileOptions, Compute, compile_plan
-from sbp_core.compile.physical import Instruction, PhysicalPlan, from_json, to_json
+from sbp_core.compile.actors import Instruction
+from sbp_core.compile.physical import PhysicalPlan, from_json, to_json
 from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref

@@ -9,8 +9,9 @@ import torch
 
 from sbp_aten.passes import prepare_step
 from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile.actors import Compute, Instruction
 from sbp_core.compile.liveness import dying_keys
-from sbp_core.compile.physical import Compute, Instruction, PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Rate, Ref

@@ -7,7 +7,7 @@ import pytest
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, volume
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.physical import BoxingActor, Collective, Receive, Send
+from sbp_core.compile.actors import BoxingActor, Collective, Receive, Send
 from sbp_core.memory import MemoryKind, predict_memory, prediction
 from sbp_core.memory.communication_buffers import buffer_bytes, early_receive_bytes
 from sbp_torch.testing.cases import CASES, compile_case

@@ -7,7 +7,7 @@ import torch
 
 from sbp_core.boxing import StepKind
 from sbp_core.boxing.step import BoxingStep
-from sbp_core.compile.physical import Instruction
+from sbp_core.compile.actors import Instruction
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import Ref, Symbol
 from sbp_core.graph.primitives import LOCAL_BOX

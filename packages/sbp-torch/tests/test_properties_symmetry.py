@@ -14,8 +14,9 @@ from random_plans import graphs, placements, strategies
 import sbp_core.check as check_module
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan, order
+from sbp_core.compile.actors import ActorId
 from sbp_core.compile.instructions import Instructions
-from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.simulate import network, simulate
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbp_core.boxing import itemsize
 from sbp_core.compile import first_overwrites
-from sbp_core.compile.physical import Compute, Instruction
+from sbp_core.compile.actors import Compute, Instruction
 from sbp_core.errors import RunError
 from sbp_core.graph import Phase, Rate, Ref
 from sbp_core.runtime import StatePiece, StateSlice

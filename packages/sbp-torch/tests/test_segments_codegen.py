@@ -10,7 +10,7 @@ import torch
 
 from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
-from sbp_core.compile.physical import Actor, Compute, Instruction
+from sbp_core.compile.actors import Actor, Compute, Instruction
 from sbp_core.errors import SbpError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import Phase, Rate, Ref, Symbol

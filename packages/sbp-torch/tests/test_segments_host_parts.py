@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from sbp_core.compile.physical import Actor, Compute, Instruction
+from sbp_core.compile.actors import Actor, Compute, Instruction
 from sbp_core.graph.ir import Argument, Phase, Rate, Ref, Symbol
 from sbp_torch.segments.host_parts import SegmentParts, part_segment, tensor_keys
 

@@ -9,7 +9,7 @@ import torch
 from test_segments_host_parts import MIXED, call, segment
 from torch import Tensor, fx
 
-from sbp_core.compile.physical import Actor, Compute
+from sbp_core.compile.actors import Actor, Compute
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.graph.ir import Ref
 from sbp_torch import _torch_compat

@@ -34,22 +34,20 @@ from functools import cached_property
 
 from sbp_core.boxing.slices import transfer_partners
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.hazards import verify_overwriting
-from sbp_core.compile.liveness import keys_out
-from sbp_core.compile.network import PlanNetwork
-from sbp_core.compile.physical import (
+from sbp_core.compile.actors import (
     Accumulate,
     Actor,
     ActorId,
     BoxingActor,
     Collective,
     Compute,
-    PhysicalPlan,
-    RankPlan,
     Receive,
-    Register,
     Send,
 )
+from sbp_core.compile.hazards import verify_overwriting
+from sbp_core.compile.liveness import keys_out
+from sbp_core.compile.network import PlanNetwork
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.dataflow import CriticalCycle, critical_cycle, latency

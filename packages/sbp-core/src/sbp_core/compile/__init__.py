@@ -13,6 +13,17 @@ Stability: provisional.
 
 from __future__ import annotations
 
+from sbp_core.compile.actors import (
+    Accumulate,
+    Actor,
+    ActorId,
+    BoxingActor,
+    Collective,
+    Compute,
+    Instruction,
+    Receive,
+    Send,
+)
 from sbp_core.compile.backward_parts import split_backward, waited_for
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT, insert_commit
@@ -26,19 +37,10 @@ from sbp_core.compile.order import order_firings
 from sbp_core.compile.overwriting import first_overwrites, is_in_place, written_arguments
 from sbp_core.compile.physical import (
     PLAN,
-    Accumulate,
-    Actor,
-    ActorId,
-    BoxingActor,
     Channel,
-    Collective,
-    Compute,
-    Instruction,
     PhysicalPlan,
     RankPlan,
-    Receive,
     Register,
-    Send,
     StateSlot,
     to_json,
 )

@@ -17,16 +17,9 @@ from dataclasses import replace
 
 from sbp_core.boxing import BoxingStep, route
 from sbp_core.cluster import Cluster
+from sbp_core.compile.actors import Actor, Collective, Compute, Instruction
 from sbp_core.compile.dataflow import downstream, successors
-from sbp_core.compile.physical import (
-    Actor,
-    Collective,
-    Compute,
-    Instruction,
-    PhysicalPlan,
-    RankPlan,
-    Register,
-)
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.cost import boxing_step_time_s
 from sbp_core.graph.ir import Phase, Rate, Symbol
 from sbp_core.graph.primitives import FULL

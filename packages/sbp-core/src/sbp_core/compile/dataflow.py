@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from sbp_core.compile.physical import Collective, Compute, PhysicalPlan, RankPlan, Receive
+from sbp_core.compile.actors import Collective, Compute, Receive
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.signatures.views import is_view

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from sbp_core.compile.actors import Actor, Compute, Send
 from sbp_core.compile.dataflow import (
     BOXED,
     Successors,
@@ -25,7 +26,7 @@ from sbp_core.compile.dataflow import (
     successors,
 )
 from sbp_core.compile.overwriting import Overwriting
-from sbp_core.compile.physical import Actor, Compute, PhysicalPlan, Send
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import Phase, Rate
 
 #: Stands before the name of a state for the memory of its new value.

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from sbp_core.compile.physical import RankPlan, Receive
+from sbp_core.compile.actors import Receive
+from sbp_core.compile.physical import RankPlan
 
 
 def early_receives(part: RankPlan, thread: str) -> Mapping[int, tuple[int, ...]]:

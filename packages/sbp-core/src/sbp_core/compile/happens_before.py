@@ -29,15 +29,8 @@ import numpy.typing as npt
 
 from sbp_core.boxing.slices import transfer_partners
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.physical import (
-    Actor,
-    ActorId,
-    Collective,
-    PhysicalPlan,
-    RankPlan,
-    Register,
-    Send,
-)
+from sbp_core.compile.actors import Actor, ActorId, Collective, Send
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.symmetry import Folded
 
 #: A moment of each thread of all ranks.

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from sbp_core.compile.actors import Instruction
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.packing import pack_instructions, unpack_instructions
-from sbp_core.compile.physical import Instruction
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, map_refs
 from sbp_core.graph.primitives import ALIAS, LOCAL_BOX

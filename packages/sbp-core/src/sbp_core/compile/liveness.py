@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_core.compile.physical import Actor, Compute, Instruction
+from sbp_core.compile.actors import Actor, Compute, Instruction
 from sbp_core.graph.ir import refs
 
 

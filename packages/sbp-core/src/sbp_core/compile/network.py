@@ -29,14 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from sbp_core.compile.physical import (
-    Actor,
-    ActorId,
-    Collective,
-    PhysicalPlan,
-    RankPlan,
-    Register,
-)
+from sbp_core.compile.actors import Actor, ActorId, Collective
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.dataflow import (
     Dependency,

@@ -16,15 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from sbp_core.compile.actors import Actor, ActorId, Send
 from sbp_core.compile.dataflow import downstream, rank_successors
 from sbp_core.compile.network import waits_without_order
-from sbp_core.compile.physical import (
-    Actor,
-    ActorId,
-    PhysicalPlan,
-    RankPlan,
-    Send,
-)
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.compile.turns import Turns, is_report

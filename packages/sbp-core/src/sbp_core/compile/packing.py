@@ -16,7 +16,7 @@ from math import prod
 
 from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.boxing.slices import bounds_of, collective_bytes
-from sbp_core.compile.physical import Instruction
+from sbp_core.compile.actors import Instruction
 from sbp_core.graph.ir import Ref, Symbol
 from sbp_core.graph.primitives import CAT, CLONE, PERMUTE, RESHAPE, SPLIT_WITH_SIZES, VIEW
 from sbp_core.placement import Placement

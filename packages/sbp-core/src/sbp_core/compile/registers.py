@@ -6,16 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from sbp_core.boxing.slices import transfer_partners
+from sbp_core.compile.actors import Actor, Collective, Compute, Send
 from sbp_core.compile.levels import is_gathered_on_use
-from sbp_core.compile.physical import (
-    Actor,
-    Channel,
-    Collective,
-    Compute,
-    RankPlan,
-    Register,
-    Send,
-)
+from sbp_core.compile.physical import Channel, RankPlan, Register
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import InputKind, Phase, Rate
 from sbp_core.strategy import Strategy

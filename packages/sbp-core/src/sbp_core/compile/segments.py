@@ -12,21 +12,19 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from sbp_core.cluster import Cluster
-from sbp_core.compile.cuts import cut
-from sbp_core.compile.instructions import Instructions, host_instruction
-from sbp_core.compile.items import Item, ItemKind, Lowered
-from sbp_core.compile.physical import (
+from sbp_core.compile.actors import (
     Accumulate,
     Actor,
     BoxingActor,
     Collective,
     Compute,
-    PhysicalPlan,
-    RankPlan,
     Receive,
-    Register,
     Send,
 )
+from sbp_core.compile.cuts import cut
+from sbp_core.compile.instructions import Instructions, host_instruction
+from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.program import Program
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
 from sbp_core.errors import SbpValueError

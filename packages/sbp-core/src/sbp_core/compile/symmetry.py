@@ -30,12 +30,8 @@ from dataclasses import dataclass, replace
 
 from sbp_core.boxing.slices import Bounds, bounds_of, local_transition
 from sbp_core.boxing.step import BoxingStep, StepKind
-from sbp_core.compile.physical import (
-    ActorId,
-    Channel,
-    Collective,
-    PhysicalPlan,
-)
+from sbp_core.compile.actors import ActorId, Collective
+from sbp_core.compile.physical import Channel, PhysicalPlan
 from sbp_core.sbp import Partial
 
 

@@ -23,14 +23,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from sbp_core.compile.physical import (
-    Actor,
-    ActorId,
-    Channel,
-    Collective,
-    PhysicalPlan,
-    Register,
-)
+from sbp_core.compile.actors import Actor, ActorId, Collective
+from sbp_core.compile.physical import Channel, PhysicalPlan, Register
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sbp_core.compile.physical import Actor, RankPlan, Receive, Send
+from sbp_core.compile.actors import Actor, Receive, Send
+from sbp_core.compile.physical import RankPlan
 from sbp_core.graph.ir import Phase, Rate
 from sbp_core.pipeline import Action, ActionKind
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeGuard, TypeVar
 
-from sbp_core.compile.liveness import dying_keys
-from sbp_core.compile.physical import (
+from sbp_core.compile.actors import (
     Accumulate,
     Actor,
     ActorId,
@@ -22,6 +21,7 @@ from sbp_core.compile.physical import (
     Receive,
     Send,
 )
+from sbp_core.compile.liveness import dying_keys
 from sbp_core.compile.token_game import TokenGame
 
 V = TypeVar("V")

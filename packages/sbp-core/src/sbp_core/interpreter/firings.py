@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from heapq import heappop, heappush
 
-from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.actors import ActorId
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.token_game import TokenGame
 
 ThreadId = tuple[int, str]

@@ -18,17 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic
 
-from sbp_core.compile.physical import (
-    Accumulate,
-    Actor,
-    ActorId,
-    Collective,
-    Compute,
-    PhysicalPlan,
-    Receive,
-    Register,
-    Send,
-)
+from sbp_core.compile.actors import Accumulate, Actor, ActorId, Collective, Compute, Receive, Send
+from sbp_core.compile.physical import PhysicalPlan, Register
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.interpreter.domain import Domain, Firing, V, Values, is_firing_of
 from sbp_core.interpreter.firings import Firings

@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from math import inf, prod
 
+from sbp_core.compile.actors import Accumulate, Actor, Collective, Compute, Instruction, Receive
 from sbp_core.compile.liveness import keys_in
-from sbp_core.compile.physical import (
-    Accumulate,
-    Actor,
-    Collective,
-    Compute,
-    Instruction,
-    PhysicalPlan,
-    RankPlan,
-    Receive,
-)
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import ITEMSIZE, InputKind, LogicalGraph, TensorType
 
 #: Most bytes of an element.

@@ -16,17 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
+from sbp_core.compile.actors import Accumulate, Actor, BoxingActor, Collective, Compute, Receive
 from sbp_core.compile.liveness import keys_in
-from sbp_core.compile.physical import (
-    Accumulate,
-    Actor,
-    BoxingActor,
-    Collective,
-    Compute,
-    PhysicalPlan,
-    RankPlan,
-    Receive,
-)
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Phase
 from sbp_core.signatures.views import is_view, traits_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sbp_core.boxing.step import BoxingStep
-from sbp_core.compile.physical import Instruction
+from sbp_core.compile.actors import Instruction
 from sbp_core.memory.storage_view import Number, ResultLayout, Value
 
 

@@ -29,12 +29,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.physical import (
-    ActorId,
-    Compute,
-    PhysicalPlan,
-    RankPlan,
-)
+from sbp_core.compile.actors import ActorId, Compute
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
 from sbp_core.interpreter.firings import Group, firing_order

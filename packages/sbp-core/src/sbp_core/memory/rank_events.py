@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sbp_core.compile.physical import ActorId, PhysicalPlan
+from sbp_core.compile.actors import ActorId
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.symmetry import Folded
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.interpreter.firings import Group, firing_order

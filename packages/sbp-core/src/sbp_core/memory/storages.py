@@ -12,19 +12,18 @@ from dataclasses import dataclass, field, replace
 
 from sbp_core.boxing.slices import bounds_of
 from sbp_core.boxing.step import BoxingStep, StepKind
-from sbp_core.compile.liveness import keys_in
-from sbp_core.compile.physical import (
+from sbp_core.compile.actors import (
     Accumulate,
     Actor,
     ActorId,
     Collective,
     Compute,
     Instruction,
-    PhysicalPlan,
-    RankPlan,
     Receive,
     Send,
 )
+from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.graph.primitives import CLONE, MULTIPLY

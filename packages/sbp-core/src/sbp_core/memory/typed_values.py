@@ -12,20 +12,19 @@ from typing import cast
 
 from sbp_core.boxing.slices import bounds_of
 from sbp_core.boxing.step import BoxingStep
-from sbp_core.compile.liveness import keys_in, keys_out
-from sbp_core.compile.overwriting import is_in_place
-from sbp_core.compile.physical import (
+from sbp_core.compile.actors import (
     Accumulate,
     Actor,
     ActorId,
     Collective,
     Compute,
     Instruction,
-    PhysicalPlan,
     Receive,
     Send,
-    StateSlot,
 )
+from sbp_core.compile.liveness import keys_in, keys_out
+from sbp_core.compile.overwriting import is_in_place
+from sbp_core.compile.physical import PhysicalPlan, StateSlot
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError, SbpError, SbpLookupError
 from sbp_core.graph.ir import InputKind, Ref, TensorType

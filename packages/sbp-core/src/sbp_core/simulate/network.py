@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from sbp_core.compile.actors import Actor, ActorId
 from sbp_core.compile.network import Orders, PlanNetwork, tokens_of
-from sbp_core.compile.physical import Actor, ActorId, PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.symmetry import fold
 from sbp_core.dataflow import EarliestStarts, FlowEdge, expand, waited_for
 from sbp_core.errors import PlanError

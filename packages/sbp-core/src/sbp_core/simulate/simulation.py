@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sbp_core.compile.physical import Actor
+from sbp_core.compile.actors import Actor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,201 @@
+"""Actors: the kinds of work that the threads of a rank do, as a plan names them.
+
+Compute      operator calls, no boxing between ranks in between
+Collective   a rank's part in a boxing step of one mesh
+Send         the sending end of a transfer between meshes
+Receive      the receiving end
+Accumulate   sums over micro-batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from sbp_core.graph.ir import Argument, Phase, Rate
+
+#: An actor among those of all ranks: its rank, and its name there.
+ActorId = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One operator call of a compute segment, on local tensors; `Ref`s name keys or inputs."""
+
+    op: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+    outputs: tuple[str, ...]
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Actor:
+    """What every kind of actor has.
+
+    Args:
+        name: Unique on its rank; a collective has the same name on every rank of its group.
+        stage: The stage it belongs to.
+        phase, rate: When it fires: for each micro-batch, or once a step.
+        thread: Name of its thread on this rank.
+        inputs: Keys it takes from registers.
+        reads: Graph inputs it reads: states, batch tensors, scalars.
+        time_s: Predicted time of one firing, in seconds, by `sbp_core.cost`.
+    """
+
+    name: str
+    stage: int
+    phase: Phase
+    rate: Rate
+    thread: str
+    inputs: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    time_s: float = 0.0
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Keys it puts into registers."""
+        return ()
+
+    @property
+    def emits(self) -> tuple[tuple[str, str], ...]:
+        """Losses and metrics that leave here, with their keys."""
+        return ()
+
+    @property
+    def writes(self) -> tuple[tuple[str, str], ...]:
+        """States whose new values leave here, with their keys."""
+        return ()
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """States among `writes` that are overwritten."""
+        return ()
+
+    @property
+    def fill_rate(self) -> Rate:
+        """How often it fills its registers."""
+        return self.rate
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its thread goes on while data moves."""
+        return False
+
+    @property
+    def busy_s(self) -> float:
+        """How much of `time_s` its thread is busy, in seconds."""
+        return self.time_s
+
+    def num_firings(self, repetitions: Mapping[Rate, int]) -> int:
+        """Return how often it fires in one step."""
+        return repetitions[self.rate]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Maker(_Actor):
+    """An actor that makes values.
+
+    Args:
+        outputs: Keys it puts into registers.
+        emits: (result name, key): losses and metrics that leave here.
+        writes: (state, key): new values of states, in force from the next step on; of an actor that
+            fires for each micro-batch, that of the last one.
+        in_place: States among `writes` whose new value goes into the memory of the old one: a
+            segment computes or copies it there, others have it copied after the firing.
+    """
+
+    outputs: tuple[str, ...] = ()
+    emits: tuple[tuple[str, str], ...] = ()
+    writes: tuple[tuple[str, str], ...] = ()
+    in_place: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute(_Maker):
+    """A compute segment: operator calls on one rank, with no boxing between ranks in between.
+
+    Args:
+        instructions: In order.
+    """
+
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective(_Maker):
+    """A rank's part in a boxing step of one mesh, which fires on all ranks of its group at once.
+
+    It fires on one thread. If it `overlaps`, to fire is to begin: the thread goes on, and whoever
+    takes the result first waits until it is there.
+
+    Args:
+        step: Index into `plan.steps`.
+        makes: The key of its result, whether or not an actor of this rank takes it.
+        begin_s: How much of `time_s` its thread is busy to begin; None if the thread waits.
+    """
+
+    step: int
+    makes: str
+    begin_s: float | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """See `_Actor.overlaps`."""
+        return self.begin_s is not None
+
+    @property
+    def busy_s(self) -> float:
+        """See `_Actor.busy_s`."""
+        return self.time_s if self.begin_s is None else self.begin_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send(_Actor):
+    """The sending end of a transfer: puts a shard onto the channels to its receivers.
+
+    Args:
+        step: Index into `plan.steps`.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive(_Maker):
+    """The receiving end of a transfer: makes its part of what the senders sent.
+
+    Args:
+        step: Index into `plan.steps`.
+        makes: The key of its result, whether or not an actor of this rank takes it.
+    """
+
+    step: int
+    makes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate(_Maker):
+    """Sums over micro-batches, handed over by the firing of the last one.
+
+    Args:
+        fills: When it hands them over: for each update, or once a step.
+        accumulates: (part, sum, how) for each value. How is the factor of the parts in their sum;
+            "maximum" or "minimum"; or None for the last micro-batch's part.
+    """
+
+    fills: Rate = Rate.STEP
+    accumulates: tuple[tuple[str, str, float | str | None], ...]
+
+    @property
+    def fill_rate(self) -> Rate:
+        """How often it fills its registers."""
+        return self.fills
+
+
+#: One kind of work on one thread of one rank.
+Actor: TypeAlias = Compute | Collective | Send | Receive | Accumulate
+
+#: An actor that takes part in a boxing step.
+BoxingActor: TypeAlias = Collective | Send | Receive
