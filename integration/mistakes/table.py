@@ -131,8 +131,10 @@ MISTAKES: dict[str, Mistake] = {
     "a pipeline without its axis": _train(
         "planner=manual/pipeline cluster.mesh=[2]", "pipe", "cluster.axes=[pipe]"
     ),
-    "a planner of one axis on two": _train(
-        "planner=osdp", "cluster.mesh=[2, 2]", "set cluster.mesh=[4] cluster.axes=[data]"
+    "a planner's axis that the mesh lacks": _train(
+        "planner=osdp cluster.mesh=[2,2] planner.axis=batch",
+        "one of data, tensor",
+        "set planner.axis=data",
     ),
     "help on another option": _train("--help planner.memory_bytes", "--help planner=osdp"),
     "threads for processes": _train(

@@ -32,7 +32,8 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts():
     refused("4 axes without names", mesh=(1, 1, 1, 2))
     assert "did you mean 'osdp'" in refused("planner='osdpp'", planner="osdpp")
     refused("planner.memory_byte", planner={"name": "osdp", "memory_byte": 1})
-    assert "set mesh=[4] axes=['data']" in refused("splits over", mesh=(2, 2), planner="osdp")
+    axis = {"name": "osdp", "axis": "batch"}
+    assert "or mesh=[4] axes=['data']" in refused("not there", mesh=(2, 2), planner=axis)
     refused("planner is of type NoneType", SbpTypeError, planner=None)
     refused("runtime is the class int", SbpTypeError, runtime=int)
     refused("has no name", cluster={"cores": 2})

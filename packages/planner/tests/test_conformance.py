@@ -5,6 +5,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from torch import nn
@@ -145,6 +146,7 @@ class TestCustom(PresetSuite):
     micro_batches = (1,)
 
 
+@pytest.mark.exhaustive
 class TestOsdp(TransformerSuite):
     meshes = (((1,), ("data",)), ((3,), ("data",)))
 

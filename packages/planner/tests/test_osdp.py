@@ -149,6 +149,7 @@ def test_the_report_compares_with_all_replicated_and_all_sharded(bounds):
     assert times[0] < times[1] < times[2]
 
 
+@pytest.mark.exhaustive
 def test_more_memory_is_never_slower(bounds):
     least, most = bounds
 
