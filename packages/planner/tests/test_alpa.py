@@ -7,10 +7,11 @@ from itertools import combinations, pairwise
 
 import pytest
 from plan_requests import assert_legal, request
-from trained import assert_trains_as_one_device, machine, step_of
+from small_steps import run_beside_one_device
+from staged_steps import asked, machine, nodes_of_two, step_of
 
 from sbp_core.check import check
-from sbp_core.cluster import Cluster, Device, Link
+from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import GraphOutput, InputKind, OutputKind, Ref
@@ -40,23 +41,6 @@ class TestAlpa(PlannerConformance):
 
     def make_planner(self):
         return build(AlpaConfig())
-
-
-def nodes_of_two(*, inside, between, num_devices=4):
-    """Return nodes of two ranks, on which small plans are neither all compute nor all latency."""
-    return Cluster(
-        name="test",
-        num_devices=num_devices,
-        devices_per_node=2,
-        device=Device(memory_bytes=1 << 30, flop_per_s={"float32": 1e9}, memory_bytes_per_s=1e12),
-        intra_node=Link(latency_s=1e-7, bytes_per_s=inside),
-        inter_node=Link(latency_s=1e-7, bytes_per_s=between),
-    )
-
-
-def asked(graph, cluster, **more):
-    mesh = Placement.grid((cluster.num_devices,), ("data",))
-    return PlanRequest(graph=graph, mesh=mesh, cluster=cluster, **more)
 
 
 def by_every_assignment(problem):
@@ -334,7 +318,7 @@ def test_stages_of_unequal_ranks_train_as_one_device():
 
     assert [stage.mesh_shape for stage in strategy.stages] == [(1,), (2,)]
     check(compile_plan(step.graph, strategy))
-    assert_trains_as_one_device(step, strategy)
+    run_beside_one_device(step, strategy)
 
 
 @pytest.mark.exhaustive
@@ -345,4 +329,4 @@ def test_stages_of_meshes_of_two_axes_train_as_one_device():
     strategy = build(AlpaConfig()).plan(asked(step.graph, cluster))
 
     assert len(strategy.stages) > 1
-    assert_trains_as_one_device(step, strategy)
+    run_beside_one_device(step, strategy)

@@ -9,16 +9,15 @@ from time import monotonic
 import numpy as np
 import pytest
 from plan_requests import assert_legal, gpt_step, request
+from small_steps import run_beside_one_device
+from staged_steps import asked, machine, nodes_of_two, step_of
 from step_family import MlpFamily, family_request
-from trained import assert_trains_as_one_device, machine, step_of
 
 from sbp_core.check import check
-from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import resolve_pins
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import NdSbp, S
 from sbp_core.testing.graphs import mlp
 from sbp_core.testing.planner import PlannerConformance
@@ -38,22 +37,6 @@ class TestGalvatron(PlannerConformance):
 
     def make_planner(self):
         return build(GalvatronConfig())
-
-
-def nodes_of_two(*, inside, between, num_devices=4):
-    return Cluster(
-        name="test",
-        num_devices=num_devices,
-        devices_per_node=2,
-        device=Device(memory_bytes=1 << 30, flop_per_s={"float32": 1e9}, memory_bytes_per_s=1e12),
-        intra_node=Link(latency_s=1e-7, bytes_per_s=inside),
-        inter_node=Link(latency_s=1e-7, bytes_per_s=between),
-    )
-
-
-def asked(graph, cluster, **more):
-    mesh = Placement.grid((cluster.num_devices,), ("data",))
-    return PlanRequest(graph=graph, mesh=mesh, cluster=cluster, **more)
 
 
 def test_ways_are_those_of_the_paper():
@@ -272,7 +255,7 @@ def test_layers_of_several_ways_train_as_one_device():
 
     words = " ".join(strategy.report["explanation"])
     assert "DP 2" in words and "TP 2" in words, "all layers are split alike"
-    assert_trains_as_one_device(step, strategy)
+    run_beside_one_device(step, strategy)
 
 
 @pytest.mark.exhaustive
@@ -287,7 +270,7 @@ def test_products_of_ways_train_as_one_device():
     assert memory_of(ask, strategy) <= limit
     words = " ".join(strategy.report["explanation"])
     assert "ZDP 4, " in words and "ZDP 2 x TP 2" in words, "all layers are split alike"
-    assert_trains_as_one_device(step, strategy)
+    run_beside_one_device(step, strategy)
 
 
 @pytest.mark.exhaustive
@@ -300,7 +283,7 @@ def test_a_pipeline_of_split_layers_trains_as_one_device():
     assert len(strategy.stages) == 2
     words = " ".join(strategy.report["explanation"])
     assert "DP 2, " in words and "TP 2" in words, "all layers are split alike"
-    assert_trains_as_one_device(step, strategy)
+    run_beside_one_device(step, strategy)
 
 
 def test_what_nothing_keeps_is_refused_with_what_would_do():

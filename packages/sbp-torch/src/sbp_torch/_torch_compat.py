@@ -1,4 +1,7 @@
-"""The private corners of PyTorch that we use; those of its optimizers are in `_torch_optim_compat`.
+"""The private corners of PyTorch that we use.
+
+Those of its optimizers are in `_torch_optim_compat`, what it does otherwise for a while in
+`_torch_patches`.
 
 Each entry names the versions it was tried on. Everything else in the package uses public names.
 
@@ -7,12 +10,8 @@ Stability: internal.
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,18 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from sbp_torch._torch_patches import (
+    frames_told_apart_by_folder,
+    grouped_products_of_any_dtype,
+    unlogged_failures,
+)
 
 __all__ = [
     "FakeTensor",
@@ -45,9 +49,7 @@ __all__ = [
     "copied_storage",
     "cpp_compiler_problem",
     "current_backward_node",
-    "distributions_unchecked",
     "fake_mode",
-    "frames_told_apart_by_folder",
     "functional_graph",
     "functional_overload",
     "gradient_hooks",
@@ -62,7 +64,6 @@ __all__ = [
     "storage_key",
     "trace_graph",
     "trunc_normal_as",
-    "unlogged_failures",
     "without_modes",
     "without_torch_functions",
     "written_arguments",
@@ -133,7 +134,7 @@ def trace_graph(
         torch.autograd.set_multithreading_enabled(False),
         tracing(TracingContext(mode)),
         fx_traceback.preserve_node_meta(),
-        _grouped_products_of_any_dtype(),
+        grouped_products_of_any_dtype(),
         unlogged_failures(),
         frames_told_apart_by_folder(),
         mode.only_large(),
@@ -151,37 +152,11 @@ def functional_graph(
     mode = next((mode for mode in modes if isinstance(mode, _FakeMode)), None) or fake_mode()
     with (
         fx_traceback.preserve_node_meta(),
-        _grouped_products_of_any_dtype(),
+        grouped_products_of_any_dtype(),
         mode.only_large(),
     ):
         module: fx.GraphModule = make_fx(functional)(*inputs)
     return module
-
-
-def _grouped_product(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    from torch._meta_registrations import _create_grouped_mm_output_tensor
-
-    made: torch.Tensor = _create_grouped_mm_output_tensor(  # type: ignore[no-untyped-call]
-        left, right, offs, out_dtype
-    )
-    return made
-
-
-@contextmanager
-def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """Let `_grouped_mm` take tensors without data of all dtypes that its kernels take.
-
-    PyTorch's own function for them takes bfloat16 only. Tried on 2.11 and 2.13.
-    """
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
-        yield
 
 
 def _aligned(
@@ -202,56 +177,6 @@ def _aligned(
     with mode:
         wide = scores.new_empty((samples, times, 2 * targets.shape[1] + 1))
         return scores.new_empty((samples,)), wide
-
-
-@contextmanager
-def unlogged_failures() -> Iterator[None]:
-    """Keep PyTorch from logging the whole trace of an error that is raised. Tried on 2.13."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with warnings.catch_warnings():
-            # What it hides itself, but not where warnings are errors.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-            yield
-    finally:
-        logger.disabled = before
-
-
-class _FilesOfTorch:
-    """Stands for the set of the names of PyTorch's files."""
-
-    folder = f"{Path(torch.__file__).parent}{os.sep}"
-
-    def __contains__(self, name: str) -> bool:
-        return name.startswith(self.folder)
-
-
-@contextmanager
-def frames_told_apart_by_folder() -> Iterator[None]:
-    """Let PyTorch know its own frames by their folder when it says where a symbol was made.
-
-    It would list its files, for which it imports `torch.export` and NetworkX: 0.5 s at every start.
-    Tried on 2.13.
-    """
-    before = symbolic_shapes.uninteresting_files
-    symbolic_shapes.uninteresting_files = _FilesOfTorch  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        symbolic_shapes.uninteresting_files = before
-
-
-@contextmanager
-def distributions_unchecked() -> Iterator[None]:
-    """Let `torch.distributions` take parameters without looking at their values. Tried on 2.13."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
 
 
 @contextmanager

@@ -13,18 +13,17 @@ strategy of any planner, and takes much less time than planning.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sbp_core.graph.ir import GraphInput, LogicalGraph, Node, Phase
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import Pins, PinValue, resolve_pins
+from sbp_core.infer.revision import with_decision, work_of
 from sbp_core.infer.solve import check_legal
-from sbp_core.infer.stages import StageMap
-from sbp_core.infer.work import Decision, Kept, StepWork
-from sbp_core.sbp import NdSbp
+from sbp_core.infer.work import Decision, Kept
 from sbp_core.signatures.views import is_view
-from sbp_core.strategy import Assignment, Storage, Strategy
+from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
     from sbp_core.plugins.kinds import PlanRequest
@@ -58,15 +57,7 @@ def infer_nearby(
         PlanError: nothing fulfils the pins; says what would be accepted.
     """
     graph = request.graph
-    work = StepWork(
-        graph=graph,
-        placements=strategy.stages,
-        stages=StageMap(
-            nodes={name: found.stage for name, found in strategy.nodes.items()},
-            inputs={name: found.stage for name, found in strategy.storage.items()},
-        ),
-        cluster=request.cluster,
-    )
+    work = work_of(request, strategy)
     resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
     modules = _modules(graph, resolved)
     nodes = _decided_nodes(graph, resolved, modules)
@@ -84,19 +75,7 @@ def infer_nearby(
     for axis in range(len(work.axes)):
         decide_axis(work, decision, axis, resolved, kept)
     check_legal(work, decision)
-    made = replace(
-        strategy,
-        report={},
-        nodes={
-            name: Assignment(stage=found.stage, signature=decision.signature(name))
-            for name, found in strategy.nodes.items()
-        },
-        storage={
-            name: Storage(stage=found.stage, sbp=NdSbp(*decision.storage[name]))
-            for name, found in strategy.storage.items()
-        },
-    )
-    return Nearby(strategy=made, modules=tuple(sorted(modules)))
+    return Nearby(strategy=with_decision(strategy, decision), modules=tuple(sorted(modules)))
 
 
 def _modules(graph: LogicalGraph, pins: Pins) -> set[str]:

@@ -11,16 +11,14 @@ inside a tensor-parallel group, or inside the stages of a pipeline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import PinValue, resolve_pins
+from sbp_core.infer.revision import with_decision, work_of
 from sbp_core.infer.solve import check_legal
-from sbp_core.infer.stages import StageMap
-from sbp_core.infer.work import Decision, Kept, StepWork
-from sbp_core.sbp import NdSbp
-from sbp_core.strategy import Assignment, Storage, Strategy
+from sbp_core.infer.work import Decision, Kept
+from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
     from sbp_core.plugins.kinds import PlanRequest
@@ -53,15 +51,7 @@ def infer_axis(
         SignatureError: the signatures of an operator do not go together.
     """
     graph = request.graph
-    work = StepWork(
-        graph=graph,
-        placements=strategy.stages,
-        stages=StageMap(
-            nodes={name: found.stage for name, found in strategy.nodes.items()},
-            inputs={name: found.stage for name, found in strategy.storage.items()},
-        ),
-        cluster=request.cluster,
-    )
+    work = work_of(request, strategy)
     resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
     kept = Kept(
         nodes={name: found.signature for name, found in strategy.nodes.items()},
@@ -71,15 +61,4 @@ def infer_axis(
     for at, name in enumerate(work.axes):
         decide_axis(work, decision, at, resolved, None if name == axis else kept)
     check_legal(work, decision)
-    return replace(
-        strategy,
-        report={},
-        nodes={
-            name: Assignment(stage=found.stage, signature=decision.signature(name))
-            for name, found in strategy.nodes.items()
-        },
-        storage={
-            name: Storage(stage=found.stage, sbp=NdSbp(*decision.storage[name]))
-            for name, found in strategy.storage.items()
-        },
-    )
+    return with_decision(strategy, decision)

@@ -14,7 +14,8 @@ import torch
 from sbp_aten.passes import place_on_device
 from sbp_core.errors import CaptureError, GraphError
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType
-from sbp_torch._torch_compat import fake_mode, frames_told_apart_by_folder
+from sbp_torch._torch_compat import fake_mode
+from sbp_torch._torch_patches import frames_told_apart_by_folder
 from sbp_torch.ops.operators import bind, operator_of, results_of
 
 #: Kinds of devices that a step can be captured for.

@@ -18,13 +18,13 @@ from sbp_core.errors import CaptureError
 from sbp_core.graph import GraphInput, InputKind, OutputKind, Phase
 from sbp_torch._torch_compat import (
     compiling,
-    distributions_unchecked,
     gradient_hooks,
     own_kernels_only,
     reparametrized,
     storage_key,
     without_modes,
 )
+from sbp_torch._torch_patches import distributions_unchecked
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_torch.capture.provenance import Notes
 from sbp_torch.capture.randomness import Draws

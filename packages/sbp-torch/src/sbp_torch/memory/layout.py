@@ -26,7 +26,8 @@ from sbp_core.errors import PlanError, SbpError
 from sbp_core.graph import ITEMSIZE, Argument, Ref, Symbol, map_refs, refs
 from sbp_core.memory import Number, ResultLayout, StorageView, StridedLayout
 from sbp_core.signatures import check_shapes
-from sbp_torch._torch_compat import fake_mode, storage_key, unlogged_failures
+from sbp_torch._torch_compat import fake_mode, storage_key
+from sbp_torch._torch_patches import unlogged_failures
 from sbp_torch.boxing.execute import local_step, torch_dtype
 from sbp_torch.ops.operators import asked_for, bind, operator_of, results_of
 from sbp_torch.signatures.torch_call import describe

@@ -1,0 +1,43 @@
+"""A strategy as the step that it decides, and that step decided anew on the same stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sbp_core.infer.stages import StageMap
+from sbp_core.infer.work import Decision, StepWork
+from sbp_core.sbp import NdSbp
+from sbp_core.strategy import Assignment, Storage, Strategy
+
+if TYPE_CHECKING:
+    from sbp_core.plugins.kinds import PlanRequest
+
+
+def work_of(request: PlanRequest, strategy: Strategy) -> StepWork:
+    """Return the step of a request on the stages of a strategy."""
+    return StepWork(
+        graph=request.graph,
+        placements=strategy.stages,
+        stages=StageMap(
+            nodes={name: found.stage for name, found in strategy.nodes.items()},
+            inputs={name: found.stage for name, found in strategy.storage.items()},
+        ),
+        cluster=request.cluster,
+    )
+
+
+def with_decision(strategy: Strategy, decision: Decision) -> Strategy:
+    """Return a strategy with another decision of all nodes and inputs, and an empty report."""
+    return replace(
+        strategy,
+        report={},
+        nodes={
+            name: Assignment(stage=found.stage, signature=decision.signature(name))
+            for name, found in strategy.nodes.items()
+        },
+        storage={
+            name: Storage(stage=found.stage, sbp=NdSbp(*decision.storage[name]))
+            for name, found in strategy.storage.items()
+        },
+    )

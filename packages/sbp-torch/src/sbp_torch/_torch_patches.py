@@ -1,0 +1,101 @@
+"""What PyTorch does otherwise for a while: the private corners that we replace, and put back.
+
+Each entry names the versions it was tried on.
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.fx.experimental import symbolic_shapes
+
+__all__ = [
+    "distributions_unchecked",
+    "frames_told_apart_by_folder",
+    "grouped_products_of_any_dtype",
+    "unlogged_failures",
+]
+
+
+def _grouped_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
+
+    made: torch.Tensor = _create_grouped_mm_output_tensor(  # type: ignore[no-untyped-call]
+        left, right, offs, out_dtype
+    )
+    return made
+
+
+@contextmanager
+def grouped_products_of_any_dtype() -> Iterator[None]:
+    """Let `_grouped_mm` take tensors without data of all dtypes that its kernels take.
+
+    PyTorch's own function for them takes bfloat16 only. Tried on 2.11 and 2.13.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
+        yield
+
+
+@contextmanager
+def unlogged_failures() -> Iterator[None]:
+    """Keep PyTorch from logging the whole trace of an error that is raised. Tried on 2.13."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            # What it hides itself, but not where warnings are errors.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            yield
+    finally:
+        logger.disabled = before
+
+
+class _FilesOfTorch:
+    """Stands for the set of the names of PyTorch's files."""
+
+    folder = f"{Path(torch.__file__).parent}{os.sep}"
+
+    def __contains__(self, name: str) -> bool:
+        return name.startswith(self.folder)
+
+
+@contextmanager
+def frames_told_apart_by_folder() -> Iterator[None]:
+    """Let PyTorch know its own frames by their folder when it says where a symbol was made.
+
+    It would list its files, for which it imports `torch.export` and NetworkX: 0.5 s at every start.
+    Tried on 2.13.
+    """
+    before = symbolic_shapes.uninteresting_files
+    symbolic_shapes.uninteresting_files = _FilesOfTorch  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        symbolic_shapes.uninteresting_files = before
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let `torch.distributions` take parameters without looking at their values. Tried on 2.13."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
