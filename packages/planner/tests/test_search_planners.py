@@ -14,6 +14,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.planner import PlannerConformance
+from sbp_core.units import format_bytes
 from sbp_planner import auto, exhaustive, greedy, ilp, mcmc, optcnn, osdp, placers, tofu
 from sbp_planner.compiled import Compilation
 from sbp_planner.configs import OsdpConfig
@@ -206,6 +207,17 @@ def test_auto_is_no_slower_than_any_other():
     for name, make in {**PLANNERS, **others}.items():
         other = judge.compiled(make().plan(asked))
         assert chosen.step_s <= other.step_s * (1 + 1e-9), name
+
+
+def test_auto_says_what_its_plans_hold_exactly():
+    asked = small()
+
+    strategy = auto.build(AutoConfig()).plan(asked)
+
+    held = Compilation(request=asked, limit_bytes=1 << 30).compiled(strategy, exact=True)
+    said = strategy.report["explanation"]
+    assert held.is_exact and said[1].endswith(format_bytes(held.memory_bytes))
+    assert not any("at most" in line for line in said)
 
 
 def test_auto_cuts_stages_with_programs_of_their_own_if_there_are_micro_batches():

@@ -351,10 +351,11 @@ class _Placer:
             in_flight=(count if num > 1 else 1,) * num,
         )
         quotas = {made.in_flight, tuple(min(num - stage, count) for stage in range(num))}
-        best = min(
-            (self.compilation.compiled(replace(made, in_flight=quota)) for quota in sorted(quotas)),
-            key=Compiled.rank,
-        )
+        plans = [
+            self.compilation.compiled(replace(made, in_flight=quota), exact=True)
+            for quota in sorted(quotas)
+        ]
+        best = min(plans, key=Compiled.rank)
         is_solved = solved is not None and chosen == solved.chosen
         self.found.append(
             _Found(
@@ -401,17 +402,20 @@ class _Placer:
             ranks = self.placement(best.ranges[option]).rank_list
             places.setdefault(", ".join(map(str, ranks)), []).append(group.name)
         lines = [
-            f"{self.planner}: {len(self.groups.groups)} groups of operators on "
-            f"{mesh.mesh_shape[0]} positions of {mesh.axes[0]!r}: {best.compiled}"
+            f"{self.planner}: {_counted(len(self.groups.groups), 'group')} of operators on "
+            f"{_counted(mesh.mesh_shape[0], 'position')} of {mesh.axes[0]!r}: {best.compiled}"
         ]
-        lines += [f"  ranks {ranks}: {_listed(names)}" for ranks, names in places.items()]
+        lines += [
+            f"  rank{'s' * (',' in ranks)} {ranks}: {_listed(names)}"
+            for ranks, names in places.items()
+        ]
         gap = max(best.model_s - best.bound_s, 0.0) / best.model_s if best.model_s else 0.0
         lines.append(
             f"  by times of groups alone {format_seconds(best.model_s)}; no placement takes less "
             f"than {format_seconds(best.bound_s)} (gap {gap:.2%})"
         )
         others = [one for one in self.found if one is not best]
-        lines += [f"  not {self._words(one)}: {one.compiled}" for one in others]
+        lines += [f"  instead, {self._words(one)}: {one.compiled}" for one in others]
         return {
             "places": [{"ranks": ranks, "groups": names} for ranks, names in places.items()],
             "placement_s": best.model_s,
@@ -424,9 +428,9 @@ class _Placer:
         for option in one.chosen:
             sizes[one.ranges[option]] = sizes.get(one.ranges[option], 0) + 1
         return ", ".join(
-            f"{count} groups on positions {begin}-{end - 1}"
+            f"{_counted(count, 'group')} on positions {begin}-{end - 1}"
             if end > begin + 1
-            else f"{count} groups on position {begin}"
+            else f"{_counted(count, 'group')} on position {begin}"
             for (begin, end), count in sorted(sizes.items())
         )
 
@@ -473,6 +477,10 @@ def _stages(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[int
             stage_of[group] = len(stages)
             stages.append((place, [group]))
     return stages
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _listed(names: Sequence[str]) -> str:
