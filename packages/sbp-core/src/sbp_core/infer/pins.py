@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeGuard
@@ -310,6 +310,10 @@ def _cannot_hold(text: str, name: str, shape: tuple[int, ...], stored: bool) -> 
     )
 
 
+#: What makes a name a pattern of `fnmatch`.
+_WILDCARDS = frozenset("*?[")
+
+
 class _Names:
     """What the patterns of one graph can mean."""
 
@@ -319,9 +323,9 @@ class _Names:
             entry.name: entry.kind for entry in graph.inputs if graph.is_tensor(entry.name)
         }
         self.modules = _modules(graph)
-        self.values = [
+        self.values = dict.fromkeys(
             value for node in graph.nodes for value in node.outputs if graph.is_tensor(value)
-        ]
+        )
 
     def match(self, pattern: str, text: str) -> list[str]:
         """Return the inputs or the values that a pattern means."""
@@ -355,18 +359,21 @@ class _Names:
         )
 
 
-def _matching(names: Iterable[str], pattern: str) -> list[str]:
+def _matching(names: Mapping[str, object], pattern: str) -> list[str]:
+    # Found pins name every tensor by itself: looking at all names for each takes minutes.
+    if not _WILDCARDS.intersection(pattern):
+        return [pattern] if pattern in names else []
     return [name for name in names if fnmatchcase(name, pattern)]
 
 
-def _modules(graph: LogicalGraph) -> list[str]:
+def _modules(graph: LogicalGraph) -> dict[str, None]:
     """Return the paths of all modules with forward nodes, and of the modules around them."""
     found: dict[str, None] = {}
     for node in graph.nodes:
         if node.phase is Phase.FORWARD and node.module:
             parts = node.module.split(".")
             found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
-    return list(found)
+    return found
 
 
 def is_within(module: str, outer: str) -> bool:
