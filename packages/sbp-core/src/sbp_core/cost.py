@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sbp_core.boxing.price import step_time
+from sbp_core.boxing.router import route
 from sbp_core.boxing.routes import Route
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster, Device
@@ -40,7 +41,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
 from sbp_core.strategy import Signature
 
-__all__ = ["boxing_step_time_s", "boxing_time_s", "op_time_s"]
+__all__ = ["boxing_step_time_s", "boxing_time_s", "fastest_route", "op_time_s"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 
@@ -119,6 +120,32 @@ def _flags(value: Argument) -> Iterator[str]:
     elif isinstance(value, tuple):
         for part in value:
             yield from _flags(part)
+
+
+def fastest_route(
+    shape: Sequence[int],
+    dtype: str,
+    source: tuple[Placement, NdSbp],
+    target: tuple[Placement, NdSbp],
+    cluster: Cluster | None,
+) -> Route:
+    """Return the faster of two routes of the fewest bytes: in few steps, or with few far bytes.
+
+    Args:
+        shape: Of the logical tensor.
+        dtype: Its dtype name.
+        source: (placement, nd-SBP) before.
+        target: (placement, nd-SBP) after.
+        cluster: The machine; without one, the route with the fewest steps.
+
+    Raises:
+        SbpValueError: see `boxing.route`.
+    """
+    direct = route(shape, dtype, source, target)
+    if cluster is None or source[0] == target[0]:
+        return direct
+    apart = route(shape, dtype, source, target, fewest_between=True)
+    return min(direct, apart, key=lambda found: boxing_time_s(found, cluster))
 
 
 def boxing_time_s(route: Route, cluster: Cluster) -> float:

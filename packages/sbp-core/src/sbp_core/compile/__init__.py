@@ -101,7 +101,9 @@ def compile_plan(
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     options = options or CompileOptions()
-    lowered = bucket(graph, lower(graph, strategy), options.bucket_bytes, options.cluster)
+    lowered = bucket(
+        graph, lower(graph, strategy, options.cluster), options.bucket_bytes, options.cluster
+    )
     if strategy.splits_backward:
         lowered = split_backward(lowered)
     elif options.input_gradients_first:
