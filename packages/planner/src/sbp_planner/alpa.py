@@ -88,6 +88,7 @@ class AlpaPlanner:
             groups=groups,
             pins=resolve_pins(request.graph, axes, request.pins),
             cluster=request.cluster,
+            bucket_bytes=request.options.bucket_bytes if request.options else None,
         )
         solver = IntraOperator(
             segments=segments,

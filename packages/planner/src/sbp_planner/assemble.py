@@ -54,6 +54,7 @@ def assembled(
         placements=stages.stages,
         stages=assign_stages(graph, len(stages.stages), patterns if len(patterns) > 1 else ()),
         cluster=request.cluster,
+        bucket_bytes=None if request.options is None else request.options.bucket_bytes,
     )
     homes, owners = work.stages.nodes, work.stages.inputs
     kept = Kept(

@@ -120,6 +120,7 @@ class GalvatronPlanner:
             groups=groups,
             pins=resolve_pins(request.graph, AXES, on_each(request.pins, AXES)),
             cluster=request.cluster,
+            bucket_bytes=request.options.bucket_bytes if request.options else None,
         )
         degrees = [p for p in range(1, len(groups) + 1) if mesh.size % p == 0]
         several = request.graph.num_updates > 1

@@ -126,7 +126,9 @@ class SegmentSearch:
             placements=(ranks.own, *beside),
             stages=StageMap(nodes=dict.fromkeys(segment.nodes, 0), inputs={**tensors, **away}),
             cluster=segments.cluster,
+            bucket_bytes=segments.bucket_bytes,
             tables=segments.tables,
+            whole=segments.companions,
         )
         pins = segment.pins(pins or segments.pins)
         decision = Decision()

@@ -31,7 +31,7 @@ from sbp_core.graph import (
     Phase,
     Rate,
 )
-from sbp_core.infer import Pins, SharedTables, StageMap, assign_stages
+from sbp_core.infer import Pins, SharedTables, StageMap, StepCompanions, assign_stages
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures import OpCall, call_key
@@ -93,14 +93,18 @@ class StepSegments:
         groups: Modules of each block, in the order of the forward pass; a pattern of stages each.
         pins: Of the user and the planner, which tell segments apart.
         cluster: Whose devices run it.
+        bucket_bytes: Of the plan, as `CompileOptions` has it.
     """
 
     graph: LogicalGraph
     groups: tuple[tuple[str, ...], ...]
     pins: Pins
     cluster: Cluster
+    bucket_bytes: int | None = None
     #: Prices and options that are known, for all segments.
     tables: SharedTables = field(default_factory=SharedTables)
+    #: What each value could travel with, whatever the stages are.
+    companions: StepCompanions = field(init=False)
     #: Block of each node that computes tensors, and of each tensor input.
     blocks: StageMap = field(init=False)
     _found: dict[frozenset[int], Segment] = field(init=False, default_factory=dict)
@@ -109,6 +113,10 @@ class StepSegments:
 
     def __post_init__(self) -> None:
         self.blocks = assign_stages(self.graph, len(self.groups), self.groups)
+        one = StageMap(
+            nodes=dict.fromkeys(self.blocks.nodes, 0), inputs=dict.fromkeys(self.blocks.inputs, 0)
+        )
+        self.companions = StepCompanions(self.graph, one, self.tables.companions)
         self._times = [[] for _ in self.groups]
         for node in self.graph.nodes:
             if node.is_host:

@@ -17,25 +17,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from sbp_core.boxing import BoxingStep, StepKind
-from sbp_core.boxing.price import step_time_s
-from sbp_core.boxing.slices import itemsize, uniform_bytes
+from sbp_core.boxing import StepKind
+from sbp_core.boxing.slices import itemsize
 from sbp_core.cluster import Cluster
+from sbp_core.compile.bucket_price import most_bucket_bytes, packed_part
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.levels import is_gathered_on_use, with_levels
 from sbp_core.compile.packing import PackedLayout, PackedPart, flat_step
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, TensorType
 from sbp_core.sbp import Partial
-
-#: Of the time of a call, the part that its latency may take; below that, packing more gains little.
-_LATENCY_SHARE = 0.1
-
-#: The bucket where no machine is known: what takes ten latencies of 100 us at 10 GB/s.
-_ROUGH_BUCKET_BYTES = 10_000_000
-
-#: Sizes that a price is asked for: powers of two.
-_SMALLEST, _LARGEST = 1 << 12, 1 << 28
 
 #: What may travel in a bucket, and how it lies there.
 _Member = tuple[Item, PackedPart]
@@ -133,7 +124,9 @@ def _groups(
         assert like is not None, "only boxing travels in buckets"
         what = like.kind, like.source[0], like.axes, like.dtype
         if what not in limits:
-            limits[what] = _priced_bytes(like, cluster) if bucket_bytes is None else bucket_bytes
+            limits[what] = (
+                most_bucket_bytes(like, cluster) if bucket_bytes is None else bucket_bytes
+            )
         limit = limits[what]
         open_ones: list[_Member] = []
         size = 0
@@ -159,12 +152,9 @@ def _groups(
 
 def _part(item: Item) -> PackedPart | None:
     """Return how what an item boxes would lie in a buffer; None if it could not."""
-    step = item.step
-    if item.kind is not ItemKind.COLLECTIVE or step is None or uniform_bytes(step) is None:
+    if item.kind is not ItemKind.COLLECTIVE or item.step is None:
         return None
-    if step.kind not in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER, StepKind.ALL_GATHER):
-        return None
-    return PackedPart.of(step)
+    return packed_part(item.step)
 
 
 def _bucket_key(
@@ -246,25 +236,6 @@ def _users(items: Iterable[Item]) -> dict[str, list[Item]]:
         for key in item.inputs:
             users[key].append(item)
     return users
-
-
-def _priced_bytes(step: BoxingStep, cluster: Cluster | None) -> int:
-    """Return the least bytes of a buffer of which latency takes only a small part of the time."""
-    if cluster is None:
-        return _ROUGH_BUCKET_BYTES
-    unit, mesh = itemsize(step.dtype), step.source[0]
-
-    def time_s(size_bytes: int) -> float:
-        flat = flat_step(step.kind, mesh, step.axes, step.dtype, size_bytes // unit)
-        return step_time_s(flat, cluster)
-
-    # So large that latency no longer shows: the time of the bytes alone.
-    per_byte_s = time_s(_LARGEST) / _LARGEST
-    size = _SMALLEST
-    # Tried, not solved for: the algorithm of a collective may change with the size.
-    while size < _LARGEST and time_s(size) * (1 - _LATENCY_SHARE) > size * per_byte_s:
-        size *= 2
-    return size
 
 
 # The items of a bucket.

@@ -10,6 +10,7 @@ Stability: provisional.
 """
 
 from sbp_core.infer.axis import decide_axis
+from sbp_core.infer.companions import StepCompanions
 from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.minsum import Factor, minimise, total_cost
 from sbp_core.infer.nearby import Nearby, infer_nearby
@@ -57,6 +58,7 @@ __all__ = [
     "SharedTables",
     "StageMap",
     "StagePatterns",
+    "StepCompanions",
     "StepProblem",
     "StepWork",
     "assign_stages",

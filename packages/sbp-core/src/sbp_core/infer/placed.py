@@ -56,6 +56,7 @@ def infer_placed(
         placements=placements,
         stages=placed_stages(request.graph, stage_of),
         cluster=request.cluster,
+        bucket_bytes=None if request.options is None else request.options.bucket_bytes,
     )
     resolved = resolve_pins(request.graph, work.axes, pins or {}, request.pins)
     decision = Decision()

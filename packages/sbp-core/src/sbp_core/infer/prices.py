@@ -14,6 +14,9 @@ Conversions that differ in names alone have one price, and one key:
 
 and where all dims are even, tensors of all sizes take the same steps. So a route is looked for
 once, and of another size each of its steps is priced once.
+
+What could travel with others in a bucket takes its share of that, see
+`sbp_core.compile.bucket_price`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from math import inf, lcm, prod
 
 from sbp_core.boxing.routes import Route
 from sbp_core.cluster import Cluster
-from sbp_core.cost import boxing_step_time_s, fastest_route
+from sbp_core.compile.bucket_price import BucketPrices, Companions
+from sbp_core.cost import fastest_route
 from sbp_core.errors import SbpError
 from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.placement import Placement
@@ -38,6 +42,9 @@ Entries = tuple[Sbp, ...]
 
 #: What names do not matter to; without what sizes do not matter to, where they do not.
 _Key = tuple[object, ...]
+
+#: Of a tensor: its elements, the bytes of one, and what could travel with it.
+_Sizes = tuple[int, int, Companions | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,14 +71,22 @@ class Prices:
         stages: Placement of each stage.
         axes: The mesh axes.
         cluster: Links.
+        bucket_bytes: Most bytes of a bucket, as the compiler is told; 0 for no buckets.
     """
 
-    def __init__(self, stages: Sequence[Placement], axes: range, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Placement],
+        axes: range,
+        cluster: Cluster,
+        bucket_bytes: int | None = None,
+    ) -> None:
         self._groups = [_group(stage, axes) for stage in stages]
         self._num_groups = [
             stage.size // prod(stage.mesh_shape[axis] for axis in axes) for stage in stages
         ]
         self._cluster = cluster
+        self._buckets = BucketPrices(cluster, bucket_bytes)
         #: Evenly divided by every placement that a route may take part on.
         self._parts = lcm(*(group.size for group in self._groups))
         self._found: dict[_Key, Price] = {}
@@ -90,6 +105,7 @@ class Prices:
         dtype: str,
         source: tuple[int, Entries],
         target: tuple[int, Entries],
+        companions: Companions | None = None,
     ) -> Price:
         """Return the price from one (stage, SBP on these axes) to another.
 
@@ -98,11 +114,12 @@ class Prices:
             dtype: Its dtype name.
             source: (stage, SBP on these axes) that it comes from.
             target: (stage, SBP on these axes) that it is to have.
+            companions: What could travel with it; None for nothing.
 
         Returns:
             Seconds and bytes; infinite seconds if no route exists.
         """
-        return self.table(shape, dtype, (source,), (target,))[0][0]
+        return self.table(shape, dtype, (source,), (target,), companions)[0][0]
 
     def table(
         self,
@@ -110,6 +127,7 @@ class Prices:
         dtype: str,
         sources: Sequence[tuple[int, Entries]],
         targets: Sequence[tuple[int, Entries]],
+        companions: Companions | None = None,
     ) -> list[list[Price]]:
         """Return the price from each of some ends (rows) to each of others (columns); see `price`.
 
@@ -118,11 +136,12 @@ class Prices:
             dtype: Its dtype name.
             sources: (stage, SBP on these axes) of each.
             targets: Likewise.
+            companions: What could travel with it; None for nothing.
         """
         # Of a dim that is divided evenly the extent does not matter.
         extents = [0 if extent and extent % self._parts == 0 else 1 + extent for extent in shape]
         is_even = bool(shape) and not any(extents)
-        sizes = (prod(shape), ITEMSIZE[dtype])
+        sizes = (prod(shape), ITEMSIZE[dtype], companions)
         ends = [self._end(target) for target in targets]
         found: list[list[Price]] = []
         for start in map(self._end, sources):
@@ -190,7 +209,7 @@ class Prices:
         shape: tuple[int, ...],
         dtype: str,
         ends: tuple[_End, _End],
-        sizes: tuple[int, int],
+        sizes: _Sizes,
         alike: _Key | None,
     ) -> Price:
         """Price a conversion; of an even tensor by steps that are known, if they are."""
@@ -213,7 +232,7 @@ class Prices:
             return inf, 0
         times = self._num_groups[source.stage]
         if alike is None:
-            seconds = sum(boxing_step_time_s(step, self._cluster) for step in found.steps)
+            seconds = sum(self._buckets.step_time_s(step, sizes[2]) for step in found.steps)
             return seconds, found.bytes * times
         return self._noted(found, ends, sizes, alike, times)
 
@@ -221,7 +240,7 @@ class Prices:
         self,
         found: Route,
         ends: tuple[_End, _End],
-        sizes: tuple[int, int],
+        sizes: _Sizes,
         alike: _Key,
         times: int,
     ) -> Price:
@@ -236,7 +255,7 @@ class Prices:
             keys.append(key)
             one = self._step_prices.get((*sizes, *key))
             if one is None:
-                one = boxing_step_time_s(step, self._cluster), step.size_bytes * times
+                one = self._buckets.step_time_s(step, sizes[2]), step.size_bytes * times
                 self._step_prices[(*sizes, *key)] = one
             seconds, size_bytes = seconds + one[0], size_bytes + one[1]
         self._steps[alike] = tuple(keys)

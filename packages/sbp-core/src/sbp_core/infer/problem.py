@@ -9,7 +9,8 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
     node        time of the op on the rank with the largest shard
     conversion  for each value and each *distinct* target that its users ask for: the route from
                 what it is made as; users that ask for the same share one. New states are asked for
-                as they are stored, loss and metrics as B
+                as they are stored, loss and metrics as B. What the compiler lets travel in buckets
+                takes a share of one (`infer.companions`)
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
                 views of gradients rather pass partial values on
 
@@ -37,6 +38,7 @@ from functools import cached_property
 
 import numpy as np
 
+from sbp_core.compile.bucket_price import Companions
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import GraphInput, InputKind, Node, TensorType
@@ -426,14 +428,18 @@ class StepProblem:
             times = self.work.executions(ends[0].rate or self.work.graph.rate_of(value))
             made = (id(source.entries), source.stage, source.before)
             asked = (ends[0].stage, ends[0].before, ends[0].as_stored)
-            alike = (tensor, slices, times, *made, *asked, *(id(end.entries) for end in ends))
+            companions = self.work.companions.of(value, ends[0].phase)
+            alike = (
+                *(tensor, slices, times, companions, *made, *asked),
+                *(id(end.entries) for end in ends),
+            )
             if alike not in self._costs:
                 targets = {entries: 0 for end in ends for entries in end.entries}
                 number = {target: index for index, target in enumerate(targets)}
                 numbers = tuple(
                     np.array([number[of] for of in end.entries], dtype=np.int64) for end in ends
                 )
-                costs = self._target_costs(tensor, source, ends[0], tuple(targets))
+                costs = self._target_costs(tensor, source, ends[0], tuple(targets), companions)
                 self._costs[alike] = times / slices * costs, numbers
             costs, numbers = self._costs[alike]
             if costs.any():
@@ -452,6 +458,7 @@ class StepProblem:
         source: ConversionEnd,
         end: ConversionEnd,
         targets: tuple[Entries, ...],
+        companions: Companions | None,
     ) -> Table:
         """Return the cost of each target (columns) from each value of the source (rows)."""
         stage, before = end.stage, end.before
@@ -466,6 +473,7 @@ class StepProblem:
             tensor.dtype,
             [(source.stage, entry) for entry in sources],
             [(stage, target) for target in targets],
+            companions,
         )
         rows: dict[Entries, Table] = {}
         for entry, row in zip(sources, prices, strict=True):

@@ -24,6 +24,7 @@ def work_of(request: PlanRequest, strategy: Strategy) -> StepWork:
             inputs={name: found.stage for name, found in strategy.storage.items()},
         ),
         cluster=request.cluster,
+        bucket_bytes=None if request.options is None else request.options.bucket_bytes,
     )
 
 

@@ -167,6 +167,7 @@ def _work(
         placements=placements,
         stages=assign_stages(request.graph, len(placements), stage_patterns),
         cluster=request.cluster,
+        bucket_bytes=None if request.options is None else request.options.bucket_bytes,
     )
     return work, resolve_pins(request.graph, work.axes, pins or {}, request.pins)
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
+from sbp_core.boxing.step import StepKind
 from sbp_core.cluster import Cluster
+from sbp_core.compile.bucket_price import Companions
 from sbp_core.cost import grid_time_s, is_free
 from sbp_core.graph.ir import (
     GraphInput,
@@ -23,6 +25,7 @@ from sbp_core.graph.ir import (
     TensorType,
 )
 from sbp_core.graph.primitives import ACCUMULATE
+from sbp_core.infer.companions import StepCompanions
 from sbp_core.infer.prices import Prices
 from sbp_core.infer.stages import StageMap
 from sbp_core.placement import Placement
@@ -46,6 +49,9 @@ class SharedTables:
     options: dict[tuple[tuple[Placement, ...], range], dict[OptionKey, Options]] = field(
         default_factory=dict
     )
+    companions: dict[tuple[frozenset[StepKind], tuple[int, ...]], Companions] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +63,34 @@ class StepWork:
         placements: Placement of each stage; all have the same axes and mesh shape.
         stages: Stage of each node and input.
         cluster: Rates and links.
-        tables: Shared with other steps on the same cluster, such as parts of one model.
+        bucket_bytes: Most bytes of the buckets that small tensors travel in; 0 for no buckets, None
+            for what the prices say.
+        tables: Shared with other steps on the same cluster and with the same buckets, such as parts
+            of one model.
+        whole: What the values of a step could travel with of which this one is a part; None if it
+            is a whole one.
     """
 
     graph: LogicalGraph
     placements: tuple[Placement, ...]
     stages: StageMap
     cluster: Cluster
+    bucket_bytes: int | None = None
     tables: SharedTables = field(default_factory=SharedTables, repr=False, compare=False)
+    whole: StepCompanions | None = field(default=None, repr=False, compare=False)
 
     def prices(self, axes: range) -> Prices:
         """Return the prices of conversions on some mesh axes of the stages."""
         key = self.placements, axes
         if key not in self.tables.prices:
-            self.tables.prices[key] = Prices(self.placements, axes, self.cluster)
+            self.tables.prices[key] = Prices(self.placements, axes, self.cluster, self.bucket_bytes)
         return self.tables.prices[key]
+
+    @cached_property
+    def companions(self) -> StepCompanions:
+        """What each value could travel with."""
+        own = self.whole
+        return own or StepCompanions(self.graph, self.stages, self.tables.companions)
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:

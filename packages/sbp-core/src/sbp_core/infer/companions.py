@@ -1,0 +1,90 @@
+"""Which tensors of a step could travel together, as the compiler's buckets take them.
+
+    gradients            what only the optimizer takes of the backward phase
+    new values           of states that are stored in shards, or whole while their updates are not
+    parameters           of one block, gathered for their use in one phase
+
+Several arguments of one node travel together, too; that is not looked at here, since most nodes
+take one partial sum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from sbp_core.boxing.step import StepKind
+from sbp_core.compile.bucket_price import Companions
+from sbp_core.compile.levels import is_gathered_on_use
+from sbp_core.graph.blocks import block_of
+from sbp_core.graph.ir import LogicalGraph, Phase
+from sbp_core.infer.stages import StageMap
+
+_REDUCTIONS = frozenset({StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER})
+_GATHERS = frozenset({StepKind.ALL_GATHER})
+
+#: What tensors have in common that travel together.
+_Group = tuple[object, ...]
+
+
+class StepCompanions:
+    """What each value of a step could travel with.
+
+    Args:
+        graph: The step.
+        stages: Where its nodes run and its inputs are.
+        known: Those of other steps on the same machine; what is equal is one object.
+    """
+
+    def __init__(
+        self,
+        graph: LogicalGraph,
+        stages: StageMap,
+        known: dict[tuple[frozenset[StepKind], tuple[int, ...]], Companions],
+    ) -> None:
+        self._graph, self._stages = graph, stages
+        self._new_values = frozenset(graph.new_states.values())
+        sizes: dict[_Group, list[int]] = defaultdict(list)
+        for value in graph.types:
+            if graph.is_tensor(value):
+                for group in self._groups(value):
+                    sizes[group].append(graph.tensor(value).size_bytes)
+        self._found: dict[_Group, Companions] = {}
+        for group, of in sizes.items():
+            kinds = _REDUCTIONS if group[0] == "gradient" else _GATHERS
+            key = kinds, tuple(sorted(of))
+            self._found[group] = known.setdefault(key, Companions(*key))
+
+    def of(self, value: str, phase: str = "") -> Companions | None:
+        """Return what a value could travel with; None if it travels alone.
+
+        Args:
+            value: Which; it may be one that the step does not have.
+            phase: For a parameter that is gathered for its use, when.
+        """
+        for group in self._groups(value) if value in self._graph.types else ():
+            if group[0] != "parameter" or group[1] == phase:
+                return self._found[group]
+        return None
+
+    def _groups(self, value: str) -> Iterator[_Group]:
+        graph, node = self._graph, self._graph.producers.get(value)
+        what = graph.tensor(value).dtype, graph.rate_of(value)
+        users = [user for user in graph.users[value] if not user.is_host]
+        if is_gathered_on_use(graph, value):
+            phases = dict.fromkeys(user.phase for user in users)
+            for phase in phases:
+                if phase is not Phase.OPTIMIZER:
+                    home = min(
+                        self._stages.nodes[user.name] for user in users if user.phase is phase
+                    )
+                    yield "parameter", phase.value, block_of(value), home, *what
+            return
+        if node is None:
+            return
+        home = self._stages.nodes[node.name]
+        is_late = all(user.phase is Phase.OPTIMIZER for user in users)
+        if node.phase is Phase.OPTIMIZER and value in self._new_values:
+            yield "new value", home, *what
+        elif node.phase is Phase.BACKWARD and users and is_late:
+            yield "gradient", home, *what
