@@ -40,7 +40,7 @@ from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated, tie, untied
 from sbp_planner.joint.lifetime import Held, held, stored_bytes
 from sbp_planner.joint.lower import lower_step
-from sbp_planner.joint.near import floor_s, limited, recentred
+from sbp_planner.joint.near import least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
 from sbp_planner.joint.prove import prove
 
@@ -144,11 +144,11 @@ class _Search:
         self.problem = joint_problem(
             quiet, pins=pins, stages=stages.stages if stages is not None else None
         )
+        #: Whether some signatures are not looked at, and how many there are.
+        self.num_signatures = sum(self.problem.sizes)
+        self.is_limited = limited(self.problem, tied=settings.tied)
         #: What all signatures together take at least, if some of them are not looked at.
-        self.floor_s: float | None = None
-        num_signatures, floor = sum(self.problem.sizes), floor_s(self.problem)
-        if limited(self.problem, tied=settings.tied):
-            self.floor_s, self.num_signatures = floor, num_signatures
+        self.least_s = 0.0
         self.by_axis_s = self.problem.cost(self.problem.start)
         self.step = tie(self.problem) if settings.tied else untied(self.problem)
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
@@ -157,9 +157,17 @@ class _Search:
         self.priced: PricedMemory | None = None
 
     def run(self) -> Strategy:
+        settings = self.settings
         free = self.free()
-        if self.floor_s is not None:
+        if self.is_limited:
             free = self.around(free)
+            self._say("proving that no other signatures cost less", 0.5)
+            self.least_s = least_s(
+                self.problem,
+                self.problem.cost(free.values),
+                tied=settings.tied,
+                deadline=monotonic() + settings.time_limit_s,
+            )
         # What does not fit with its states alone need not be compiled.
         stored = stored_bytes(self.problem, free.values)
         first = self.compiled(free.values) if stored <= self.limit_bytes else None
@@ -339,8 +347,8 @@ class _Search:
         problem = self.problem
         cost, by_axis = problem.cost(best), self.by_axis_s
         bound = min(free.bound_s, cost)
-        if self.floor_s is not None:
-            bound = min(self.floor_s, bound)
+        if self.is_limited:
+            bound = min(self.least_s, bound)
         gap = (cost - bound) / cost if cost > 0 else 0.0
         tied = ", equal layers alike," if self.settings.tied else ""
         lines = [
@@ -348,12 +356,12 @@ class _Search:
             f"{format_seconds(by_axis)} axis by axis; no assignment{tied} takes less than "
             f"{format_seconds(bound)} (gap {gap:.2%})"
         ]
-        if self.floor_s is not None:
+        if self.is_limited:
             lines.append(
                 f"  {self.num_signatures} signatures are too many: {sum(problem.sizes)} are looked "
                 f"at, which differ on one mesh axis from what was found; none of these takes less "
-                f"than {format_seconds(min(free.bound_s, cost))}, and all others at least the time "
-                "of the operators alone"
+                f"than {format_seconds(min(free.bound_s, cost))}, and all others are bounded by "
+                "what conversions take at least"
             )
         if best != free.values:
             lines.append(
@@ -363,7 +371,7 @@ class _Search:
                 "compiled"
             )
         report: dict[str, Any] = {
-            **({"bound_near_s": min(free.bound_s, cost)} if self.floor_s is not None else {}),
+            **({"bound_near_s": min(free.bound_s, cost)} if self.is_limited else {}),
             "cost_s": cost,
             "cost_by_axis_s": by_axis,
             "bound_s": bound,
