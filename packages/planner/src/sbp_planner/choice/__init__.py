@@ -4,10 +4,11 @@ In the order in which they are used: `problem` (what is to be chosen, and what a
 `iopddl` (problems in files), `rows` (the times at which memory can bind), `graph` and `reduce`
 (exact reductions), `compact` (what they leave), `elimination` (narrow graphs), `program` (the
 integer program), `dual` (messages and memory prices; `schedule` and `tables` say in which order and
-on what), `consistent` (an assignment without forbidden pairs), `forest` (changes of many small
-trees at once), `neighbourhood` (large neighbourhoods), `worker` (a second process), `record` (the
-best so far), `search` (all of these together), `solver`.
-Beside them `chain` (chains, exactly) and `synthetic` (random problems).
+on what), `consistent` (an assignment without forbidden pairs), `forest` and `moves` (changes of
+many small trees at once), `penalties` (what makes an assignment fit), `neighbourhood` (large
+neighbourhoods), `worker` (a second process), `record` (the best so far), `search` (all of these
+together), `solver`. Beside them `chain` (chains, exactly), `synthetic` and `planted` (random
+problems).
 
 Stability: provisional.
 """

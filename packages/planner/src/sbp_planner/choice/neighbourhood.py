@@ -60,10 +60,10 @@ _LEAST_WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Merit:
-    """What is compared: forbidden pairs first, then bytes above capacity, then cost."""
+    """What is compared: forbidden pairs, then bytes above the capacities of all rows, then cost."""
 
     forbidden: int
-    excess: int
+    excess: float
     cost: float
 
 
@@ -175,7 +175,7 @@ class Neighbourhoods:
         pairs = compact.flat.entries[compact.flat.chosen(values)]
         good = allowed(pairs)
         forbidden = len(pairs) - int(good.sum())
-        excess = max(int(compact.excess(values).max(initial=0)), 0)
+        excess = float(np.maximum(compact.excess(values), 0).sum(dtype=np.float64))
         cost = float(compact.cost[compact.first[:-1] + values].sum() + pairs[good].sum())
         return Merit(
             forbidden=forbidden,
