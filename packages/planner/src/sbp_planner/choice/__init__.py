@@ -14,22 +14,27 @@ Stability: provisional.
 """
 
 from sbp_planner.choice.chain import ChainSolution, solve_chain
-from sbp_planner.choice.iopddl import FORBIDDEN, read_problem
+from sbp_planner.choice.iopddl import FORBIDDEN, read_problem, write_problem
+from sbp_planner.choice.planted import FAMILIES, Shape, planted_problem
 from sbp_planner.choice.problem import ChoiceProblem, Evaluation, evaluate
 from sbp_planner.choice.record import ChoiceSolution, Progress
 from sbp_planner.choice.solver import solve
 from sbp_planner.choice.synthetic import transformer_problem
 
 __all__ = [
+    "FAMILIES",
     "FORBIDDEN",
     "ChainSolution",
     "ChoiceProblem",
     "ChoiceSolution",
     "Evaluation",
     "Progress",
+    "Shape",
     "evaluate",
+    "planted_problem",
     "read_problem",
     "solve",
     "solve_chain",
     "transformer_problem",
+    "write_problem",
 ]

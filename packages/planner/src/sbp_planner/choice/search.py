@@ -79,6 +79,9 @@ _MESSAGES_SHARES = (0.1, 1.0)
 _MUCH = 0.03
 _NEAR_S = 2.0
 
+#: Part of the time that messages have when a first assignment is looked for.
+_BEGIN_MESSAGES = 0.6
+
 #: Part of the time left in which an assignment is made to fit, at first.
 _FIRST_PART = 0.1
 
@@ -131,6 +134,18 @@ class Search:
         self._messages_s = 0.0
         # What trees have not made better.
         self._settled: Ints | None = None
+
+    def begin(self, until: float) -> None:
+        """Find an assignment, some time before `until` if it is easy to find.
+
+        Args:
+            until: Of `time.monotonic`, in s.
+        """
+        now = time.monotonic()
+        self._pass_messages(now + _BEGIN_MESSAGES * (until - now))
+        if not self.record.done:
+            self._fit(self.dual.decode(), until)
+            self._offer_near(force=True)
 
     def run(self) -> None:
         """Search until the best is proved or the time is up."""
