@@ -58,7 +58,7 @@ from sbp_torch.boxing import LocalBackend
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from matrix import Ours
 from programs import LEARNING_RATE, Model
-from sbp_ways import make_backend, start_session
+from sbp_ways import Setting, make_backend, start_session
 
 NUM_RANKS, WARM_UP, STEPS, WIDTH = 2, 2, 4, 2048
 LIMITS: Mapping[str, int | None] = {"limit": COPY_BYTES, "all": None}
@@ -181,9 +181,10 @@ def work(rank: int, mib: int, folder: str, told: Any) -> None:
         options={"fused": True},
     )
     found: Found = {}
+    setting = Setting(model=model, registry=registry, store=store)
     with ExitStack() as stack:
         ours = Ours(preset="manual/data_parallel", boxing="torch")
-        session, _ = start_session(ours, "save", model, registry, store, stack=stack)
+        session = start_session(ours, "save", setting, stack=stack).session
         saves = Saves(session, model.batch_of(0), Path(folder))
         for _ in range(WARM_UP):
             saves.step()
@@ -193,7 +194,7 @@ def work(rank: int, mib: int, folder: str, told: Any) -> None:
     del session, saves
     with ExitStack() as stack:
         ours = Ours(preset="manual/zero1", boxing="torch")
-        _, plan = start_session(ours, "plan", model, registry, store, stack=stack)
+        plan = start_session(ours, "plan", setting, stack=stack).plan
     gc.collect()
     backend, batch = make_backend(registry, "torch", "load", store), model.batch_of(0)
     shards = load(registry, plan, backend, batch, Path(folder), found, "")

@@ -82,6 +82,7 @@ class Trial:
         operators: Whose times of operators are known when a plan is predicted: its `own`, those of
             `others`, or none.
         num_ranks: Of the layouts; None takes all.
+        boxing: Over which the ranks talk; a file of sbp-calibrate has to know it.
     """
 
     rounds: int
@@ -89,6 +90,7 @@ class Trial:
     clusters: Sequence[str] = ()
     operators: str = ""
     num_ranks: int | None = None
+    boxing: str = "local"
 
     def layouts(self, name: str) -> Mapping[str, Layout]:
         """Return the layouts that a program runs in."""
@@ -151,20 +153,22 @@ class Cell:
         return (third - first) / self.measured_s
 
 
-def machine(registry: PluginRegistry, layout: Layout, files: Sequence[str]) -> Cluster:
+def machine(registry: PluginRegistry, layout: Layout, trial: Trial) -> Cluster:
     """Return what a layout is planned for.
 
     Args:
         registry: Knows the cluster profiles.
         layout: Has the mesh.
-        files: Cluster files; without any, the rates are declared.
+        trial: Has the cluster files; without any, the rates are declared.
     """
+    files = trial.clusters
     settings: dict[str, Any] = {"mesh": layout.mesh, "axes": layout.axes}
     ranks = prod(layout.mesh)
     if files:
         sizes = {file: Cluster.load(Path(file)).num_devices for file in files}
         # If none suffices, the profile itself says what to do.
         settings["file"] = min(files, key=lambda file: (sizes[file] < ranks, sizes[file]))
+        settings["backend"] = trial.boxing
     profile = "measured" if files else "local"
     return registry.make("cluster", profile, settings)(ranks)  # type: ignore[operator]
 
@@ -172,7 +176,7 @@ def machine(registry: PluginRegistry, layout: Layout, files: Sequence[str]) -> C
 def cells_of(registry: Any, ranks: Ranks, name: str, trial: Trial) -> list[Cell]:
     """Return the cells of a program, equal in all processes."""
     prepared = {
-        layout: Prepared.of(name, way, trial.dtype, machine(registry, way, trial.clusters))
+        layout: Prepared.of(name, way, trial.dtype, machine(registry, way, trial))
         for layout, way in trial.layouts(name).items()
     }
     predicted_s = {layout: simulate(one.plan).step_s for layout, one in prepared.items()}

@@ -1,13 +1,14 @@
 """Compare predicted and measured time of a step, in cells of the matrix of models and layouts.
 
     python integration/benchmarks/prediction_error.py [ROUNDS] [--all] [--cluster FILE ...]
-        [--operators own | others] [--boxing local | torch | mpi]
+        [--operators own | others] [--boxing local | torch | mpi] [--ranks N] [--json FILE]
 
 All layouts of a model are compiled for one machine, started on the actor runtime with ranks as
 threads, and stepped in turns, so that what else runs on the machine slows all of them. Measured is
 the median of ROUNDS steps after a warm-up; predicted is what `simulate` says of the plan, as the
 trainer prints it. The machine is the cluster profile `local`, with declared rates, or what
-`sbp-calibrate` has measured: of several files, the one with the fewest ranks that suffice. With
+`sbp-calibrate` has measured over the same boxing: of several files, the one with the fewest ranks
+that suffice. With
 `--operators` the times of operators are added to it that were measured before, in traced steps of
 the same plan, or of the other layouts with as many ranks, which leave a rank some of the same
 calls. With `--boxing torch` (gloo) or `mpi` ranks are processes, those of one thread, that
@@ -100,6 +101,8 @@ def main() -> None:
         dtype=options.dtype,
         clusters=[str(file) for file in options.cluster],
         operators=options.operators,
+        num_ranks=options.ranks,
+        boxing=options.boxing,
     )
     names = list(PROGRAMS) if options.all else FEW_PROGRAMS
     found: dict[str, Sequence[Cell]] = {}
@@ -119,6 +122,9 @@ def main() -> None:
                 f"{format_seconds(cell.measured_s):>10} {cell.spread:7.0%} {cell.error:+7.0%}",
                 flush=True,
             )
+    if options.json is not None:
+        dumped = {name: [asdict(cell) for cell in of] for name, of in found.items()}
+        options.json.write_text(json.dumps(dumped, indent=1), encoding="utf-8")
     cells = [cell for of in found.values() for cell in of]
     error = median(abs(cell.error) for cell in cells)
     print("order of layouts, Kendall's rank correlation:")
@@ -150,6 +156,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cluster", type=Path, nargs="+", default=[], help="of sbp-calibrate")
     parser.add_argument("--operators", choices=("own", "others"), default="")
     parser.add_argument("--boxing", choices=("local", "torch", "mpi"), default="local")
+    parser.add_argument("--ranks", type=int, help="only layouts of so many ranks")
+    parser.add_argument("--json", type=Path, help="where the cells go, too, by model")
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     options = parser.parse_args()
     if options.rounds < 2:

@@ -43,7 +43,7 @@ from sbp_launch.checkpoint import LocalStorage, Metadata, write_part
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from matrix import OWN_TABLE, Ours
 from programs import LEARNING_RATE, MODELS
-from sbp_ways import start_session
+from sbp_ways import Setting, start_session
 
 NUM_RANKS, WARM_UP = 2, 3
 
@@ -136,7 +136,8 @@ def work(rank: int, case: str, rounds: int, folder: str, found: Any) -> None:
     registry: Any = discover(strict=True)
     name, ours = CASES[case]
     with ExitStack() as stack:
-        session, _ = start_session(ours, case, MODELS[name], registry, store, stack=stack)
+        setting = Setting(model=MODELS[name], registry=registry, store=store)
+        session = start_session(ours, case, setting, stack=stack).session
         ways = Ways(session, MODELS[name].batch_of(0), Path(folder))
         names = list(ways.ways)
         times: dict[str, list[Times]] = {name: [] for name in names}

@@ -1,7 +1,7 @@
 """Time sbp beside what PyTorch offers, on two processes of one thread each, or one of two threads.
 
-    python integration/benchmarks/peers [--only TEXT] [--rounds N] [--json FILE]
-        [--compile KEY=VALUE] [--passes KEY=VALUE] [--cluster BOXING=FILE] [--list]
+    python integration/benchmarks/peers [--only TEXT] [--rounds N] [--starts N] [--json FILE]
+        [--compile KEY=VALUE] [--passes KEY=VALUE] [--cluster BOXING=FILE] [--operators] [--list]
 
 Each comparison (`matrix.py`) has processes of its own, which hold all its ways and let them take
 turns, so that what else the machine does falls on all alike: ratios are those of the same round.
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 from matrix import COMPARISONS, Comparison
-from table import HEADER, Row, choice_lines, lines, rows
+from table import HEADER, joined, lines, made_choices, rows, summary_lines
 
 from sbp_core.boxing.supervision import mpiexec_specs
 
@@ -36,12 +36,19 @@ MOST_S = 20.0, 300.0
 
 
 def run(
-    name: str, comparison: Comparison, rounds: int, settings: Sequence[Mapping[str, Any]]
-) -> tuple[list[Row], list[str]]:
-    """Run a comparison in processes of its own; return its rows, and what to say behind them."""
+    name: str, comparison: Comparison, rounds: int, starts: int, settings: Sequence[Any]
+) -> list[list[Any]]:
+    """Run a comparison in processes of its own; return what each rank found, for each start."""
+    return [_start(name, comparison, rounds, start, settings) for start in range(starts)]
+
+
+def _start(
+    name: str, comparison: Comparison, rounds: int, rotation: int, settings: Sequence[Any]
+) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given = [name, str(rounds), folder, str(store.port), *map(json.dumps, settings)]
+        numbers = [str(rounds), str(rotation), folder, str(store.port)]
+        given = [name, *numbers, *map(json.dumps, settings)]
         command, environment = [sys.executable, str(RANK), *given], {}
         if comparison.num_ranks > 1:
             (spec,) = mpiexec_specs(comparison.num_ranks, command)
@@ -52,14 +59,24 @@ def run(
         most_s = MOST_S[0] * rounds + MOST_S[1]
         subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=most_s)
         files = [Path(folder) / f"{rank}.json" for rank in range(comparison.num_ranks)]
-        found = [json.loads(file.read_text("utf-8")) for file in files]
-        return rows(name, comparison, found), choice_lines(comparison, found)
+        return [json.loads(file.read_text("utf-8")) for file in files]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="peers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="comparisons whose names have this text")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each way")
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=1,
+        help="times that all processes are started, the ways in another order each time",
+    )
+    parser.add_argument(
+        "--operators",
+        action="store_true",
+        help="measure operators in steps of a few ways first, and plan and predict with them",
+    )
     parser.add_argument("--json", type=Path, help="where the rows go, too")
     parser.add_argument(
         "--compile", action="append", default=[], metavar="KEY=VALUE", help="of CompileConfig"
@@ -80,22 +97,27 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    settings = [
+    settings: list[Any] = [
         {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in every)}
         for every in (given.compile, given.passes, given.cluster)
     ]
+    settings.append(given.operators)
     chosen = {name: found for name, found in COMPARISONS.items() if given.only in name}
     if given.list:
         print("\n".join(chosen))
         return
     print(HEADER)
-    made = []
+    made, choices = [], []
     for name, comparison in chosen.items():
-        found, said = run(name, comparison, given.rounds, settings)
+        ranks = joined(run(name, comparison, given.rounds, given.starts, settings))
+        found, chose = rows(name, comparison, ranks), made_choices(comparison, ranks)
         made += found
-        print("\n".join([*lines(found), *said]), flush=True)
+        choices += chose
+        print("\n".join([*lines(found), *map(str, chose)]), flush=True)
         if given.json is not None:
             given.json.write_text(json.dumps([asdict(row) for row in made], indent=1), "utf-8")
+    if choices:
+        print("\n".join(summary_lines(made, choices)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What one process does for a comparison: make all ways, take turns, write what was found.
 
-    python rank.py COMPARISON ROUNDS FOLDER PORT OPTIONS PASSES CLUSTERS
+    python rank.py COMPARISON ROUNDS ROTATION FOLDER PORT OPTIONS PASSES CLUSTERS OPERATORS
 
 Every round runs every way once, beginning with another one each time; all begin together. Writes
 `FOLDER/RANK.json`: for each way the seconds until its first step was through, those of each later
@@ -14,8 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from matrix import COMPARISONS, Comparison
 from programs import MODELS
-from sbp_ways import sbp_step
+from sbp_ways import Setting, sbp_step, traced_operators
 from torch_ways import Step
 
 from sbp_aten.pass_options import PassOptions
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover, merge_settings
 from sbp_core.simulate import simulate
 
@@ -38,29 +39,31 @@ NUM_LOSSES = 3
 
 
 def measure(
-    comparison: Comparison,
-    rounds: int,
-    store: dist.Store | None,
-    options: Mapping[str, Any],
-    passes: PassOptions,
-    clusters: Mapping[str, str],
-    stack: ExitStack,
+    comparison: Comparison, rounds: int, rotation: int, setting: Setting, stack: ExitStack
 ) -> dict[str, dict[str, Any]]:
-    """Run all ways of a comparison on this rank."""
-    registry: Any = discover(strict=True)
-    model = MODELS[comparison.model]
+    """Run all ways of a comparison on this rank.
+
+    Args:
+        comparison: Which.
+        rounds: Timed steps of each way.
+        rotation: So many ways of ours, times three, change to the end of the order in which they
+            start: where the memory of a way lies matters, and it depends on those before.
+        setting: Of all ways.
+        stack: Closes the sessions.
+    """
+    model, store = setting.model, setting.store
     found: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
     first = model.batch_of(0)
-    for name in (*comparison.peers, *comparison.ours):
+    ours = list(comparison.ours)
+    by = 3 * rotation % len(ours)
+    for name in (*comparison.peers, *ours[by:], *ours[:by]):
         began = time.perf_counter()
         sent_bytes, predicted_s = 0, None
         if name in comparison.peers:
-            steps[name] = comparison.peers[name](model, registry)
+            steps[name] = comparison.peers[name](model, setting.registry)
         else:
-            ours = comparison.ours[name]
-            given = (name, model, registry, store, options, passes, clusters)
-            steps[name], plan = sbp_step(ours, *given, stack=stack)
+            steps[name], plan = sbp_step(comparison.ours[name], name, setting, stack=stack)
             sent_bytes, predicted_s = plan.boxing_bytes, simulate(plan).step_s
         losses = [steps[name](first)]
         start_s = time.perf_counter() - began
@@ -92,12 +95,21 @@ def measure(
                 found[name]["cpu"].append(cpu_s)
     for way in found.values():
         way["losses"] = [None if loss is None else float(loss) for loss in way["losses"]]
-    return found
+    return {name: found[name] for name in (*comparison.peers, *comparison.ours)}
+
+
+def with_operators(comparison: Comparison, setting: Setting) -> Setting:
+    """Return the setting with the times of operators, of steps of the ways that `traced` names."""
+    found: dict[str, MeasuredOperator] = {}
+    for name in comparison.traced:
+        measured = traced_operators(comparison.ours[name], f"traced: {name}", setting)
+        found |= {one.call: one for one in measured}
+    return replace(setting, operators=tuple(found.values()))
 
 
 def main() -> None:
-    name, rounds, folder, port, *settings = sys.argv[1:]
-    options, passes, clusters = map(json.loads, settings)
+    name, rounds, rotation, folder, port, *settings = sys.argv[1:]
+    options, passes, clusters, has_operators = map(json.loads, settings)
     comparison = COMPARISONS[name]
     rank, store = 0, None
     if comparison.num_ranks > 1:
@@ -107,8 +119,17 @@ def main() -> None:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=comparison.num_ranks)
     torch.set_num_threads(1 if store is not None else os.cpu_count() or 1)
     with ExitStack() as stack:
-        chosen = merge_settings(PassOptions, passes)
-        found = measure(comparison, int(rounds), store, options, chosen, clusters, stack)
+        setting = Setting(
+            model=MODELS[comparison.model],
+            registry=discover(strict=True),
+            store=store,
+            options=options,
+            passes=merge_settings(PassOptions, passes),
+            clusters=clusters,
+        )
+        if has_operators:
+            setting = with_operators(comparison, setting)
+        found = measure(comparison, int(rounds), int(rotation), setting, stack)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if store is not None:
         dist.barrier()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
 from sbp_core import Cluster, Device, Link, Placement
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
+from sbp_core.graph import LogicalGraph
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import Planner
-from sbp_core.runtime import Session
+from sbp_core.runtime import Session, Trace, measured_operators
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, capture_training, compiled
@@ -37,11 +41,30 @@ LINKS = {
 }
 
 
-def machine(boxing: str, num_ranks: int, clusters: Mapping[str, str]) -> Cluster:
-    """Return what is planned for: what a file of sbp-calibrate says, or declared rates."""
+def machine(
+    boxing: str,
+    num_ranks: int,
+    clusters: Mapping[str, str] = MappingProxyType({}),
+    operators: Sequence[MeasuredOperator] = (),
+) -> Cluster:
+    """Return what is planned for: what a file of sbp-calibrate says, or declared rates.
+
+    Args:
+        boxing: Over which the ranks talk.
+        num_ranks: How many.
+        clusters: Files of sbp-calibrate by boxing backend.
+        operators: What operators were measured to take.
+    """
     if boxing in clusters:
-        return Cluster.load(Path(clusters[boxing]))
-    device = Device(memory_bytes=2**32, flop_per_s={"float32": 1e11}, memory_bytes_per_s=1e10)
+        found = Cluster.load(Path(clusters[boxing])).priced_by(boxing)
+        known = {one.call: one for one in (*found.device.operators, *operators)}
+        return replace(found, device=replace(found.device, operators=tuple(known.values())))
+    device = Device(
+        memory_bytes=2**32,
+        flop_per_s={"float32": 1e11},
+        memory_bytes_per_s=1e10,
+        operators=tuple(operators),
+    )
     return Cluster(
         name=boxing,
         num_devices=num_ranks,
@@ -70,39 +93,59 @@ def make_backend(registry: Any, boxing: str, name: str, store: dist.Store | None
     return backend
 
 
-def start_session(
-    ours: Ours,
-    name: str,
-    model: Model,
-    registry: Any,
-    store: dist.Store | None,
-    options: Mapping[str, Any] | None = None,
-    passes: PassOptions | None = None,
-    clusters: Mapping[str, str] | None = None,
-    *,
-    stack: ExitStack,
-) -> tuple[Session, PhysicalPlan]:
-    """Return a session on the initial states, and its plan.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all ways of a comparison have in common.
 
     Args:
-        name: Equal on all ranks, different for each session.
+        model: What is trained.
+        registry: Of all plugins.
         store: Where processes meet; None for one rank.
         options: Of the compiler, beside the machine.
         passes: Which run before planning.
         clusters: Files of sbp-calibrate by boxing backend.
+        operators: What operators were measured to take.
+    """
+
+    model: Model
+    registry: Any
+    store: dist.Store | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    passes: PassOptions = field(default_factory=PassOptions)
+    clusters: Mapping[str, str] = field(default_factory=dict)
+    operators: Sequence[MeasuredOperator] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A session, and what it runs."""
+
+    session: Session
+    plan: PhysicalPlan
+    graph: LogicalGraph
+    strategy: Strategy
+
+
+def start_session(ours: Ours, name: str, setting: Setting, *, stack: ExitStack) -> Started:
+    """Return a session on the initial states.
+
+    Args:
+        ours: How it is planned, and over what it talks.
+        name: Equal on all ranks, different for each session.
+        setting: Everything else.
         stack: Closes the session.
     """
+    model, registry, store = setting.model, setting.registry, setting.store
     num_ranks = dist.get_world_size() if store is not None else 1
     program = model.program(registry)
     optimizer = model.make_optimizer(program.parameters())
     batch = {
         key: value[: len(value) // ours.micro_batches] for key, value in model.batch_of(0).items()
     }
-    cluster = machine(ours.boxing, num_ranks, clusters or {})
     settings = PlanSettings(
         mesh=Placement.grid((num_ranks,), (ours.axis,)),
-        cluster=cluster,
-        compile=CompileConfig(passes=passes or PassOptions(), **(options or {})),
+        cluster=machine(ours.boxing, num_ranks, setting.clusters, setting.operators),
+        compile=CompileConfig(passes=setting.passes, **setting.options),
         micro_batches=ours.micro_batches,
     )
     planner = make_planner(registry, ours)
@@ -114,7 +157,8 @@ def start_session(
     backend = make_backend(registry, ours.boxing, name, store)
     runtime = registry.make("runtime", "actor", {})
     states = initial_states(program, optimizer)
-    return stack.enter_context(runtime.start(plan, states, backend)), plan
+    session = stack.enter_context(runtime.start(plan, states, backend))
+    return Started(session=session, plan=plan, graph=graph, strategy=strategy)
 
 
 def _of_first_rank(make: Callable[[], Strategy]) -> Strategy:
@@ -129,23 +173,34 @@ def _of_first_rank(make: Callable[[], Strategy]) -> Strategy:
 
 
 def sbp_step(
-    ours: Ours,
-    name: str,
-    model: Model,
-    registry: Any,
-    store: dist.Store | None,
-    options: Mapping[str, Any],
-    passes: PassOptions,
-    clusters: Mapping[str, str],
-    *,
-    stack: ExitStack,
+    ours: Ours, name: str, setting: Setting, *, stack: ExitStack
 ) -> tuple[Step, PhysicalPlan]:
     """Return the step, and its plan; see `start_session`."""
-    given = (ours, name, model, registry, store, options, passes, clusters)
-    session, plan = start_session(*given, stack=stack)
+    started = start_session(ours, name, setting, stack=stack)
 
     def step(batch: Batch) -> Tensor | None:
-        found: torch.Tensor | None = session.step(batch, {"lr": LEARNING_RATE}).outputs.get("loss")
+        done = started.session.step(batch, {"lr": LEARNING_RATE})
+        found: torch.Tensor | None = done.outputs.get("loss")
         return found
 
-    return step, plan
+    return step, started.plan
+
+
+#: Steps of a plan whose operators are measured, and steps before them.
+TRACED_STEPS, UNTRACED_STEPS = 8, 3
+
+
+def traced_operators(ours: Ours, name: str, setting: Setting) -> tuple[MeasuredOperator, ...]:
+    """Return what the operators of a plan take in steps, equal on all ranks."""
+    trace = Trace(operators=True)
+    with ExitStack() as stack:
+        started = start_session(ours, name, setting, stack=stack)
+        for index in range(UNTRACED_STEPS + TRACED_STEPS):
+            started.session.trace = trace if index >= UNTRACED_STEPS else None
+            started.session.step(setting.model.batch_of(index), {"lr": LEARNING_RATE})
+    of_ranks: list[Any] = [list(trace.spans)]
+    if dist.is_initialized():
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, list(trace.spans))
+    spans = [span for of_rank in of_ranks for span in of_rank]
+    return measured_operators(started.graph, started.strategy, spans)

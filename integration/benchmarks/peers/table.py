@@ -95,9 +95,35 @@ def rows(name: str, comparison: Comparison, ranks: Sequence[Found]) -> list[Row]
     return made
 
 
-def choice_lines(comparison: Comparison, ranks: Sequence[Found]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What `auto` chose of a model over one backend, beside all other ways over it.
+
+    Args:
+        way: Its name.
+        fastest: The fastest other way.
+        ratio: Median over rounds of the time of `auto` to that of `fastest`.
+        tau: Kendall's correlation of predicted and measured times of all ways.
+        num_ways: So many.
+    """
+
+    way: str
+    fastest: str
+    ratio: float
+    tau: float
+    num_ways: int
+
+    def __str__(self) -> str:
+        return (
+            f"  sbp, {self.way}: {self.ratio:.2f} of the fastest other way, {self.fastest}; the "
+            f"order of the {self.num_ways} ways by prediction is that by measurement to "
+            f"{self.tau:+.2f} (Kendall)"
+        )
+
+
+def made_choices(comparison: Comparison, ranks: Sequence[Found]) -> list[Choice]:
     """Return, for each backend, what the choice of `auto` takes beside the fastest other way."""
-    printed = []
+    found = []
     for chosen, one in comparison.ours.items():
         others = [
             way
@@ -108,16 +134,53 @@ def choice_lines(comparison: Comparison, ranks: Sequence[Found]) -> list[str]:
             continue
         fastest = min(others, key=lambda way: statistics.median(_slower(ranks, way)))
         pairs = zip(_slower(ranks, chosen), _slower(ranks, fastest), strict=True)
-        ratio = statistics.median(mine / other for mine, other in pairs)
         ways = [chosen, *others]
-        tau = kendall(
-            [(ranks[0][way]["predicted_s"], statistics.median(_slower(ranks, way))) for way in ways]
+        times = [
+            (ranks[0][way]["predicted_s"], statistics.median(_slower(ranks, way))) for way in ways
+        ]
+        found.append(
+            Choice(
+                way=chosen,
+                fastest=fastest,
+                ratio=statistics.median(mine / other for mine, other in pairs),
+                tau=kendall(times),
+                num_ways=len(ways),
+            )
         )
+    return found
+
+
+def summary_lines(made: Sequence[Row], choices: Sequence[Choice]) -> list[str]:
+    """Return how far predictions are off, over each backend, and how good what `auto` chose is."""
+    printed = ["all models"]
+    for boxing in ("gloo", "MPI"):
+        off = [
+            abs(row.predicted_s / row.step_s - 1)
+            for row in made
+            if row.predicted_s is not None and row.way.startswith(boxing)
+        ]
+        of = [choice for choice in choices if choice.way.startswith(boxing)]
+        if not off or not of:
+            continue
+        ratios = ", ".join(f"{choice.ratio:.2f}" for choice in of)
         printed.append(
-            f"  sbp, {chosen}: {ratio:.2f} of the fastest other way, {fastest}; the order of the "
-            f"{len(ways)} ways by prediction is that by measurement to {tau:+.2f} (Kendall)"
+            f"  {boxing}: predictions of {len(off)} ways are off by {statistics.median(off):.0%} "
+            f"in the median; Kendall's correlation, median of {len(of)} models: "
+            f"{statistics.median(choice.tau for choice in of):+.2f}; auto takes {ratios} of the "
+            "fastest other way"
         )
     return printed
+
+
+def joined(starts: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what each rank found in all starts: the first one, with the times of all."""
+    first, *others = starts
+    for other in others:
+        for rank, again in zip(first, other, strict=True):
+            for way, found in again.items():
+                for what in ("times", "cpu"):
+                    rank[way][what] += found[what]
+    return list(first)
 
 
 def kendall(times: Sequence[tuple[float, float]]) -> float:

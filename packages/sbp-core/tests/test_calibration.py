@@ -300,6 +300,22 @@ def test_where_a_prediction_comes_from_is_told() -> None:
     assert calibration.origin("all-reduce", 4, 1, num_nodes=2) is None
 
 
+def test_bytes_take_longer_in_steps_and_the_latency_does_not() -> None:
+    calibration = Calibration.of(made_up())
+    stretched = replace(calibration, in_steps=2.5)
+
+    for kind, group_size in (("all-reduce", 4), ("all-reduce", 8)):  # the second is derived
+        none_s, call_s, in_steps_s = (
+            of.time_s(kind, group_size, 1, size)
+            for of, size in ((calibration, 0), (calibration, 1 << 20), (stretched, 1 << 20))
+        )
+        assert none_s is not None
+        assert call_s is not None
+        assert in_steps_s == pytest.approx(none_s + 2.5 * (call_s - none_s))
+    with pytest.raises(SbpValueError, match=r"in_steps=0\.5"):
+        replace(calibration, in_steps=0.5)
+
+
 def test_nothing_is_said_of_several_nodes_if_none_were_measured() -> None:
     calibration = Calibration.of(made_up())
 

@@ -74,6 +74,7 @@ class CalibrationResult:
         library: Version of torch.
         measured_s: Seconds from the ranks being connected to the last call.
         step_s: Seconds that a step of each plan of `steps` takes; empty if none was run.
+        large_s: Seconds of each large all-reduce in steps, by its bytes; empty if there was none.
     """
 
     rates: Rates
@@ -83,6 +84,7 @@ class CalibrationResult:
     library: str
     measured_s: float = 0.0
     step_s: Mapping[str, float] = field(default_factory=dict)
+    large_s: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it where `load` finds it."""

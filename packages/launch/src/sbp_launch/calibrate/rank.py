@@ -21,7 +21,7 @@ from sbp_core.runtime import Runtime
 from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
-from sbp_launch.calibrate.steps import SmallModel, measure_steps
+from sbp_launch.calibrate.steps import SmallModel, measure_large, measure_steps
 
 #: Each rate of computing and copying may take this part of the time; there are five or six.
 _RATES_SHARE = 60.0
@@ -58,18 +58,21 @@ def run_job(folder: Path) -> None:
         if errors:
             raise errors[0]
         step_s: Mapping[str, float] = {}
+        large_s: Mapping[int, tuple[float, ...]] = {}
         if runtime is not None:
             if 0 in found:
                 _print(Progress(what="training a small model"))
             size = SmallModel.within(job.settings.time_s)
             step_s = measure_steps(backend, runtime, job.settings.ranks, size)
+            if job.settings.ranks > 1 and size == SmallModel():
+                large_s = measure_large(backend, runtime, job.settings.ranks)
     except BaseException as error:
         backend.fail(error)
         raise
     finally:
         backend.close()
     if 0 in found:
-        replace(found[0], step_s=step_s).save(folder)
+        replace(found[0], step_s=step_s, large_s=large_s).save(folder)
 
 
 def indexed_device(device: str) -> torch.device:

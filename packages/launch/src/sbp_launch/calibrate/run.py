@@ -22,7 +22,7 @@ from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress
-from sbp_launch.calibrate.steps import SmallModel, launches
+from sbp_launch.calibrate.steps import SmallModel, in_steps, launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 from sbp_launch.machine import (
     describe_machine,
@@ -231,9 +231,9 @@ def make_cluster(
     launch_s, boxing_launch_s = launches(cluster, found.step_s, SmallModel.within(settings.time_s))
     if name not in calibrations:  # one rank calls nobody
         return replace(cluster, device=replace(cluster.device, launch_s=launch_s)), held_out
-    calibrations[name] = replace(
-        calibrations[name], launch_s=launch_s, boxing_launch_s=boxing_launch_s
-    )
+    calibration = replace(calibrations[name], launch_s=launch_s, boxing_launch_s=boxing_launch_s)
+    stretch = in_steps(calibration, settings.ranks, found.large_s)
+    calibrations[name] = replace(calibration, in_steps=stretch)
     device = replace(device, launch_s=launch_s, boxing_launch_s=boxing_launch_s)
     return replace(cluster, device=device, calibrations=calibrations), held_out
 

@@ -12,11 +12,17 @@ one after the other. So two plans of one small model are run and timed as traini
 
 The cost model is linear in `Device.launch_s` and `Device.boxing_launch_s`, so the two times give
 both, less what the model says of computing, copying and calls, which small tensors keep short.
+
+Large tensors take longer in steps, too: calls that follow each other find their data in the
+processor's caches, and a transport that is warm. So the all-reduces of a model of a few large
+matrices are timed between its segments, by a trace, and what their bytes take there over what they
+take in a loop is `Calibration.in_steps`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -25,14 +31,17 @@ import torch
 from torch import Tensor, nn
 
 from sbp_aten.passes import prepare_step
-from sbp_core.boxing import BoxingBackend, Communicator
+from sbp_core.boxing import BoxingBackend, Communicator, StepKind
+from sbp_core.calibration import Calibration
 from sbp_core.cluster import Cluster
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.compile import Collective, CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.graph import TensorType
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
-from sbp_core.runtime import Runtime
+from sbp_core.runtime import Runtime, SpanKind, Trace
 from sbp_core.simulate import simulate
+from sbp_launch.calibrate.collectives import Stopwatch
 from sbp_torch.capture import capture, initial_states
 
 #: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.
@@ -40,6 +49,16 @@ _PLANS = {"apart": ("B", "B"), "together": ("S(0)", "S(0)")}
 
 _WIDTH, _TOKENS, _SAMPLES = 64, 16, 2
 _WARM_UP_STEPS = 3
+
+#: Of the model of large matrices: their width and number, samples of a rank, and steps. They are
+#: few, as each takes a transport some milliseconds.
+_LARGE_WIDTH, _LARGE_LAYERS, _LARGE_SAMPLES, _LARGE_STEPS = 1024, 3, 32, 24
+
+#: Seconds that a call may wait for others.
+_DEADLINE_S = 60.0
+
+#: More than that is no matter of caches: the machine was disturbed.
+_MOST_IN_STEPS = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +196,99 @@ def launches(
     )
     launch_s = max(least_s, solved_s)
     return launch_s, max(0.0, (together_s - launch_s * together_l) / together_b)
+
+
+def _large_plan(num_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer, PhysicalPlan]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(_LARGE_WIDTH, _LARGE_WIDTH, bias=False) for _ in range(_LARGE_LAYERS)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    graph = prepare_step(capture(model, _loss, _large_batch(num_ranks), optimizer))
+    pins = dict.fromkeys(("batch", "use:batch", "activations"), "S(0)")
+    pins |= dict.fromkeys(("parameters", "optimizer_states", "updates"), "B")
+    mesh, machine = Placement.grid((num_ranks,), ("data",)), Cluster.nominal(num_ranks)
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
+    strategy = infer_strategy(request, planner="calibrate", pins=pins)
+    return model, optimizer, compile_plan(graph, strategy, CompileOptions(bucket_bytes=0))
+
+
+def _large_batch(num_ranks: int) -> dict[str, Tensor]:
+    shape = (_LARGE_SAMPLES * num_ranks, _LARGE_WIDTH)
+    return {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
+
+
+def measure_large(
+    backend: BoxingBackend, runtime: Runtime, num_ranks: int
+) -> Mapping[int, tuple[float, ...]]:
+    """Return what all-reduces of large tensors take between the segments of steps.
+
+    Args:
+        backend: Open on all ranks; stays open.
+        runtime: Runs the plan.
+        num_ranks: Of the run, >= 2.
+
+    Returns:
+        By their bytes, the seconds of each, from the last rank's beginning to the last one's end;
+        nothing where the runtime moves data without the backend.
+    """
+    model, optimizer, plan = _large_plan(num_ranks)
+    sent_before, trace, batch = _sent_bytes(backend), Trace(), _large_batch(num_ranks)
+    with runtime.start(plan, initial_states(model, optimizer), _Open(backend)) as session:
+        for index in range(_WARM_UP_STEPS + _LARGE_STEPS):
+            session.trace = trace if index >= _WARM_UP_STEPS else None
+            session.step(batch, {"lr": 1e-3, "seed": 0, "step": index}).loss.item()
+    if _sent_bytes(backend) == sent_before:
+        return {}
+    first, *others = backend.local_ranks()
+    large = _large_all_reduces(plan, first)
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for span in trace.spans:
+        if span.kind is SpanKind.FIRING and span.actor in large:
+            spans[span.actor, span.step].append((1e-9 * span.begin_ns, 1e-9 * span.end_ns))
+    of_ranks = [(max(s for s, _ in of), max(s for _, s in of)) for of in spans.values()]
+    if not others:  # each rank has a process
+        watch = Stopwatch(backend.communicator(first), num_ranks, torch.device("cpu"), _DEADLINE_S)
+        times_s = watch.durations(of_ranks)
+    else:
+        times_s = [end_s - begin_s for begin_s, end_s in of_ranks]
+    found: dict[int, list[float]] = defaultdict(list)
+    for (actor, _), time_s in zip(spans, times_s, strict=True):
+        found[large[actor]].append(time_s)
+    return {size: tuple(times) for size, times in found.items()}
+
+
+def _large_all_reduces(plan: PhysicalPlan, rank: int) -> dict[str, int]:
+    """Return the bytes of each actor that reduces a large tensor."""
+    found: dict[str, int] = {}
+    for actor in plan.by_rank[rank].actors:
+        if isinstance(actor, Collective):
+            step = plan.steps[actor.step]
+            size = TensorType(step.shape, step.dtype).size_bytes
+            if step.kind is StepKind.ALL_REDUCE and size >= 4 * _LARGE_WIDTH**2:
+                found[actor.name] = size
+    return found
+
+
+def in_steps(
+    calibration: Calibration, num_ranks: int, large: Mapping[int, Sequence[float]]
+) -> float:
+    """Return `Calibration.in_steps` from what `measure_large` found.
+
+    Args:
+        calibration: What calls take that follow each other, and `boxing_launch_s`.
+        num_ranks: Of the run.
+        large: Seconds of all-reduces by their bytes; empty if there are none.
+    """
+    ratios: list[float] = []
+    for size, times_s in large.items():
+        none_s, call_s = (
+            calibration.time_s(StepKind.ALL_REDUCE.value, num_ranks, 1, of) for of in (0, size)
+        )
+        if none_s is not None and call_s is not None and call_s > none_s:
+            # The first quartile, as of calls that follow each other.
+            took_s = sorted(times_s)[(len(times_s) - 1) // 4] - (calibration.boxing_launch_s or 0.0)
+            ratios.append((took_s - none_s) / (call_s - none_s))
+    return min(_MOST_IN_STEPS, max(1.0, median(ratios))) if ratios else 1.0
 
 
 class _Open(BoxingBackend):

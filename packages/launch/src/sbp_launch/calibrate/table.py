@@ -43,6 +43,9 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
     beside_s = device.boxing_launch_s
     boxing = f"; a boxing step, beside its call: {format_seconds(beside_s)}" if beside_s else ""
     yield f"starting an operator: {format_seconds(device.launch_s)}{boxing}"
+    calibration = cluster.calibration
+    if calibration is not None and calibration.in_steps > 1:
+        yield f"bytes of a call between segments: {calibration.in_steps:.2f} times as long"
 
 
 def plain(number: float) -> str:

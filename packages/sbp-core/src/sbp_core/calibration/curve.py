@@ -60,6 +60,11 @@ class Curve:
         at = bisect_right(self.knots_bytes, size_bytes) - 1
         return self._starts_s[at] + self.s_per_byte[at] * (size_bytes - self.knots_bytes[at])
 
+    def stretched(self, factor: float) -> Curve:
+        """Return the curve of calls whose bytes take that many times as long."""
+        rates = tuple(factor * rate for rate in self.s_per_byte)
+        return Curve(latency_s=self.latency_s, knots_bytes=self.knots_bytes, s_per_byte=rates)
+
 
 def through(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Curve:
     """Return the curve through points: sizes from 0 on, ascending, and times that never fall."""

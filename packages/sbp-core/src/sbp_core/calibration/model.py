@@ -37,6 +37,8 @@ class Calibration:
         launch_s, boxing_launch_s: What `Device` calls so, in seconds, in steps that box through
             this backend; None if no step was measured.
         operators: What operators take beside boxing through this backend.
+        in_steps: How many times as long the bytes of a call take between the segments of a step as
+            in the samples, whose calls follow each other; >= 1. Predictions are of calls in steps.
     """
 
     backend: str
@@ -47,6 +49,7 @@ class Calibration:
     launch_s: float | None = None
     boxing_launch_s: float | None = None
     operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
+    in_steps: float = 1.0
     #: The structural model of groups within a node (False), and of those on several (True); made
     #: when it is needed, as most plans only need the curves. None without samples of such groups.
     _structures: dict[bool, TransportModel | None] = field(
@@ -61,6 +64,8 @@ class Calibration:
         launches = (self.launch_s, self.boxing_launch_s)
         if not all(time_s is None or 0 <= time_s < inf for time_s in launches):
             raise SbpValueError(f"launches of {launches}", accepted="seconds >= 0, or none")
+        if not 1 <= self.in_steps < inf:
+            raise SbpValueError(f"in_steps={self.in_steps}", accepted="a number from 1 on")
         if not self.samples or {sample.backend for sample in self.samples} != {self.backend}:
             names = sorted({sample.backend for sample in self.samples})
             raise SbpValueError(
@@ -135,8 +140,10 @@ class Calibration:
                 concurrent_groups=concurrent_groups,
             )
             measured = self.curves.get(case)
-            found = (measured, "measured") if measured is not None else self._derive(case)
-            self._found[key] = found
+            curve, origin = (measured, "measured") if measured is not None else self._derive(case)
+            if curve is not None and self.in_steps > 1:
+                curve = curve.stretched(self.in_steps)
+            found = self._found[key] = curve, origin
         return found
 
     def _derive(self, case: MeasuredCase) -> tuple[Curve | None, str | None]:
