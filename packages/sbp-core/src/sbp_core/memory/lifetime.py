@@ -24,16 +24,17 @@ before, such as that of the next micro-batch, is not executed again (`ledger`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.actors import ActorId, Compute
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
-from sbp_core.interpreter.firings import Group, firing_order
+from sbp_core.interpreter.firings import Group, firing_order, ticks
 from sbp_core.memory.layout_library import CallLayouts
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.own_piece import own_piece
@@ -43,6 +44,9 @@ from sbp_core.memory.storage_view import (
 )
 from sbp_core.memory.storages import RankLifetimes, Replays
 from sbp_core.signatures.views import traits_of
+
+#: Longer than all instructions of a step take together.
+_LONG = 1e12
 
 
 def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetimes]:
@@ -81,6 +85,7 @@ def lifetimes_of_classes(
         moved[rank] = first.moved_states()
         if moved[rank]:
             found[rank] = replays.run(folded.plan, rank, events[rank], moved[rank]).found()
+    _store_late(folded, replays, found, moved)
     # How long a rank holds what it sent is a matter of time: longest if it is ahead of all others.
     for sender, alone, ahead in _all_ahead(plan, folded, marks, order):
         if alone is folded.plan and ahead == events[sender]:
@@ -93,19 +98,46 @@ def lifetimes_of_classes(
     }
 
 
-def _order(folded: Folded) -> list[Group]:
-    """Return the order in which ranks fire of which every instruction takes equally long.
+def _store_late(
+    folded: Folded,
+    replays: Replays,
+    found: dict[int, RankLifetimes],
+    moved: Mapping[int, Mapping[str, StorageView]],
+) -> None:
+    """Replay ranks that offload once more, with the copies to the host as slow as can be.
+
+    Whether the group before or the one behind is on the device during an update is a matter of
+    time: what needs more memory counts.
+    """
+    ranks = [p.rank for p in folded.plan.ranks if any(slot.offloaded for slot in p.slots)]
+    if not ranks:
+        return
+    usual = ticks(folded.plan)
+
+    def duration(actor_id: ActorId) -> float:
+        thread = folded.plan.by_rank[actor_id[0]].by_name[actor_id[1]].thread
+        if thread == FETCH_THREAD:
+            return 0.0
+        return _LONG if thread == STORE_THREAD else usual(actor_id)
+
+    events = events_by_rank(folded.plan, _order(folded, duration))
+    for rank in ranks:
+        late = replays.run(folded.plan, rank, events[rank], moved[rank]).found()
+        found[rank] = max(found[rank], late, key=peak_bytes)
+
+
+def _order(folded: Folded, duration: Callable[[ActorId], float] | None = None) -> list[Group]:
+    """Return the order in which ranks fire.
+
+    Args:
+        folded: The plan.
+        duration: How long a firing keeps its thread busy; if None, every instruction takes equally
+            long.
 
     Raises:
         PlanError: there is none.
     """
-
-    def duration(actor_id: ActorId) -> float:
-        """Return for how many instructions a firing keeps its thread busy."""
-        actor = folded.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
-        return 1 + len(actor.instructions) if isinstance(actor, Compute) else 1
-
-    order = firing_order(folded.plan, folded.stands_for, duration)
+    order = firing_order(folded.plan, folded.stands_for, duration or ticks(folded.plan))
     if order is None:
         raise PlanError("the firing orders come to a stand", todo="check the plan first")
     return order
