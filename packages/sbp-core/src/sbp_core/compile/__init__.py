@@ -30,10 +30,10 @@ from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
 from sbp_core.compile.early_receives import early_receives
 from sbp_core.compile.items import Lowered
-from sbp_core.compile.legality import check_strategy
+from sbp_core.compile.legality import check_strategy, offloadable
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
-from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies, owner_of
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.overwriting import first_overwrites, is_in_place, written_arguments
 from sbp_core.compile.physical import (
@@ -86,7 +86,9 @@ __all__ = [
     "keys_in",
     "keys_out",
     "lower",
+    "offloadable",
     "order_firings",
+    "owner_of",
     "to_json",
     "written_arguments",
 ]

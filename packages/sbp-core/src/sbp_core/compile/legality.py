@@ -7,6 +7,7 @@ run and give wrong numbers, so nothing is compiled before it has passed here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 from sbp_core.errors import PlanError, SbpError
@@ -105,24 +106,7 @@ def _check_complete(graph: LogicalGraph, strategy: Strategy, lines: Lines | None
 def _check_offloaded(graph: LogicalGraph, strategy: Strategy, lines: Lines | None) -> None:
     """Check that what is offloaded are states that the optimizer alone uses, once a step."""
     offloaded = {name for name, storage in strategy.storage.items() if storage.offloaded}
-    if not offloaded:
-        return
-    written = {one.value: one.name for one in graph.outputs if one.kind is OutputKind.STATE}
-    wrong: dict[str, str] = {}
-    for name in offloaded:
-        kind = graph.input_kinds[name].kind
-        if not kind.is_state:
-            wrong[name] = f"it is of kind {kind.value!r}"
-    for node in graph.nodes:
-        if node.phase is Phase.OPTIMIZER and node.rate is Rate.STEP:
-            continue
-        made = {written[value] for value in node.outputs if value in written}
-        for name in offloaded.intersection((*node.inputs(), *made)):
-            often = "once a step" if node.rate is Rate.STEP else f"for each {node.rate.value}"
-            what = "is made" if name in made else "is needed"
-            wrong.setdefault(
-                name, f"it {what} in the {node.phase.value} phase {often}, by {node.name!r}"
-            )
+    wrong = _not_offloadable(graph, offloaded) if offloaded else {}
     if wrong:
         name = min(wrong)
         raise PlanError(
@@ -131,6 +115,34 @@ def _check_offloaded(graph: LogicalGraph, strategy: Strategy, lines: Lines | Non
             accepted="states that only the optimizer uses, once a step, such as its moments",
             todo="leave out 'host' behind its nd-SBP",
         )
+
+
+def offloadable(graph: LogicalGraph) -> tuple[str, ...]:
+    """Return the tensors that may lie in host memory: states that the optimizer alone uses."""
+    names = [entry.name for entry in graph.inputs if graph.is_tensor(entry.name)]
+    wrong = _not_offloadable(graph, set(names))
+    return tuple(name for name in names if name not in wrong)
+
+
+def _not_offloadable(graph: LogicalGraph, names: AbstractSet[str]) -> dict[str, str]:
+    """Return why some tensors may not lie in host memory, by name."""
+    written = {one.value: one.name for one in graph.outputs if one.kind is OutputKind.STATE}
+    wrong: dict[str, str] = {}
+    for name in names:
+        kind = graph.input_kinds[name].kind
+        if not kind.is_state:
+            wrong[name] = f"it is of kind {kind.value!r}"
+    for node in graph.nodes:
+        if node.phase is Phase.OPTIMIZER and node.rate is Rate.STEP:
+            continue
+        made = {written[value] for value in node.outputs if value in written}
+        for name in names & {*node.inputs(), *made}:
+            often = "once a step" if node.rate is Rate.STEP else f"for each {node.rate.value}"
+            what = "is made" if name in made else "is needed"
+            wrong.setdefault(
+                name, f"it {what} in the {node.phase.value} phase {often}, by {node.name!r}"
+            )
+    return wrong
 
 
 def _check_stages(strategy: Strategy) -> None:
