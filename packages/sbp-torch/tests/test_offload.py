@@ -27,11 +27,13 @@ from sbp_core.compile import (
     FETCH_THREAD,
     STORE_THREAD,
     CompileOptions,
+    Compute,
     PhysicalPlan,
     compile_plan,
 )
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import LogicalGraph
+from sbp_core.graph.primitives import CLONE
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import check_memory, lifetime, predict_memory
 from sbp_core.placement import Placement
@@ -42,7 +44,7 @@ from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.testing.programs import small_cluster
 
-_QUICK = settings(max_examples=12, deadline=None, derandomize=True)
+_QUICK = settings(max_examples=6, deadline=None, derandomize=True)
 _LONG = settings(max_examples=300, deadline=None, derandomize=True)
 
 
@@ -168,9 +170,9 @@ def test_the_memory_of_device_and_host_is_as_predicted(
         assert memory.host_peak == on_host > 0
         assert memory.resting == usual.ranks[part.rank].resting - on_host
         assert memory.peak <= largest.ranks[part.rank].peak
-        # The reference runtime keeps the loss of one rank only.
-        assert 0 <= memory.peak + on_host - meter.peak(part.rank) <= 8
-        assert meter.alive(part.rank) == memory.resting + on_host
+        # The reference runtime keeps the loss of one rank only; a fused update makes a number.
+        assert abs(memory.peak - meter.peak(part.rank)) <= 8
+        assert meter.alive(part.rank) == memory.resting
 
 
 def test_copies_have_threads_and_at_most_as_many_groups_as_allowed_are_on_the_device() -> None:
@@ -186,6 +188,46 @@ def test_copies_have_threads_and_at_most_as_many_groups_as_allowed_are_on_the_de
     assert "store.0.1>fetch.0.2" not in waits
     # No copy is there before its gradient is.
     assert "backward.0.0>fetch.0.1" in waits
+
+
+def test_new_values_of_fetched_states_are_computed_where_the_old_ones_lie() -> None:
+    graph = _graph("fused amsgrad")
+    strategy = _offloading(_strategy("fused amsgrad", "ZeRO-1", 1), _states_of_optimizer(graph))
+
+    plan = compile_plan(graph, strategy)
+
+    updates = [a for a in plan.ranks[0].actors if isinstance(a, Compute) and a.donated]
+    assert len(updates) == 3
+    for actor in updates:
+        assert set(actor.donated) == {key for key in actor.inputs if key.endswith("@device")}
+        assert CLONE not in {entry.op for entry in actor.instructions}
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_what_others_may_hold_is_not_written_over(consumers: int) -> None:
+    graph = _graph("fused amsgrad")
+    strategy = _offloading(_strategy("fused amsgrad", "ZeRO-1", 1), _states_of_optimizer(graph))
+    plan = compile_plan(graph, strategy)
+    part = plan.ranks[0]
+    update = next(a for a in part.actors if isinstance(a, Compute) and a.donated)
+    names = (update.name, "host") if consumers == 2 else (update.name,)
+    given = update.donated if consumers == 2 else (*update.donated, "grad.sum")
+    wrong = replace(
+        plan,
+        ranks=(
+            replace(
+                part,
+                actors=tuple(replace(a, donated=given) if a is update else a for a in part.actors),
+                registers=tuple(
+                    replace(r, consumers=names) if set(r.keys) & set(update.donated) else r
+                    for r in part.registers
+                ),
+            ),
+        ),
+    )
+
+    with pytest.raises(PlanError, match=r"is given .* to write over, which others may hold"):
+        check(wrong)
 
 
 def test_fewer_groups_in_flight_need_less_memory_of_the_device() -> None:

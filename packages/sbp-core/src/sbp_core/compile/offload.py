@@ -217,6 +217,12 @@ def bound_copies(plan: PhysicalPlan, in_flight: int) -> PhysicalPlan:
     return replace(plan, ranks=tuple(ranks))
 
 
+def fetched_keys(actor: Actor) -> tuple[str, ...]:
+    """Return the keys of the copies that a fetch makes; none of any other actor."""
+    entries = actor.instructions if isinstance(actor, Compute) else ()
+    return tuple(key for entry in entries if entry.op == TO_DEVICE for key in entry.outputs)
+
+
 def _copies(actor: Actor, op: str) -> bool:
     return isinstance(actor, Compute) and any(one.op == op for one in actor.instructions)
 
