@@ -186,6 +186,19 @@ def copy_time_s(num_bytes: int, num_calls: int, device: Device) -> float:
     return num_calls * device.launch_s + num_bytes / device.memory_bytes_per_s
 
 
+def host_copy_time_s(num_bytes: int, device: Device) -> float:
+    """Return the time of a copy between a device and the memory of its host, in seconds.
+
+    Args:
+        num_bytes: Of the tensor.
+        device: Which; one without a link to its host copies in its own memory.
+    """
+    link = device.host_link
+    if link is None:
+        return copy_time_s(2 * num_bytes, 1, device)
+    return device.launch_s + link.latency_s + num_bytes / link.bytes_per_s
+
+
 def is_free(call: OpCall, flop: float) -> bool:
     """Return whether a call takes no time: its tag calls it a view, or its rule says no work."""
     return "view" in call.tags or flop == 0

@@ -180,7 +180,7 @@ def predict_stages(
         if not node.is_host:
             _add_op(graph, strategy, node, stages)
     for name, storage in strategy.storage.items():
-        if graph.input_kinds[name].kind.is_state:
+        if graph.input_kinds[name].kind.is_state and not storage.offloaded:
             mesh_shape = strategy.stages[storage.stage].mesh_shape
             size = local_bytes(graph.tensor(name), storage.sbp, mesh_shape)
             stages[storage.stage].states_bytes += size

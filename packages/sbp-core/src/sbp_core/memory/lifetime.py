@@ -24,17 +24,18 @@ before, such as that of the next micro-batch, is not executed again (`ledger`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.actors import ActorId, Compute
 from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
-from sbp_core.interpreter.firings import Group, firing_order
+from sbp_core.interpreter.firings import Group, firing_order, ticks
 from sbp_core.memory.layout_library import CallLayouts
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.own_piece import own_piece
@@ -45,6 +46,9 @@ from sbp_core.signatures.views import traits_of
 
 #: What operators read that are given no tensor.
 _NOTHING: Mapping[str, Value] = {}
+
+#: Longer than all instructions of a step take together.
+_LONG = 1e12
 
 
 def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetimes]:
@@ -99,6 +103,7 @@ def replayed(
     # Its like would go ahead with it.
     apart = {rank for rank in senders if _sends_to_its_like(plan, folded, rank)}
     together = dict(events_ahead(folded, order, sorted(senders - apart)))
+    late = _late_stores(folded)
     for first, members in folded.members.items():
         alike: dict[Hashable, list[int]] = defaultdict(list)
         for member in members:
@@ -110,6 +115,8 @@ def replayed(
             # others.
             if first in together and together[first] != events[first]:
                 orders.append(together[first])
+            if first in late:
+                orders.append(late[first])
             found = _longest(replay, orders)
             if first in apart:
                 alone = fold(plan, {other: other == rank for other in marks})
@@ -129,19 +136,39 @@ def _longest(replay: Replay, orders: Sequence[Events]) -> RankLifetimes:
     return max((found, *more), key=peak_bytes)
 
 
-def _order(folded: Folded) -> list[Group]:
-    """Return the order in which ranks fire of which every instruction takes equally long.
+def _late_stores(folded: Folded) -> Mapping[int, Events]:
+    """Return the events of ranks that offload, with the copies to the host as slow as can be.
+
+    Whether the group before or the one behind is on the device during an update is a matter of
+    time: what needs more memory counts.
+    """
+    ranks = [p.rank for p in folded.plan.ranks if any(slot.offloaded for slot in p.slots)]
+    if not ranks:
+        return {}
+    usual = ticks(folded.plan)
+
+    def duration(actor_id: ActorId) -> float:
+        thread = folded.plan.by_rank[actor_id[0]].by_name[actor_id[1]].thread
+        if thread == FETCH_THREAD:
+            return 0.0
+        return _LONG if thread == STORE_THREAD else usual(actor_id)
+
+    events = events_by_rank(folded.plan, _order(folded, duration))
+    return {rank: events[rank] for rank in ranks}
+
+
+def _order(folded: Folded, duration: Callable[[ActorId], float] | None = None) -> list[Group]:
+    """Return the order in which ranks fire.
+
+    Args:
+        folded: The plan.
+        duration: How long a firing keeps its thread busy; if None, every instruction takes equally
+            long.
 
     Raises:
         PlanError: there is none.
     """
-
-    def duration(actor_id: ActorId) -> float:
-        """Return for how many instructions a firing keeps its thread busy."""
-        actor = folded.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
-        return 1 + len(actor.instructions) if isinstance(actor, Compute) else 1
-
-    order = firing_order(folded.plan, folded.stands_for, duration)
+    order = firing_order(folded.plan, folded.stands_for, duration or ticks(folded.plan))
     if order is None:
         raise PlanError("the firing orders come to a stand", todo="check the plan first")
     return order

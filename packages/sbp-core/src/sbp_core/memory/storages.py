@@ -25,7 +25,7 @@ from sbp_core.compile.actors import (
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Ref
-from sbp_core.graph.primitives import CLONE, MULTIPLY
+from sbp_core.graph.primitives import CLONE, MULTIPLY, TO_HOST
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.memory.kinds import (
     MemoryKind,
@@ -55,13 +55,15 @@ class RankLifetimes:
 
     Args:
         rank: Whose.
-        buffers: In the order in which they are made.
+        buffers: On the device, in the order in which they are made.
+        host_buffers: In the memory of its host, likewise.
         ticks: For each tick, the actor, the index of its firing, and the node it is in.
     """
 
     rank: int
     buffers: tuple[Buffer, ...]
     ticks: tuple[tuple[str, int, str], ...]
+    host_buffers: tuple[Buffer, ...] = ()
 
 
 class Replay:
@@ -196,6 +198,7 @@ class _Storages(InstructionDomain[Value]):
                         view.storage_bytes,
                         kind=kind_of_slot(slot.kind),
                         module=module_of_slot(slot.name, slot.kind),
+                        on_host=slot.offloaded,
                     )
                     if view.storage >= 0:
                         shared[view.storage] = made
@@ -206,8 +209,12 @@ class _Storages(InstructionDomain[Value]):
     def found(self) -> RankLifetimes:
         """Return the lifetimes."""
         rank = self.rank
+        buffers = rank.ledger.buffers
         return RankLifetimes(
-            rank=rank.part.rank, buffers=tuple(rank.ledger.buffers), ticks=tuple(rank.ticks)
+            rank=rank.part.rank,
+            buffers=tuple(one for one in buffers if not one.on_host),
+            ticks=tuple(rank.ticks),
+            host_buffers=tuple(one for one in buffers if one.on_host),
         )
 
     def moved_states(self) -> dict[str, StorageView]:
@@ -298,6 +305,7 @@ class _Storages(InstructionDomain[Value]):
                     made.layout,
                     made.storage_bytes,
                     module=module_of_node(entry.node),
+                    on_host=entry.op == TO_HOST,
                 )
             results.append(StorageView(made.layout, fresh[made.fresh].storage, made.storage_bytes))
         for key, value in zip(entry.outputs, results, strict=True):
