@@ -28,6 +28,7 @@ from sbp_core.boxing.least_times import LeastTimes
 from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, encode
 from sbp_core.boxing.routing.problem import are_searched
 from sbp_core.cluster import Cluster
+from sbp_core.compile.bucket_price import Companions
 from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.placement import Placement
 from sbp_core.sbp import Sbp
@@ -60,6 +61,7 @@ class PriceTable(Protocol):
         dtype: str,
         sources: Sequence[tuple[int, Entries]],
         targets: Sequence[tuple[int, Entries]],
+        companions: Companions | None = None,
     ) -> Sequence[Sequence[Sequence[float]]]:
         """Return (seconds, bytes) from each of some (stage, SBP) to each of others."""
         ...
@@ -83,7 +85,7 @@ class LeastPrices:
         dtype: str,
         sources: Sequence[tuple[int, Entries]],
         targets: Sequence[tuple[int, Entries]],
-        companions: object = None,
+        companions: Companions | None = None,
     ) -> Sequence[Sequence[Sequence[float]]]:
         """Return what conversions take at least; see `Prices.table`.
 
