@@ -45,6 +45,9 @@ MAX_USERS = 6
 #: that they must gain.
 NUM_SWEEPS, LEAST_GAIN = 2, 0.02
 
+#: Sums in another order differ by less than this share.
+_ROUNDING = 1e-9
+
 
 class Paid:
     """What is paid for one value, and what its variables pay beside that: one term of the bound.
@@ -269,7 +272,9 @@ class GroupBound:
             for _ in range(NUM_SWEEPS):
                 self.sweep(deadline)
             bound = max(bound, self.bound)
-            if bound - before < LEAST_GAIN * (above - before) or not self.strike(above):
+            if not self.strike(above * (1 + _ROUNDING)):
+                return above
+            if bound - before < LEAST_GAIN * (above - before):
                 break
         return min(bound, above)
 

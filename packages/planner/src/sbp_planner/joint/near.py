@@ -127,10 +127,15 @@ def _overlaid(
 def _places(whole: StepProblem, part: StepProblem) -> list[NDArray[np.int64]]:
     """Return for each variable the places of the values of a part among those of the whole."""
     found: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(whole.unary)
+    # Equal layers have equal options, which are one object.
+    made: dict[tuple[int, int], NDArray[np.int64]] = {}
     options = _options(part)
     for variable, of in _options(whole).items():
-        number = {one: place for place, one in enumerate(of)}
-        found[variable] = np.array([number[one] for one in options[variable]], dtype=np.int64)
+        key = (id(of), id(options[variable]))
+        if key not in made:
+            number = {one: place for place, one in enumerate(of)}
+            made[key] = np.array([number[one] for one in options[variable]], dtype=np.int64)
+        found[variable] = made[key]
     return found
 
 
