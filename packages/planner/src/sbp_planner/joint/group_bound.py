@@ -43,7 +43,10 @@ MAX_USERS = 6
 
 #: Sweeps between two looks at what can be struck out, and the share of what is left to be proved
 #: that they must gain.
-NUM_SWEEPS, LEAST_GAIN = 2, 0.02
+NUM_SWEEPS, LEAST_GAIN = 2, 0.05
+
+#: Sums in another order differ by less than this share.
+_ROUNDING = 1e-9
 
 
 class Paid:
@@ -68,8 +71,11 @@ class Paid:
         self.potentials = [np.zeros(len(of)) for of in self.maps]
         #: The least of the potentials, by class of the source, then by target of each user.
         self._least: list[Table] = []
-        self._sums: list[Table] = []
-        self._blocks: list[Table] | None = None
+        #: By set of users: what they pay by target if they all ask for it, by class of the source
+        #: then, and by class if they ask for what is best.
+        self._sums: dict[int, Table] = {}
+        self._blocks: dict[int, Table] = {}
+        self._bests: dict[int, Table] = {}
         self._compact()
 
     def _compact(self) -> None:
@@ -81,7 +87,8 @@ class Paid:
         self.maps[1:] = [number[of] for of in self.maps[1:]]
         self.costs = self.costs[np.ix_(rows, asked)]
         self._least = [self._reduced(place) for place in range(len(self.maps))]
-        self._blocks = None
+        self._sums = {0: np.zeros(len(asked))}
+        self._blocks, self._bests = {}, {0: np.zeros(len(rows))}
 
     def _reduced(self, place: int) -> Table:
         least = np.full(self.costs.shape[min(place, 1)], inf)
@@ -93,7 +100,10 @@ class Paid:
         self.potentials[place] = self.potentials[place] + shift
         self._least[place] = self._reduced(place)
         if place:
-            self._blocks = None
+            user = 1 << (place - 1)
+            for known in (self._sums, self._blocks, self._bests):
+                for users in [users for users in known if users & user]:
+                    del known[users]
 
     def minima(self, place: int) -> Table:
         """Return the least of the term for each value of a variable."""
@@ -117,43 +127,45 @@ class Paid:
 
     def _of_source(self) -> Table:
         """Return, for each class of the source, the least that the users make of it."""
-        return self._best()[-1]
+        return self._best((1 << (len(self.maps) - 1)) - 1)
 
-    def _best(self) -> list[Table]:
-        """Return, by set of users, the least of what they pay for each class of the source."""
-        if self._blocks is None:
-            users = self._least[1:]
-            num_sets = 1 << len(users)
-            # By set: what its users pay if all ask for one target.
-            sums: list[Table] = [np.zeros(self.costs.shape[1])]
-            best: list[Table] = [np.zeros(len(self.costs))]
-            block: list[Table] = [best[0]]
-            for of in range(1, num_sets):
-                first = of & -of
-                sums.append(sums[of ^ first] + users[first.bit_length() - 1])
-                block.append((self.costs + sums[of]).min(axis=1))
-                least = block[of]
-                # Every set with the first user, and the best of the others.
-                rest = of ^ first
-                part = rest
-                while part:
-                    part = (part - 1) & rest
-                    least = np.minimum(least, block[part | first] + best[rest ^ part])
-                best.append(least)
-            self._blocks, self._sums = best, sums
-        return self._blocks
+    def _sum(self, users: int) -> Table:
+        """Return what some users pay by target, if they all ask for it."""
+        if users not in self._sums:
+            first = users & -users
+            least = self._least[first.bit_length()]
+            self._sums[users] = self._sum(users ^ first) + least
+        return self._sums[users]
+
+    def _block(self, users: int) -> Table:
+        """Return what some users pay that ask for one target, by class of the source."""
+        if users not in self._blocks:
+            self._blocks[users] = (self.costs + self._sum(users)).min(axis=1)
+        return self._blocks[users]
+
+    def _best(self, users: int) -> Table:
+        """Return the least that some users pay, by class of the source."""
+        if users not in self._bests:
+            # The first user is in a block with some of the others.
+            first = users & -users
+            rest = users ^ first
+            least = self._block(users)
+            part = rest
+            while part:
+                part = (part - 1) & rest
+                least = np.minimum(least, self._block(part | first) + self._best(rest ^ part))
+            self._bests[users] = least
+        return self._bests[users]
 
     def _of_user(self, user: int) -> Table:
         """Return, for each target of a user, the least that the others make of it."""
-        best = self._best()
-        own, everyone = 1 << user, len(best) - 1
+        others = ((1 << (len(self.maps) - 1)) - 1) ^ (1 << user)
         found: Table = np.full(self.costs.shape[1], inf)
-        others = everyone ^ own
         part = others
         while True:
             # `part` asks for the same target.
-            beside = self._least[0] + best[others ^ part]
-            found = np.minimum(found, (self.costs + beside[:, None]).min(axis=0) + self._sums[part])
+            beside = self._least[0] + self._best(others ^ part)
+            found = np.minimum(found, (self.costs + beside[:, None]).min(axis=0) + self._sum(part))
             if not part:
                 return found
             part = (part - 1) & others
@@ -269,7 +281,9 @@ class GroupBound:
             for _ in range(NUM_SWEEPS):
                 self.sweep(deadline)
             bound = max(bound, self.bound)
-            if bound - before < LEAST_GAIN * (above - before) or not self.strike(above):
+            if not self.strike(above * (1 + _ROUNDING)):
+                return above
+            if bound - before < LEAST_GAIN * (above - before):
                 break
         return min(bound, above)
 

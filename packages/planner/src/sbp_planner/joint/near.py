@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_core.infer import ConversionGroup, LeastPrices, StepProblem
+from sbp_core.sbp import Partial
+from sbp_core.signatures.signature import Signature1d
 from sbp_planner.joint.group_bound import GroupBound
 from sbp_planner.joint.layers import repeated, tie, untied
 
@@ -127,10 +129,15 @@ def _overlaid(
 def _places(whole: StepProblem, part: StepProblem) -> list[NDArray[np.int64]]:
     """Return for each variable the places of the values of a part among those of the whole."""
     found: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(whole.unary)
+    # Equal layers have equal options, which are one object.
+    made: dict[tuple[int, int], NDArray[np.int64]] = {}
     options = _options(part)
     for variable, of in _options(whole).items():
-        number = {one: place for place, one in enumerate(of)}
-        found[variable] = np.array([number[one] for one in options[variable]], dtype=np.int64)
+        key = (id(of), id(options[variable]))
+        if key not in made:
+            number = {one: place for place, one in enumerate(of)}
+            made[key] = np.array([number[one] for one in options[variable]], dtype=np.int64)
+        found[variable] = made[key]
     return found
 
 
@@ -146,6 +153,9 @@ def _options(problem: StepProblem) -> dict[int, Sequence[tuple[object, ...]]]:
 
 def near(problem: StepProblem, ties: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
     """Return for each variable the places of the values that differ on one axis at most.
+
+    All that is linear or moves elements can pass maxima on, and so few make any that these are
+    near only where there are some already.
 
     Args:
         problem: The step, with a value of each variable that it starts from.
@@ -166,7 +176,7 @@ def near(problem: StepProblem, ties: Sequence[Sequence[int]]) -> list[NDArray[np
                 [
                     place
                     for place, one in enumerate(of)
-                    if any(_distance(one, of[centre]) <= 1 for centre in centres[variable])
+                    if any(_is_near(one, of[centre]) for centre in centres[variable])
                 ],
                 dtype=np.int64,
             )
@@ -174,6 +184,17 @@ def near(problem: StepProblem, ties: Sequence[Sequence[int]]) -> list[NDArray[np
     return kept
 
 
-def _distance(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return on how many axes two signatures differ."""
-    return sum(a != b for a, b in zip(one, other, strict=True))
+def _is_near(one: Sequence[object], centre: Sequence[object]) -> bool:
+    """Say whether a signature is near another one."""
+    differing = [part for part, other in zip(one, centre, strict=True) if part != other]
+    return not differing or (
+        len(differing) == 1 and _reductions(differing) <= {"sum", *_reductions(centre)}
+    )
+
+
+def _reductions(parts: Sequence[object]) -> set[str]:
+    """Return the reductions of what is partial in a signature, or an SBP."""
+    entries: list[object] = []
+    for part in parts:
+        entries += [*part.inputs, *part.outputs] if isinstance(part, Signature1d) else [part]
+    return {entry.reduction for entry in entries if isinstance(entry, Partial)}

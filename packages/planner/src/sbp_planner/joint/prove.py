@@ -159,7 +159,7 @@ class _Prover:
         least, wanted = self.buckets.constant, self.wanted
         if np.isfinite(least):
             self._take(self.buckets.expanded(()))
-        return self._proved(min(least, wanted))
+        return self._proved(wanted if least >= wanted * (1 - _ROUNDING) else least)
 
     def _proved(self, bound: float) -> Proof:
         return Proof(values=self.best, cost=self.cost, bound=min(bound, self.cost))

@@ -85,12 +85,10 @@ class LeastTimes:
         steps = collectives(layout, self._sizes, kept)
         #: Elements of the tensor that both tables count.
         self.num_elements = prod(extents)
-        self.elements, self.seconds = _shortest(
-            moved,
-            self._transfer_s(direct, moved),
-            steps,
-            self._collective_s(steps),
-        )
+        transfer_s, collective_s = self._transfer_s(direct, moved), self._collective_s(steps)
+        self.elements, self.seconds = _shortest(moved, transfer_s, steps, collective_s)
+        #: What it takes from each state until nothing is partial, whatever bytes that moves.
+        self.reduced_s = self._reduced_s(moved, transfer_s, steps, collective_s)
 
     def _written_s(self) -> Floats:
         """Return what it takes to write each state, in seconds for elements of one byte."""
@@ -119,6 +117,27 @@ class LeastTimes:
         found = np.zeros(len(steps.kind))
         found[number] = rates * shared + self._written_s()[after]
         return found
+
+    def _reduced_s(
+        self, moved: Ints, transfer_s: Floats, steps: Collectives, collective_s: Floats
+    ) -> Floats:
+        """Return the least from each state to any without partial values.
+
+        Local steps are taken to be free, so it holds as well where other axes have partial values
+        of another kind on the way: with `B` in their place, what is done to these is at most a
+        local step.
+        """
+        length = np.where(moved < NEVER, transfer_s, np.inf)
+        before, after = steps.number.nonzero()
+        number = steps.number[before, after]
+        alone = np.where(steps.kind[number] == KINDS.index(StepKind.LOCAL), 0, collective_s[number])
+        length[before, after] = np.minimum(length[before, after], alone)
+        least = np.where(self.layout.partial == 0, 0.0, np.inf)
+        while True:
+            shorter = np.minimum(least, (length + least).min(axis=1))
+            if (shorter == least).all():
+                return least
+            least = shorter
 
     def _s_per_byte(self, kind: StepKind, mask: int) -> float:
         """Return the seconds of a collective for each byte that a group shares."""

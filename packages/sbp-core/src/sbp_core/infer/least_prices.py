@@ -39,17 +39,9 @@ Ints = NDArray[np.int64]
 #: The SBP of a tensor on the axes.
 Entries = tuple[Sbp, ...]
 
-#: By the reductions that two ends have, as a mask of sum, max and min: those of the states between
-#: them. Max and min behave alike.
-_PARTIALS = {
-    0b000: (),
-    0b001: (SUM,),
-    0b010: (MAX,),
-    0b100: (MIN,),
-    0b011: (SUM, MAX),
-    0b101: (SUM, MIN),
-    0b110: (MAX, MIN),
-}
+#: The code of the partial values of states, by the mask of their reductions. Of more than one kind
+#: nothing is known.
+_PARTIAL = {0b000: BROADCAST, 0b001: SUM, 0b010: MAX, 0b100: MIN}
 
 
 class PriceTable(Protocol):
@@ -127,20 +119,28 @@ class LeastPrices:
         shape, itemsize = tensor
         device = self._cluster.device
         seconds, size = np.zeros((2, len(sources), len(targets)))
-        reductions = _reductions(sources)[:, None] | _reductions(targets)
-        for mask in np.unique(reductions).tolist():
-            at = reductions == mask
-            times = self._between(mesh, shape, _PARTIALS.get(mask))
-            if times is None:
-                continue
-            rows, columns = np.flatnonzero(at.any(axis=1)), np.flatnonzero(at.any(axis=0))
-            names = _renamed(mesh, shape, _PARTIALS[mask])
-            states = np.ix_(
-                _numbers(times, names, sources[rows]), _numbers(times, names, targets[columns])
-            )
-            part, scale = np.ix_(rows, columns), prod(shape) * itemsize / times.num_elements
-            seconds[part] = np.where(at[part], scale * times.seconds[states], seconds[part])
-            size[part] = np.where(at[part], scale * times.elements[states], size[part])
+        before, after = _reductions(sources), _reductions(targets)
+        scale = prod(shape) * itemsize
+        for kind in np.unique(before).tolist():
+            # What is partial, and is to be partial in other ways, is reduced on the way.
+            times = self._between(mesh, shape, kind)
+            rows, columns = np.flatnonzero(before == kind), np.flatnonzero(after & kind == 0)
+            if times is not None and kind:
+                least_s = times.reduced_s[self._numbers(times, mesh, shape, sources[rows])]
+                seconds[np.ix_(rows, columns)] = scale / times.num_elements * least_s[:, None]
+        both = before[:, None] | after
+        for kind in np.unique(both).tolist():
+            times, at = self._between(mesh, shape, kind), both == kind
+            if times is not None:
+                rows, columns = np.flatnonzero(at.any(axis=1)), np.flatnonzero(at.any(axis=0))
+                part, at = np.ix_(rows, columns), at[np.ix_(rows, columns)]
+                states = np.ix_(
+                    self._numbers(times, mesh, shape, sources[rows]),
+                    self._numbers(times, mesh, shape, targets[columns]),
+                )
+                of = scale / times.num_elements
+                seconds[part] = np.where(at, of * times.seconds[states], seconds[part])
+                size[part] = np.where(at, of * times.elements[states], size[part])
         differs = (sources[:, None] != targets).any(axis=2)
         if is_alone:
             seconds += np.where(differs, device.launch_s, 0.0)
@@ -155,18 +155,46 @@ class LeastPrices:
             seconds[unknown], size[unknown] = 0.0, 0.0
         return np.stack([seconds, size], axis=2)
 
-    def _between(
-        self, mesh: Placement, shape: tuple[int, ...], partials: tuple[int, ...] | None
-    ) -> LeastTimes | None:
-        """Return the least times of tensors of a shape; None if the router searches less."""
-        if partials is None or not are_searched(mesh, len(shape), len(partials)):
+    def _between(self, mesh: Placement, shape: tuple[int, ...], kind: int) -> LeastTimes | None:
+        """Return the least times of tensors of a shape; None if they are not known.
+
+        Args:
+            mesh: Where.
+            shape: Of the tensor.
+            kind: Mask of the reductions that states have.
+        """
+        if kind not in _PARTIAL or not are_searched(mesh, len(shape), kind > 0):
             return None
+        # Max and min behave alike.
+        partial = () if not kind else (SUM,) if _PARTIAL[kind] == SUM else (MAX,)
         extents = tuple(sorted(_parts(mesh, extent) for extent in shape))
-        kinds = (SUM, MAX, MIN)[: len(partials)] if SUM in partials else (MAX, MIN)[: len(partials)]
-        key = (mesh, extents, kinds)
+        key = (mesh, extents, partial)
         if key not in self._times:
-            self._times[key] = LeastTimes(mesh, self._cluster, extents, kinds)
+            self._times[key] = LeastTimes(mesh, self._cluster, extents, partial)
         return self._times[key]
+
+    def _numbers(
+        self, times: LeastTimes, mesh: Placement, shape: tuple[int, ...], codes: Ints
+    ) -> Ints:
+        """Return the number of each state, (ends, axes), among those of a table.
+
+        Args:
+            times: The table.
+            mesh: Of its states.
+            shape: Of the tensor; the table has the dims in the order of what stands for extents.
+            codes: Of the states; of one that is none of the table's, the number is any.
+        """
+        ordered = sorted(range(len(shape)), key=lambda dim: _parts(mesh, shape[dim]))
+        place = np.empty(len(shape), dtype=np.int64)
+        place[ordered] = np.arange(len(shape))
+        # Dims, then `B`, then what is partial.
+        splits = place[np.maximum(codes, 0)]
+        places = np.where(codes >= 0, splits, len(shape) + (codes < BROADCAST))
+        base = len(times.layout.entries[0])
+        found = np.zeros(len(codes), dtype=np.int64)
+        for axis in range(codes.shape[1]):
+            found = found * base + np.minimum(places[:, axis], base - 1)
+        return found
 
 
 def _parts(mesh: Placement, extent: int) -> int:
@@ -190,23 +218,3 @@ def _reductions(codes: Ints) -> Ints:
         for bit, code in enumerate((SUM, MAX, MIN))
     ) + np.zeros(len(codes), dtype=np.int64)
     return masks
-
-
-def _renamed(mesh: Placement, shape: tuple[int, ...], partials: tuple[int, ...]) -> dict[int, int]:
-    """Return the places among the entries of an axis of the codes: dims, `B`, partials."""
-    ordered = sorted(range(len(shape)), key=lambda dim: _parts(mesh, shape[dim]))
-    names = {dim: place for place, dim in enumerate(ordered)}
-    names[BROADCAST] = len(shape)
-    return names | {code: len(shape) + 1 + place for place, code in enumerate(partials)}
-
-
-def _numbers(times: LeastTimes, names: dict[int, int], codes: Ints) -> Ints:
-    """Return the number of each state; of states that are none of these, any."""
-    base = len(times.layout.entries[0])
-    found = np.zeros(len(codes), dtype=np.int64)
-    for axis in range(codes.shape[1]):
-        places = np.zeros(len(codes), dtype=np.int64)
-        for code, place in names.items():
-            places[codes[:, axis] == code] = place
-        found = found * base + places
-    return found
