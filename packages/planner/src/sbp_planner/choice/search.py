@@ -94,11 +94,16 @@ _PRICE_SPREAD = 0.25
 _VAIN_FORESTS = 16
 
 #: Temperatures to begin with, in terms of the gap of a node, and the last as a part of the first;
-#: forests on the way, and the part of the time left that they may take.
-_TEMPERATURES = (1.0, 30.0)
-_COOLED = 0.02
-_DRAWS = 100
-_DRAWS_PART = 0.05
+#: forests on the way, at first and at most, and how many more after as many in vain; the part of
+#: the time left that they may take.
+_TEMPERATURES = (0.25, 4.0)
+_COOLED = 0.05
+_DRAWS = (100, 3200)
+_MORE_DRAWS = 1.5
+_DRAWS_PART = 0.1
+
+#: Part of the time left that one oscillation may take.
+_OSCILLATION_PART = 0.05
 
 #: How much of what a way to search brought is remembered after one more; least weight of one.
 _MEMORY = 0.7
@@ -122,6 +127,7 @@ class Search:
         self.random = np.random.default_rng(0)
         # Cost a second that neighbourhoods, annealing, and oscillation have brought of late.
         self.gains = np.zeros(3)
+        self.draws = float(_DRAWS[0])
         self.pairs = _PAIRS
         self.blocks = 0
         self.worker: Worker | None = None
@@ -184,7 +190,7 @@ class Search:
             way = int(self.random.choice(3, p=weights / weights.sum()))
             before, began = self.near.merit, time.monotonic()
             if not self.near.fits:
-                self._fit(self.near.values, self.record.after(_DRAWS_PART))
+                self._fit(self.near.values, self.record.after(_FIRST_PART))
             if way == 0 or not self.near.fits:
                 self.near.step(self.record.deadline)
             elif way == 1 or not len(self.part.compact.capacity):
@@ -227,12 +233,15 @@ class Search:
         while done < 1 and not self.record.done:
             values = self.trees.drawn(values, self.dual.prices, first * _COOLED**done)
             draws += 1
-            done = max(draws / _DRAWS, (time.monotonic() - began) / max(until - began, 1e-9))
+            done = max(draws / self.draws, (time.monotonic() - began) / max(until - began, 1e-9))
         for _ in range(_VAIN_FORESTS):
             if self.record.done:
                 break
             values = self.trees.improve(values, self.dual.prices)
+        before = self.near.merit
         self.near.replace_values(values)
+        more = 1.0 if self.near.merit < before else _MORE_DRAWS
+        self.draws = min(self.draws * more, _DRAWS[1])
 
     def _offer_near(self, force: bool = False) -> None:
         """Offer the present assignment; not too often, as it is extended to all nodes."""
@@ -285,7 +294,7 @@ class Search:
 
     def _oscillate(self) -> None:
         """Let the present assignment exceed capacities for a while."""
-        until = self.record.after(_DRAWS_PART)
+        until = self.record.after(_OSCILLATION_PART)
         self._fit(self.penalties.oscillated(self.near.values, self.dual.prices, until), until)
 
     def _guide(self) -> None:
