@@ -57,9 +57,12 @@ _PRUNE_PART = 0.1
 #: A program for the proof takes the place of one that is so much larger.
 _MUCH_SMALLER = 0.6
 
-#: Neighbourhoods that the second process solves after a program that it did not; how much larger
-#: than those of this process, and seconds for each.
+#: Neighbourhoods that the second process solves after a program that it did not; as many while the
+#: gap is wide, when a proof is far; how much larger than those of this process, and seconds for
+#: each.
 _BLOCKS = 6
+_MANY_BLOCKS = 24
+_WIDE_GAP = 0.005
 _LARGER = 3.0
 _BLOCK_S = 12.0
 
@@ -158,11 +161,14 @@ class Search:
         try:
             if not self.near.fits:
                 self._fit(self.near.values, self.record.after(_FIRST_PART))
+            if self.near.merit.forbidden:
+                self._avoid_forbidden(self.record.after(_FIRST_PART))
             self._pass_messages(self.record.after(_MESSAGES_PART))
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             self._move_trees()
             if self.near.merit.forbidden:
-                self._avoid_forbidden()
+                self._avoid_forbidden(self.record.after(_CONSISTENT_PART))
+                self._move_trees()
             share = _MESSAGES_SHARES[1]
             while not self.record.done:
                 began = time.monotonic()
@@ -272,14 +278,12 @@ class Search:
             if time.monotonic() >= until:
                 return
 
-    def _avoid_forbidden(self) -> None:
+    def _avoid_forbidden(self, until: float) -> None:
         """Look for an assignment without forbidden pairs, near what the messages say."""
         wanted = self.dual.reduced_costs().nodes
-        until = self.record.after(_CONSISTENT_PART)
         values = consistent(self.part.compact, wanted, until)
         if values is not None:
-            self.near.replace_values(values)
-            self._move_trees()
+            self._fit(values, until + _FIRST_PART * max(self.record.deadline - until, 0.0))
 
     def _fit(self, values: Ints, until: float) -> None:
         """Make an assignment fit by penalties, and then better by trees; keep it if it is good."""
@@ -451,7 +455,8 @@ class Search:
             self._close(self.worker_below, cost if self.record.gap == 0 else result.bound)
         else:
             self.pairs = max(self.pairs * 0.5, _FEWEST_PAIRS)
-            self.blocks = _BLOCKS
+            wide = self.record.cost - self.record.bound > _WIDE_GAP * abs(self.record.cost)
+            self.blocks = _MANY_BLOCKS if wide else _BLOCKS
         self.worker_part = None
 
     def _offer_found(self, part: Part, values: Ints) -> None:
