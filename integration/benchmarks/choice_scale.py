@@ -21,8 +21,6 @@ serial layout, and the assignments together are one to reach.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import resource
 import sys
 import time
@@ -33,13 +31,13 @@ from pathlib import Path
 import numpy as np
 
 from sbp_planner.choice import (
-    FORBIDDEN,
     ChoiceProblem,
     ChoiceSolution,
     evaluate,
     read_problem,
     solve,
     transformer_problem,
+    write_problem,
 )
 
 #: Seconds for one copy alone.
@@ -185,30 +183,6 @@ def _lifetime(
     return begins + start, ends + end
 
 
-def write(path: Path, problem: ChoiceProblem) -> None:
-    """Write the problem as the contest has them."""
-
-    def plain(table: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[int]:
-        return [int(cost) for cost in np.minimum(table, FORBIDDEN).ravel()]
-
-    assert problem.intervals is not None and problem.usages is not None
-    data = {
-        "name": problem.name,
-        "nodes": {
-            "intervals": [list(interval) for interval in problem.intervals],
-            "costs": [plain(cost) for cost in problem.costs],
-            "usages": [own.tolist() for own in problem.usages],
-        },
-        "edges": {
-            "nodes": [list(edge) for edge in problem.edges],
-            "costs": [plain(cost) for cost in problem.edge_costs],
-        },
-        "usage_limit": problem.usage_limit,
-    }
-    with gzip.open(path, "wt", compresslevel=1) as file:
-        json.dump({"problem": data}, file)
-
-
 def joined_reference(instance: Instance) -> tuple[float, float]:
     """The least cost known of a serial instance from its copies alone, and a bound."""
     found = [solve(part, time_limit_s=COPY_S) for part in instance.alone]
@@ -243,7 +217,7 @@ def main() -> None:
         problem = instance.problem
         print(f"{recipe}: {problem.num_nodes} nodes, {len(problem.edges)} edges", flush=True)
         if options.write:
-            write(options.write, problem)
+            write_problem(options.write, problem)
             continue
         if options.reference:
             cost, bound = joined_reference(instance)

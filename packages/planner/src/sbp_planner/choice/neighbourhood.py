@@ -55,6 +55,10 @@ _SOLVE_PART = 0.1
 #: Parts of all pairs that are kept, by the guide.
 _PARTS = (1.0, 0.3, 0.1, 0.03)
 
+#: Where edges have very many pairs, so many are kept as well: for each edge, and in all at least.
+_FEW_AN_EDGE = 4
+_FEW = 8_000.0
+
 #: How much of what a kind of neighbourhood brought is remembered after one more; least weight of a
 #: kind when one is drawn.
 _MEMORY = 0.8
@@ -150,11 +154,13 @@ class Neighbourhoods:
         self.rows = np.flatnonzero(prices)
         pairs = guide.pairs
         every = pairs[allowed(self.compact.flat.entries)]
-        places = [int(part * (len(every) - 1)) for part in _PARTS]
+        few = max(_FEW_AN_EDGE * len(self.compact.edges), _FEW) / max(len(every), 1)
+        parts = _PARTS if few >= 0.5 * _PARTS[-1] else (*_PARTS, few)
+        places = [int(part * (len(every) - 1)) for part in parts]
         every = np.partition(every, places) if len(every) else every
         old = self.kinds
         self.kinds = []
-        for number, (part, place) in enumerate(zip(_PARTS, places, strict=True)):
+        for number, (part, place) in enumerate(zip(parts, places, strict=True)):
             room = inf if part == 1 or not len(every) else every[place]
             kind = _Kind(float(room), self._pairs(pairs <= min(room, 1e300)))
             if number < len(old):

@@ -57,9 +57,12 @@ _PRUNE_PART = 0.1
 #: A program for the proof takes the place of one that is so much larger.
 _MUCH_SMALLER = 0.6
 
-#: Neighbourhoods that the second process solves after a program that it did not; how much larger
-#: than those of this process, and seconds for each.
+#: Neighbourhoods that the second process solves after a program that it did not; as many while the
+#: gap is wide, when a proof is far; how much larger than those of this process, and seconds for
+#: each.
 _BLOCKS = 6
+_MANY_BLOCKS = 24
+_WIDE_GAP = 0.005
 _LARGER = 3.0
 _BLOCK_S = 12.0
 
@@ -94,11 +97,16 @@ _PRICE_SPREAD = 0.25
 _VAIN_FORESTS = 16
 
 #: Temperatures to begin with, in terms of the gap of a node, and the last as a part of the first;
-#: forests on the way, and the part of the time left that they may take.
-_TEMPERATURES = (1.0, 30.0)
-_COOLED = 0.02
-_DRAWS = 100
-_DRAWS_PART = 0.05
+#: forests on the way, at first and at most, and how many more after as many in vain; the part of
+#: the time left that they may take.
+_TEMPERATURES = (0.25, 4.0)
+_COOLED = 0.05
+_DRAWS = (100, 3200)
+_MORE_DRAWS = 1.5
+_DRAWS_PART = 0.1
+
+#: Part of the time left that one oscillation may take.
+_OSCILLATION_PART = 0.05
 
 #: How much of what a way to search brought is remembered after one more; least weight of one.
 _MEMORY = 0.7
@@ -122,6 +130,7 @@ class Search:
         self.random = np.random.default_rng(0)
         # Cost a second that neighbourhoods, annealing, and oscillation have brought of late.
         self.gains = np.zeros(3)
+        self.draws = float(_DRAWS[0])
         self.pairs = _PAIRS
         self.blocks = 0
         self.worker: Worker | None = None
@@ -152,11 +161,14 @@ class Search:
         try:
             if not self.near.fits:
                 self._fit(self.near.values, self.record.after(_FIRST_PART))
+            if self.near.merit.forbidden:
+                self._avoid_forbidden(self.record.after(_FIRST_PART))
             self._pass_messages(self.record.after(_MESSAGES_PART))
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             self._move_trees()
             if self.near.merit.forbidden:
-                self._avoid_forbidden()
+                self._avoid_forbidden(self.record.after(_CONSISTENT_PART))
+                self._move_trees()
             share = _MESSAGES_SHARES[1]
             while not self.record.done:
                 began = time.monotonic()
@@ -184,7 +196,7 @@ class Search:
             way = int(self.random.choice(3, p=weights / weights.sum()))
             before, began = self.near.merit, time.monotonic()
             if not self.near.fits:
-                self._fit(self.near.values, self.record.after(_DRAWS_PART))
+                self._fit(self.near.values, self.record.after(_FIRST_PART))
             if way == 0 or not self.near.fits:
                 self.near.step(self.record.deadline)
             elif way == 1 or not len(self.part.compact.capacity):
@@ -227,12 +239,15 @@ class Search:
         while done < 1 and not self.record.done:
             values = self.trees.drawn(values, self.dual.prices, first * _COOLED**done)
             draws += 1
-            done = max(draws / _DRAWS, (time.monotonic() - began) / max(until - began, 1e-9))
+            done = max(draws / self.draws, (time.monotonic() - began) / max(until - began, 1e-9))
         for _ in range(_VAIN_FORESTS):
             if self.record.done:
                 break
             values = self.trees.improve(values, self.dual.prices)
+        before = self.near.merit
         self.near.replace_values(values)
+        more = 1.0 if self.near.merit < before else _MORE_DRAWS
+        self.draws = min(self.draws * more, _DRAWS[1])
 
     def _offer_near(self, force: bool = False) -> None:
         """Offer the present assignment; not too often, as it is extended to all nodes."""
@@ -263,14 +278,12 @@ class Search:
             if time.monotonic() >= until:
                 return
 
-    def _avoid_forbidden(self) -> None:
+    def _avoid_forbidden(self, until: float) -> None:
         """Look for an assignment without forbidden pairs, near what the messages say."""
         wanted = self.dual.reduced_costs().nodes
-        until = self.record.after(_CONSISTENT_PART)
         values = consistent(self.part.compact, wanted, until)
         if values is not None:
-            self.near.replace_values(values)
-            self._move_trees()
+            self._fit(values, until + _FIRST_PART * max(self.record.deadline - until, 0.0))
 
     def _fit(self, values: Ints, until: float) -> None:
         """Make an assignment fit by penalties, and then better by trees; keep it if it is good."""
@@ -285,7 +298,7 @@ class Search:
 
     def _oscillate(self) -> None:
         """Let the present assignment exceed capacities for a while."""
-        until = self.record.after(_DRAWS_PART)
+        until = self.record.after(_OSCILLATION_PART)
         self._fit(self.penalties.oscillated(self.near.values, self.dual.prices, until), until)
 
     def _guide(self) -> None:
@@ -442,7 +455,8 @@ class Search:
             self._close(self.worker_below, cost if self.record.gap == 0 else result.bound)
         else:
             self.pairs = max(self.pairs * 0.5, _FEWEST_PAIRS)
-            self.blocks = _BLOCKS
+            wide = self.record.cost - self.record.bound > _WIDE_GAP * abs(self.record.cost)
+            self.blocks = _MANY_BLOCKS if wide else _BLOCKS
         self.worker_part = None
 
     def _offer_found(self, part: Part, values: Ints) -> None:
