@@ -170,16 +170,16 @@ def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[Conv
     found = []
     for key, members in alike.items():
         first = members[0]
-        requests = [
+        own = (
             Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
             for one in first.requests
-        ]
+        )
         costs = [counts[key][id(one.costs)] * one.costs for one in members]
         found.append(
             replace(
                 first,
                 source=tied[first.source],
-                requests=tuple(requests),
+                requests=tuple(own),
                 costs=reduce(np.add, costs),
             )
         )

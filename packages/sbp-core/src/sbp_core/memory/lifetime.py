@@ -33,6 +33,7 @@ from sbp_core.compile.actors import ActorId, Compute
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
+from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.interpreter.firings import Group, firing_order
 from sbp_core.memory.layout_library import CallLayouts
@@ -113,10 +114,34 @@ def replayed(
             found = _longest(replay, orders)
             if first in apart:
                 alone = fold(plan, {other: other == rank for other in marks})
-                ((_, ahead),) = events_ahead(alone, _order(alone), [rank])
+                ((_, ahead),) = events_ahead(alone, _refined(order, folded, alone), [rank])
                 by_itself = Replay(alone.plan, rank, plan.by_rank[rank], layouts)
                 found = max(found, _longest(by_itself, [ahead]), key=peak_bytes)
             yield found, (rank, *others)
+
+
+def _refined(order: Iterable[Group], folded: Folded, finer: Folded) -> list[Group]:
+    """Return an order in which a plan may fire whose classes are parts of those of another one.
+
+    Ranks of a class fire in step, so that its parts do, one after the other.
+
+    Args:
+        order: In which the other one fires.
+        folded: The other one.
+        finer: The plan of the parts.
+    """
+    game = TokenGame(finer.plan, finer.stands_for)
+    parts: dict[int, list[int]] = defaultdict(list)
+    for rank in finer.members:
+        parts[folded.stands_for[rank]].append(rank)
+    known: dict[Group, list[Group]] = {}
+    found: list[Group] = []
+    for group in order:
+        if group not in known:
+            actors = ((part, name) for rank, name in group for part in parts[rank])
+            known[group] = list(dict.fromkeys(map(game.partners, actors)))
+        found += known[group]
+    return found
 
 
 def _longest(replay: Replay, orders: Sequence[Events]) -> RankLifetimes:
