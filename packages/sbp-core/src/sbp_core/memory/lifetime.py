@@ -108,9 +108,11 @@ def replayed(
             replay = Replay(folded.plan, first, plan.by_rank[rank], layouts)
             orders = [events[first]]
             # How long a rank holds what it sent is a matter of time: longest if it is ahead of all
-            # others.
-            if first in together and together[first] != events[first]:
-                orders.append(together[first])
+            # others. A rank of one thread does the same in the same order then, and holds no less
+            # at any moment.
+            if first in together:
+                one_thread = len(plan.by_rank[rank].orders) == 1
+                orders = [*([] if one_thread else orders), together[first]]
             found = _longest(replay, orders)
             if first in apart:
                 alone = fold(plan, {other: other == rank for other in marks})
