@@ -153,6 +153,27 @@ def test_a_tied_step_costs_what_its_layers_do():
         assert found == pytest.approx(wanted, rel=1e-9)
 
 
+def test_stages_that_price_conversions_apart_ask_for_them_in_one_group():
+    mesh = Placement.grid((4, 2), ("pipe", "data"))
+    graph = mlp((16,) * 9, batch=8)
+    machine = cluster(num_devices=8)
+    problem = joint_problem(PlanRequest(graph=graph, mesh=mesh, cluster=machine))
+
+    step = tie(problem)
+
+    asked = [
+        (one.source, *((r.variable, r.targets.tobytes()) for r in one.requests))
+        for one in step.groups
+    ]
+    assert len(set(asked)) == len(asked) < len(problem.groups) / 4
+    random = Random(0)
+    for _ in range(20):
+        values = [random.randrange(len(table)) for table in step.unary]
+        found = sum(float(table[at]) for table, at in zip(step.unary, values, strict=True))
+        found += sum(group.cost(values) for group in step.groups)
+        assert found == pytest.approx(problem.cost(step.expanded(values)), rel=1e-9)
+
+
 def test_states_are_held_all_the_time_and_values_until_their_last_use():
     problem = joint_problem(request((2,), ("data",)), from_axes=False)
 

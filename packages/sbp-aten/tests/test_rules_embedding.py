@@ -7,8 +7,10 @@ import torch
 from ranks_of_a_call import on_each_rank
 
 from sbp_aten.rules import embedding, embedding_bag
-from sbp_core.sbp import B, P, S
-from sbp_core.signatures import derive
+from sbp_core.placement import Placement
+from sbp_core.sbp import B, NdSbp, P, S
+from sbp_core.signatures import derive, localize
+from sbp_core.strategy import Signature
 from sbp_torch.signatures.verification import call_of
 from sbp_torch.testing.signatures import Sample, check_rule, sample
 
@@ -126,6 +128,18 @@ def test_a_rank_looks_up_its_rows_and_gives_zeros_for_all_others() -> None:
         held = torch.isin(PLACES, torch.tensor(rows))
         assert torch.equal(made[held], table[PLACES[held]])
         assert not made[~held].any()
+
+
+def test_all_ranks_of_a_split_table_do_the_same_but_for_where_their_rows_begin() -> None:
+    call, _ = call_of("aten.embedding.default", [real(9, 3), PLACES], {})
+    signature = Signature((NdSbp(S(0)), NdSbp(B)), (NdSbp(P),))
+    mesh = Placement.grid((3,))
+
+    programs = [localize(call, signature, mesh, rank) for rank in mesh.rank_list]
+
+    first, *others = ([entry.op for entry in program.calls] for program in programs)
+    assert len(first) > 1
+    assert others == [first, first]
 
 
 def test_a_row_that_is_not_finite_does_not_spread_to_places_of_other_ranks() -> None:

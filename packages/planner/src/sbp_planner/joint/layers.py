@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,25 +133,58 @@ def tie(problem: StepProblem, groups: Sequence[ConversionGroup] | None = None) -
     unary = [np.zeros(len(problem.unary[variable])) for variable in numbers]
     for variable, of in enumerate(tied):
         unary[of] = unary[of] + problem.unary[variable]
-    # Equal layers share the tables of costs and the arrays of targets, so ids tell what is alike.
-    counts: dict[tuple[object, ...], int] = {}
-    found: dict[tuple[object, ...], ConversionGroup] = {}
-    for group in problem.groups if groups is None else groups:
-        requests = tuple(
-            Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
-            for one in group.requests
-        )
-        source = tied[group.source]
-        key = (id(group.costs), source, *((one.variable, id(one.targets)) for one in requests))
-        counts[key] = counts.get(key, 0) + 1
-        if key not in found:
-            found[key] = replace(group, source=source, requests=requests)
-    groups = [
-        replace(group, costs=counts[key] * group.costs) if counts[key] > 1 else group
-        for key, group in found.items()
-    ]
+    groups = _summed(problem.groups if groups is None else groups, tied)
     start = [problem.start[variable] for variable in numbers]
     return TiedStep(unary=unary, start=start, groups=groups, tied=tied)
+
+
+def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[ConversionGroup]:
+    """Return the conversions between tied variables, those of equal layers in one group.
+
+        cost = sum over groups g, and the distinct targets t that are asked for, of costs_g[s, t]
+
+    If the same is asked for of all of them, the costs may be added up before. They may differ, as
+    those of the stages of a pipeline do.
+
+    Args:
+        groups: Between the variables of the step.
+        tied: For each variable of the step, the tied one.
+    """
+    # Equal layers share tables and arrays, so that most of them need not be compared.
+    arrays: dict[int, tuple[object, ...]] = {}
+    counts: dict[tuple[object, ...], dict[int, int]] = {}
+    alike: dict[tuple[object, ...], list[ConversionGroup]] = {}
+    for group in groups:
+        source = tied[group.source]
+        requests = []
+        for one in group.requests:
+            targets = arrays.get(id(one.targets))
+            if targets is None:
+                targets = one.targets.shape, one.targets.tobytes()
+                arrays[id(one.targets)] = targets
+            requests.append((tied[one.variable] if one.variable >= 0 else one.variable, targets))
+        key = (source, group.costs.shape, *requests)
+        times = counts.setdefault(key, {})
+        if id(group.costs) not in times:
+            alike.setdefault(key, []).append(group)
+        times[id(group.costs)] = times.get(id(group.costs), 0) + 1
+    found = []
+    for key, members in alike.items():
+        first = members[0]
+        own = (
+            Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
+            for one in first.requests
+        )
+        costs = [counts[key][id(one.costs)] * one.costs for one in members]
+        found.append(
+            replace(
+                first,
+                source=tied[first.source],
+                requests=tuple(own),
+                costs=reduce(np.add, costs),
+            )
+        )
+    return found
 
 
 def untied(problem: StepProblem, groups: Sequence[ConversionGroup] | None = None) -> TiedStep:

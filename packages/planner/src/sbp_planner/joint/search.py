@@ -350,9 +350,9 @@ class JointSearch:
         if first is not None:
             wanted += above - first.memory_bytes
         if is_large:
-            self.priced = PricedMemory(
-                self.problem, self.step, counted, free, max_entries=MAX_PRICED_ENTRIES
-            )
+            # Compiled plans hold more than is counted: places are full beyond what may be counted.
+            within, entries = counted.within(wanted), MAX_PRICED_ENTRIES
+            self.priced = PricedMemory(self.problem, self.step, within, free, max_entries=entries)
         best: tuple[Values, Compiled] | None = None
         for number in range(num_tries):
             if not below < wanted < above:

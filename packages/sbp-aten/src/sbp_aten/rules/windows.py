@@ -39,8 +39,12 @@ def wrapped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
 
 
 def inside(builder: LocalProgramBuilder, index: Ref, window: Range) -> tuple[Ref, Ref]:
-    """Return an index counted from the window's first row, and where it points outside of it."""
-    local = builder("aten.sub.Tensor", index, window[0]) if window[0] else index
+    """Return an index counted from the window's first row, and where it points outside of it.
+
+    The first window subtracts 0, so that its rank does what all others do: ranks that do the same
+    are compiled, ordered, checked and measured once.
+    """
+    local = builder("aten.sub.Tensor", index, window[0])
     before = builder("aten.lt.Scalar", local, 0)
     behind = builder("aten.ge.Scalar", local, length(window))
     return local, builder("aten.logical_or.default", before, behind)

@@ -92,9 +92,8 @@ def fold(
     neighbours = _Neighbours(plan)
     num_classes = len(set(classes.values()))
     while num_classes < len(classes):
-        classes = _numbered(
-            (rank, (number, *neighbours.of(rank, classes))) for rank, number in classes.items()
-        )
+        met = neighbours.of(classes)
+        classes = _numbered((rank, (number, *met[rank])) for rank, number in classes.items())
         before, num_classes = num_classes, len(set(classes.values()))
         if num_classes == before:
             break
@@ -186,14 +185,19 @@ class _Neighbours:
                 of_actors[id(part.actors)] = sorted({of_step[index] for index in used})
             self._collectives[part.rank] = of_actors[id(part.actors)]
 
-    def of(self, rank: int, classes: Mapping[int, int]) -> tuple[Hashable, Hashable]:
-        """Return the classes of the ranks that a rank meets, by collectives and by links."""
-        groups = tuple(
-            frozenset(classes[other] for other in self._groups[number][rank])
-            for number in self._collectives[rank]
-        )
-        links = frozenset(
-            (is_send, name, quota, classes[other], actor)
-            for is_send, name, quota, (other, actor) in self._links[rank]
-        )
-        return groups, links
+    def of(self, classes: Mapping[int, int]) -> dict[int, tuple[Hashable, Hashable]]:
+        """Return by rank the classes of the ranks that it meets, by collectives and by links."""
+        # The ranks of a group share it, and what is in it.
+        groups = {id(group): group for of_rank in self._groups for group in of_rank.values()}
+        met = {key: frozenset(map(classes.__getitem__, group)) for key, group in groups.items()}
+        found: dict[int, tuple[Hashable, Hashable]] = {}
+        for rank in classes:
+            collectives = tuple(
+                met[id(self._groups[number][rank])] for number in self._collectives[rank]
+            )
+            links = frozenset(
+                (is_send, name, quota, classes[other], actor)
+                for is_send, name, quota, (other, actor) in self._links[rank]
+            )
+            found[rank] = collectives, links
+        return found

@@ -34,6 +34,7 @@ from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
+from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.interpreter.firings import Group, firing_order, ticks
 from sbp_core.memory.layout_library import CallLayouts
@@ -112,18 +113,44 @@ def replayed(
             replay = Replay(folded.plan, first, plan.by_rank[rank], layouts)
             orders = [events[first]]
             # How long a rank holds what it sent is a matter of time: longest if it is ahead of all
-            # others.
-            if first in together and together[first] != events[first]:
-                orders.append(together[first])
+            # others. A rank of one thread does the same in the same order then, and holds no less
+            # at any moment.
+            if first in together:
+                one_thread = len(plan.by_rank[rank].orders) == 1
+                orders = [*([] if one_thread else orders), together[first]]
             if first in late:
                 orders.append(late[first])
             found = _longest(replay, orders)
             if first in apart:
                 alone = fold(plan, {other: other == rank for other in marks})
-                ((_, ahead),) = events_ahead(alone, _order(alone), [rank])
+                ((_, ahead),) = events_ahead(alone, _refined(order, folded, alone), [rank])
                 by_itself = Replay(alone.plan, rank, plan.by_rank[rank], layouts)
                 found = max(found, _longest(by_itself, [ahead]), key=peak_bytes)
             yield found, (rank, *others)
+
+
+def _refined(order: Iterable[Group], folded: Folded, finer: Folded) -> list[Group]:
+    """Return an order in which a plan may fire whose classes are parts of those of another one.
+
+    Ranks of a class fire in step, so that its parts do, one after the other.
+
+    Args:
+        order: In which the other one fires.
+        folded: The other one.
+        finer: The plan of the parts.
+    """
+    game = TokenGame(finer.plan, finer.stands_for)
+    parts: dict[int, list[int]] = defaultdict(list)
+    for rank in finer.members:
+        parts[folded.stands_for[rank]].append(rank)
+    known: dict[Group, list[Group]] = {}
+    found: list[Group] = []
+    for group in order:
+        if group not in known:
+            actors = ((part, name) for rank, name in group for part in parts[rank])
+            known[group] = list(dict.fromkeys(map(game.partners, actors)))
+        found += known[group]
+    return found
 
 
 def _longest(replay: Replay, orders: Sequence[Events]) -> RankLifetimes:
