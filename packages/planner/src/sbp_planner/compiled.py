@@ -79,11 +79,8 @@ class Compilation:
         Raises:
             PlanError: it cannot be compiled.
         """
-        request = self.request
-        options = request.options or CompileOptions(cluster=request.cluster)
-        plan = compile_plan(request.graph, strategy, options)
-        self.num_compiled += 1
-        memory_bytes, is_exact = self._memory(plan, exact=exact)
+        plan = self.plan(strategy)
+        memory_bytes, is_exact = self.memory(plan, exact=exact)
         return Compiled(
             strategy=strategy,
             step_s=simulate(plan).step_s,
@@ -92,7 +89,26 @@ class Compilation:
             fits=memory_bytes <= self.limit_bytes,
         )
 
-    def _memory(self, plan: PhysicalPlan, *, exact: bool) -> tuple[float, bool]:
+    def plan(self, strategy: Strategy) -> PhysicalPlan:
+        """Return the compiled plan of a strategy.
+
+        Raises:
+            PlanError: it cannot be compiled.
+        """
+        request = self.request
+        options = request.options or CompileOptions(cluster=request.cluster)
+        self.num_compiled += 1
+        return compile_plan(request.graph, strategy, options)
+
+    def memory(self, plan: PhysicalPlan, *, exact: bool = False) -> tuple[float, bool]:
+        """Return what the fullest rank of a plan holds, in bytes, and whether it does exactly.
+
+        What is not exact is a bound: one that fits, or one where no more is known.
+
+        Args:
+            plan: The plan.
+            exact: Whether it is to be known exactly even where a bound fits the limit.
+        """
         bound = memory_bound(plan, self.request.graph)
         if bound <= self.limit_bytes and not exact:
             return bound, False

@@ -109,7 +109,8 @@ def check_memory(found: MemoryReport, limit_bytes: int) -> None:
             f"{format_bytes(rank.resting)} of it for states, and has {format_bytes(limit_bytes)}",
             where=peak_text(rank),
             accepted=f"cluster.memory_bytes >= {rank.peak}, or plans that need less",
-            todo="shard states (planner=osdp or manual/zero), set trainer.micro_batches, recompute "
+            todo="choose a planner that looks at memory (planner=ilp or auto), shard states "
+            "(planner=osdp or manual/zero), set trainer.micro_batches, recompute "
             "(compile.passes.recompute), or take more ranks",
         )
 
