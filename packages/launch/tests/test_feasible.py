@@ -21,7 +21,8 @@ from sbp_core.plugins import merge_settings
 from sbp_core.units import parse_bytes
 from sbp_launch.apps.feasible import is_of_memory, outside_of_hydra, told_what_fits, with_overrides
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.explaining.feasible import MOST_FOUND, Search, Setup, feasible_lines
+from sbp_launch.explaining import feasible
+from sbp_launch.explaining.feasible import MOST_FOUND, MOST_S, Search, Setup, feasible_lines
 from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer.planned import plan_step
@@ -118,6 +119,36 @@ def test_what_fits_is_told_with_its_cost_and_else_what_is_nearest() -> None:
     assert fitting[0] == "these settings fit, what changes least first:"
     assert any("planner=manual/zero: " in line and "a step" in line for line in fitting)
     assert len(nothing) == 1 and "none fits; the nearest: " in nothing[0]
+
+
+def test_of_a_step_whose_plans_take_long_nothing_is_tried_and_planners_are_named() -> None:
+    limit = peak_of("planner=manual/zero")
+    searching = ("planner=ilp", "planner=auto")
+
+    search = search_of(limit, attempt_s=MOST_S + 1, searching=searching)
+
+    assert search.attempts == [] and search.is_cut_short
+    assert list(feasible_lines(search)) == [
+        "others were not tried, as each takes long; planner=ilp and planner=auto look for a plan "
+        "that fits, and with trainer.micro_batches=auto for how many of them it takes"
+    ]
+
+
+def test_how_long_a_plan_takes_is_learned_from_the_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(feasible, "perf_counter", lambda: clock[0])
+
+    def plan(more: Sequence[str]) -> Planned:
+        clock[0] += 0.6 * MOST_S
+        raise PlanError("no plan")
+
+    setup = Setup(limit_bytes=1.0, batch_size=32, micro_batches=1, sharding=("unknown=1",))
+    search = Search(setup, plan, None)
+    search.run()
+
+    assert len(search.attempts) == 1 and search.is_cut_short
 
 
 def test_the_error_of_a_plan_says_where_it_is_fullest_and_what_fits() -> None:

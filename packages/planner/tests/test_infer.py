@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from math import inf
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from plan_requests import assert_legal, request
 
 import sbp_planner.infer
+from sbp_core.cluster import Link
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import infer_strategy
@@ -18,6 +20,7 @@ from sbp_core.plugins import PlanRequest, merge_settings
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import manual
+from sbp_planner.compiled import Compilation
 from sbp_planner.configs import FIT_ANY, InferConfig, ManualConfig
 from sbp_planner.infer import build
 
@@ -99,6 +102,57 @@ def test_pins_that_cannot_be_meant_are_refused_though_others_lead_to_a_plan() ->
 
     with pytest.raises(ConfigError, match="atention"):
         build(InferConfig(tries=tries)).plan(request((2,), ("data",)))
+
+
+def within(asked: PlanRequest, memory_bytes: float) -> PlanRequest:
+    """Return a request for ranks with so much memory."""
+    device = replace(asked.cluster.device, memory_bytes=int(memory_bytes))
+    return replace(asked, cluster=replace(asked.cluster, device=device))
+
+
+def held_bytes(asked: PlanRequest, strategy: Strategy) -> float:
+    """Return what the fullest rank of the compiled plan holds exactly."""
+    return Compilation(request=asked, limit_bytes=1).compiled(strategy, exact=True).memory_bytes
+
+
+def of_one(name: str) -> sbp_planner.infer.InferPlanner:
+    """Return the planner that tries one set of pins alone."""
+    return build(InferConfig(tries={name: settings_of("infer")["tries"][name]}))
+
+
+SHARDED = "data parallel with sharded states"
+
+
+def test_what_fits_is_taken_where_the_fastest_does_not() -> None:
+    asked = request((4,), ("data",))
+    # Gathers of shards are many messages.
+    slow = replace(asked.cluster, intra_node=Link(latency_s=1e-2, bytes_per_s=1e7))
+    asked = replace(asked, cluster=slow)
+    fastest = default().plan(asked)
+    sharded = held_bytes(asked, of_one(SHARDED).plan(asked))
+    assert sharded < held_bytes(asked, fastest)
+
+    found = default().plan(within(asked, sharded))
+
+    assert held_bytes(asked, found) <= sharded
+    told = found.report["explanation"][0]
+    assert f"infer: {SHARDED}, the fastest of what was tried and fits" in told
+    assert "needs" in told
+    assert fastest.report["explanation"][0].startswith("infer: fastest of what was tried: ")
+
+
+def test_where_nothing_fits_what_needs_least_is_returned_and_says_who_looks_further() -> None:
+    asked = request((4,), ("data",))
+    least = min(
+        held_bytes(asked, of_one(name).plan(asked)) for name in settings_of("infer")["tries"]
+    )
+
+    found = default().plan(within(asked, 0.5 * least))
+
+    assert held_bytes(asked, found) == least
+    told = found.report["explanation"]
+    assert told[0].startswith("infer: nothing that was tried fits")
+    assert "planner=ilp" in told[1]
 
 
 def test_nothing_to_try_is_refused() -> None:

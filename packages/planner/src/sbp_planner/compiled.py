@@ -86,11 +86,8 @@ class Compilation:
         Raises:
             PlanError: it cannot be compiled.
         """
-        request = self.request
-        options = request.options or CompileOptions(cluster=request.cluster)
-        plan = compile_plan(request.graph, strategy, options)
-        self.num_compiled += 1
-        memory_bytes, host_bytes, is_exact = self._memory(plan, exact=exact)
+        plan = self.plan(strategy)
+        memory_bytes, host_bytes, is_exact = self.memory(plan, exact=exact)
         return Compiled(
             strategy=strategy,
             step_s=simulate(plan).step_s,
@@ -105,8 +102,26 @@ class Compilation:
         """A rank's share of the memory of its host; 0 if its device has none."""
         return self.request.cluster.device.host_memory_bytes or 0
 
-    def _memory(self, plan: PhysicalPlan, *, exact: bool) -> tuple[float, float, bool]:
-        """Return bytes on the device and on its host, and whether they are exact."""
+    def plan(self, strategy: Strategy) -> PhysicalPlan:
+        """Return the compiled plan of a strategy.
+
+        Raises:
+            PlanError: it cannot be compiled.
+        """
+        request = self.request
+        options = request.options or CompileOptions(cluster=request.cluster)
+        self.num_compiled += 1
+        return compile_plan(request.graph, strategy, options)
+
+    def memory(self, plan: PhysicalPlan, *, exact: bool = False) -> tuple[float, float, bool]:
+        """Return what the fullest rank holds on its device and its host, and whether exactly so.
+
+        In bytes. What is not exact is a bound: one that fits, or one where no more is known.
+
+        Args:
+            plan: The plan.
+            exact: Whether it is to be known exactly even where a bound fits the limit.
+        """
         bound, host_bytes = memory_bound(plan, self.request.graph), offloaded_bytes(plan)
         if bound <= self.limit_bytes and not exact:
             return bound, host_bytes, False

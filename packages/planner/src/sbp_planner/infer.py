@@ -4,25 +4,42 @@ Inference decides what pins leave open, one mesh axis after the other, by estima
 begins with matters more than what it then finds: of transformers, whose samples stay apart through
 all layers, it finds the fastest plan if all activations are pinned to the sample; where layers mix
 samples (batch norms) or are small, if nothing but the batch is. So a few sets of pins are tried.
-Each is inferred and compiled, and the plan whose step is predicted to be the shortest is taken.
+Each is inferred and compiled, and of the plans that fit the memory of a rank the one whose step is
+predicted to be the shortest is taken; sharded states, which need least, are among them. Memory is
+looked at no further: that is for `ilp` and `osdp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PinValue, Pipelined, infer_strategy
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
-from sbp_core.units import format_seconds
+from sbp_core.units import format_bytes, format_seconds
+from sbp_planner.compiled import Compilation
 from sbp_planner.configs import InferConfig
 from sbp_planner.offloading import offloading
 from sbp_planner.schedules import with_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What the plan of a set of pins holds, see `Compilation.memory`."""
+
+    memory_bytes: float
+    is_exact: bool
+    limit_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits; also if it is not known that it does not."""
+        return self.memory_bytes <= self.limit_bytes or not self.is_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +49,48 @@ class InferPlanner:
     config: InferConfig
 
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return the strategy whose compiled plan takes the least predicted time.
+        """Return the strategy whose compiled plan takes the least predicted time and fits.
 
         Its report says under `tried` what a step takes by each set of pins, in seconds; infinity
-        for one that leads to no plan. Of equal times the first counts.
+        for one that leads to no plan. Of equal times the first counts. If nothing fits, what needs
+        least is returned, for whoever checks memory to say what that goes to.
 
         Raises:
             ConfigError: a pin or a stage pattern cannot be meant.
             SbpError: no set of pins leads to a plan; that of the first.
         """
-        options = request.options or CompileOptions(cluster=request.cluster)
+        limit = request.cluster.device.memory_bytes
+        compilation = Compilation(request=replace(request, progress=None), limit_bytes=limit)
         made: dict[str, Strategy] = {}
         tried: dict[str, float] = {}
         problems: list[SbpError] = []
+        # One plan at a time is kept, as those of large steps are large.
+        fastest: tuple[str, PhysicalPlan] | None = None
         for index, (name, pins) in enumerate(self.config.tries.items()):
             if request.progress:
                 request.progress(f"trying {name!r}", index / len(self.config.tries))
             try:
                 made[name] = self._infer(replace(request, progress=None), pins)
-                plan = compile_plan(request.graph, made[name], options)
+                plan = compilation.plan(made[name])
                 tried[name] = simulate(plan).step_s
+                if fastest is None or tried[name] < tried[fastest[0]]:
+                    fastest = name, plan
             except ConfigError:
                 raise  # a pin that cannot be meant is a mistake, whatever else leads to a plan
             except SbpError as error:
                 problems.append(error)
                 tried[name] = inf
-        best = min(tried, key=lambda name: tried[name])
-        if tried[best] == inf:
+        if fastest is None:
             raise problems[0]
-        told = ", ".join(
-            f"{name} {format_seconds(time) if time < inf else 'no plan'}"
-            for name, time in sorted(tried.items(), key=lambda one: one[1])
-        )
-        report = {"tried": tried, "explanation": [f"infer: fastest of what was tried: {told}"]}
+        held: dict[str, _Held] = {}
+        for name in sorted((n for n in tried if tried[n] < inf), key=lambda name: tried[name]):
+            plan = fastest[1] if name == fastest[0] else compilation.plan(made[name])
+            memory_bytes, _, is_exact = compilation.memory(plan)
+            held[name] = _Held(memory_bytes=memory_bytes, is_exact=is_exact, limit_bytes=limit)
+            if held[name].fits:
+                break
+        best = min(held, key=lambda name: (not held[name].fits, held[name].memory_bytes))
+        report = {"tried": tried, "explanation": list(_lines(tried, held, best, limit))}
         return replace(made[best], report={**made[best].report, **report})
 
     def _infer(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
@@ -82,6 +108,28 @@ class InferPlanner:
             return offloading(request, inferred, self.config.offload)
 
         return with_schedule(request, self.config, infer)
+
+
+def _lines(
+    tried: Mapping[str, float], held: Mapping[str, _Held], best: str, limit_bytes: float
+) -> Iterator[str]:
+    told = ", ".join(
+        f"{name} {format_seconds(time) if time < inf else 'no plan'}"
+        for name, time in sorted(tried.items(), key=lambda one: one[1])
+    )
+    short = {name: one for name, one in held.items() if not one.fits}
+    if not short:
+        yield f"infer: fastest of what was tried: {told}"
+        return
+    needed = ", ".join(
+        f"{name} needs {format_bytes(one.memory_bytes)}" for name, one in short.items()
+    )
+    limit = format_bytes(limit_bytes)
+    if not held[best].fits:
+        yield f"infer: nothing that was tried fits {limit}: {needed}"
+    else:
+        yield f"infer: {best}, the fastest of what was tried and fits {limit}: {told}; {needed}"
+    yield "  planner=ilp and planner=osdp look for what is faster within the memory of a rank"
 
 
 def build(config: InferConfig) -> InferPlanner:

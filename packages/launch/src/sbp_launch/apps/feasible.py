@@ -97,7 +97,12 @@ def outside_of_hydra() -> Iterator[None]:
 
 
 def told_what_fits(
-    error: SbpError, run: Run, program: Program, failed: Planned | None, recompose: Recompose
+    error: SbpError,
+    run: Run,
+    program: Program,
+    failed: Planned | None,
+    recompose: Recompose,
+    planning_s: float = 0.0,
 ) -> ConfigError:
     """Return the error of a plan that does not fit, with what would make it fit.
 
@@ -107,8 +112,9 @@ def told_what_fits(
         program: The one-device program.
         failed: The plan; None if the planner found none.
         recompose: Returns the run with other settings.
+        planning_s: How long it took to plan, in seconds.
     """
-    setup = _setup(run.config, program, run.registry)
+    setup = replace(_setup(run.config, program, run.registry), attempt_s=planning_s)
     search = Search(setup, _planning(run, program, recompose), failed)
     with run.stage(f"looking for what fits {format_bytes(setup.limit_bytes)}"):
         search.run()
@@ -129,6 +135,7 @@ def _setup(config: RunConfig, program: Program, registry: PluginRegistry) -> Set
         micro_batches=trainer.num_micro_batches if changes_count else 0,
         sharding=_sharding(config, registry),
         more_ranks=_more_ranks(config),
+        searching=_searching(config, registry),
     )
 
 
@@ -148,6 +155,13 @@ def _sharding(config: RunConfig, registry: PluginRegistry) -> tuple[str, ...]:
     if config.planner.name != "osdp" and len(axes) == 1 and "osdp" in planners:
         return ("planner=osdp", *([f"planner.axis={axes[0]}"] if axes[0] != "data" else []))
     return ("planner=manual/zero",) if config.planner.name != "osdp" else ()
+
+
+def _searching(config: RunConfig, registry: PluginRegistry) -> tuple[str, ...]:
+    """Return the overrides of planners that search within a limit of memory, and are not used."""
+    planners = {entry.name for entry in registry.entries if entry.kind == "planner"}
+    found = [name for name in ("ilp", "auto") if name in planners and name != config.planner.name]
+    return tuple(f"planner={name}" for name in found)
 
 
 def _planning(run: Run, program: Program, recompose: Recompose) -> Plan:

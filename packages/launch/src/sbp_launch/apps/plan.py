@@ -162,7 +162,9 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         if not (is_of_memory(error) and HydraConfig.initialized()):
             raise
         recompose = recomposing(application(), _checked_run, registry, config.overrides)
-        raise told_what_fits(error, desk.run, desk.program, desk.planned, recompose) from error
+        raise told_what_fits(
+            error, desk.run, desk.program, desk.planned, recompose, desk.planning_s
+        ) from error
     planner = desk.planner
     assert planner is not None, "what was planned has a planner"
     if not settings.asks:

@@ -9,6 +9,10 @@ What changes one setting comes before what changes two. Each is planned, compile
 memory compared with the limit, so what is said to fit does. A budget of recomputation is taken from
 the plan that did not fit: what it holds at its peak beside activations, R, leaves L - R of the
 limit L on each of N ranks, N (L - R) as the pass counts.
+
+A setting is tried only if that is likely to end in time, judged by how long the plan that does not
+fit took: of large steps, of which each plan takes long, nothing is tried, and what is told is which
+planners look at memory themselves.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.figures import fullest
 from sbp_launch.planning.flow import Planned
 
-#: The search ends with so many answers, or after so many seconds.
-MOST_FOUND, MOST_S = 3, 45.0
+#: The search ends with so many answers; no setting is tried that would end after so many seconds.
+MOST_FOUND, MOST_S = 3, 15.0
 
 #: Numbers of micro-batches that are tried, beginning with the next ones.
 _MOST_COUNTS = 3
@@ -44,6 +48,8 @@ class Setup:
         micro_batches: Parts of it; 0 if it is not to be changed.
         sharding: The overrides that shard states, such as `planner=osdp`; empty if there are none.
         more_ranks: Those that take twice as many ranks; empty if that is not for the run to say.
+        attempt_s: How long it takes to plan and compile the step, in seconds.
+        searching: The overrides of planners that search within a limit of memory.
     """
 
     limit_bytes: float
@@ -51,6 +57,8 @@ class Setup:
     micro_batches: int
     sharding: tuple[str, ...]
     more_ranks: tuple[str, ...] = ()
+    attempt_s: float = 0.0
+    searching: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,10 @@ class Search:
     def __init__(self, setup: Setup, plan: Plan, failed: Planned | None) -> None:
         self.setup, self.plan, self.failed = setup, plan, failed
         self.attempts: list[Attempt] = []
+        #: Whether there was no time for other settings.
+        self.is_cut_short = False
         self._begun_s = perf_counter()
+        self._attempt_s = setup.attempt_s
 
     @property
     def found(self) -> list[Attempt]:
@@ -98,8 +109,11 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are enough answers, or too little time."""
-        return len(self.found) >= MOST_FOUND or perf_counter() - self._begun_s > MOST_S
+        """Whether there are enough answers, or too little time for another."""
+        return len(self.found) >= MOST_FOUND or self._is_late()
+
+    def _is_late(self) -> bool:
+        return perf_counter() - self._begun_s + self._attempt_s > MOST_S
 
     def run(self) -> None:
         """Try one change after the other, then two at once."""
@@ -136,9 +150,14 @@ class Search:
         return self._try((*also, _recompute(budget_bytes)))
 
     def _try(self, overrides: tuple[str, ...]) -> Attempt | None:
-        if not overrides or self.is_over:
+        if not overrides:
             return None
+        if self.is_over:
+            self.is_cut_short = self.is_cut_short or self._is_late()
+            return None
+        begun_s = perf_counter()
         made = _attempt(overrides, self.plan, self.setup.limit_bytes)
+        self._attempt_s = max(self._attempt_s, perf_counter() - begun_s)
         self.attempts.append(made)
         return made
 
@@ -199,15 +218,22 @@ def feasible_lines(search: Search) -> Iterator[str]:
         for one in found:
             yield f"  {' '.join(one.overrides)}: {_cost(one)}"
     short = sorted((o for o in search.attempts if _is_short(o)), key=lambda one: one.peak_bytes)
-    if not short:
-        return
     told = ", ".join(
         f"{' '.join(one.overrides)} ({format_bytes(one.peak_bytes)})" for one in short[:_MOST_SHORT]
     )
-    if found:
+    if short and found:
         yield f"not enough: {told}"
-    else:
+    elif short:
         yield f"of {len(search.attempts)} settings that were tried none fits; the nearest: {told}"
+    searching = search.setup.searching
+    if search.is_cut_short and not found and searching:
+        look = "look" if len(searching) > 1 else "looks"
+        counts = search.setup.micro_batches and _more_micro_batches(search.setup)
+        also = ", and with trainer.micro_batches=auto for how many of them it takes" * bool(counts)
+        yield (
+            f"others were not tried, as each takes long; {' and '.join(searching)} {look} for a "
+            f"plan that fits{also}"
+        )
 
 
 def _is_short(one: Attempt) -> bool:

@@ -51,8 +51,10 @@ class PlanningOnly:
         self.planned = None
         self.planner = step_planner(run, self.program)
         begun_s = perf_counter()
-        self.planned = self.planner.plan()
-        self.planning_s = perf_counter() - begun_s
+        try:
+            self.planned = self.planner.plan()
+        finally:
+            self.planning_s = perf_counter() - begun_s
         check_memory_of(self.planned, run)
         return self.planned
 

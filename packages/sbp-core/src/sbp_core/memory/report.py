@@ -125,7 +125,8 @@ def check_memory(
             * (found.host_peak > 0),
             where=peak_text(rank),
             accepted=f"cluster.memory_bytes >= {rank.peak}, or plans that need less",
-            todo="shard states (planner=osdp or manual/zero), set trainer.micro_batches, recompute "
+            todo="choose a planner that looks at memory (planner=ilp or auto), shard states "
+            "(planner=osdp or manual/zero), set trainer.micro_batches, recompute "
             "(compile.passes.recompute), or take more ranks",
         )
 
