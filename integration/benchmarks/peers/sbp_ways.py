@@ -33,12 +33,21 @@ from sbp_launch.planning import PlanSettings, capture_training, compiled
 from sbp_torch.capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
-#: `sbp-calibrate` measures them on 2 cores.
+#: steps took them on 2 cores in November 2026 (docs/speed.md); calls in a loop are faster.
 LINKS = {
-    "torch": Link(latency_s=3e-4, bytes_per_s=1.8e9),
-    "mpi": Link(latency_s=1e-5, bytes_per_s=4e9),
+    "torch": Link(latency_s=3e-4, bytes_per_s=1e9),
+    "mpi": Link(latency_s=1e-5, bytes_per_s=8e9),
     "local": Link(latency_s=2e-5, bytes_per_s=5e9),
 }
+
+#: What one of their cores does, likewise, and what starting an operator and a boxing step takes.
+DEVICE = Device(
+    memory_bytes=2**32,
+    flop_per_s={"float32": 1.2e11},
+    memory_bytes_per_s=1.2e10,
+    launch_s=3e-6,
+    boxing_launch_s=1e-4,
+)
 
 
 def machine(
@@ -59,17 +68,11 @@ def machine(
         found = Cluster.load(Path(clusters[boxing])).priced_by(boxing)
         known = {one.call: one for one in (*found.device.operators, *operators)}
         return replace(found, device=replace(found.device, operators=tuple(known.values())))
-    device = Device(
-        memory_bytes=2**32,
-        flop_per_s={"float32": 1e11},
-        memory_bytes_per_s=1e10,
-        operators=tuple(operators),
-    )
     return Cluster(
         name=boxing,
         num_devices=num_ranks,
         devices_per_node=num_ranks,
-        device=device,
+        device=replace(DEVICE, operators=tuple(operators)),
         intra_node=LINKS[boxing],
     )
 
