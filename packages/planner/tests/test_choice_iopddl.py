@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 import subprocess
 import sys
 from copy import deepcopy
@@ -13,9 +15,10 @@ import numpy as np
 import pytest
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.choice import evaluate
+from sbp_planner.choice import ChoiceProblem, evaluate
 from sbp_planner.choice.__main__ import main
-from sbp_planner.choice.iopddl import read_problem, write_assignment
+from sbp_planner.choice.iopddl import read_problem, write_assignment, write_problem
+from sbp_planner.choice.synthetic import transformer_problem
 
 #: `example.json` of google/iopddl (Apache-2.0), with the optimum 445.
 EXAMPLE = {
@@ -154,3 +157,50 @@ def test_what_cannot_be_meant_is_refused_with_file_and_key(tmp_path, capsys, dat
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SbpValueError, match=r"nowhere\.json cannot be read"):
         read_problem(tmp_path / "nowhere.json")
+
+
+def test_what_was_found_is_there_when_the_command_is_stopped(tmp_path):
+    problem = transformer_problem(30, seed=3, slack=0.02)
+    source, out = tmp_path / "problem.json", tmp_path / "out.json"
+    write_problem(source, problem)
+    command = [sys.executable, "-m", "sbp_planner.choice", str(source), "--out", str(out)]
+    run = subprocess.Popen(
+        [*command, "--time-limit", "100"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert run.stderr is not None
+    # Until a first cost is told: it is above no bound, and no word.
+    told = next(line for line in run.stderr if "cost inf" not in line)
+    run.send_signal(signal.SIGTERM)
+    printed, _ = run.communicate(timeout=60)
+
+    assert run.returncode == 0
+    found = evaluate(problem, json.loads(out.read_text()))
+    assert found.feasible
+    assert f"cost {int(found.cost)}\n" in printed
+    assert found.cost <= float(told.split("cost ")[1].split()[0])
+
+
+@pytest.mark.parametrize("name", ["problem.json", "problem.json.gz"])
+def test_a_problem_that_is_written_is_read_again(tmp_path, name):
+    problem = transformer_problem(2, seed=5)
+
+    write_problem(tmp_path / name, problem)
+    again = read_problem(tmp_path / name)
+
+    assert (again.intervals, again.edges) == (problem.intervals, problem.edges)
+    assert again.usage_limit == problem.usage_limit
+    for ours, theirs in zip(
+        (*problem.costs, *problem.edge_costs), (*again.costs, *again.edge_costs), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_a_file_cannot_say_is_refused(tmp_path):
+    tied = ChoiceProblem(costs=[np.zeros(1)] * 2, usages=[[1], [1]], ties=[(0, 1)])
+
+    with pytest.raises(SbpValueError, match="it has ties"):
+        write_problem(tmp_path / "tied.json", tied)

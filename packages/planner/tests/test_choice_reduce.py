@@ -77,18 +77,32 @@ def test_a_chain_without_memory_is_reduced_to_nothing():
 def test_a_node_that_follows_brings_its_memory_along():
     follow = np.where(np.eye(2) > 0, 0.0, inf)
     problem = ChoiceProblem(
-        costs=[np.array([0.0, 5.0]), np.zeros(2)],
-        usages=[[4, 1], [4, 1]],
+        costs=[np.array([0.0, 5.0]), np.zeros(2), np.array([0.0, 9.0])],
+        usages=[[4, 1], [4, 1], [4, 0]],
         edges=[(0, 1)],
         edge_costs=[follow],
+        usage_limit=9,
+    )
+
+    graph, compact, nodes = left(problem)
+
+    assert len(nodes) == 2
+    assert compact.capacity.tolist() == [7]
+    assert graph.extend({nodes[0]: 1, nodes[1]: 0}) == [1, 1, 0]
+
+
+def test_what_does_not_fit_beside_the_least_of_others_is_dropped():
+    # Beside node 1, which holds 3 at least, node 0 cannot hold 5 of 7; then node 1 may hold 6.
+    problem = ChoiceProblem(
+        costs=[np.array([0.0, 5.0]), np.array([0.0, 5.0])],
+        usages=[[5, 1], [6, 3]],
         usage_limit=7,
     )
 
     graph, compact, nodes = left(problem)
 
-    assert len(nodes) == 1
-    assert compact.capacity.tolist() == [5]
-    assert graph.extend({nodes[0]: 1}) == [1, 1]
+    assert (nodes, compact.constant) == ([], 5.0)
+    assert graph.extend({}) == [1, 0]
 
 
 @settings(max_examples=40, deadline=None)

@@ -158,8 +158,8 @@ def test_what_fits_is_chosen_by_the_exact_memory_of_the_compiled_plan():
     assert found.report["cost_s"] > free.report["cost_s"] == found.report["bound_s"]
 
 
-def test_what_cannot_fit_is_refused_with_the_least_that_was_found():
-    with pytest.raises(PlanError, match="fits the 100 B of a rank: the least needs"):
+def test_what_cannot_fit_is_refused_with_the_least_that_states_need():
+    with pytest.raises(PlanError, match="no plan fits the 100 B of a rank: the states alone need"):
         ilp.build(IlpConfig(memory_bytes=100)).plan(small())
 
 

@@ -105,6 +105,7 @@ class Oracle:
         states: The states.
         bytes_of_four: Of the best sequence of up to 4 steps.
         bytes, memory, effort: Of the best sequence from one state (row) to another (column).
+        crossings: Each step to another placement: from which state, to which, and its bytes.
     """
 
     states: list[State]
@@ -112,6 +113,7 @@ class Oracle:
     bytes: Ints
     memory: Ints
     effort: Ints
+    crossings: Ints
 
     @classmethod
     def of(
@@ -147,12 +149,20 @@ class Oracle:
             new = (within < NEVER) & (within // _SCALE == total) & (memory == NEVER)
             memory[new] = bound
             least[new] = within[new] % _SCALE
-        return cls(states, four // _SCALE, total, memory, least)
+        crosses = [states[i][0] != states[j][0] for i, j in steps[:, :2]]
+        return cls(states, four // _SCALE, total, memory, least, steps[crosses, :3])
 
     def best(self, source: State, target: State) -> tuple[int, int, int]:
         """Return (bytes, memory, effort) of the best sequence between two different states."""
         at = self.states.index(source), self.states.index(target)
         return int(self.bytes[at]), int(self.memory[at]), int(self.effort[at])
+
+    def fewest_between(self, source: State, target: State) -> int:
+        """Return the fewest bytes between two placements of any sequence of the fewest bytes."""
+        start, end = self.states.index(source), self.states.index(target)
+        leaves, arrives, moved = self.crossings.T
+        total = self.bytes[start, leaves] + moved + self.bytes[arrives, end]
+        return int(moved[total == self.bytes[start, end]].min())
 
 
 def price(found: Route) -> tuple[int, int, int]:

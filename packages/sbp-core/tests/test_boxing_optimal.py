@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from boxing_oracle import Oracle, price
 
@@ -79,6 +81,21 @@ def test_no_sequence_of_steps_between_placements_is_better(
     before: Placement, after: Placement, shape: tuple[int, ...]
 ) -> None:
     assert disagreements(shape, [before, after]) == []
+
+
+@pytest.mark.parametrize(("before", "after"), CROSSINGS)
+@pytest.mark.parametrize("shape", [(12, 12), (5, 4)])
+def test_if_asked_no_route_of_as_few_bytes_moves_fewer_between_placements(
+    before: Placement, after: Placement, shape: tuple[int, ...]
+) -> None:
+    oracle = Oracle.of(shape, "float32", [before, after], ("sum",))
+    for source, target in product(oracle.states, repeat=2):
+        if (source[0], target[0]) == (before, after):
+            found = route(shape, "float32", source, target, fewest_between=True)
+            between = [step.size_bytes for step in found.steps if step.source[0] != step.target[0]]
+
+            assert price(found)[0] == route(shape, "float32", source, target).bytes
+            assert between == [oracle.fewest_between(source, target)]
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,8 @@ import pytest
 
 from sbp_core.boxing import StepKind, route
 from sbp_core.check import check
-from sbp_core.compile import compile_plan
+from sbp_core.cluster import Link
+from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.lower import lower
 from sbp_core.errors import PlanError
@@ -25,7 +26,7 @@ from sbp_core.graph.ir import (
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
-from sbp_core.testing.graphs import Builder, mlp
+from sbp_core.testing.graphs import Builder, cluster, mlp
 from sbp_core.testing.plans import LINE, diamond, strategy_of
 
 _SPLIT_SUM = {"y": "S(1) | S(0) -> P"}
@@ -321,3 +322,22 @@ def test_a_state_that_becomes_an_input_unchanged_is_refused() -> None:
         lower(graph, strategy_of(graph))
 
     assert "an op makes" in caught.value.accepted
+
+
+def test_what_a_machine_says_decides_how_a_value_goes_to_another_stage() -> None:
+    graph = diamond()
+    stages = (Placement([0, 1], ["rank"]), Placement([2, 3], ["rank"]))
+    later = dict.fromkeys(("a", "b", "c", "loss"), 1)
+    strategy = strategy_of(graph, stages, node_stages=later)
+    near = Link(latency_s=0.0, bytes_per_s=1e12)
+    far = Link(latency_s=0.0, bytes_per_s=1e3)
+    nodes = replace(cluster(), devices_per_node=2, intra_node=near, inter_node=far)
+
+    plain, priced = (lower(graph, strategy, machine) for machine in (None, nodes))
+
+    assert [item.kind for item in _boxing(plain.items) if item.asked_by] == [ItemKind.TRANSFER]
+    sent, gathered = (item for item in _boxing(priced.items) if item.asked_by)
+    assert (sent.kind, sent.target_stage) == (ItemKind.TRANSFER, 1)
+    assert (gathered.kind, gathered.stage) == (ItemKind.COLLECTIVE, 1)
+    assert gathered.inputs == sent.outputs
+    assert check(compile_plan(graph, strategy, CompileOptions(cluster=nodes))) is not None

@@ -3,8 +3,11 @@ from dataclasses import replace
 import pytest
 
 from sbp_core.boxing.router import route
+from sbp_core.boxing.step import StepKind
+from sbp_core.cluster import Link
 from sbp_core.cost import (
     boxing_time_s,
+    fastest_route,
     local_bytes,
     op_time_s,
     rate_dtype,
@@ -148,3 +151,21 @@ def test_a_route_without_steps_takes_no_time():
     same = route((8, 8), "float32", (MESH, NdSbp.parse("B")), (MESH, NdSbp.parse("B")))
 
     assert boxing_time_s(same, cluster(launch_s=1.0)) == 0
+
+
+def test_between_slow_links_a_large_tensor_travels_in_parts():
+    near = Link(latency_s=1e-6, bytes_per_s=1e11)
+    far = Link(latency_s=1e-6, bytes_per_s=1e9)
+    nodes = replace(cluster(), devices_per_node=4, intra_node=near, inter_node=far)
+    ends = [(Placement(ranks, ("x",)), NdSbp.parse("B")) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])]
+
+    large = fastest_route((4096, 1024), "float32", *ends, nodes)
+    small = fastest_route((4, 4), "float32", *ends, nodes)
+    anywhere = fastest_route((4096, 1024), "float32", *ends, None)
+
+    assert [step.kind for step in large.steps] == [StepKind.TRANSFER, StepKind.ALL_GATHER]
+    assert large.steps[0].size_bytes == 4096 * 1024 * 4
+    assert [step.kind for step in small.steps] == [StepKind.TRANSFER]
+    assert anywhere == route((4096, 1024), "float32", *ends)
+    assert large.bytes == anywhere.bytes
+    assert boxing_time_s(large, nodes) < boxing_time_s(anywhere, nodes) / 3

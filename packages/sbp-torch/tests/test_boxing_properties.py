@@ -102,6 +102,17 @@ def test_a_route_brings_every_rank_its_part_of_the_tensor(case: BoxingCase) -> N
     assert all(torch.equal(before[rank], kept[rank]) for rank in before), "inputs were changed"
 
 
+@quick
+@given(cases())
+def test_a_route_of_few_bytes_between_placements_is_as_right(case: BoxingCase) -> None:
+    found = route(case.shape, case.dtype, case.source, case.target, fewest_between=True)
+
+    after = run(found, source_shards(case))
+
+    assert found.bytes == case.route.bytes
+    assert torch.equal(assemble(after, *case.target, case.shape), logical_tensor(case))
+
+
 @thorough
 @given(cases())
 def test_a_route_is_a_chain_from_source_to_target(case: BoxingCase) -> None:

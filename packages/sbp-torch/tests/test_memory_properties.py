@@ -13,11 +13,11 @@ from random_plans import graphs, placements, random_values, strategies
 
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.physical import PhysicalPlan
-from sbp_core.compile.symmetry import Folded
+from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.interpreter.firings import Group, firing_order
 from sbp_core.memory import call_layouts, lifetime, memory_bound, predict_memory, storages
 from sbp_core.memory.ledger import arguments_of
-from sbp_core.memory.lifetime import lifetimes, lifetimes_of_classes, peak_bytes
+from sbp_core.memory.lifetime import lifetimes, of_each_rank, peak_bytes, replayed
 from sbp_core.memory.rank_events import Events, events_by_rank
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
@@ -109,7 +109,8 @@ def _is_that_of_each_rank(data: st.DataObject, num_stages: int, num_micro_batche
     layouts = call_layouts()
 
     found = lifetimes(plan, layouts)
-    each = lifetimes_of_classes(plan, layouts, {part.rank: part.rank for part in plan.ranks})
+    alone = {part.rank: part.rank for part in plan.ranks}
+    each = of_each_rank(replayed(plan, layouts, fold(plan, alone), alone))
 
     # Of several threads of a rank, what comes first of what ends at once is a matter of names.
     peaks = {rank: peak_bytes(one) for rank, one in found.items()}

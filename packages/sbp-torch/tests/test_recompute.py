@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -324,6 +324,22 @@ def test_a_budget_that_nothing_fits_says_what_would() -> None:
     assert least == least_recompute_budget(graph)  # what is recomputed already can be kept, too
     report = recompute_report(graph)
     assert report.saved_after_bytes + report.largest_recomputed_bytes <= least
+
+
+def test_the_least_budget_is_enough_where_sizes_have_no_common_unit() -> None:
+    """Bytes are counted in units, rounded up: beside the least budget nothing seemed to fit."""
+    widths = (1201, 1213, 1217, 1223, 1229, 1231)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(w, w + 1), nn.GELU(), nn.Linear(w + 1, n))
+                            for w, n in pairwise(widths)))  # fmt: skip
+    x = torch.zeros(1, widths[0])
+    graph = capture(model, lambda model, x: model(x).square().mean(), x, adamw(model))
+    least = least_recompute_budget(graph)
+
+    report = recompute_report(recompute(graph, RecomputeOptions(memory_bytes=least)))
+
+    assert report.saved_after_bytes + report.largest_recomputed_bytes <= least
+    with pytest.raises(ConfigError, match="do not fit"):
+        recompute(graph, RecomputeOptions(memory_bytes=least - 1))
 
 
 def test_blocks_made_again_in_one_go_keep_less() -> None:

@@ -33,7 +33,14 @@ from sbp_actor_runtime.post import Firing, Post, make_posts
 from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Receiving
 from sbp_core.boxing import Communicator
-from sbp_core.compile import Collective, PhysicalPlan, Receive, early_receives
+from sbp_core.compile import (
+    FETCH_THREAD,
+    STORE_THREAD,
+    Collective,
+    PhysicalPlan,
+    Receive,
+    early_receives,
+)
 from sbp_core.errors import RunError
 from sbp_core.runtime import Span, SpanKind
 from sbp_torch.runtime import RankDevice, last_moments, not_finite, overwrite
@@ -92,6 +99,8 @@ class Worker:
         make_segment: SegmentMaker | None = None,
     ) -> None:
         self.id, self.device = thread, device
+        #: A communicator is used by one thread, and those that copy to the host need none.
+        self.moves_messages = thread[1] not in (FETCH_THREAD, STORE_THREAD)
         self.post, self.report, self.num_threads = post, report, num_threads
         self.communicator = communicator
         #: What boxing has begun and nobody has waited for, with its actor.
@@ -232,7 +241,8 @@ class Worker:
             raise Stopped
         if not post.may_fire(firing):
             self._wait(post, firing, order.deadline_s)
-        self.communicator.progress()
+        if self.moves_messages:
+            self.communicator.progress()
         if self.open:
             self._await(self._open_inputs(post, firing))
         if post.actor.in_place:

@@ -37,6 +37,7 @@ class CompileConfig:
             every rank. Otherwise new values are kept beside the old ones to the end of the step.
         input_gradients_first: In a pipeline, gradients that another stage waits for are computed
             and sent before those of weights; those of activations are held until then.
+        offload_in_flight: Most groups of offloaded states that are on the device at a time.
         regather: Patterns of the parameters that are gathered anew for the backward phase; others
             are kept from forward to backward.
     """
@@ -52,6 +53,7 @@ class CompileConfig:
     prefetch: int = 1
     in_place_states: bool = True
     input_gradients_first: bool = True
+    offload_in_flight: int = 2
     regather: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:
@@ -59,3 +61,8 @@ class CompileConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value} is too small", accepted="an integer >= 0")
+        if self.offload_in_flight < 1:
+            raise ConfigError(
+                f"offload_in_flight={self.offload_in_flight} is too small",
+                accepted="an integer >= 1",
+            )

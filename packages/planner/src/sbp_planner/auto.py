@@ -15,7 +15,9 @@ no slower than any candidate that was looked at; which were not, for want of tim
 If nothing fits and the step has variants (`PlanRequest.family`), the candidates that need least are
 tried for smaller ones (`variants`), then the others, until one fits: activations made again,
 operators in slices, more micro-batches. If what fits is slower than something that does not, `osdp`
-chooses among the variants, too.
+chooses among the variants, too; and of the plans that do not fit the fastest, and those that need
+least, are tried with states of the optimizer in the memory of the host, if the devices have one
+(`offloading`).
 
 Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
 looked at.
@@ -42,6 +44,7 @@ from sbp_planner.galvatron import GalvatronPlanner
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.meshes import DATA, is_bound, other_meshes, reshaped
+from sbp_planner.offloading import until_it_fits
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.placers import DlplacerPlanner, StanzaPlanner
@@ -65,6 +68,9 @@ _FIRST_SHARE = 0.5
 
 #: Of the candidates, how many are looked at again for smaller variants.
 _NUM_LEANEST = 4
+
+#: Of the fastest and of the leanest that do not fit, how many are looked at with offload.
+_NUM_OFFLOADED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,8 @@ class AutoPlanner:
                 search.look_at_smaller(family)  # what is lean on one variant need not be on others
         if family is not None and search.is_short_of_memory and not search.is_late(1.0):
             search.look_at_variants()
+        if search.is_short_of_memory and not search.is_late(1.0):
+            search.look_at_offload()
         search.join_classes()
         return search.result()
 
@@ -212,6 +220,42 @@ class _Search:
         self.tried[name] = found
         if self.best is None or found.rank() < self.best.rank():
             self.best, self.best_name, self._best_candidate = found, name, None
+
+    def look_at_offload(self) -> None:
+        """Look at plans that do not fit with some of their states in the memory of the host."""
+        if self.request.cluster.device.host_memory_bytes is None:
+            return
+        own = graph_hash(self.request.graph)
+        plans = {
+            name: one
+            for name, one in self.tried.items()
+            # What was tried of smaller variants is slower than the step, and fits more often.
+            if isinstance(one, Compiled) and not one.fits and one.strategy.graph_hash == own
+        }
+        fastest = sorted(plans, key=lambda name: plans[name].step_s)[:_NUM_OFFLOADED]
+        leanest = sorted(plans, key=lambda name: plans[name].memory_bytes)[:_NUM_OFFLOADED]
+        names = list(dict.fromkeys((*fastest, *leanest)))
+        for index, name in enumerate(names):
+            if self.is_late(1.0):
+                self.untried += [f"{one} with offload" for one in names[index:]]
+                break
+            one = plans[name]
+            if self.best is not None and self.best.fits and one.step_s >= self.best.step_s:
+                continue  # copies do not make it faster
+            quiet = replace(self.request, progress=None, family=None)
+            compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+            try:
+                found = until_it_fits(compilation, one.strategy)
+            except SbpError as error:
+                self.tried[f"{name} with offload"] = error
+                continue
+            if found is None:
+                continue
+            self.tried[f"{name} with offload"] = found
+            if self.best is None or found.rank() < self.best.rank():
+                variant = None if self.request.family is None else self.request.family.variant
+                self.best = replace(found, strategy=replace(found.strategy, variant=variant))
+                self.best_name, self._best_candidate = f"{name} with offload", None
 
     def join_classes(self) -> None:
         """Take the best plan with softmaxes as one operator each, if it splits no classes.

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError, SbpLookupError
-from sbp_core.memory import CallLayouts, call_layouts, memory_bound, predict_memory
+from sbp_core.memory import (
+    CallLayouts,
+    call_layouts,
+    memory_bound,
+    offloaded_bytes,
+    predict_memory,
+)
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
@@ -30,10 +36,11 @@ class Compiled:
     Args:
         strategy: Of which the plan is.
         step_s: Predicted time of a step, in seconds.
+        host_bytes: What it holds in the memory of its host.
         memory_bytes: What the fullest rank holds at its peak; of a plan whose bound fits the limit
             that bound, which costs less to know.
         is_exact: Whether it is what the rank holds, not a bound.
-        fits: Whether that is within the limit.
+        fits: Whether both are within their limits.
     """
 
     strategy: Strategy
@@ -41,14 +48,14 @@ class Compiled:
     memory_bytes: float
     is_exact: bool
     fits: bool
+    host_bytes: float = 0.0
 
     def __str__(self) -> str:
         at_most = "" if self.is_exact else "at most "
         short = "" if self.fits else ", does not fit"
-        return (
-            f"{format_seconds(self.step_s)} a step, {at_most}{format_bytes(self.memory_bytes)}"
-            f"{short}"
-        )
+        beside = f" and {format_bytes(self.host_bytes)} on the host" if self.host_bytes else ""
+        size = f"{at_most}{format_bytes(self.memory_bytes)}{beside}"
+        return f"{format_seconds(self.step_s)} a step, {size}{short}"
 
     def rank(self) -> tuple[bool, float, float]:
         """Return what is less of the better plan: fitting, then fast, then small."""
@@ -83,21 +90,29 @@ class Compilation:
         options = request.options or CompileOptions(cluster=request.cluster)
         plan = compile_plan(request.graph, strategy, options)
         self.num_compiled += 1
-        memory_bytes, is_exact = self._memory(plan, exact=exact)
+        memory_bytes, host_bytes, is_exact = self._memory(plan, exact=exact)
         return Compiled(
             strategy=strategy,
             step_s=simulate(plan).step_s,
             memory_bytes=memory_bytes,
             is_exact=is_exact,
-            fits=memory_bytes <= self.limit_bytes,
+            host_bytes=host_bytes,
+            fits=memory_bytes <= self.limit_bytes and host_bytes <= self.host_limit_bytes,
         )
 
-    def _memory(self, plan: PhysicalPlan, *, exact: bool) -> tuple[float, bool]:
-        bound = memory_bound(plan, self.request.graph)
+    @property
+    def host_limit_bytes(self) -> float:
+        """A rank's share of the memory of its host; 0 if its device has none."""
+        return self.request.cluster.device.host_memory_bytes or 0
+
+    def _memory(self, plan: PhysicalPlan, *, exact: bool) -> tuple[float, float, bool]:
+        """Return bytes on the device and on its host, and whether they are exact."""
+        bound, host_bytes = memory_bound(plan, self.request.graph), offloaded_bytes(plan)
         if bound <= self.limit_bytes and not exact:
-            return bound, False
+            return bound, host_bytes, False
         try:
             self._layouts = self._layouts or call_layouts()
-            return float(predict_memory(plan, layouts=self._layouts).peak), True
+            found = predict_memory(plan, layouts=self._layouts)
         except (SbpLookupError, PlanError):
-            return bound, False
+            return bound, host_bytes, False
+        return float(found.peak), float(found.host_peak), True

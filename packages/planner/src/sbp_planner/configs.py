@@ -126,6 +126,8 @@ class ManualConfig:
             each stage has, `(15, 1)`; each micro-batch is split over those of its stage.
         vertical_sync: With the pipeline `pipedream`: all stages compute a micro-batch with the
             parameters of one update.
+        offload: Patterns of states that lie in the memory of the host, `optimizer_states` for all
+            that can; see `sbp_planner.offloading`.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
     """
@@ -137,6 +139,7 @@ class ManualConfig:
     chunks: int | None = None
     stage_ranks: tuple[int, ...] = ()
     vertical_sync: bool = False
+    offload: tuple[str, ...] = ()
     needs_axes: tuple[str, ...] = ()
     fits: str = ""
 
@@ -208,7 +211,7 @@ class InferConfig:
         tries: Name -> pins, as of `ManualConfig`; what they leave open is inferred. Pins that
             cannot be read are refused when they are tried.
         stage_patterns: For each pipeline stage, patterns of module paths; empty splits evenly.
-        pipeline, chunks, stage_ranks, vertical_sync: As of `ManualConfig`.
+        pipeline, chunks, stage_ranks, vertical_sync, offload: As of `ManualConfig`.
     """
 
     tries: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
@@ -219,6 +222,7 @@ class InferConfig:
     chunks: int | None = None
     stage_ranks: tuple[int, ...] = ()
     vertical_sync: bool = False
+    offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)

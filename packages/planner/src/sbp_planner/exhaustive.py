@@ -7,28 +7,41 @@ Depth first over the storage of each input and the signature of each operator on
 the order of the graph. A branch ends where what is decided, and the cheapest that each open
 variable can be by itself, cost no less than the best so far. Where the plan of the cheapest does
 not fit, a second search compiles all that it comes to, and ends branches by the best that fits.
-Nothing else is pruned: this is what other
+Variants of the step that are left open are looked at in
+turn, each for what costs less than the best so far. Nothing else is pruned: this is what other
 planners are tested against, on graphs of a few operators. The time grows with the product of the
-numbers of options; `max_assignments` bounds how many are looked at.
+numbers of options; `max_assignments` bounds how many are looked at of a variant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import ConfigError, PlanError, SbpError, SignatureError
+from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import FORBIDDEN_S, PinValue, StepProblem, joint_problem, strategy_of
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.search_configs import ExhaustiveConfig
+from sbp_planner.variants import variant_words, variants_of
 
 #: Sums in another order differ by less than this share.
 _TIE = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The cheapest plan of one variant of the step that fits; see `_Variant.run`."""
+
+    variant: GraphVariant | None
+    seconds: float
+    compiled: Compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,59 +50,132 @@ class ExhaustivePlanner:
 
     config: ExhaustiveConfig
 
+    #: It chooses micro-batches, too, if they are left to it.
+    chooses_variants = True
+
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return the cheapest strategy whose compiled plan fits.
+        """Return the cheapest strategy whose compiled plan fits, of all variants of the step.
 
         Raises:
             ConfigError: there are more assignments than `max_assignments`.
             PlanError: nothing fits, or nothing fulfils the pins.
         """
-        quiet = replace(request, progress=None)
-        pins: Mapping[str, PinValue] = self.config.pins
-        problem = joint_problem(quiet, pins=pins)
         limit = self.config.memory_bytes or request.cluster.device.memory_bytes
-        compilation = Compilation(request=quiet, limit_bytes=limit)
-        search = _Search(problem, self.config.max_assignments)
-
-        def compiled(values: tuple[int, ...]) -> Compiled:
-            decision = problem.decided(values)
-            return compilation.compiled(
-                strategy_of(quiet, problem.work, decision, planner="exhaustive")
+        best: _Found | None = None
+        looked_at: list[_Variant] = []
+        problems: list[SbpError] = []
+        for asked, variant in _requests(request):
+            try:
+                one = _Variant(asked, self.config, limit)
+                looked_at.append(one)
+                found = one.run(FORBIDDEN_S if best is None else best.seconds)
+            except (PlanError, SignatureError) as error:
+                problems.append(error)
+                continue
+            if found is not None:
+                best = _Found(variant=variant, seconds=found[0], compiled=found[1])
+        if best is None:
+            if problems and len(problems) == len(looked_at):
+                raise problems[0]
+            compiled = sum(one.compilation.num_compiled for one in looked_at)
+            least_bytes = min(one.least_bytes for one in looked_at)
+            raise PlanError(
+                f"nothing fits the {format_bytes(limit)} of a rank: the least of "
+                f"{compiled} plans needs {format_bytes(least_bytes)}",
+                todo="raise the limit, or take more ranks or micro-batches",
             )
+        num_looked_at = sum(one.search.num_looked_at for one in looked_at)
+        of = f", of {len(looked_at)} variants of the step" if len(looked_at) > 1 else ""
+        words = f": {variant_words(best.variant)}" if of and best.variant else ""
+        report = {
+            "cost_s": best.seconds,
+            "bound_s": best.seconds,
+            "gap": 0.0,
+            "num_looked_at": num_looked_at,
+            "explanation": [
+                f"exhaustive: the cheapest of all assignments that fit{of}, "
+                f"{format_seconds(best.seconds)} without overlap{words}; {num_looked_at} branches"
+            ],
+        }
+        strategy = replace(best.compiled.strategy, variant=best.variant)
+        return replace(strategy, report={**strategy.report, **report})
 
+
+def _requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, GraphVariant | None]]:
+    """Yield the request of each variant of the step that there is."""
+    family = request.family
+    if family is None:
+        yield request, None
+        return
+    for count in family.micro_batches:
+        try:
+            variants = list(variants_of(family, count))
+        except SbpError:
+            if len(family.micro_batches) == 1:
+                raise
+            continue
+        for variant in variants:
+            try:
+                asked = request.of(variant)
+            except SbpError:  # such as of a budget that nothing keeps to
+                continue
+            yield asked, variant
+
+
+class _Variant:
+    """All assignments of one graph.
+
+    Args:
+        request: To plan it.
+        config: The settings of the planner.
+        limit_bytes: Memory of one rank.
+
+    Raises:
+        PlanError: nothing fulfils the pins.
+    """
+
+    def __init__(self, request: PlanRequest, config: ExhaustiveConfig, limit_bytes: float) -> None:
+        quiet = replace(request, progress=None)
+        pins: Mapping[str, PinValue] = config.pins
+        self.request, self.limit_bytes = quiet, limit_bytes
+        self.problem = joint_problem(quiet, pins=pins)
+        self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
+        self.search = _Search(self.problem, config.max_assignments)
+        self.least_bytes = inf
+
+    def run(self, below_s: float) -> tuple[float, Compiled] | None:
+        """Return (seconds, plan) of the cheapest that fits; None if none takes less than `below_s`.
+
+        Raises:
+            ConfigError: there are too many assignments.
+            PlanError: none fulfils the pins, whatever it takes.
+        """
+        search = self.search
+        search.bound_s = below_s
         cheapest: tuple[float, tuple[int, ...]] | None = None
         for seconds, values in search.assignments():
             search.bound_s, cheapest = seconds, (seconds, values)
         if cheapest is None:
-            raise PlanError("no assignment fulfils the pins", todo="remove a pin")
-        first = compiled(cheapest[1])
-        best = (cheapest[0], first) if first.fits else None
-        least_bytes = first.memory_bytes
-        if best is None:
-            search.bound_s = FORBIDDEN_S
-            for seconds, values in search.assignments():
-                found = compiled(values)
-                least_bytes = min(least_bytes, found.memory_bytes)
-                if found.fits:
-                    search.bound_s, best = seconds, (seconds, found)
-        if best is None:
-            raise PlanError(
-                f"nothing fits the {format_bytes(limit)} of a rank: the least of "
-                f"{compilation.num_compiled} plans needs {format_bytes(least_bytes)}",
-                todo="raise the limit, or take more ranks or micro-batches",
-            )
-        seconds, chosen = best
-        report = {
-            "cost_s": seconds,
-            "bound_s": seconds,
-            "gap": 0.0,
-            "num_looked_at": search.num_looked_at,
-            "explanation": [
-                f"exhaustive: the cheapest of all assignments that fit, "
-                f"{format_seconds(seconds)} without overlap; {search.num_looked_at} branches"
-            ],
-        }
-        return replace(chosen.strategy, report={**chosen.strategy.report, **report})
+            if below_s >= FORBIDDEN_S:
+                raise PlanError("no assignment fulfils the pins", todo="remove a pin")
+            return None
+        first = self._compiled(cheapest[1])
+        if first.fits:
+            return cheapest[0], first
+        best: tuple[float, Compiled] | None = None
+        search.bound_s = below_s
+        for seconds, values in search.assignments():
+            found = self._compiled(values)
+            if found.fits:
+                search.bound_s, best = seconds, (seconds, found)
+        return best
+
+    def _compiled(self, values: tuple[int, ...]) -> Compiled:
+        decision = self.problem.decided(values)
+        strategy = strategy_of(self.request, self.problem.work, decision, planner="exhaustive")
+        found = self.compilation.compiled(strategy)
+        self.least_bytes = min(self.least_bytes, found.memory_bytes)
+        return found
 
 
 class _Search:

@@ -11,8 +11,11 @@ means: no assignment costs less. Overlap is not in the objective; the time that 
 predicted is that of the compiled plan in simulated time. Memory over time is in the program by an
 estimate (`joint.lifetime`) that is corrected by exact memory (`joint.search`).
 
-Complexity: that of integer programming; `time_limit_s` ends it with the best assignment so far, its
-bound and its gap.
+Of the variants of the step that are left open (micro-batches, recomputation, slices), each is
+solved unless its bound says that it is no faster than the best plan so far (`joint.family`).
+
+Complexity: that of integer programming, for each variant that is solved; `time_limit_s` ends it
+with the best assignment so far, its bound and its gap.
 
 Source: Zheng et al., "Alpa", OSDI 2022, section 4.2 (the program for one mesh); here with the
 sharing of conversions, states and the optimizer, and exact prices.
@@ -25,7 +28,8 @@ from dataclasses import dataclass
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.compiled import limit_key
-from sbp_planner.joint.search import JointSettings, plan_jointly
+from sbp_planner.joint.family import plan_family
+from sbp_planner.joint.search import JointSettings
 from sbp_planner.search_configs import IlpConfig
 
 
@@ -35,6 +39,9 @@ class IlpPlanner:
 
     config: IlpConfig
 
+    #: It chooses micro-batches, too, if they are left to it.
+    chooses_variants = True
+
     def plan(self, request: PlanRequest) -> Strategy:
         """Return the cheapest strategy that fits.
 
@@ -43,7 +50,7 @@ class IlpPlanner:
             PlanError: nothing that was found fits; says what was.
         """
         config = self.config
-        return plan_jointly(
+        return plan_family(
             request,
             JointSettings(
                 planner="ilp",

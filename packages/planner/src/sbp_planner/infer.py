@@ -21,6 +21,7 @@ from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.configs import InferConfig
+from sbp_planner.offloading import offloading
 from sbp_planner.schedules import with_schedule
 
 
@@ -68,7 +69,7 @@ class InferPlanner:
 
     def _infer(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
         def infer(stages: Pipelined) -> Strategy:
-            return infer_strategy(
+            inferred = infer_strategy(
                 request,
                 planner="infer",
                 pins=pins,
@@ -78,6 +79,7 @@ class InferPlanner:
                 orders=stages.orders,
                 staleness=stages.staleness,
             )
+            return offloading(request, inferred, self.config.offload)
 
         return with_schedule(request, self.config, infer)
 

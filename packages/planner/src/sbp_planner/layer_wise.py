@@ -23,8 +23,7 @@ from math import inf, prod
 
 import numpy as np
 
-from sbp_core.boxing import route
-from sbp_core.cost import boxing_time_s
+from sbp_core.cost import boxing_time_s, fastest_route
 from sbp_core.errors import SbpError
 from sbp_core.graph import TensorType
 from sbp_core.infer import Kept, PinValue, resolve_pins
@@ -215,7 +214,9 @@ class LayerWise:
         key = tensor, source, target
         if key not in self._prices:
             try:
-                found = route(tensor.shape, tensor.dtype, source, target)
+                found = fastest_route(
+                    tensor.shape, tensor.dtype, source, target, self.segments.cluster
+                )
                 self._prices[key] = boxing_time_s(found, self.segments.cluster)
             except SbpError:
                 self._prices[key] = inf

@@ -16,6 +16,7 @@ from sbp_core.infer import PINS, PinValue, Pipelined, infer_strategy, is_pin_wor
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig, check_axes, fit_any
+from sbp_planner.offloading import offloading
 from sbp_planner.pattern_pins import pattern_pins
 from sbp_planner.schedules import with_schedule
 
@@ -42,7 +43,7 @@ class ManualPlanner:
         pins = _joined(found.pins, config.pins)
 
         def infer(stages: Pipelined) -> Strategy:
-            return infer_strategy(
+            inferred = infer_strategy(
                 request,
                 planner="manual",
                 pins=pins,
@@ -52,6 +53,7 @@ class ManualPlanner:
                 orders=stages.orders,
                 staleness=stages.staleness,
             )
+            return offloading(request, inferred, config.offload)
 
         try:
             planned = with_schedule(request, config, infer)

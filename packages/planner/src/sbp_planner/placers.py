@@ -32,8 +32,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from sbp_core.boxing import route
-from sbp_core.cost import boxing_time_s
+from sbp_core.cost import boxing_time_s, fastest_route
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import InputKind, TensorType
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_placed
@@ -321,7 +320,7 @@ class _Placer:
     ) -> float:
         key = tensor.shape, tensor.dtype, here, there
         if key not in self._prices:
-            found = route(tensor.shape, tensor.dtype, here, there)
+            found = fastest_route(tensor.shape, tensor.dtype, here, there, self.request.cluster)
             self._prices[key] = boxing_time_s(found, self.request.cluster)
         return self._prices[key]
 

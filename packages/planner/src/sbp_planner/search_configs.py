@@ -34,8 +34,10 @@ class IlpConfig:
     Args:
         pins: What is decided before, as of `ManualConfig`.
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
-        time_limit_s: For each integer program, in seconds.
-        gap: Relative distance to the bound at which a program counts as solved, >= 0.
+        time_limit_s: For each assignment that is searched, and for all variants of the step
+            together, in seconds.
+        gap: Relative distance to the bound at which a program counts as solved, >= 0; variants
+            that can be no better by more than that are not looked at.
         tied: Whether equal layers are decided alike, which makes the program that much smaller.
     """
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sbp_core.graph import InputKind, LogicalGraph
+from sbp_core.errors import SbpError
+from sbp_core.graph import InputKind, LogicalGraph, graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices
 from sbp_core.passes import least_recompute_budget, saved_bytes
 from sbp_core.sbp import P
@@ -48,6 +49,43 @@ def smaller_variants(family: GraphFamily) -> Iterator[GraphVariant]:
             variant = replace(variant, recompute_bytes=float(least_recompute_budget(graph)))
         if family.may_slice and (slices := _slices(graph)):
             yield replace(variant, slices=slices)
+
+
+def variants_of(family: GraphFamily, count: int) -> Iterator[GraphVariant]:
+    """Yield the variants of a step with a number of micro-batches; of some there is no graph.
+
+    Softmaxes in one operator each, if that is another graph, and in parts; each as it is, with
+    activations made again within ever smaller budgets, and with the largest parameters in slices.
+
+    Args:
+        family: The variants that there are.
+        count: The number.
+
+    Raises:
+        SbpError: there is none with that number.
+    """
+    first = replace(family.variant, num_micro_batches=count)
+    for form in _forms(family, first):
+        graph = family.graph(form)
+        yield form
+        budgets = recompute_budgets(graph) if family.may_recompute else []
+        for budget in budgets:
+            yield replace(form, recompute_bytes=budget)
+        if family.may_slice and (slices := _slices(graph)):
+            for least in (None, *budgets[-1:]):
+                yield replace(form, recompute_bytes=least, slices=slices)
+
+
+def _forms(family: GraphFamily, variant: GraphVariant) -> list[GraphVariant]:
+    """Return a variant, and before it the one whose softmaxes are whole, if that is another."""
+    whole, graph = replace(variant, splits_classes=False), family.graph(variant)
+    if not variant.splits_classes:
+        return [variant]
+    try:
+        is_other = graph_hash(family.graph(whole)) != graph_hash(graph)
+    except SbpError:
+        is_other = False
+    return [whole, variant] if is_other else [variant]
 
 
 def _slices(graph: LogicalGraph) -> tuple[OperatorSlices, ...]:

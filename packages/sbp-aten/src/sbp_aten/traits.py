@@ -39,5 +39,6 @@ TRAITS = OperatorTraits(
         "aten._unsafe_view.default": "aten.reshape.default",
     },
     in_place=dict.fromkeys(_ELEMENTWISE, (0,))
-    | {"fused_adagrad": (0, 2), "fused_adam": (0, 2, 3, 4), "fused_sgd": (0, 2)},
+    | {"fused_adagrad": (0, 2), "fused_adam": (0, 2, 3, 4), "fused_sgd": (0, 2)}
+    | {"to_host": (0,)},
 )

@@ -47,6 +47,7 @@ from sbp_core.compile.actors import (
 from sbp_core.compile.hazards import verify_overwriting
 from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.network import PlanNetwork
+from sbp_core.compile.offload import fetched_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
@@ -188,8 +189,9 @@ def _check_rank(plan: PhysicalPlan, part: RankPlan) -> None:
 
 
 def _check_actor(part: RankPlan, slots: set[str], actor: Actor) -> None:
-    """Check that what an actor takes is there, once."""
+    """Check that what an actor takes is there, once, and that it is given what it overwrites."""
     where = f"actor {actor.name!r} of rank {part.rank}"
+    _check_donated(part, actor, where)
     filled = [
         key
         for register in part.inputs_of[actor.name]
@@ -204,6 +206,24 @@ def _check_actor(part: RankPlan, slots: set[str], actor: Actor) -> None:
                 where=where,
                 accepted="one register for each input, a slot for each state, batch part or scalar",
             )
+
+
+def _check_donated(part: RankPlan, actor: Actor, where: str) -> None:
+    """Check that what an actor may write over of what it takes are copies for it alone."""
+    given = {
+        key
+        for register in part.inputs_of[actor.name]
+        if register.consumers == (actor.name,) and register.producer in part.by_name
+        for key in fetched_keys(part.by_name[register.producer])
+        if key in register.keys
+    }
+    donated = actor.donated if isinstance(actor, Compute) else ()
+    if wrong := set(donated) - given:
+        raise PlanError(
+            f"is given {min(wrong)!r} to write over, which others may hold",
+            where=where,
+            accepted="copies of offloaded states that no other actor takes",
+        )
 
 
 def _check_partners(partners: _Partners, rank: int, actor: BoxingActor) -> None:

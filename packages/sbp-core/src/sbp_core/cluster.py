@@ -95,8 +95,9 @@ class Device:
             in [0, 1]: the transport works on the core that the rank computes with, or moves data
             only while it is called. What overlap can hide is the rest.
         operators: What calls of operators were measured to take; the rates say it of all others.
-        host_memory_bytes: This rank's share of its host's memory, to which tensors of a device that
-            is no CPU can be offloaded; None if nothing is known of it.
+        host_memory_bytes: This rank's share of its host's memory, to which states can be offloaded;
+            None if nothing is known of it. Of a CPU it is a second part of the same memory: enough
+            to try out a plan for devices that have their own.
         host_link: Between the device and that memory, in each direction.
     """
 
@@ -134,10 +135,10 @@ class Device:
                 f"host_memory_bytes={size_bytes} and host_link={link}",
                 accepted="both, or neither",
             )
-        if size_bytes is not None and (self.kind == "cpu" or not size_bytes > 0):
+        if size_bytes is not None and not size_bytes > 0:
             raise SbpValueError(
-                f"host_memory_bytes={size_bytes} of a device of kind {self.kind!r}",
-                accepted="more than 0 bytes, beside the memory of a device that is no CPU",
+                f"host_memory_bytes={size_bytes}",
+                accepted="more than 0 bytes, beside the memory of the device",
             )
 
     def roofline_s(self, flop: float, num_bytes: float, dtype: str) -> float:

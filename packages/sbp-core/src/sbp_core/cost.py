@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sbp_core.boxing.price import step_time
+from sbp_core.boxing.router import route
 from sbp_core.boxing.routes import Route
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster, Device
@@ -40,7 +41,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
 from sbp_core.strategy import Signature
 
-__all__ = ["boxing_step_time_s", "boxing_time_s", "op_time_s"]
+__all__ = ["boxing_step_time_s", "boxing_time_s", "fastest_route", "op_time_s"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 
@@ -121,6 +122,32 @@ def _flags(value: Argument) -> Iterator[str]:
             yield from _flags(part)
 
 
+def fastest_route(
+    shape: Sequence[int],
+    dtype: str,
+    source: tuple[Placement, NdSbp],
+    target: tuple[Placement, NdSbp],
+    cluster: Cluster | None,
+) -> Route:
+    """Return the faster of two routes of the fewest bytes: in few steps, or with few far bytes.
+
+    Args:
+        shape: Of the logical tensor.
+        dtype: Its dtype name.
+        source: (placement, nd-SBP) before.
+        target: (placement, nd-SBP) after.
+        cluster: The machine; without one, the route with the fewest steps.
+
+    Raises:
+        SbpValueError: see `boxing.route`.
+    """
+    direct = route(shape, dtype, source, target)
+    if cluster is None or source[0] == target[0]:
+        return direct
+    apart = route(shape, dtype, source, target, fewest_between=True)
+    return min(direct, apart, key=lambda found: boxing_time_s(found, cluster))
+
+
 def boxing_time_s(route: Route, cluster: Cluster) -> float:
     """Return the time of one boxing, in seconds; 0 if there is nothing to do.
 
@@ -157,6 +184,19 @@ def copy_time_s(num_bytes: int, num_calls: int, device: Device) -> float:
         device: What runs them.
     """
     return num_calls * device.launch_s + num_bytes / device.memory_bytes_per_s
+
+
+def host_copy_time_s(num_bytes: int, device: Device) -> float:
+    """Return the time of a copy between a device and the memory of its host, in seconds.
+
+    Args:
+        num_bytes: Of the tensor.
+        device: Which; one without a link to its host copies in its own memory.
+    """
+    link = device.host_link
+    if link is None:
+        return copy_time_s(2 * num_bytes, 1, device)
+    return device.launch_s + link.latency_s + num_bytes / link.bytes_per_s
 
 
 def is_free(call: OpCall, flop: float) -> bool:

@@ -9,6 +9,8 @@ In files, a decision on an op or a state is a text as errors print it, with its 
 (NdSbp(S(0), S(1)),)
 >>> str(Storage.parse("(B, S(1))"))
 '(B, S(1)) @0'
+>>> str(Storage.parse("(B, S(1)) host @1"))
+'(B, S(1)) host @1'
 
 Stability: stable.
 """
@@ -32,6 +34,9 @@ __all__ = ["Assignment", "Signature", "Storage", "Strategy"]
 
 #: What an entry of a storage may be.
 _STORED = "S(dim), B"
+
+#: Written behind the nd-SBP of a state that is offloaded.
+_HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +100,19 @@ class Assignment:
 class Storage:
     """Where a graph input (state or batch tensor) lives, and how it is cut there.
 
+    Args:
+        stage: Whose ranks hold it.
+        sbp: How it is cut there.
+        offloaded: Whether each rank keeps its part in the memory of its host between updates; only
+            of states that the optimizer alone reads (see `sbp_core.compile.offload`).
+
     Raises:
         SbpValueError: an entry is `P`; nothing is stored so.
     """
 
     stage: int
     sbp: NdSbp
+    offloaded: bool = False
 
     def __post_init__(self) -> None:
         if self.sbp.has_partial:
@@ -111,7 +123,7 @@ class Storage:
             )
 
     def __str__(self) -> str:
-        return f"({self.sbp}) @{self.stage}"
+        return f"({self.sbp}){f' {_HOST}' * self.offloaded} @{self.stage}"
 
     @classmethod
     def parse(cls, text: str) -> Storage:
@@ -121,6 +133,8 @@ class Storage:
             SbpValueError: it is none.
         """
         rest, stage = _staged(text)
+        offloaded = rest.endswith(f") {_HOST}")
+        rest = rest.removesuffix(_HOST) if offloaded else rest
         try:
             found = list(_parsed(rest))
         except SbpValueError as error:
@@ -129,7 +143,7 @@ class Storage:
             raise SbpValueError(error.what, accepted=accepted) from error
         if len(found) != 1:
             raise SbpValueError(f"{rest!r} is no nd-SBP", accepted="such as (S(0), B)")
-        return cls(stage=stage, sbp=found[0])
+        return cls(stage=stage, sbp=found[0], offloaded=offloaded)
 
     @classmethod
     def json_form(cls) -> Form:
@@ -197,7 +211,7 @@ class Strategy:
             `("*",)` is ZeRO-3 as it was published, `()` keeps all copies.
         variant: Of the step, which the graph is of, if the planner has chosen it.
         report: What the planner predicts and why it chose so; plain JSON values, SI base units.
-        storage: Stage and SBP of every tensor input.
+        storage: Stage and SBP of every tensor input, and which are offloaded.
         nodes: Stage and signature of every node that computes tensors.
     """
 

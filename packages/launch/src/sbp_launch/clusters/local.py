@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf, prod
 from typing import Literal
 
@@ -21,8 +21,8 @@ AXES = {1: ("data",), 2: ("data", "tensor"), 3: ("pipe", "data", "tensor")}
 
 #: The rates that `LocalConfig` declares where it is given none, by kind of device. On CPUs those of
 #: one core of a server, in order of magnitude. On GPUs those of an NVIDIA A100 SXM 80 GB and its
-#: NVLink in one direction; matrix products of float32 without TF32. Source: NVIDIA A100 datasheet,
-#: June 2021; latencies and launches are usual orders of magnitude.
+#: NVLink and PCIe in one direction; matrix products of float32 without TF32. Source: NVIDIA A100
+#: datasheet, June 2021; latencies and launches are usual orders of magnitude.
 RATES: Mapping[str, Mapping[str, float]] = {
     "cpu": {
         "float32_flop_per_s": 100e9,
@@ -34,6 +34,7 @@ RATES: Mapping[str, Mapping[str, float]] = {
         "boxing_launch_s": 1.5e-4,
         "link_latency_s": 2e-5,
         "link_bytes_per_s": 5e9,
+        "host_link_bytes_per_s": 5e9,
     },
     "cuda": {
         "float32_flop_per_s": 19.5e12,
@@ -45,6 +46,7 @@ RATES: Mapping[str, Mapping[str, float]] = {
         "boxing_launch_s": 2e-5,
         "link_latency_s": 1e-5,
         "link_bytes_per_s": 300e9,
+        "host_link_bytes_per_s": 32e9,
     },
 }
 
@@ -73,6 +75,10 @@ class LocalConfig:
         boxing_launch_s: Time to start one boxing step on one rank, beside its messages, in seconds.
         link_latency_s: Latency of a message between two ranks, in seconds.
         link_bytes_per_s: Bandwidth between two ranks, in bytes/s.
+        host_memory_bytes: Memory of the host, beside that of the device, to which states of one
+            rank may be offloaded, in bytes; None for none. On CPUs it is of the same memory.
+        host_link_bytes_per_s: Bandwidth between a device and that memory in each direction, in
+            bytes/s; its latency is `link_latency_s`.
     """
 
     mesh: tuple[int, ...] = field(default=(2, 2), metadata={INSTEAD: MESH_TODO})
@@ -89,6 +95,8 @@ class LocalConfig:
     boxing_launch_s: float | None = None
     link_latency_s: float | None = None
     link_bytes_per_s: float | None = None
+    host_memory_bytes: int | None = None
+    host_link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
@@ -171,6 +179,8 @@ def build_local(config: LocalConfig) -> ClusterFactory:
     given = {name: getattr(config, name) for name in RATES[config.device]}
     rates = {**RATES[config.device], **{k: v for k, v in given.items() if v is not None}}
     link = Link(latency_s=rates["link_latency_s"], bytes_per_s=rates["link_bytes_per_s"])
+    host_link = replace(link, bytes_per_s=rates["host_link_bytes_per_s"])
+    host_bytes = None if config.host_memory_bytes is None else int(config.host_memory_bytes)
 
     def make(num_devices: int) -> Cluster:
         # Ranks on CPUs share cores, and an interpreter that starts one operator at a time.
@@ -190,6 +200,8 @@ def build_local(config: LocalConfig) -> ClusterFactory:
             memory_bytes_per_s=share * rates["memory_bytes_per_s"],
             launch_s=waiting * rates["launch_s"],
             boxing_launch_s=waiting * rates["boxing_launch_s"],
+            host_memory_bytes=host_bytes,
+            host_link=None if host_bytes is None else host_link,
         )
         return Cluster(
             name="local",

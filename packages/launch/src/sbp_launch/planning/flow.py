@@ -30,7 +30,13 @@ from sbp_core.graph import (
     rename_uses,
 )
 from sbp_core.infer import infer_strategy
-from sbp_core.memory import MemoryReport, check_memory, memory_bound, predict_memory
+from sbp_core.memory import (
+    MemoryReport,
+    check_memory,
+    memory_bound,
+    offloaded_bytes,
+    predict_memory,
+)
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PlanRequest
@@ -128,6 +134,7 @@ class PlanSettings:
             cluster=self.cluster,
             prefetch=self.compile.prefetch,
             in_place_states=self.compile.in_place_states,
+            offload_in_flight=self.compile.offload_in_flight,
             input_gradients_first=self.compile.input_gradients_first,
         )
 
@@ -369,7 +376,7 @@ def regathering(strategy: Strategy, config: CompileConfig) -> Strategy:
 
 
 def check_fits(planned: Planned, cluster: Cluster) -> None:
-    """Compare what the plan needs with the memory of a rank.
+    """Compare what the plan needs with the memory of a rank, and with that of its host.
 
     Its exact memory takes as long as planning does, and is predicted only where a bound does not
     settle it.
@@ -378,12 +385,14 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
         ConfigError: a rank would not fit its memory.
     """
     limit_bytes = cluster.device.memory_bytes
-    if memory_bound(planned.plan, planned.graph) <= limit_bytes:
+    if memory_bound(planned.plan, planned.graph) <= limit_bytes and not offloaded_bytes(
+        planned.plan
+    ):
         return
     if isinstance(planned.memory, str):
         return
     try:
-        check_memory(planned.memory, limit_bytes)
+        check_memory(planned.memory, limit_bytes, cluster.device.host_memory_bytes)
     except PlanError as error:
         raise ConfigError(
             error.what,

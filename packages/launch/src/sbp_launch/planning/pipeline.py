@@ -109,4 +109,4 @@ def _modules(rows: Sequence[ModuleRow], stage: int) -> str:
     ]
     if len(names) > _MOST_NAMES:
         names = [*names[: _MOST_NAMES - 2], "...", names[-1]]
-    return ", ".join(names) or "nothing"
+    return ", ".join(names) or "operators of no module"

@@ -66,6 +66,9 @@ def memory_lines(plan: PhysicalPlan, memory: MemoryReport | str) -> list[str]:
             of += f" of stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
         lines.append(f"memory of {of} at its peak: {format_bytes(worst.peak)}")
         lines.append(f"  = {text}")
+        on_host = max(found[rank].host_peak for rank in ranks)
+        if on_host:
+            lines.append(f"  and in the memory of its host: {format_bytes(on_host)} offloaded")
     return lines
 
 

@@ -3,16 +3,23 @@
     python -m sbp_planner.choice instance.json[.gz] --time-limit 60 --out assignment.json
 
 Prints cost, bound, gap, seconds, and whether the cost is proved; each better cost or bound is a
-line on stderr. Exits with 0 if an assignment was found, 1 if there is none or none was found, 2 if
-the input cannot be meant.
+line on stderr. The file is written at each better assignment, so that it is there whenever the
+command is killed; after SIGTERM or SIGINT the best so far is printed, and all ends at once. Exits
+with 0 if an assignment was found, 1 if there is none or none was found, 2 if the input cannot be
+meant.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 
 from sbp_core.errors import SbpError
@@ -20,13 +27,91 @@ from sbp_planner.choice.iopddl import read_problem, write_assignment
 from sbp_planner.choice.record import ChoiceSolution
 from sbp_planner.choice.solver import solve
 
-#: Seconds of the limit that are kept for starting Python and writing the answer.
+#: Seconds of the limit that are kept for writing the answer and ending.
 _RESERVE_S = 1.0
 
+#: Part of the time that writing assignments may take.
+_WRITE_PART = 0.05
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    began = time.monotonic()
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Best:
+    """The best so far: its file, and the lines about it."""
+
+    def __init__(self, out: Path | None, began: float) -> None:
+        self.out = out
+        self.began = began
+        self.assignment: tuple[int, ...] | None = None
+        self.cost, self.bound = inf, -inf
+        self._written: tuple[int, ...] | None = None
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def keep(self, assignment: Sequence[int]) -> None:
+        """Keep an assignment; write it unless one was written just before."""
+        self.assignment = tuple(assignment)
+        now = time.monotonic()
+        if now >= self._next:
+            self.write()
+            done = time.monotonic()
+            self._next = done + (done - now) / _WRITE_PART
+
+    def write(self) -> None:
+        """Write the assignment if there is a file for it."""
+        with self._lock:
+            if self.out is not None and self.assignment not in (None, self._written):
+                write_assignment(self.out, self.assignment or ())
+                self._written = self.assignment
+
+    def report(self, cost: float, bound: float, _: float) -> None:
+        """Write a line of progress."""
+        self.cost, self.bound = cost, bound
+        words = f"cost {_number(cost)}  bound {_number(bound)}"
+        sys.stderr.write(f"{time.monotonic() - self.began:8.2f} s  {words}\n")
+        sys.stderr.flush()
+
+    def solution(self) -> ChoiceSolution:
+        """Return what is known, of a search that does not end."""
+        return ChoiceSolution(
+            assignment=self.assignment,
+            cost=self.cost,
+            bound=self.bound,
+            proved=False,
+            seconds=time.monotonic() - self.began,
+        )
+
+
+def main(arguments: Sequence[str] | None = None, began: float | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: In place of those of the command line.
+        began: When the time of the limit began, of `time.monotonic`, in s; None: now.
+    """
+    began = time.monotonic() if began is None else began
+    options = _options(arguments)
+    best = _Best(options.out, began)
+    try:
+        with _stopped_by_signals(lambda: _stop(best)):
+            problem = read_problem(options.instance)
+            left = options.time_limit - (time.monotonic() - began)
+            solution = solve(
+                problem,
+                time_limit_s=max(left - min(_RESERVE_S, 0.1 * left), 1e-3),
+                gap=options.gap,
+                progress=best.report,
+                keep=best.keep,
+            )
+            best.write()
+    except SbpError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    _say(solution, time.monotonic() - began)
+    return 0 if solution.assignment is not None else 1
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m sbp_planner.choice", description="Solve an instance of the IOPDDL contest."
     )
@@ -37,28 +122,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.time_limit > 0 or not options.gap >= 0:
         parser.error("--time-limit must be above 0, and --gap not below")
+    return options
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Have a thread of its own wait for signals: HiGHS may run for long without looking at any."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    done = threading.Event()
+
+    def wait() -> None:
+        while not done.is_set():
+            if signal.sigtimedwait(_STOPS, 0.2) is not None:
+                stop()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
     try:
-        problem = read_problem(options.instance)
-        left = options.time_limit - (time.monotonic() - began)
-        solution = solve(
-            problem,
-            time_limit_s=max(left - min(_RESERVE_S, 0.1 * left), 1e-3),
-            gap=options.gap,
-            progress=_report,
-        )
-        if options.out is not None and solution.assignment is not None:
-            write_assignment(options.out, solution.assignment)
-    except SbpError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write("\n".join(_lines(solution, time.monotonic() - began)) + "\n")
-    return 0 if solution.assignment is not None else 1
+        yield
+    finally:
+        done.set()
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _report(cost: float, bound: float, seconds: float) -> None:
-    words = f"{seconds:8.2f} s  cost {_number(cost)}  bound {_number(bound)}"
-    sys.stderr.write(f"{words}\n")
-    sys.stderr.flush()
+def _stop(best: _Best) -> None:
+    """Write and say what there is, and end; the second process sees that, and ends, too."""
+    best.write()
+    _say(best.solution(), time.monotonic() - best.began)
+    sys.stdout.flush()
+    os._exit(0 if best.assignment is not None else 1)
+
+
+def _say(solution: ChoiceSolution, seconds: float) -> None:
+    sys.stdout.write("\n".join(_lines(solution, seconds)) + "\n")
 
 
 def _lines(solution: ChoiceSolution, seconds: float) -> list[str]:
@@ -79,5 +176,17 @@ def _number(value: float) -> str:
     return str(int(value)) if value % 1 == 0 else repr(value)
 
 
+def _process_began() -> float:
+    """Return when this process began, of `time.monotonic`, in s; now, where that is not told."""
+    now = time.monotonic()
+    try:
+        # The 20th number after the name, which is in brackets, in ticks since the machine began.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+    return now - age
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(began=_process_began()))

@@ -1,24 +1,15 @@
-"""Improve an assignment tree by tree: many small changes at once, with prices for memory.
+"""Forests: some nodes are held such that the free ones form trees, drawn at random.
 
-Some nodes are held such that the free ones form trees. Given the held ones, the best strategies of
-a tree at present prices follow from two sweeps over it (dynamic programming), of all trees at once:
-
-    o---o   #===o      # held        each tree: what it costs more or less, and what bytes it frees
-        |   |   |      o, = trees               or takes; no edge joins two trees, so costs add up
+    o---o   #===o      # held        given the held ones, the best strategies of all trees follow
+        |   |   |      o, = trees    from two sweeps (dynamic programming); no edge joins two trees
     o---#---#   o
 
-A tree whose change costs less is taken if what it holds fits. Where memory is short a change that
-costs more may free what others make better use of: all that the prices call for are taken, first
-those that free memory, then the others while they fit; the costs alone decide whether that stays.
-
-Source: Hamze and de Freitas, "From fields to trees", UAI 2004 (trees given the rest, there drawn at
-random); Savchynskyy et al., "Getting feasible variable estimates from infeasible ones", 2012.
+Source: Hamze and de Freitas, "From fields to trees", UAI 2004.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,8 +70,8 @@ class Forest:
     uses: int = 0
 
 
-class TreeMoves:
-    """Improves assignments of one problem.
+class Forests:
+    """Draws forests of one problem.
 
     Args:
         compact: The problem.
@@ -98,72 +89,9 @@ class TreeMoves:
             self._around[v].append((u, number))
         self._forests: list[Forest] = []
         self._turn = 0
-        # Spans of each column: places in the order of columns.
-        self._span_order = np.argsort(compact.held_column, kind="stable")
-        columns = np.arange(len(compact.cost) + 1)
-        self._span_first = np.searchsorted(compact.held_column[self._span_order], columns)
 
-    def improve(self, values: Ints, prices: Floats) -> Ints:
-        """Return an assignment that costs no more, or exceeds capacities less, by one forest.
-
-        No row gets farther above its capacity than it is.
-
-        Args:
-            values: The strategy of each node.
-            prices: λ of each row, in cost a byte.
-        """
-        forest = self._next()
-        own = self._priced(prices)
-        proposed = self._best(forest, values, own)
-        changed = np.flatnonzero(proposed != values)
-        if not len(changed):
-            return values
-        trees, cost, priced = self._differences(forest, values, proposed, changed, own)
-        frees = np.flatnonzero((cost > 0) & (priced < 0))
-        others = np.flatnonzero(cost <= 0)
-        others = others[np.argsort(np.minimum(priced, cost)[others], kind="stable")]
-        spans = self._spans(forest, values, proposed, changed, trees)
-        usage = self.compact.excess(values)
-        order = np.concatenate([frees[np.argsort(priced[frees], kind="stable")], others])
-        room = _Room(usage, spans)
-        chosen = [tree for tree in order.tolist() if room.takes(tree)]
-        fits = not len(usage) or usage.max() <= 0
-        if fits and len(frees):
-            # What freed memory that nothing made use of is taken back, the dearest first.
-            dearest = frees[np.argsort(-cost[frees], kind="stable")].tolist()
-            needless = {tree for tree in dearest if tree in room.taken and room.returns(tree)}
-            chosen = [tree for tree in chosen if tree not in needless]
-            if cost[chosen].sum() >= 0:
-                room = _Room(usage, spans)
-                chosen = [tree for tree in others.tolist() if room.takes(tree)]
-        return _with(values, proposed, changed[np.isin(forest.tree[changed], trees[chosen])])
-
-    def drawn(self, values: Ints, prices: Floats, temperature: float) -> Ints:
-        """Return an assignment drawn at random, the more likely the less it costs, by one forest.
-
-        Each strategy's cost has noise added (Gumbel), as much as the temperature. No row gets
-        farther above its capacity than it is.
-
-        Args:
-            values: The strategy of each node.
-            prices: λ of each row, in cost a byte.
-            temperature: In terms of cost.
-        """
-        forest = self._next()
-        own = self._priced(prices)
-        noise = temperature * self.random.gumbel(size=len(own))
-        proposed = self._best(forest, values, own - noise)
-        changed = np.flatnonzero(proposed != values)
-        if not len(changed):
-            return values
-        trees, *_ = self._differences(forest, values, proposed, changed, own)
-        spans = self._spans(forest, values, proposed, changed, trees)
-        room = _Room(self.compact.excess(values), spans)
-        order = self.random.permutation(len(trees)).tolist()
-        chosen = [tree for tree in order if room.takes(tree)]
-        return _with(values, proposed, changed[np.isin(forest.tree[changed], trees[chosen])])
-
-    def _next(self) -> Forest:
+    def next(self) -> Forest:
+        """Return a forest, of some that are used in turn."""
         self._turn = (self._turn + 1) % _FORESTS
         if len(self._forests) < _FORESTS:
             self._forests.append(self._grown())
@@ -174,19 +102,14 @@ class TreeMoves:
         forest.uses += 1
         return forest
 
-    def _priced(self, prices: Floats) -> Floats:
-        compact = self.compact
-        if not len(prices):
-            return compact.cost
-        before = np.concatenate([[0.0], np.cumsum(prices)])
-        paid = compact.held_bytes * (before[compact.held_end] - before[compact.held_first])
-        own: Floats = compact.cost + np.bincount(
-            compact.held_column, paid, minlength=len(compact.cost)
-        )
-        return own
+    def best(self, forest: Forest, values: Ints, own: Floats) -> Ints:
+        """Return the best strategies of all trees, the rest held.
 
-    def _best(self, forest: Forest, values: Ints, own: Floats) -> Ints:
-        """Return the best strategies of all trees, the rest held."""
+        Args:
+            forest: The trees.
+            values: The strategy of each node.
+            own: Cost of each column.
+        """
         neighbour, column, entry, stride = forest.border
         total = own.copy()
         np.add.at(total, column, self.entries[entry + values[neighbour] * stride])
@@ -203,53 +126,6 @@ class TreeMoves:
                 choice = choice + self.entries[depth.entry + taken * depth.stride]
             result[depth.nodes] = first_least(choice, depth.first, lengths)
         return result
-
-    def _differences(
-        self, forest: Forest, values: Ints, proposed: Ints, changed: Ints, own: Floats
-    ) -> tuple[Ints, Floats, Floats]:
-        """Return the trees that change, what that costs more, and what at the prices."""
-        compact, flat = self.compact, self.compact.flat
-        trees, place = np.unique(forest.tree[changed], return_inverse=True)
-        old, new = compact.first[changed] + values[changed], compact.first[changed]
-        new = new + proposed[changed]
-        count = len(trees)
-        cost = np.bincount(place, compact.cost[new] - compact.cost[old], count).astype(np.float64)
-        priced = np.bincount(place, own[new] - own[old], count).astype(np.float64)
-        tree_place = np.full(int(forest.tree.max()) + 2, -1, dtype=np.int64)
-        tree_place[trees] = np.arange(len(trees))
-        # Of an edge one end may be held, whose tree is -1: its place is that of the other end.
-        ends = tree_place[forest.tree[flat.ends]].max(axis=1)
-        edges = np.flatnonzero(ends >= 0)
-        before, after = flat.chosen(values)[edges], flat.chosen(proposed)[edges]
-        more = self.entries[after] - self.entries[before]
-        added = np.bincount(ends[edges], more, count).astype(np.float64)
-        return trees, cost + added, priced + added
-
-    def _spans(
-        self, forest: Forest, values: Ints, proposed: Ints, changed: Ints, trees: Ints
-    ) -> list[tuple[Ints, Ints, Ints]]:
-        """Return for each tree the spans that change: first and end row, and bytes more."""
-        compact = self.compact
-        pieces = []
-        place = np.searchsorted(trees, forest.tree[changed])
-        for sign, strategies in ((-1, values), (1, proposed)):
-            column = compact.first[changed] + strategies[changed]
-            lengths = self._span_first[column + 1] - self._span_first[column]
-            spans = self._span_order[ragged(self._span_first[column], lengths)]
-            pieces.append(
-                np.stack(
-                    [
-                        np.repeat(place, lengths),
-                        compact.held_first[spans],
-                        compact.held_end[spans],
-                        sign * compact.held_bytes[spans],
-                    ]
-                )
-            )
-        every = np.concatenate(pieces, axis=1)
-        every = every[:, np.argsort(every[0], kind="stable")]
-        ends = np.searchsorted(every[0], np.arange(len(trees) + 1)).tolist()
-        return [(every[1, a:b], every[2, a:b], every[3, a:b]) for a, b in pairwise(ends)]
 
     def _grown(self) -> Forest:
         """Hold some nodes, at random, such that the others form small trees."""
@@ -365,57 +241,3 @@ class TreeMoves:
             parts.append((held, ragged(compact.first[nodes], sizes), entry, stride))
         held, column, entry, stride = (np.concatenate(part) for part in zip(*parts, strict=True))
         return held, column, entry, stride
-
-
-class _Room:
-    """The memory that changes of trees may take.
-
-    Args:
-        excess: Bytes of each row above its capacity.
-        spans: Of each tree the spans that change: first and end row, and bytes more.
-
-    Attributes:
-        taken: The trees that were taken.
-    """
-
-    def __init__(self, excess: Ints, spans: list[tuple[Ints, Ints, Ints]]) -> None:
-        self.excess = excess.copy()
-        self.most = np.maximum(excess, 0)
-        self.spans = spans
-        self.taken: set[int] = set()
-
-    def takes(self, tree: int) -> bool:
-        """Take the change of a tree if no row gets farther above its capacity than it was."""
-        fits = self._change(tree, 1)
-        if fits:
-            self.taken.add(tree)
-        return fits
-
-    def returns(self, tree: int) -> bool:
-        """Take a change back, on the same condition."""
-        fits = self._change(tree, -1)
-        if fits:
-            self.taken.discard(tree)
-        return fits
-
-    def _change(self, tree: int, sign: int) -> bool:
-        first, end, more = self.spans[tree]
-        if not len(first):
-            return True
-        low, high = int(first.min()), int(end.max())
-        change = np.zeros(high - low + 1, dtype=np.int64)
-        np.add.at(change, first - low, sign * more)
-        np.subtract.at(change, end - low, sign * more)
-        level = np.cumsum(change)[:-1]
-        after = self.excess[low:high] + level
-        if ((after > self.most[low:high]) & (level > 0)).any():
-            return False
-        self.excess[low:high] = after
-        return True
-
-
-def _with(values: Ints, proposed: Ints, changed: Ints) -> Ints:
-    """Return the values with some of the proposed ones."""
-    result = values.copy()
-    result[changed] = proposed[changed]
-    return result

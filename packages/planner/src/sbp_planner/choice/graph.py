@@ -220,6 +220,27 @@ class Graph:
                     touched.add(node)
         return touched
 
+    def misfits(self) -> list[tuple[int, Indices]]:
+        """Return the nodes with a strategy that does not fit even if all others hold the least.
+
+        Returns:
+            Node, and the strategies that may fit: none, if not even one does.
+        """
+        assert self.limit is not None
+        if not len(self.times):
+            return []
+        room = _Least(np.asarray(self.limit - np.cumsum(self.base)[:-1], dtype=np.int64))
+        found = []
+        for node, spans in enumerate(self.spans):
+            fits: NDArray[np.bool_] | None = None
+            for (first, end), usage in spans.items():
+                least = room.between(first, end)
+                if usage.max() > least:
+                    fits = (usage <= least) if fits is None else fits & (usage <= least)
+            if fits is not None:
+                found.append((node, np.flatnonzero(fits)))
+        return found
+
     def extend(self, strategies: dict[int, int]) -> list[int]:
         """Return the strategy of every node from those of the nodes that are left."""
         values = [0] * len(self.cost)
@@ -246,3 +267,21 @@ class Graph:
                 if len(place):
                     values[step.node] = int(place[0])
         return values
+
+
+class _Least:
+    """Least entries of stretches of an array, each in two steps, from those of powers of two."""
+
+    def __init__(self, values: Ints) -> None:
+        self._levels = [values]
+        width = 1
+        while 2 * width <= len(values):
+            last = self._levels[-1]
+            self._levels.append(np.minimum(last[:-width], last[width:]))
+            width *= 2
+
+    def between(self, first: int, end: int) -> int:
+        """Return the least entry from `first` on, before `end`."""
+        level = (end - first).bit_length() - 1
+        values = self._levels[level]
+        return int(min(values[first], values[end - (1 << level)]))

@@ -1,4 +1,4 @@
-"""The JSON of the IOPDDL contest: read a problem, write an assignment.
+"""The JSON of the IOPDDL contest: read and write a problem, write an assignment.
 
     {"problem": {"name": ..., "usage_limit": bytes,                                   (may lack)
                  "nodes": {"intervals": [[0, 7], ...],     half-open; [0, 0] holds no memory
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from itertools import chain
@@ -73,9 +74,51 @@ def read_problem(path: Path) -> ChoiceProblem:
     )
 
 
+def write_problem(path: Path, problem: ChoiceProblem) -> None:
+    """Write a problem as the contest has them, gzipped if the name ends in .gz.
+
+    Costs are rounded to whole numbers.
+
+    Raises:
+        SbpValueError: If the problem has ties, or no usages, which such a file cannot say.
+    """
+    if problem.ties or problem.usages is None or problem.intervals is None:
+        raise SbpValueError(
+            "it has ties" if problem.ties else "it has no usages",
+            where=problem.name,
+            accepted="a problem with usages, and without ties",
+        )
+
+    def plain(table: Floats) -> list[int]:
+        return [int(cost) for cost in np.rint(np.minimum(table, FORBIDDEN)).ravel()]
+
+    data: dict[str, Any] = {
+        "name": problem.name,
+        "nodes": {
+            "intervals": [list(interval) for interval in problem.intervals],
+            "costs": [plain(cost) for cost in problem.costs],
+            "usages": [own.tolist() for own in problem.usages],
+        },
+        "edges": {
+            "nodes": [list(edge) for edge in problem.edges],
+            "costs": [plain(cost) for cost in problem.edge_costs],
+        },
+    }
+    if problem.usage_limit is not None:
+        data["usage_limit"] = problem.usage_limit
+    content = json.dumps({"problem": data}).encode()
+    path.write_bytes(gzip.compress(content, 1) if path.suffix == ".gz" else content)
+
+
 def write_assignment(path: Path, assignment: Sequence[int]) -> None:
-    """Write the strategy index of each node as one JSON list."""
-    path.write_text(json.dumps([int(strategy) for strategy in assignment]) + "\n")
+    """Write the strategy index of each node as one JSON list; at no moment is there half of it."""
+    text = json.dumps([int(strategy) for strategy in assignment]) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text)  # a pipe or a device, which nothing may take the place of
+        return
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -42,11 +42,14 @@ _FEWEST_PAIRS = 200.0
 _MOST_PAIRS = 100_000.0
 
 #: Seconds for one integer program, at least and at most; by how much more after one in vain, and
-#: less after another; the part of them that is quick; the part of the time left that is enough.
+#: less after another; the part of them that is quick, and by how much more is freed after one that
+#: was very quick, or quick; the part of the time left that is enough.
 _SOLVE_S = (3.0, 30.0)
 _MORE_S = 1.1
 _LESS_S = 0.6
 _QUICK = 0.25
+_GROWTH = 1.6
+_LITTLE_GROWTH = 1.2
 _SOLVE_PART = 0.1
 
 #: Parts of all pairs that are kept, by the guide.
@@ -60,10 +63,10 @@ _LEAST_WEIGHT = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Merit:
-    """What is compared: forbidden pairs first, then bytes above capacity, then cost."""
+    """What is compared: forbidden pairs, then bytes above the capacities of all rows, then cost."""
 
     forbidden: int
-    excess: int
+    excess: float
     cost: float
 
 
@@ -175,7 +178,7 @@ class Neighbourhoods:
         pairs = compact.flat.entries[compact.flat.chosen(values)]
         good = allowed(pairs)
         forbidden = len(pairs) - int(good.sum())
-        excess = max(int(compact.excess(values).max(initial=0)), 0)
+        excess = float(np.maximum(compact.excess(values), 0).sum(dtype=np.float64))
         cost = float(compact.cost[compact.first[:-1] + values].sum() + pairs[good].sum())
         return Merit(
             forbidden=forbidden,
@@ -230,7 +233,8 @@ class Neighbourhoods:
         """Take a result over, if the assignment becomes better by it; return whether it did."""
         kind = self.kinds[proposal.kind % len(self.kinds)]
         if took_s < _QUICK * self.seconds:
-            kind.budget = min(kind.budget * 1.2, _MOST_PAIRS)
+            growth = _GROWTH if took_s < _QUICK**2 * self.seconds else _LITTLE_GROWTH
+            kind.budget = min(kind.budget * growth, _MOST_PAIRS)
         elif not result.optimal:
             kind.budget = max(kind.budget * 0.7, _FEWEST_PAIRS)
         gain, better = 0.0, False

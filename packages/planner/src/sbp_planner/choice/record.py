@@ -24,6 +24,9 @@ Mask = NDArray[np.bool_]
 #: Told (cost of the best assignment so far, lower bound so far, seconds since the start).
 Progress = Callable[[float, float, float], None]
 
+#: Told each better assignment, the strategy index of each node.
+Keep = Callable[[Sequence[int]], None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceSolution:
@@ -69,6 +72,7 @@ class Record:
         time_limit_s: float,
         gap: float,
         progress: Progress | None,
+        keep: Keep | None = None,
     ) -> None:
         self.problem = problem
         self.began = time.monotonic()
@@ -76,6 +80,7 @@ class Record:
         self.deadline = self.began + time_limit_s - min(_RESERVE_PART * time_limit_s, _RESERVE_S)
         self.gap = gap
         self.progress = progress
+        self.keep = keep
         self.best: list[int] | None = None
         self.cost = inf
         self.bound = -inf
@@ -99,6 +104,8 @@ class Record:
         found = evaluate(self.problem, assignment)
         if found.cost < self.cost:
             self.best, self.cost = assignment, found.cost
+            if self.keep is not None:
+                self.keep(assignment)
             self._report()
             self._compare()
 

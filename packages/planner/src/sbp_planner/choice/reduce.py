@@ -14,6 +14,7 @@ Applied until none applies any more (or time is up, which leaves a larger proble
     pair         for one strategy of one neighbour, a strategy dominated so is forbidden; often only
                  one is left for each, and the node follows
     rows         times at which all choices together fit are dropped
+    misfit       a strategy is dropped that does not fit even if all other nodes hold the least
 
     before  a --- b --- c        after  a === c     b eliminated
                   |                                 d has for each strategy of b a best one: follows
@@ -129,10 +130,7 @@ class _Reduction:
                 self.queued[node] = False
                 if self.graph.alive[node]:
                     self._visit(node)
-            touched = self.graph.drop_slack_rows() if self.graph.limit is not None else set()
-            for node in touched:
-                self.push(node)
-            if not touched or time.monotonic() >= self.deadline:
+            if time.monotonic() >= self.deadline or not self._look_at_memory():
                 break
         # Solvers rely on that what is left costs a finite amount, even if the time was up.
         for node, alive in enumerate(self.graph.alive):
@@ -140,6 +138,19 @@ class _Reduction:
                 self.graph.keep(node, np.flatnonzero(self.graph.cost[node] < np.inf))
         if self.graph.limit is not None:
             self.graph.drop_slack_rows()
+
+    def _look_at_memory(self) -> bool:
+        """Drop rows that fit, and strategies that do not; return whether there was any."""
+        graph = self.graph
+        if graph.limit is None:
+            return False
+        touched = graph.drop_slack_rows()
+        for node in touched:
+            self.push(node)
+        misfits = graph.misfits()
+        for node, kept in misfits:
+            self._keep(node, kept)
+        return bool(touched or misfits)
 
     def _visit(self, node: int) -> None:
         """Apply the first reduction that applies to a node; it is queued again if one did."""

@@ -32,9 +32,10 @@ import numpy as np
 
 from sbp_planner.choice.consistent import consistent
 from sbp_planner.choice.dual import DualAscent, ReducedCosts
-from sbp_planner.choice.forest import TreeMoves
 from sbp_planner.choice.graph import NothingAllowedError
+from sbp_planner.choice.moves import TreeMoves
 from sbp_planner.choice.neighbourhood import Neighbourhoods, Proposal
+from sbp_planner.choice.penalties import Penalties
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
 from sbp_planner.choice.record import Mask, Part, Record
@@ -78,8 +79,11 @@ _MESSAGES_SHARES = (0.1, 1.0)
 _MUCH = 0.03
 _NEAR_S = 2.0
 
-#: Times that prices are raised, at most, to make an assignment fit.
-_RAISES = 100
+#: Part of the time that messages have when a first assignment is looked for.
+_BEGIN_MESSAGES = 0.6
+
+#: Part of the time left in which an assignment is made to fit, at first.
+_FIRST_PART = 0.1
 
 #: Part of the time left in which an assignment without forbidden pairs is looked for.
 _CONSISTENT_PART = 0.4
@@ -111,9 +115,13 @@ class Search:
         self.dual.sweep()
         self.near = Neighbourhoods(part.compact, self.dual.decode() if begin is None else begin)
         self.trees = TreeMoves(part.compact, self.near.forbidden)
+        capacity = np.maximum(part.compact.capacity, 1)
+        usual = abs(self.dual.bound) / max(part.compact.num_nodes, 1)
+        usual /= capacity.mean() if len(capacity) else 1.0
+        self.penalties = Penalties(part.compact, self.trees, usual)
         self.random = np.random.default_rng(0)
-        # Cost a second that neighbourhoods, and annealing, have brought of late.
-        self.gains = np.zeros(2)
+        # Cost a second that neighbourhoods, annealing, and oscillation have brought of late.
+        self.gains = np.zeros(3)
         self.pairs = _PAIRS
         self.blocks = 0
         self.worker: Worker | None = None
@@ -127,15 +135,28 @@ class Search:
         # What trees have not made better.
         self._settled: Ints | None = None
 
+    def begin(self, until: float) -> None:
+        """Find an assignment, some time before `until` if it is easy to find.
+
+        Args:
+            until: Of `time.monotonic`, in s.
+        """
+        now = time.monotonic()
+        self._pass_messages(now + _BEGIN_MESSAGES * (until - now))
+        if not self.record.done:
+            self._fit(self.dual.decode(), until)
+            self._offer_near(force=True)
+
     def run(self) -> None:
         """Search until the best is proved or the time is up."""
         try:
+            if not self.near.fits:
+                self._fit(self.near.values, self.record.after(_FIRST_PART))
             self._pass_messages(self.record.after(_MESSAGES_PART))
+            self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             self._move_trees()
             if self.near.merit.forbidden:
                 self._avoid_forbidden()
-            if not self.near.fits:
-                self._press()
             share = _MESSAGES_SHARES[1]
             while not self.record.done:
                 began = time.monotonic()
@@ -158,14 +179,18 @@ class Search:
         """Search by trees, then by neighbourhoods or annealing, once or more."""
         while not self.record.done:
             self._move_trees()
-            weights = self.gains / self.gains.sum() if self.gains.any() else np.ones(2)
+            weights = self.gains / self.gains.sum() if self.gains.any() else np.ones(3)
             weights = np.maximum(weights, _LEAST_WEIGHT)
-            way = int(self.random.choice(2, p=weights / weights.sum()))
+            way = int(self.random.choice(3, p=weights / weights.sum()))
             before, began = self.near.merit, time.monotonic()
+            if not self.near.fits:
+                self._fit(self.near.values, self.record.after(_DRAWS_PART))
             if way == 0 or not self.near.fits:
                 self.near.step(self.record.deadline)
-            else:
+            elif way == 1 or not len(self.part.compact.capacity):
                 self._anneal()
+            else:
+                self._oscillate()
             gain = before.cost - self.near.merit.cost if before.excess == 0 else 0.0
             rate = max(gain, 0.0) / max(time.monotonic() - began, 0.05)
             self.gains[way] = _MEMORY * self.gains[way] + (1 - _MEMORY) * rate
@@ -247,29 +272,21 @@ class Search:
             self.near.replace_values(values)
             self._move_trees()
 
-    def _press(self) -> None:
-        """Raise prices of rows above their capacity until an assignment fits."""
-        compact, dual = self.part.compact, self.dual
-        if not len(compact.capacity):
-            return
-        capacity = np.maximum(compact.capacity, 1).astype(np.float64)
-        # A price that makes the memory of a row as dear as a node, for rows that have none.
-        usual = abs(dual.bound) / max(compact.num_nodes, 1) / capacity.mean()
-        dual.price = dual.prices
-        values = self.near.values
-        for _ in range(_RAISES):
-            if self.record.done or self.near.fits:
+    def _fit(self, values: Ints, until: float) -> None:
+        """Make an assignment fit by penalties, and then better by trees; keep it if it is good."""
+        before = self.near.merit
+        fitted = self.penalties.fitted(values, self.dual.prices, until)
+        for _ in range(_VAIN_FORESTS):
+            if time.monotonic() >= until:
                 break
-            decoded = dual.decode()
-            self.near.replace_values(decoded)
-            values = self.trees.improve(values, dual.price)
-            self.near.replace_values(values)
-            over = np.maximum(np.minimum(compact.excess(values), compact.excess(decoded)), 0)
-            over = over / capacity
-            dual.price = dual.price * (1 + np.minimum(4 * over, 1)) + usual * over
-            dual.sweep()
-        dual.price = dual.prices
-        self._offer_near(force=True)
+            fitted = self.trees.improve(fitted, self.dual.prices)
+        self.near.replace_values(fitted)
+        self._offer_near(force=before.excess > 0 and self.near.fits)
+
+    def _oscillate(self) -> None:
+        """Let the present assignment exceed capacities for a while."""
+        until = self.record.after(_DRAWS_PART)
+        self._fit(self.penalties.oscillated(self.near.values, self.dual.prices, until), until)
 
     def _guide(self) -> None:
         """Have the messages settle at the best prices; neighbourhoods follow what they say."""

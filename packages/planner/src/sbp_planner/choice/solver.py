@@ -22,7 +22,7 @@ from sbp_planner.choice.elimination import eliminated
 from sbp_planner.choice.graph import NothingAllowedError
 from sbp_planner.choice.problem import ChoiceProblem
 from sbp_planner.choice.program import solve_program
-from sbp_planner.choice.record import ChoiceSolution, Part, Progress, Record
+from sbp_planner.choice.record import ChoiceSolution, Keep, Part, Progress, Record
 from sbp_planner.choice.reduce import reduce_problem
 from sbp_planner.choice.search import Search
 
@@ -35,6 +35,11 @@ _REDUCE_PART = 0.4
 _FIRST_PART = 0.4
 _FIRST_S = 20.0
 
+#: Seconds for each pair, and the part of the time at most, in which an assignment is looked for
+#: before that program.
+_BEGIN_S = 1e-5
+_BEGIN_PART = 0.1
+
 
 def solve(
     problem: ChoiceProblem,
@@ -43,6 +48,7 @@ def solve(
     gap: float = 0.0,
     start: Sequence[int] | None = None,
     progress: Progress | None = None,
+    keep: Keep | None = None,
 ) -> ChoiceSolution:
     """Return the best assignment that is found in time, and a bound.
 
@@ -51,7 +57,8 @@ def solve(
         time_limit_s: Seconds after which the best so far is returned, > 0.
         gap: Stop when the assignment is proved to be within this part of the best one, >= 0.
         start: An assignment to begin with, feasible or not; the result is never worse.
-        progress: Told of each better assignment and bound.
+        progress: Told of each better cost and bound.
+        keep: Told each better assignment, for who may be stopped at any moment.
 
     Raises:
         SbpValueError: If a setting is out of range, or `start` is no assignment.
@@ -62,7 +69,7 @@ def solve(
             where=problem.name,
             accepted="seconds > 0, and a part >= 0",
         )
-    record = Record(problem, time_limit_s, gap, progress)
+    record = Record(problem, time_limit_s, gap, progress, keep)
     if start is not None:
         record.offer([int(strategy) for strategy in start])
     _run(record, start)
@@ -86,12 +93,18 @@ def _run(record: Record, start: Sequence[int] | None) -> None:
         part.offer(values)
         record.prove()
         return
+    search = Search(record, part, begin)
     if part.num_pairs <= _FEW_PAIRS:
+        # An assignment first: the program may find its own late.
+        now = time.monotonic()
+        search.begin(min(now + _BEGIN_S * part.num_pairs, record.after(_BEGIN_PART)))
+        if record.done:
+            return
         result = solve_program(
             part.compact,
             min(record.after(_FIRST_PART), time.monotonic() + _FIRST_S),
             record.gap,
-            begin,
+            part.projected(record.best),
             on_better=part.offer,
             on_bound=record.raise_bound,
         )
@@ -101,4 +114,4 @@ def _run(record: Record, start: Sequence[int] | None) -> None:
             record.prove()
         record.proved = record.proved or result.optimal
     if not record.done:
-        Search(record, part, begin).run()
+        search.run()

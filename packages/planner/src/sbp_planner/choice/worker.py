@@ -20,6 +20,9 @@ from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult, solve_program
 
+#: Seconds between two looks at whether the parent is still there.
+_LOOK_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
@@ -131,6 +134,13 @@ class Worker:
                 pass
 
 
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent has, even one that was killed."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
 def main() -> None:
     """Solve the tasks on stdin."""
     channel = os.fdopen(os.dup(1), "wb")
@@ -140,6 +150,7 @@ def main() -> None:
         pickle.dump(message, channel)
         channel.flush()
 
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     while True:
         try:
             task: Task = pickle.load(sys.stdin.buffer)

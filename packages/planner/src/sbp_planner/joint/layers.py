@@ -114,13 +114,14 @@ class TiedStep:
         return tuple(int(values[of]) for of in self.tied)
 
 
-def tie(problem: StepProblem) -> TiedStep:
+def tie(problem: StepProblem, groups: Sequence[ConversionGroup] | None = None) -> TiedStep:
     """Return a step with its equal layers decided alike.
 
     What it starts from is that of the first layer, unless layers that start apart are alike then.
 
     Args:
         problem: The step.
+        groups: Its conversions, if they are to have other costs.
     """
     first = list(range(len(problem.unary)))
     for alike in repeated(problem):
@@ -134,7 +135,7 @@ def tie(problem: StepProblem) -> TiedStep:
     # Equal layers share the tables of costs and the arrays of targets, so ids tell what is alike.
     counts: dict[tuple[object, ...], int] = {}
     found: dict[tuple[object, ...], ConversionGroup] = {}
-    for group in problem.groups:
+    for group in problem.groups if groups is None else groups:
         requests = tuple(
             Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
             for one in group.requests
@@ -152,15 +153,16 @@ def tie(problem: StepProblem) -> TiedStep:
     return TiedStep(unary=unary, start=start, groups=groups, tied=tied)
 
 
-def untied(problem: StepProblem) -> TiedStep:
+def untied(problem: StepProblem, groups: Sequence[ConversionGroup] | None = None) -> TiedStep:
     """Return a step with every variable by itself, in the form of `tie`.
 
     Args:
         problem: The step.
+        groups: Its conversions, if they are to have other costs.
     """
     return TiedStep(
         unary=problem.unary,
         start=problem.start,
-        groups=problem.groups,
+        groups=problem.groups if groups is None else groups,
         tied=tuple(range(len(problem.unary))),
     )

@@ -128,6 +128,24 @@ def stored_bytes(problem: StepProblem, values: Sequence[int]) -> int:
     return max(by_stage)
 
 
+def least_stored_bytes(problem: StepProblem) -> int:
+    """Return what the states of any assignment take at least on the fullest rank, in bytes.
+
+    Args:
+        problem: The step.
+    """
+    work = problem.work
+    by_stage = [0] * len(work.placements)
+    for entry in work.inputs:
+        if entry.kind in _STATES:
+            stage, tensor = work.stages.inputs[entry.name], work.graph.tensor(entry.name)
+            by_stage[stage] += min(
+                _bytes(tensor, sbp, work.mesh_shape(stage))
+                for sbp in problem.storage_entries[entry.name]
+            )
+    return max(by_stage)
+
+
 def _last_uses(problem: StepProblem, place: dict[str, int]) -> dict[str, int]:
     """Return the place of the last use of each value, also of what views look at."""
     work, graph = problem.work, problem.work.graph

@@ -7,31 +7,25 @@ On three axes a pointwise operator of three dims has some two hundred signatures
 hundred thousand conversions. Near what was found, a few dozen signatures are left, among which the
 search is as on two axes. It is repeated around what it finds, until nothing better is near.
 
-What is then proved is proved of these signatures alone. Of all there is a floor: each operator on
-the rank with the largest shard, at its fastest, without any boxing.
+What is then proved is proved of these signatures alone. Of all there is a bound: conversions that
+were not priced cost the least that such ones take (`sbp_core.infer.LeastPrices`), those that were
+what they do, and costs are moved until no assignment can cost less (`joint.group_bound`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import StepProblem
-from sbp_planner.joint.layers import repeated
+from sbp_core.infer import ConversionGroup, LeastPrices, StepProblem
+from sbp_planner.joint.group_bound import GroupBound
+from sbp_planner.joint.layers import repeated, tie, untied
 
 #: Conversions to be priced, above which signatures are left out.
 MAX_PRICES = 1_000_000
-
-
-def floor_s(problem: StepProblem) -> float:
-    """Return what operators take at least, in seconds of a step, whatever is boxed.
-
-    Args:
-        problem: The step, before anything of it is left out.
-    """
-    return float(sum(table.min() for table in problem.unary))
 
 
 def limited(problem: StepProblem, *, tied: bool = True, max_prices: int | None = None) -> bool:
@@ -64,6 +58,92 @@ def recentred(problem: StepProblem, values: Sequence[int], *, tied: bool) -> Ste
     return found
 
 
+def least_s(problem: StepProblem, cost_s: float, *, tied: bool, deadline: float) -> float:
+    """Return what no assignment of all signatures takes less than, in seconds of a step.
+
+    Args:
+        problem: The step with what was left of its signatures, priced.
+        cost_s: Of the best assignment that is known; there is no more to prove.
+        tied: Whether equal layers are decided alike.
+        deadline: Of `time.monotonic`, at which the bound so far is returned.
+    """
+    work = problem.work
+    whole = StepProblem(
+        work,
+        problem.decided(problem.start),
+        problem.axes,
+        problem.pins,
+        problem.kept,
+        prices=LeastPrices(work.placements, work.cluster),
+    )
+    priced = with_prices(whole, problem)
+    step = tie(whole, priced) if tied else untied(whole, priced)
+    return GroupBound(step).raised(cost_s, deadline=deadline)
+
+
+def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:
+    """Return the conversions of a problem, at what they cost in another where that has them.
+
+    Args:
+        whole: Priced from below.
+        part: The same step with some of the signatures.
+    """
+    places = _places(whole, part)
+    by_users = {_users(group): group for group in part.groups}
+    # Equal layers share tables, and go on to.
+    made: dict[tuple[int, ...], ConversionGroup] = {}
+    found = []
+    for group in whole.groups:
+        other = by_users.get(_users(group))
+        if other is not None:
+            requests = tuple(id(request.targets) for request in group.requests)
+            key = (id(group.costs), id(other.costs), *requests)
+            if key not in made:
+                made[key] = replace(group, costs=_overlaid(group, other, places))
+            group = replace(group, costs=made[key].costs)
+        found.append(group)
+    return found
+
+
+def _users(group: ConversionGroup) -> tuple[object, ...]:
+    """Return what tells the conversions of a value for some of its users from others."""
+    return group.value, *(request.variable for request in group.requests)
+
+
+def _overlaid(
+    group: ConversionGroup, part: ConversionGroup, places: Sequence[NDArray[np.int64]]
+) -> NDArray[np.float64]:
+    """Return the costs of a group, with those of a part of it in their places."""
+    column = np.zeros(part.costs.shape[1], dtype=np.int64)
+    for request, own in zip(group.requests, part.requests, strict=True):
+        at = places[request.variable] if request.variable >= 0 else slice(None)
+        column[own.targets] = request.targets[at]
+    costs = group.costs.copy()
+    block = np.ix_(places[group.source], column)
+    costs[block] = np.maximum(costs[block], part.costs)
+    return costs
+
+
+def _places(whole: StepProblem, part: StepProblem) -> list[NDArray[np.int64]]:
+    """Return for each variable the places of the values of a part among those of the whole."""
+    found: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(whole.unary)
+    options = _options(part)
+    for variable, of in _options(whole).items():
+        number = {one: place for place, one in enumerate(of)}
+        found[variable] = np.array([number[one] for one in options[variable]], dtype=np.int64)
+    return found
+
+
+def _options(problem: StepProblem) -> dict[int, Sequence[tuple[object, ...]]]:
+    """Return for each variable what its values are."""
+    options: dict[int, Sequence[tuple[object, ...]]] = {}
+    for name, variable in problem.node_variable.items():
+        options[variable] = problem.parts[name]
+    for name, variable in problem.storage_variable.items():
+        options[variable] = problem.storage_entries[name]
+    return options
+
+
 def near(problem: StepProblem, ties: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
     """Return for each variable the places of the values that differ on one axis at most.
 
@@ -71,11 +151,7 @@ def near(problem: StepProblem, ties: Sequence[Sequence[int]]) -> list[NDArray[np
         problem: The step, with a value of each variable that it starts from.
         ties: Variables that are alike, which have the values near what any of them starts from.
     """
-    options: dict[int, Sequence[tuple[object, ...]]] = {}
-    for name, variable in problem.node_variable.items():
-        options[variable] = problem.parts[name]
-    for name, variable in problem.storage_variable.items():
-        options[variable] = problem.storage_entries[name]
+    options = _options(problem)
     centres = {variable: {problem.start[variable]} for variable in options}
     for tied in ties:
         together = {problem.start[variable] for variable in tied}

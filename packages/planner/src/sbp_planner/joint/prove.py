@@ -73,6 +73,7 @@ def prove(
     *,
     gap: float = 0.0,
     deadline: float,
+    cutoff: float = np.inf,
 ) -> Proof:
     """Return a proof that an assignment is the cheapest, or a cheaper one and its proof.
 
@@ -82,8 +83,10 @@ def prove(
         values: A good assignment, such as of `minimise`: the better, the faster.
         gap: Share of its cost that is not worth a proof, >= 0.
         deadline: Of `time.monotonic`, at which the bound so far is returned.
+        cutoff: What is known elsewhere: assignments that cost no less do not matter, and a bound
+            that reaches it is a proof.
     """
-    return _Prover(sizes, factors, values, gap, deadline).run()
+    return _Prover(sizes, factors, values, gap, deadline, cutoff).run()
 
 
 class _Prover:
@@ -94,8 +97,10 @@ class _Prover:
         values: Sequence[int],
         gap: float,
         deadline: float,
+        cutoff: float,
     ) -> None:
         self.factors, self.gap, self.deadline = factors, gap, deadline
+        self.cutoff = cutoff
         self.best, self.cost = tuple(values), total_cost(factors, values)
         self.order = graph_order(sizes, [factor.variables for factor in factors])
         self.buckets = Buckets(sizes, [_dual_table(factor) for factor in factors])
@@ -103,7 +108,7 @@ class _Prover:
     @property
     def wanted(self) -> float:
         """The bound that is enough, and what costs more than is struck out."""
-        return self.cost * (1 - self.gap)
+        return min(self.cost, self.cutoff) * (1 - self.gap)
 
     def run(self) -> Proof:
         bound = -np.inf

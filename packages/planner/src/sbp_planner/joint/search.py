@@ -11,6 +11,9 @@
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
 without overlap; with equal layers alike, none that is so. Where signatures are too many, such as on
 three mesh axes, step 1 is repeated near what it finds (`joint.near`), and the bound is a floor.
+
+Where another variant of the step is known to take no more than some time (`joint.family`), what
+costs no less does not matter: a bound that reaches it ends the search (`cutoff_s`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from sbp_core.infer import (
     CostTables,
     PinValue,
     Pipelined,
+    SharedTables,
     joint_problem,
     minimise,
     strategy_of,
@@ -38,9 +42,9 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
 from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated, tie, untied
-from sbp_planner.joint.lifetime import Held, held, stored_bytes
+from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, stored_bytes
 from sbp_planner.joint.lower import lower_step
-from sbp_planner.joint.near import floor_s, limited, recentred
+from sbp_planner.joint.near import least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
 from sbp_planner.joint.prove import prove
 
@@ -125,30 +129,43 @@ def plan_jointly(
         ConfigError: a pin cannot be meant.
         PlanError: nothing that was found fits; says what was.
     """
-    return _Search(request, settings, limit_bytes, pins or {}, stages).run()
+    return JointSearch(request, settings, limit_bytes, pins or {}, stages).run()
 
 
-class _Search:
+class JointSearch:
+    """The search for one graph; arguments as of `plan_jointly`.
+
+    Args:
+        tables: Shared with searches for other variants of the step.
+    """
+
     def __init__(
         self,
         request: PlanRequest,
         settings: JointSettings,
         limit_bytes: float,
         pins: Mapping[str, PinValue],
-        stages: Pipelined | None,
+        stages: Pipelined | None = None,
+        *,
+        tables: SharedTables | None = None,
     ) -> None:
         self.request, self.settings, self.limit_bytes = request, settings, limit_bytes
         self.stages = stages
         self._say("posing all mesh axes as one problem", 0.0)
         quiet = replace(request, progress=None)
         self.problem = joint_problem(
-            quiet, pins=pins, stages=stages.stages if stages is not None else None
+            quiet,
+            pins=pins,
+            stages=stages.stages if stages is not None else None,
+            tables=tables,
         )
+        #: What plans take at least: the states, however they are stored.
+        self.least_stored_bytes = least_stored_bytes(self.problem)
+        #: Whether some signatures are not looked at, and how many there are.
+        self.num_signatures = sum(self.problem.sizes)
+        self.is_limited = limited(self.problem, tied=settings.tied)
         #: What all signatures together take at least, if some of them are not looked at.
-        self.floor_s: float | None = None
-        num_signatures, floor = sum(self.problem.sizes), floor_s(self.problem)
-        if limited(self.problem, tied=settings.tied):
-            self.floor_s, self.num_signatures = floor, num_signatures
+        self.least_s = 0.0
         self.by_axis_s = self.problem.cost(self.problem.start)
         self.step = tie(self.problem) if settings.tied else untied(self.problem)
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
@@ -156,26 +173,67 @@ class _Search:
         self.least_bytes = inf
         self.priced: PricedMemory | None = None
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether not even the states fit, however they are stored."""
+        return self.least_stored_bytes > self.limit_bytes
+
     def run(self) -> Strategy:
-        free = self.free()
-        if self.floor_s is not None:
-            free = self.around(free)
+        """Return the fastest strategy that was found and fits.
+
+        Raises:
+            PlanError: nothing fits, or nothing fulfils the pins.
+        """
+        free = self.cheapest()
+        best = self.fitting(free)
+        if best is None:
+            raise self.refusal(
+                "raise trainer.micro_batches, recompute (compile.passes.recompute), or take more "
+                "ranks"
+            )
+        return self.reported(best, free)
+
+    def cheapest(self, cutoff_s: float = inf) -> Assigned:
+        """Return the cheapest assignment whatever memory it takes, and a bound of all.
+
+        Args:
+            cutoff_s: Once the bound is no less than this, the assignment does not matter.
+
+        Raises:
+            PlanError: nothing fulfils the pins.
+        """
+        free = self.free(cutoff_s)
+        if self.is_limited:
+            if free.bound_s < cutoff_s:
+                free = self.around(free)
+            self._say("proving that no other signatures cost less", 0.5)
+            self.least_s = least_s(
+                self.problem,
+                min(self.problem.cost(free.values), cutoff_s),
+                tied=self.settings.tied,
+                deadline=monotonic() + self.settings.time_limit_s,
+            )
+        return free
+
+    def bound_s(self, free: Assigned) -> float:
+        """Return what all assignments take at least, also those that were not looked at."""
+        return min(self.least_s, free.bound_s) if self.is_limited else free.bound_s
+
+    def fitting(self, free: Assigned, cutoff_s: float = inf) -> Values | None:
+        """Return the fastest assignment that was found and fits; None if there is none.
+
+        Args:
+            free: The cheapest of all.
+            cutoff_s: What costs no less is not looked for.
+        """
+        if self.is_hopeless:
+            return None
         # What does not fit with its states alone need not be compiled.
         stored = stored_bytes(self.problem, free.values)
         first = self.compiled(free.values) if stored <= self.limit_bytes else None
         if first is not None and first.fits:
-            return self.reported(free.values, free)
-        best = self.within_memory(free.values, first)
-        if best is None:
-            raise PlanError(
-                f"no plan that was found fits the {format_bytes(self.limit_bytes)} of a rank: "
-                f"the least needs {format_bytes(self.least_bytes)}",
-                where=f"planner {self.settings.planner}",
-                accepted=f"{self.settings.limit_key} >= {self.least_bytes:.0f}",
-                todo="raise trainer.micro_batches, recompute (compile.passes.recompute), or "
-                "take more ranks",
-            )
-        return self.reported(best, free)
+            return free.values
+        return self.within_memory(free.values, first, cutoff_s)
 
     def around(self, free: Assigned) -> Assigned:
         """Look near what was found near an assignment, while that gains something.
@@ -195,8 +253,8 @@ class _Search:
                 break
         return free
 
-    def free(self) -> Assigned:
-        """Return the cheapest assignment whatever memory it takes, and a bound.
+    def free(self, cutoff_s: float = inf) -> Assigned:
+        """Return the cheapest assignment of those that are looked at, and their bound.
 
         Raises:
             PlanError: nothing fulfils the pins.
@@ -205,17 +263,28 @@ class _Search:
         ends = monotonic() + settings.time_limit_s
         self._say("eliminating operators on all mesh axes", 0.1)
         tables = CostTables(step, max_entries=MAX_DIRECT_ENTRIES)
-        found = minimise(tables.sizes, tables.factors, tables.start, max_entries=MAX_ENTRIES)
-        self._say("proving that no assignment costs less", 0.3)
-        start, gap = found.values, settings.gap
+        start: Values = tuple(tables.start)
+        gap = settings.gap
         deadline = ends - (1 - _PROOF_SHARE) * settings.time_limit_s
-        proof = prove(tables.sizes, tables.factors, start, gap=gap, deadline=deadline)
+        wanted = cutoff_s * (1 - gap)
+        if wanted < inf:
+            proof = prove(
+                tables.sizes, tables.factors, start, gap=gap, deadline=deadline, cutoff=cutoff_s
+            )
+            if proof.bound >= wanted:
+                return Assigned(values=step.expanded(proof.values), bound_s=proof.bound)
+            start = proof.values
+        start = minimise(tables.sizes, tables.factors, start, max_entries=MAX_ENTRIES).values
+        self._say("proving that no assignment costs less", 0.3)
+        proof = prove(
+            tables.sizes, tables.factors, start, gap=gap, deadline=deadline, cutoff=cutoff_s
+        )
         values = step.expanded(proof.values)
         cost, bound = problem.cost(values), proof.bound
         # What it started from is not alike in layers that inference decided apart.
         if problem.cost(problem.start) < cost:
             values, cost = tuple(problem.start), problem.cost(problem.start)
-        if proof.gap <= gap or monotonic() > ends:
+        if proof.gap <= gap or bound >= wanted or monotonic() > ends:
             return self._allowed(Assigned(values=values, bound_s=min(bound, cost)))
         lowered = lower_step(step)
         pairs = sum(table.size for table in lowered.choice.edge_costs)
@@ -243,12 +312,34 @@ class _Search:
             )
         return found
 
-    def within_memory(self, free: Values, first: Compiled | None) -> Values | None:
+    def refusal(self, todo: str) -> PlanError:
+        """Return the error of a limit that nothing keeps to, once that is known.
+
+        Args:
+            todo: What to do about it.
+        """
+        limit = format_bytes(self.limit_bytes)
+        what = f"no plan that was found fits the {limit} of a rank: the least needs "
+        accepted, least = ">=", self.least_bytes
+        if self.is_hopeless:
+            what = f"no plan fits the {limit} of a rank: the states alone need at least "
+            accepted, least, todo = ">", float(self.least_stored_bytes), "take more ranks"
+        return PlanError(
+            f"{what}{format_bytes(least)}",
+            where=f"planner {self.settings.planner}",
+            accepted=f"{self.settings.limit_key} {accepted} {least:.0f}",
+            todo=todo,
+        )
+
+    def within_memory(
+        self, free: Values, first: Compiled | None, cutoff_s: float = inf
+    ) -> Values | None:
         """Return the fastest plan that fits, of limits that close in on where plans fit.
 
         Args:
             free: The fastest of all.
             first: Its plan, which does not fit; None if it was not compiled.
+            cutoff_s: What costs no less need not be compiled.
         """
         flight = self.stages.in_flight if self.stages is not None else ()
         counted = held(self.problem, self.limit_bytes, flight)
@@ -272,6 +363,10 @@ class _Search:
                 # Nothing holds so little; or it is what a lower limit led to.
                 below = wanted
                 wanted = (below + above) / 2
+            elif self.problem.cost(values) >= cutoff_s:
+                # What fits would have to hold more, to cost less.
+                below = wanted
+                wanted = (below + above) / 2
             else:
                 compiled = self.compiled(values)
                 peak = counted.peak_bytes(values)
@@ -289,7 +384,8 @@ class _Search:
         if self.priced is not None:
             # What holds least is the last hope, and what the message speaks of.
             leanest = self.priced.leanest()
-            return leanest if self.compiled(leanest).fits else None
+            if self.problem.cost(leanest) < cutoff_s and self.compiled(leanest).fits:
+                return leanest
         return None
 
     def within(self, memory: Held) -> Values | None:
@@ -338,9 +434,7 @@ class _Search:
         """
         problem = self.problem
         cost, by_axis = problem.cost(best), self.by_axis_s
-        bound = min(free.bound_s, cost)
-        if self.floor_s is not None:
-            bound = min(self.floor_s, bound)
+        bound = min(self.bound_s(free), cost)
         gap = (cost - bound) / cost if cost > 0 else 0.0
         tied = ", equal layers alike," if self.settings.tied else ""
         lines = [
@@ -348,12 +442,12 @@ class _Search:
             f"{format_seconds(by_axis)} axis by axis; no assignment{tied} takes less than "
             f"{format_seconds(bound)} (gap {gap:.2%})"
         ]
-        if self.floor_s is not None:
+        if self.is_limited:
             lines.append(
                 f"  {self.num_signatures} signatures are too many: {sum(problem.sizes)} are looked "
                 f"at, which differ on one mesh axis from what was found; none of these takes less "
-                f"than {format_seconds(min(free.bound_s, cost))}, and all others at least the time "
-                "of the operators alone"
+                f"than {format_seconds(min(free.bound_s, cost))}, and all others are bounded by "
+                "what conversions take at least"
             )
         if best != free.values:
             lines.append(
@@ -363,7 +457,7 @@ class _Search:
                 "compiled"
             )
         report: dict[str, Any] = {
-            **({"bound_near_s": min(free.bound_s, cost)} if self.floor_s is not None else {}),
+            **({"bound_near_s": min(free.bound_s, cost)} if self.is_limited else {}),
             "cost_s": cost,
             "cost_by_axis_s": by_axis,
             "bound_s": bound,

@@ -138,6 +138,19 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
     groups = step.source[0].groups(*step.axes)
     if len(groups[0]) < 2:
         return ()
+    alike = zip(rank_groups(groups, group_sizes), _sizes(step, groups), strict=True)
+    return tuple(dict.fromkeys(alike))
+
+
+def rank_groups(
+    groups: tuple[tuple[int, ...], ...], group_sizes: tuple[int, ...]
+) -> list[RankGroup]:
+    """Return how groups lie on a machine that do a collective at the same time.
+
+    Args:
+        groups: The ranks of each.
+        group_sizes: See `Cluster`.
+    """
     # How many groups of the step have a rank on a node: so many share its links at once. Likewise
     # of each other level.
     #
@@ -147,9 +160,8 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
         Counter(number for ranks in groups for number in {rank // size for rank in ranks})
         for size in group_sizes
     ]
-    sizes = _sizes(step, groups)
-    found: dict[tuple[RankGroup, int], None] = {}
-    for ranks, size in zip(groups, sizes, strict=True):
+    found = []
+    for ranks in groups:
         memberships = []
         for num_ranks, at_once in zip(group_sizes, neighbours, strict=True):
             at = [rank // num_ranks for rank in ranks]
@@ -162,8 +174,8 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
                     tuple(numbers[node] for node in at), max(at_once[node] for node in numbers)
                 )
             )
-        found[RankGroup.of(memberships), size] = None
-    return tuple(found)
+        found.append(RankGroup.of(memberships))
+    return found
 
 
 def _sizes(step: BoxingStep, groups: tuple[tuple[int, ...], ...]) -> list[int]:

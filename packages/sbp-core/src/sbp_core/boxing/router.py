@@ -5,9 +5,20 @@ one `BoxingStep`: a collective on one mesh axis or on several merged ones, a loc
 or a `TRANSFER`, which does anything at once, point to point. Routes are compared by
 
 1. exact bytes over all ranks;
-2. transient memory (`boxing.memory`);
-3. effort: as few transfers as possible, then collectives, then local steps;
-4. the order of enumeration, which is the same in every process.
+2. if asked for, the bytes between the two placements;
+3. transient memory (`boxing.memory`);
+4. effort: as few transfers as possible, then collectives, then local steps;
+5. the order of enumeration, which is the same in every process.
+
+From a whole tensor on one stage of a pipeline to a whole one on the next, a single transfer sends
+as many bytes as a transfer of parts and an all-gather on the other side:
+
+    (B) on 0-7 -> (B) on 8-15      transfer 8 T
+    with the fewest between them   slice 0, transfer T, all-gather 7 T
+
+The second is the faster one where links between the stages are slow and those inside fast;
+`cost.fastest_route` compares both on a machine (source: Narayanan et al. 2021, section 4.1, the
+scatter/gather optimisation).
 
 Here are the ways in, and the steps of the answer. What the answer depends on is
 `boxing.routing.problem`, the states `boxing.routing.layout`, what each step moves
@@ -30,7 +41,14 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, check_sbp
 
 
-def route(shape: Sequence[int], dtype: str, source: State, target: State) -> Route:
+def route(
+    shape: Sequence[int],
+    dtype: str,
+    source: State,
+    target: State,
+    *,
+    fewest_between: bool = False,
+) -> Route:
     """Find the best route of a logical tensor: the fewest bytes, then the least memory and effort.
 
     All nd-SBPs of both placements are searched if they are few enough: up to 700 of each, such as
@@ -42,6 +60,8 @@ def route(shape: Sequence[int], dtype: str, source: State, target: State) -> Rou
         dtype: Its dtype name, such as `float32`.
         source: (placement, nd-SBP) before.
         target: (placement, nd-SBP) after; the placements may share all, some or no ranks.
+        fewest_between: Whether, of routes with the fewest bytes, those are preferred that move the
+            fewest from one placement to the other, and the rest inside of the two.
 
     Returns:
         The route; without steps if source and target are the same. Cached.
@@ -50,7 +70,7 @@ def route(shape: Sequence[int], dtype: str, source: State, target: State) -> Rou
         SbpValueError: no such dtype, an nd-SBP does not fit the shape or mesh, or the dtype has no
             such partial values.
     """
-    return _route(tuple(shape), dtype, source, target)
+    return _route(tuple(shape), dtype, source, target, fewest_between)
 
 
 def conversion_bytes(
@@ -59,28 +79,30 @@ def conversion_bytes(
     """Return the bytes of the route between two nd-SBPs on one placement, summed over ranks."""
     if source == target:
         return 0
-    return _route(tuple(shape), dtype, (placement, source), (placement, target)).bytes
+    return route(shape, dtype, (placement, source), (placement, target)).bytes
 
 
 @lru_cache(maxsize=65536)
-def _route(shape: tuple[int, ...], dtype: str, source: State, target: State) -> Route:
+def _route(
+    shape: tuple[int, ...], dtype: str, source: State, target: State, fewest_between: bool
+) -> Route:
     for placement, sbp in (source, target):
         check_sbp(shape, sbp, placement.mesh_shape)
         check_reductions(dtype, sbp)
     steps: tuple[BoxingStep, ...] = ()
     if source != target:
-        steps = _steps(shape, dtype, source, target)
+        steps = _steps(shape, dtype, source, target, fewest_between)
     return Route(shape=shape, dtype=dtype, source=source, target=target, steps=steps)
 
 
 def _steps(
-    shape: tuple[int, ...], dtype: str, source: State, target: State
+    shape: tuple[int, ...], dtype: str, source: State, target: State, fewest_between: bool
 ) -> tuple[BoxingStep, ...]:
     """Return the steps of the best path between two different states."""
     problem, naming = pose_problem(shape, source, target)
     steps: list[BoxingStep] = []
     state = source
-    for edge, codes in _solve(problem):
+    for edge, codes in _solve(problem, fewest_between):
         placement = target[0] if edge.crosses else state[0]
         after = (placement, naming.sbp(codes))
         steps.append(
@@ -99,11 +121,12 @@ def _steps(
 
 
 @lru_cache(maxsize=65536)
-def _solve(problem: RoutingProblem) -> tuple[tuple[Edge, Codes], ...]:
+def _solve(problem: RoutingProblem, fewest_between: bool) -> tuple[tuple[Edge, Codes], ...]:
     """Return the best path: each step, and the state that it leads to."""
     steps = tables(*problem.table_arguments)
     start, end = steps.numbers(problem.source, problem.target)
-    return tuple((edge, steps.codes(edge.target)) for edge in shortest_path(steps, start, end))
+    path = shortest_path(steps, start, end, fewest_between=fewest_between)
+    return tuple((edge, steps.codes(edge.target)) for edge in path)
 
 
 def clear_routes(*, meshes: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Compile: graph and strategy -> `PhysicalPlan`.
 
 In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `backward_parts`,
-`segments` (with `levels`, `program`, `cuts`, `instructions`, `registers`), `donation` (with
-`dataflow`, `overwriting`), `commit`, `order` (with `turns`, `token_game`). `early_receives` says
-what a thread asks for ahead of that.
+`segments` (with `levels`, `program`, `cuts`, `offload`, `instructions`, `registers`), `donation`
+(with `dataflow`, `overwriting`), `commit`, `order` (with `turns`, `token_game`). `early_receives`
+says what a thread asks for ahead of that.
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -30,9 +30,10 @@ from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
 from sbp_core.compile.early_receives import early_receives
 from sbp_core.compile.items import Lowered
-from sbp_core.compile.legality import check_strategy
+from sbp_core.compile.legality import check_strategy, offloadable
 from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies, owner_of
 from sbp_core.compile.order import order_firings
 from sbp_core.compile.overwriting import first_overwrites, is_in_place, written_arguments
 from sbp_core.compile.physical import (
@@ -52,9 +53,11 @@ from sbp_core.strategy import Strategy
 
 __all__ = [
     "COMMIT",
+    "FETCH_THREAD",
     "LOCAL_BOX",
     "OVERWRITE",
     "PLAN",
+    "STORE_THREAD",
     "Accumulate",
     "Actor",
     "ActorId",
@@ -83,7 +86,9 @@ __all__ = [
     "keys_in",
     "keys_out",
     "lower",
+    "offloadable",
     "order_firings",
+    "owner_of",
     "to_json",
     "written_arguments",
 ]
@@ -101,12 +106,15 @@ def compile_plan(
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     options = options or CompileOptions()
-    lowered = bucket(graph, lower(graph, strategy), options.bucket_bytes, options.cluster)
+    lowered = bucket(
+        graph, lower(graph, strategy, options.cluster), options.bucket_bytes, options.cluster
+    )
     if strategy.splits_backward:
         lowered = split_backward(lowered)
     elif options.input_gradients_first:
         lowered = split_backward(lowered, waited_for(lowered))
     plan = form_plan(graph, strategy, lowered, options)
+    plan = bound_copies(plan, options.offload_in_flight)
     if options.in_place_states:
         plan = donate_states(plan)
     plan = insert_commit(plan, boxing_thread(options), options.cluster)

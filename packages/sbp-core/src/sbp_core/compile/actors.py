@@ -123,9 +123,12 @@ class Compute(_Maker):
 
     Args:
         instructions: In order.
+        donated: Keys among `inputs` that it may write over: copies of offloaded states that nobody
+            else takes.
     """
 
     instructions: tuple[Instruction, ...]
+    donated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,9 @@ soon as nothing of its segment looks at the old value any more, and what boxing 
 firing (`overwriting`). No update begins before the commit of the step (`commit`), by which all that
 is not an update is through on every rank: so whoever needs an old value without needing an update
 has had it, on whatever thread or rank.
+
+A copy of an offloaded state (`offload`) that one segment alone takes is given to it likewise: the
+new value, which is stored then, lies where the copy was.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from sbp_core.compile.dataflow import (
     memory_of_states,
     successors,
 )
+from sbp_core.compile.offload import fetched_keys
 from sbp_core.compile.overwriting import Overwriting
-from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import Phase, Rate
 
 #: Stands before the name of a state for the memory of its new value.
@@ -58,8 +62,12 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
     rewriting = Overwriting(plan_memory.of_keys)
     # Ranks that share their actors go on to do so.
     known = {id(part.actors): part.actors for part in plan.ranks}
+    donated = {id(part.actors): _donated(part) for part in plan.distinct}
     changed = {
-        key: tuple(_overwriting(actor, writers, rewriting) for actor in actors)
+        key: tuple(
+            _overwriting(actor, writers, rewriting, donated[key].get(actor.name, ()))
+            for actor in actors
+        )
         for key, actors in known.items()
     }
     ranks = tuple(replace(part, actors=changed[id(part.actors)]) for part in plan.ranks)
@@ -90,6 +98,9 @@ class _Memory:
         few = plan.distinct
         states = {slot.name for part in few for slot in part.slots if slot.sbp is not None}
         seeds: dict[str, set[str]] = {name: {name} for name in states}
+        for part in few:
+            for actor in part.actors:
+                seeds |= {key: {key} for key in fetched_keys(actor)}
         written = {pair for part in few for actor in part.actors for pair in actor.writes}
         for state, key in written:
             seeds.setdefault(key, set()).add(f"{_NEW}{state}")
@@ -142,10 +153,28 @@ def _is_read_late(
     return any(not own <= downstream(flow, {name}) for name in others)
 
 
-def _overwriting(actor: Actor, writers: Mapping[str, set[str]], rewriting: Overwriting) -> Actor:
-    """Return an actor that overwrites those of its states that it may."""
+def _donated(part: RankPlan) -> dict[str, tuple[str, ...]]:
+    """Return for each actor the copies of offloaded states that it alone takes."""
+    found: dict[str, tuple[str, ...]] = {}
+    for register in part.registers:
+        fetched = fetched_keys(part.by_name[register.producer])
+        if len(register.consumers) == 1 and fetched:
+            (name,) = register.consumers
+            keys = tuple(key for key in register.keys if key in fetched)
+            found[name] = (*found.get(name, ()), *keys)
+    return found
+
+
+def _overwriting(
+    actor: Actor,
+    writers: Mapping[str, set[str]],
+    rewriting: Overwriting,
+    donated: tuple[str, ...],
+) -> Actor:
+    """Return an actor that overwrites those of its states and of what it takes that it may."""
     taken = tuple(state for state, _ in actor.writes if actor.name in writers.get(state, ()))
-    if not taken or isinstance(actor, Send):
+    if not (taken or donated) or isinstance(actor, Send):
         return actor
-    changed = replace(actor, in_place=taken)
-    return rewriting.of(changed) if isinstance(changed, Compute) else changed
+    if not isinstance(actor, Compute):
+        return replace(actor, in_place=taken) if taken else actor
+    return rewriting.of(replace(actor, in_place=taken, donated=donated))

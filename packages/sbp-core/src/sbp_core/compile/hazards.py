@@ -245,7 +245,8 @@ class _Lookers:
         actor_id = part.rank, actor.name
         made: _Places
         if isinstance(actor, Compute):
-            made = self._compute(actor_id, actor, taken) if taken or actor.in_place else {}
+            is_writer = bool(actor.in_place or actor.donated)
+            made = self._compute(actor_id, actor, taken) if taken or is_writer else {}
         elif isinstance(actor, Accumulate):
             self._note(actor_id, taken.values(), 0)
             # The part of the last micro-batch is handed on as it is.
@@ -311,7 +312,7 @@ class _Lookers:
         """Note what a segment looks at; return the memory of what leaves it."""
         # Ranks share their instructions, which the plan keeps alive.
         shared = tuple(map(id, actor.instructions)), frozenset(taken)
-        what = (*shared, keys_out(actor), actor.writes, actor.in_place)
+        what = (*shared, keys_out(actor), actor.writes, actor.in_place, actor.donated)
         if what not in self._segments:
             self._segments[what] = SegmentHazards(actor, taken, actor_id[0])
         segment = self._segments[what]

@@ -47,9 +47,10 @@ class SegmentHazards:
         self.last: dict[str, int] = {}
         self.overwrites: dict[str, int] = {}
         #: How often the memory of a state has been overwritten.
-        self._versions = dict.fromkeys(actor.in_place, 0)
+        self._versions = dict.fromkeys((*actor.in_place, *actor.donated), 0)
         #: For each key in whose memory it lies, and what was written there when it was made.
-        self._lies = {name: frozenset({(name, 0)}) for name in (*names, *actor.in_place)}
+        own = (*names, *actor.in_place, *actor.donated)
+        self._lies = {name: frozenset({(name, 0)}) for name in own}
         #: What instructions have written over states.
         new: set[str] = set()
         for at, entry in enumerate(actor.instructions):
@@ -65,6 +66,11 @@ class SegmentHazards:
                 for key in keys:
                     lies |= self._lies.get(key, frozenset())
                 self._lies |= dict.fromkeys(entry.outputs, lies)
+        for key in keys_out(actor):
+            # Of what it is given nobody else has the old value.
+            for name, version in self._lies.get(key, ()):
+                if name in actor.donated and version != self._versions[name]:
+                    raise self._error(f"{key!r} is handed on when {name!r} has been overwritten")
         at = len(actor.instructions)
         for state, key in actor.writes:
             is_there = key in new and self._lies[key] == {(state, self._versions.get(state))}

@@ -15,10 +15,11 @@ from types import MappingProxyType
 
 from sbp_core.compile.actors import Instruction
 from sbp_core.compile.items import Item, ItemKind
+from sbp_core.compile.offload import owner_of
 from sbp_core.compile.packing import pack_instructions, unpack_instructions
 from sbp_core.compile.program import Program
-from sbp_core.graph.ir import Argument, Node, Ref, map_refs
-from sbp_core.graph.primitives import ALIAS, LOCAL_BOX
+from sbp_core.graph.ir import Argument, Node, Ref, Symbol, map_refs
+from sbp_core.graph.primitives import ALIAS, LOCAL_BOX, TO_DEVICE, TO_HOST
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.localize import localize
 from sbp_core.signatures.rule import LocalProgram
@@ -57,7 +58,7 @@ class Instructions:
         self._calls: dict[frozenset[int], tuple[Item, ...]] = {}
 
     def of(self, rank: int, item: Item) -> tuple[Instruction, ...]:
-        """Return what one rank executes for an op, a local boxing step, a pack or an unpack."""
+        """Return what one rank executes for an op, a local boxing step, a packing or a copy."""
         if item.node is None:
             key = (item.name, 0)
             if key not in self._made:
@@ -106,6 +107,24 @@ class Instructions:
         if item.kind is ItemKind.LOCAL:
             args = (Ref(item.inputs[0]), self._program.step_index[item.name])
             yield Instruction(op=LOCAL_BOX, args=args, outputs=item.outputs, node=item.name)
+            return
+        if item.kind is ItemKind.FETCH:
+            device = self._program.strategy.stages[item.stage].device
+            yield Instruction(
+                op=TO_DEVICE,
+                args=(Ref(item.inputs[0]),),
+                kwargs={"device": Symbol("device", device)},
+                outputs=item.outputs,
+                node=f"{owner_of(item.inputs[0])}.update.fetch",
+            )
+            return
+        if item.kind is ItemKind.STORE:
+            yield Instruction(
+                op=TO_HOST,
+                args=tuple(map(Ref, item.inputs)),
+                outputs=item.outputs,
+                node=f"{owner_of(item.inputs[0])}.update.store",
+            )
             return
         assert item.packed is not None, "a pack and an unpack have a layout"
         if item.kind is ItemKind.PACK:

@@ -25,6 +25,8 @@ class ItemKind(StrEnum):
     COLLECTIVE = "collective"
     TRANSFER = "transfer"
     ACCUMULATE = "accumulate"
+    FETCH = "fetch"
+    STORE = "store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One op, host op, accumulation, boxing step, or packing for one.
+    """One op, host op, accumulation, boxing step, packing for one, or copy of an offloaded state.
 
     `level` is set by `levels.with_levels`. `asked_by` is the node that a boxing step was first
     inserted for; empty if it is for a graph output. `packed` says, of a pack or unpack, how the
     values lie in the flat buffer; see `packing`. `is_apart` is set of a pack that is no part of a
     segment, as boxing may begin it. `piece` numbers the parts that a segment is cut into; see
-    `cuts`.
+    `cuts`. `group` numbers the offloaded states that it is an update of, or copies; see `offload`.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Item:
     packed: PackedLayout | None = None
     is_apart: bool = False
     piece: int = 0
+    group: int = 0
 
     @property
     def is_inside(self) -> bool:

@@ -7,10 +7,11 @@ run and give wrong numbers, so nothing is compiled before it has passed here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 from sbp_core.errors import PlanError, SbpError
-from sbp_core.graph.ir import LogicalGraph, Node
+from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.sbp import check_sbp
 from sbp_core.serialize import Lines
 from sbp_core.signatures.arguments import call_key
@@ -29,12 +30,14 @@ def check_strategy(graph: LogicalGraph, strategy: Strategy, lines: Lines | None 
 
     Raises:
         PlanError: an op or a state has no assignment, the micro-batches differ, a stage is not
-            there, or several ranks would have to draw the same random numbers.
+            there, what is offloaded is needed outside of the update, or several ranks would have to
+            draw the same random numbers.
         SignatureError: an op may not be cut as the strategy says, or has no rule.
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     _check_complete(graph, strategy, lines)
     _check_stages(strategy)
+    _check_offloaded(graph, strategy, lines)
     checked: set[tuple[str, Assignment]] = set()
     for node in graph.nodes:
         if not node.is_host:
@@ -98,6 +101,48 @@ def _check_complete(graph: LogicalGraph, strategy: Strategy, lines: Lines | None
             accepted=f"every op and state, {graph.num_micro_batches} micro-batches",
             todo="plan this very graph",
         )
+
+
+def _check_offloaded(graph: LogicalGraph, strategy: Strategy, lines: Lines | None) -> None:
+    """Check that what is offloaded are states that the optimizer alone uses, once a step."""
+    offloaded = {name for name, storage in strategy.storage.items() if storage.offloaded}
+    wrong = _not_offloadable(graph, offloaded) if offloaded else {}
+    if wrong:
+        name = min(wrong)
+        raise PlanError(
+            f"{name!r} cannot be offloaded: {wrong[name]}",
+            where=lines.where(("storage", name)) if lines else f"storage of {name}",
+            accepted="states that only the optimizer uses, once a step, such as its moments",
+            todo="leave out 'host' behind its nd-SBP",
+        )
+
+
+def offloadable(graph: LogicalGraph) -> tuple[str, ...]:
+    """Return the tensors that may lie in host memory: states that the optimizer alone uses."""
+    names = [entry.name for entry in graph.inputs if graph.is_tensor(entry.name)]
+    wrong = _not_offloadable(graph, set(names))
+    return tuple(name for name in names if name not in wrong)
+
+
+def _not_offloadable(graph: LogicalGraph, names: AbstractSet[str]) -> dict[str, str]:
+    """Return why some tensors may not lie in host memory, by name."""
+    written = {one.value: one.name for one in graph.outputs if one.kind is OutputKind.STATE}
+    wrong: dict[str, str] = {}
+    for name in names:
+        kind = graph.input_kinds[name].kind
+        if not kind.is_state:
+            wrong[name] = f"it is of kind {kind.value!r}"
+    for node in graph.nodes:
+        if node.phase is Phase.OPTIMIZER and node.rate is Rate.STEP:
+            continue
+        made = {written[value] for value in node.outputs if value in written}
+        for name in names & {*node.inputs(), *made}:
+            often = "once a step" if node.rate is Rate.STEP else f"for each {node.rate.value}"
+            what = "is made" if name in made else "is needed"
+            wrong.setdefault(
+                name, f"it {what} in the {node.phase.value} phase {often}, by {node.name!r}"
+            )
+    return wrong
 
 
 def _check_stages(strategy: Strategy) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sbp_core.boxing import BoxingStep, StepKind, route
+from sbp_core.boxing import BoxingStep, StepKind
+from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.legality import check_strategy
 from sbp_core.compile.levels import is_gathered_on_use, with_levels
+from sbp_core.cost import fastest_route
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
     PHASE_ORDER,
@@ -32,8 +34,14 @@ from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Strategy
 
 
-def lower(graph: LogicalGraph, strategy: Strategy) -> Lowered:
+def lower(graph: LogicalGraph, strategy: Strategy, cluster: Cluster | None = None) -> Lowered:
     """Insert every boxing step that a legal strategy asks for.
+
+    Args:
+        graph: The step.
+        strategy: How it is split.
+        cluster: The machine that says which of two routes between stages is faster; without one,
+            that of fewer steps is taken.
 
     Raises:
         PlanError: the strategy does not cover the graph, or names a stage that is not there; an
@@ -42,14 +50,14 @@ def lower(graph: LogicalGraph, strategy: Strategy) -> Lowered:
         SbpValueError: an SBP does not fit the shape of its tensor or the mesh.
     """
     check_strategy(graph, strategy)
-    return _Lowering(graph, strategy).run()
+    return _Lowering(graph, strategy, cluster).run()
 
 
 class _Lowering:
     """The state of one lowering."""
 
-    def __init__(self, graph: LogicalGraph, strategy: Strategy) -> None:
-        self.graph, self.strategy = graph, strategy
+    def __init__(self, graph: LogicalGraph, strategy: Strategy, cluster: Cluster | None) -> None:
+        self.graph, self.strategy, self.cluster = graph, strategy, cluster
         self.out = Lowered()
         self.phases: dict[str, Phase] = {}
         # By value, stage, nd-SBP and `_apart_for`: the key of what is boxed so already.
@@ -180,15 +188,18 @@ class _Lowering:
         #     x to (B, B), by way of (B, S0)    x -> x@0(B, S0) -> x@0(B, B)
         #     x to (B, S0)                      x -> x@0(B, S0)               no step of its own
         key, here = begin or value, held.stage
-        for step in route(kind.shape, kind.dtype, source, target).steps:
+        found = fastest_route(kind.shape, kind.dtype, source, target, self.cluster)
+        for step in found.steps:
             # A transfer may also lead from one nd-SBP to another on the stage where the value is.
             arrives = step.kind is StepKind.TRANSFER and step.target[0] == target[0]
             there = stage if arrives else here
             memo = (value, there, step.target[1], apart_for)
-            found = self.boxed.get(memo)
+            there_is = self.boxed.get(memo)
             # What a later phase was the first to ask for comes too late for a node before it.
-            if found and (not asked_by or PHASE_ORDER[self.phases[found]] <= PHASE_ORDER[phase]):
-                key, here = found, there
+            if there_is and (
+                not asked_by or PHASE_ORDER[self.phases[there_is]] <= PHASE_ORDER[phase]
+            ):
+                key, here = there_is, there
                 continue
             made = f"{value}@{there}({step.target[1]})" + (f"!{apart_for}" if apart_for else "")
             # The name is taken where the step is there already, but for a later phase. The new step

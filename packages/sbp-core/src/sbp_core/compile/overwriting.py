@@ -31,6 +31,9 @@ from sbp_core.signatures.views import in_place_form, is_view
 #: An argument of an instruction that a result is written over: (instruction, result).
 _Link = tuple[int, int]
 
+#: Instructions, new keys of states that are copied over, and which donated keys are overwritten.
+_Rewritten = tuple[tuple[Instruction, ...], Mapping[str, str], tuple[str, ...]]
+
 
 def is_in_place(op: str) -> bool:
     """Whether an operator writes over an argument."""
@@ -87,21 +90,28 @@ class Overwriting:
 
     def __init__(self, memory: Mapping[str, frozenset[str]]) -> None:
         self.memory = memory
-        self._made: dict[object, tuple[tuple[Instruction, ...], Mapping[str, str]]] = {}
+        self._made: dict[object, _Rewritten] = {}
 
     def of(self, actor: Compute) -> Compute:
-        """Return a segment that overwrites the states in `in_place`."""
+        """Return a segment that overwrites the states in `in_place`, and what is `donated`.
+
+        Of the latter only those are left in `donated` that it does overwrite.
+        """
         # Instructions by identity: they are shared, and kept alive by the plan.
-        what = (tuple(map(id, actor.instructions)), actor.writes, actor.in_place, actor.outputs)
+        what = (
+            *(tuple(map(id, actor.instructions)), actor.writes, actor.in_place, actor.outputs),
+            actor.donated,
+        )
         if what not in self._made:
             self._made[what] = _Segment(actor, self.memory).rewritten()
-        instructions, new_keys = self._made[what]
+        instructions, new_keys, donated = self._made[what]
         return replace(
             actor,
             # To be written, the old value must be at hand, even if no instruction computes with it.
             reads=tuple(dict.fromkeys((*actor.reads, *actor.in_place))),
             writes=tuple((state, new_keys.get(state, key)) for state, key in actor.writes),
             instructions=instructions,
+            donated=donated,
         )
 
 
@@ -126,8 +136,8 @@ class _Segment:
                 self.looks[name].append(at)
         self.leaving = set(keys_out(actor))
 
-    def rewritten(self) -> tuple[tuple[Instruction, ...], Mapping[str, str]]:
-        """Return the instructions, and the keys of states that are copied over."""
+    def rewritten(self) -> _Rewritten:
+        """Return what becomes of the segment."""
         links: dict[int, set[int]] = defaultdict(set)
         copied: list[tuple[str, str]] = []
         for state, key in self.actor.writes:
@@ -140,15 +150,31 @@ class _Segment:
                 continue
             for at, number in chain:
                 links[at].add(number)
+        donated = tuple(self._donate(links))
         behind, new_keys = self._copies(copied)
         entries: list[Instruction] = []
         for at, entry in enumerate(self.entries):
             entries += _in_place(entry, links[at]) if at in links else (entry,)
             entries += behind.get(at, ())
-        return tuple(entries), new_keys
+        return tuple(entries), new_keys, donated
+
+    def _donate(self, links: dict[int, set[int]]) -> Iterator[str]:
+        """Add the results that lead from donated keys to what leaves; yield these keys."""
+        # What leaves in their memory under another name would be looked at when it is overwritten.
+        kept = {name for key in self.leaving for name in (key, *self.memory.get(key, ()))}
+        free = dict.fromkeys(key for key in self.actor.donated if key not in kept)
+        for key in self.actor.outputs:
+            for given in free if key in self.made else ():
+                chain = self._chain(given, key)
+                if chain is not None:
+                    del free[given]
+                    for at, number in chain:
+                        links[at].add(number)
+                    yield given
+                    break
 
     def _chain(self, state: str, key: str) -> list[_Link] | None:
-        """Return the results that lead from a state to its new value, each over the one before.
+        """Return the results that lead from a state to a new value, each over the one before.
 
         None if there is none, or if something looks at a value when the next one is written.
         """

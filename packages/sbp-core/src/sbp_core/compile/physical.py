@@ -84,6 +84,8 @@ class StateSlot:
         shape, dtype: Of the logical tensor; dtype alone, with an empty shape, for host scalars.
         sbp: How it is cut on the placement of its stage; None for host scalars.
         local_shape: Of this rank's part.
+        offloaded: Whether that lies in the memory of the host, where actors of transfer threads
+            fetch and store it (`offload`).
     """
 
     name: str
@@ -93,6 +95,7 @@ class StateSlot:
     stage: int
     sbp: NdSbp | None
     local_shape: tuple[int, ...]
+    offloaded: bool = False
 
     @property
     def local_bytes(self) -> int:

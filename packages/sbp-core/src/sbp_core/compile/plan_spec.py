@@ -41,7 +41,8 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
     5. A compute segment uses what it takes and what it has made; what leaves it was taken or made.
        A boxing actor takes one shard, an accumulation the parts that it sums; they make what they
        say, and nothing else leaves them.
-       What an instruction writes over is a state that the actor overwrites, or of its own making.
+       What an instruction writes over is a state that the actor overwrites, of its own making, or
+       a copy of an offloaded state that it is given.
        States are overwritten by actors that fire once a step.
     6. Links lead from an actor that sends to one that receives the same, once.
     7. What ranks hold by one name is one graph input, and who holds a part of a state has a plan.
@@ -284,8 +285,8 @@ def _check_overwriting(actor: Compute, where: str) -> None:
 
     before: y = add_(x, 1)    x is taken from a register, or read and not in `in_place`: refused
     """
-    # By a register comes what others hold, under whatever name.
-    own = set(actor.in_place).difference(actor.inputs)
+    # By a register comes what others hold, under whatever name, unless it is given away.
+    own = set(actor.in_place).difference(actor.inputs).union(actor.donated)
     for instruction in actor.instructions:
         if not is_in_place(instruction.op):
             # What looks at somebody else's memory is not the segment's own.

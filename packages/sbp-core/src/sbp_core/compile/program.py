@@ -9,7 +9,7 @@ from sbp_core.boxing import BoxingStep
 from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import StateSlot
-from sbp_core.cost import boxing_step_time_s, copy_time_s, op_time_s
+from sbp_core.cost import boxing_step_time_s, copy_time_s, host_copy_time_s, op_time_s
 from sbp_core.graph.ir import LogicalGraph, Node, TensorType
 from sbp_core.sbp import NdSbp, local_shape
 from sbp_core.signatures.arguments import call_key
@@ -120,6 +120,8 @@ class Program:
             num_bytes = sum(self.bytes_of(key) for key in (*item.inputs, *item.outputs))
             num_calls = 1 if item.kind is ItemKind.PACK else len(item.outputs)
             return copy_time_s(num_bytes, num_calls, self.cluster.device)
+        if item.kind in (ItemKind.FETCH, ItemKind.STORE):
+            return host_copy_time_s(self.bytes_of(item.name), self.cluster.device)
         if item.node is None or item.kind is ItemKind.HOST:
             return 0.0
         signature = self.strategy.nodes[item.node.name].signature
@@ -182,6 +184,7 @@ class Program:
                 stage=storage.stage,
                 sbp=storage.sbp,
                 local_shape=self._local_shape(rank, storage.stage, kind.shape, storage.sbp),
+                offloaded=storage.offloaded,
             )
 
 

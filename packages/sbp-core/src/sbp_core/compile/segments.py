@@ -24,6 +24,7 @@ from sbp_core.compile.actors import (
 from sbp_core.compile.cuts import cut
 from sbp_core.compile.instructions import Instructions, host_instruction
 from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, offload
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.program import Program
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
@@ -57,6 +58,8 @@ class CompileOptions:
             before those of weights. The other stage begins earlier, as in a pipeline of half the
             backward; gradients of activations are held until the weights' are made, of one
             micro-batch.
+        offload_in_flight: Most groups of offloaded states that are on the device at a time (see
+            `offload`); with 2, one is copied while another one is updated.
     """
 
     overlap: bool = False
@@ -67,6 +70,7 @@ class CompileOptions:
     prefetch: int = 1
     in_place_states: bool = True
     input_gradients_first: bool = True
+    offload_in_flight: int = 2
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 0:
@@ -75,6 +79,8 @@ class CompileOptions:
             raise SbpValueError(
                 f"piece_s={self.piece_s}, prefetch={self.prefetch}", accepted="0 or more"
             )
+        if self.offload_in_flight < 1:
+            raise SbpValueError(f"offload_in_flight={self.offload_in_flight}", accepted="1 or more")
 
     @property
     def boxing_goes_on(self) -> bool:
@@ -83,6 +89,9 @@ class CompileOptions:
 
 
 COMPUTE_THREAD, BOXING_THREAD = "compute", "boxing"
+
+#: The threads of copies between a device and its host.
+_COPYING = {ItemKind.FETCH: FETCH_THREAD, ItemKind.STORE: STORE_THREAD}
 
 
 def boxing_thread(options: CompileOptions) -> str:
@@ -97,6 +106,7 @@ def form_plan(
     if options.boxing_goes_on:
         # On one thread that waits an earlier begin would overlap nothing.
         lowered = cut(graph, strategy, lowered, options.piece_s, options.cluster)
+    lowered = offload(Program(graph, strategy, lowered, options.cluster))
     program = Program(graph, strategy, lowered, options.cluster)
     thread = boxing_thread(options)
     made = Instructions(program)
@@ -204,12 +214,15 @@ class _Actors:
             # Boxed after an accumulation: no part of the segment that feeds it.
             segment += f".{item.rate.value}"
         segment += f".{item.piece}" if item.piece else ""
+        segment += f".offload.{item.group}" if item.group else ""
         if item.is_inside and item.stage in self.stages:
             yield segment
         elif item.kind is ItemKind.ACCUMULATE and item.stage in self.stages:
             # A loss must not wait for gradients of its level, and neither for the end of the step.
             until = self.program.graph.rate_of(item.outputs[0])
             yield f"accumulate.{segment}" + (f".{until.value}" if until is not Rate.STEP else "")
+        elif item.kind in _COPYING and item.stage in self.stages:
+            yield f"{item.kind.value}.{item.stage}.{item.group}"
         elif (item.kind is ItemKind.COLLECTIVE or item.is_apart) and item.stage in self.stages:
             yield item.name
         elif item.kind is ItemKind.TRANSFER:
@@ -295,7 +308,7 @@ class _Actors:
             stage=items[0].stage,
             phase=items[0].phase,
             rate=items[0].rate,
-            thread=self.boxing_thread if items[0].is_apart else COMPUTE_THREAD,
+            thread=self._thread(items[0]),
             inputs=tuple(k for k in used if k not in made and k not in program.inputs),
             reads=tuple(k for k in used if k in program.inputs),
             outputs=outputs,
@@ -306,6 +319,10 @@ class _Actors:
             time_s=sum(map(program.time_s, items)),
             **self._leaving(outputs),
         )
+
+    def _thread(self, item: Item) -> str:
+        """Return the thread of what an item becomes that is no boxing actor."""
+        return self.boxing_thread if item.is_apart else _COPYING.get(item.kind, COMPUTE_THREAD)
 
     def _host_states(self) -> Iterable[Compute]:
         """Yield the actor, if any, for the new values of host states, such as step counters."""

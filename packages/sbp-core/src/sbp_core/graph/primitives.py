@@ -35,5 +35,15 @@ PIECE = "sbp.piece"
 
 # Our own, in plans.
 
+#: A state of the host's memory, copied to the device: arguments are (state), and `device` by name.
+TO_DEVICE = "sbp.to_device.default"
+
+#: The new value of a state that lies in the host's memory, copied there: arguments are
+#: (state, value).
+TO_HOST = "sbp.to_host.default"
+
+#: The same, over the old value.
+TO_HOST_IN_PLACE = "sbp.to_host_.default"
+
 #: Runs a local boxing step: arguments are (value, index into `plan.steps`).
 LOCAL_BOX = "sbp.local_box"

@@ -12,6 +12,7 @@ Stability: provisional.
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.companions import StepCompanions
 from sbp_core.infer.conversion_group import ConversionGroup, Request
+from sbp_core.infer.least_prices import LeastPrices
 from sbp_core.infer.minsum import Factor, minimise, total_cost
 from sbp_core.infer.nearby import Nearby, infer_nearby
 from sbp_core.infer.one_axis import infer_axis
@@ -50,6 +51,7 @@ __all__ = [
     "Decision",
     "Factor",
     "Kept",
+    "LeastPrices",
     "Nearby",
     "PinValue",
     "Pins",

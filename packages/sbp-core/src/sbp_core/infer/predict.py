@@ -180,7 +180,7 @@ def predict_stages(
         if not node.is_host:
             _add_op(graph, strategy, node, stages)
     for name, storage in strategy.storage.items():
-        if graph.input_kinds[name].kind.is_state:
+        if graph.input_kinds[name].kind.is_state and not storage.offloaded:
             mesh_shape = strategy.stages[storage.stage].mesh_shape
             size = local_bytes(graph.tensor(name), storage.sbp, mesh_shape)
             stages[storage.stage].states_bytes += size
@@ -190,7 +190,7 @@ def predict_stages(
     moved = 0
     # Lowered twice over: bytes and memory belong to logical values, which the items of plain
     # lowering still have; times are those of flat buffers, whose items name no value.
-    lowered = lower(graph, strategy)
+    lowered = lower(graph, strategy, cluster)
     # What is boxed of a forward value is an activation of its own only if the backward phase takes
     # it so: else it is freed in the forward phase.
     used_backward = {

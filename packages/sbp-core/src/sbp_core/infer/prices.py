@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, lcm, prod
 
-from sbp_core.boxing.router import route
 from sbp_core.boxing.routes import Route
 from sbp_core.cluster import Cluster
 from sbp_core.compile.bucket_price import BucketPrices, Companions
+from sbp_core.cost import fastest_route
 from sbp_core.errors import SbpError
 from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.placement import Placement
@@ -154,8 +154,10 @@ class Prices:
                 alike = self._alike(extents, start, end)
                 key = (*sizes, *alike)
                 if key not in self._found:
+                    # Which route to another placement is faster depends on the size.
+                    stays = self._groups[start.stage] == self._groups[end.stage]
                     self._found[key] = self._priced(
-                        shape, dtype, (start, end), sizes, alike if is_even else None
+                        shape, dtype, (start, end), sizes, alike if is_even and stays else None
                     )
                 row.append(self._found[key])
         return found
@@ -219,11 +221,12 @@ class Prices:
                 return sum(price[0] for price in known), sum(price[1] for price in known)
         source, target = ends
         try:
-            found = route(
+            found = fastest_route(
                 shape,
                 dtype,
                 (self._groups[source.stage], NdSbp(*source.entries)),
                 (self._groups[target.stage], NdSbp(*target.entries)),
+                self._cluster,
             )
         except SbpError:
             return inf, 0

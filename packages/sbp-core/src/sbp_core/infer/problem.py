@@ -52,6 +52,7 @@ from sbp_core.infer.conversion_group import (
     Request,
     Table,
 )
+from sbp_core.infer.least_prices import PriceTable
 from sbp_core.infer.pins import PINS, Pin, Pins
 from sbp_core.infer.tie_break import TIE_S_PER_BYTE, entry_tie_break, signature_tie_break
 from sbp_core.infer.work import (
@@ -80,6 +81,7 @@ class StepProblem:
         axes: Successive mesh axes, such as `range(1, 2)`.
         pins: What is decided already.
         kept: What stays as an earlier strategy has it, where pins allow.
+        prices: Of conversions; those of the router if None.
 
     Raises:
         PlanError: a pin asks for what an operator cannot take.
@@ -93,13 +95,14 @@ class StepProblem:
         axes: range,
         pins: Pins,
         kept: Kept | None = None,
+        prices: PriceTable | None = None,
     ) -> None:
         self.work, self.decision, self.axes, self.pins = work, decision, axes, pins
         self.kept = kept or Kept()
         self.use = [
             {value: pin for (value, at), pin in pins.use.items() if at == axis} for axis in axes
         ]
-        self.prices = work.prices(axes)
+        self.prices: PriceTable = work.prices(axes) if prices is None else prices
         #: Seconds of each value of each variable, by itself.
         self.unary: list[Table] = []
         #: A value of each variable.

@@ -20,7 +20,7 @@ from sbp_core.infer.pins import PIPE_AXIS, Pins, PinValue, resolve_pins
 from sbp_core.infer.predict import predict_cost
 from sbp_core.infer.problem import StepProblem
 from sbp_core.infer.stages import StagePatterns, assign_stages
-from sbp_core.infer.work import Decision, StepWork
+from sbp_core.infer.work import Decision, SharedTables, StepWork
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures.axes import conflict
@@ -88,6 +88,7 @@ def joint_problem(
     stages: tuple[Placement, ...] | None = None,
     stage_patterns: StagePatterns = (),
     from_axes: bool = True,
+    tables: SharedTables | None = None,
 ) -> StepProblem:
     """Return the problem of a step on all mesh axes at once.
 
@@ -99,13 +100,14 @@ def joint_problem(
         stages: Placement of each stage.
         stage_patterns: For each stage, patterns of module paths.
         from_axes: Whether it starts from what is found axis by axis, which takes a while.
+        tables: Of other steps on the same cluster, such as variants of this one.
 
     Raises:
         ConfigError: a pin or stage pattern cannot be meant.
         PlanError: nothing fulfils the pins or the stages.
         SignatureError: an operator has no signatures.
     """
-    work, resolved = _work(request, pins, stages, stage_patterns)
+    work, resolved = _work(request, pins, stages, stage_patterns, tables)
     progress = request.progress or (lambda what, fraction: None)
     decision = Decision()
     if from_axes:
@@ -156,6 +158,7 @@ def _work(
     pins: Mapping[str, PinValue] | None,
     stages: tuple[Placement, ...] | None,
     stage_patterns: StagePatterns,
+    tables: SharedTables | None = None,
 ) -> tuple[StepWork, Pins]:
     """Return a request on its stages, and the pins of the planner and the user."""
     placements = stages or stage_placements(request.mesh)
@@ -168,6 +171,7 @@ def _work(
         stages=assign_stages(request.graph, len(placements), stage_patterns),
         cluster=request.cluster,
         bucket_bytes=None if request.options is None else request.options.bucket_bytes,
+        tables=tables or SharedTables(),
     )
     return work, resolve_pins(request.graph, work.axes, pins or {}, request.pins)
 

@@ -11,6 +11,7 @@ Stability: provisional.
 from __future__ import annotations
 
 from sbp_core.interpreter.domain import Domain, Firing, InstructionDomain
+from sbp_core.interpreter.firings import ticks
 from sbp_core.interpreter.interpreter import Interpreter
 
-__all__ = ["Domain", "Firing", "InstructionDomain", "Interpreter"]
+__all__ = ["Domain", "Firing", "InstructionDomain", "Interpreter", "ticks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from heapq import heappop, heappush
 
-from sbp_core.compile.actors import ActorId
+from sbp_core.compile.actors import ActorId, Compute
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.token_game import TokenGame
 
@@ -19,6 +19,16 @@ Group = tuple[ActorId, ...]
 def no_time(actor_id: ActorId) -> float:
     """Let a firing take no time."""
     return 0.0
+
+
+def ticks(plan: PhysicalPlan) -> Callable[[ActorId], float]:
+    """Return for how many instructions a firing keeps its thread busy, by actor."""
+
+    def duration(actor_id: ActorId) -> float:
+        actor = plan.by_rank[actor_id[0]].by_name[actor_id[1]]
+        return 1 + len(actor.instructions) if isinstance(actor, Compute) else 1
+
+    return duration
 
 
 class Firings:

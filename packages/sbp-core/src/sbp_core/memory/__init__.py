@@ -12,7 +12,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from sbp_core.memory.bound import memory_bound
+from sbp_core.memory.bound import memory_bound, offloaded_bytes
 from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.layout_library import CallLayouts, LayoutLibrary
@@ -52,6 +52,7 @@ __all__ = [
     "lifetimes",
     "memory_bound",
     "memory_profile",
+    "offloaded_bytes",
     "peak_text",
     "predict_memory",
     "report",

@@ -32,6 +32,22 @@ def memory_bound(plan: PhysicalPlan, graph: LogicalGraph) -> float:
     return max(bound.of(part) for part in few.values())
 
 
+def offloaded_bytes(plan: PhysicalPlan) -> int:
+    """Return bytes that no rank exceeds in the memory of its host: old states, and new beside them.
+
+    New values that are written over the old ones take no more.
+    """
+    few = {(id(part.slots), id(part.actors)): part for part in plan.ranks}  # ranks share them
+    return max(map(_offloaded_bytes, few.values()))
+
+
+def _offloaded_bytes(part: RankPlan) -> int:
+    over = {state for actor in part.actors for state in actor.in_place}
+    return sum(
+        slot.local_bytes * (1 if slot.name in over else 2) for slot in part.slots if slot.offloaded
+    )
+
+
 class _Bound:
     """Adds up what ranks make."""
 

@@ -6,6 +6,7 @@
 | batch | the rank's parts of all micro-batches |
 | gradients | what the backward phase makes for the optimizer, boxed and summed too |
 | gathered | parameters, boxed for their use |
+| fetched | offloaded states on the device, old and new values |
 | activations | whatever else lives from one firing to another |
 | communication buffers | what processes pack and receive on the way |
 | temporaries | what lives inside one firing |
@@ -20,6 +21,7 @@ from sbp_core.compile.actors import Accumulate, Actor, BoxingActor, Collective, 
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Phase
+from sbp_core.graph.primitives import TO_DEVICE, TO_HOST, TO_HOST_IN_PLACE
 from sbp_core.signatures.views import is_view, traits_of
 
 
@@ -32,6 +34,7 @@ class MemoryKind(StrEnum):
     BATCH = "batch"
     GRADIENTS = "gradients"
     GATHERED = "gathered"
+    FETCHED = "fetched"
     ACTIVATIONS = "activations"
     COMMUNICATION = "communication buffers"
     TEMPORARIES = "temporaries"
@@ -76,6 +79,7 @@ def kinds_of_keys(plan: PhysicalPlan, part: RankPlan) -> dict[str, MemoryKind]:
     """Return the kinds of the keys of a rank for which it is not a matter of lifetime."""
     kinds = dict.fromkeys(_gathered(plan, part), MemoryKind.GATHERED)
     kinds |= dict.fromkeys(_gradients(part), MemoryKind.GRADIENTS)
+    kinds |= dict.fromkeys(_fetched(part), MemoryKind.FETCHED)
     slots = {slot.name: slot.kind for slot in part.slots}
     for actor in part.actors:
         for state, key in actor.writes:
@@ -104,6 +108,18 @@ def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
                 own.update(entry.outputs)
                 boxed.update(entry.outputs if sources <= boxed else ())
     return boxed
+
+
+def _fetched(part: RankPlan) -> set[str]:
+    """Return the keys of what is copied from the host, and of what is copied there."""
+    found: set[str] = set()
+    for actor in part.actors:
+        for entry in actor.instructions if isinstance(actor, Compute) else ():
+            if entry.op == TO_DEVICE:
+                found.update(entry.outputs)
+            elif entry.op in (TO_HOST, TO_HOST_IN_PLACE):
+                found.update(keys_in(entry)[1:])
+    return found
 
 
 def _in_dataflow_order(part: RankPlan) -> list[Actor]:

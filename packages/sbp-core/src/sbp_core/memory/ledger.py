@@ -30,6 +30,7 @@ class Buffer:
         size_bytes: Of the whole storage.
         start, end: First and last tick at which it is alive, both included.
         kind: What it is for.
+        on_host: Whether it lies in the memory of the host, and not in that of the device.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Buffer:
     start: int
     kind: MemoryKind
     end: int = -1
+    on_host: bool = False
 
 
 #: How what a firing takes lies: key, layout, number of the storage among theirs, and its bytes; of
@@ -106,11 +108,12 @@ class Ledger:
         *,
         kind: MemoryKind | None = None,
         module: str = "",
+        on_host: bool = False,
     ) -> StorageView:
         """Make a storage, held by nobody yet, and return the tensor that lies in it."""
-        self.buffers.append(
-            Buffer(name, module, size_bytes, self.now, kind or MemoryKind.TEMPORARIES)
-        )
+        made = Buffer(name, module, size_bytes, self.now, kind or MemoryKind.TEMPORARIES)
+        made.on_host = on_host
+        self.buffers.append(made)
         self._holders.append(0)
         self._settled.append(kind is not None)
         return StorageView(layout, len(self.buffers) - 1, size_bytes)
@@ -206,8 +209,9 @@ class Ledger:
                 self._settled[storage] = True
         for one, holders, is_settled in done.inner:
             end = start + one.end if one.end >= 0 else -1
+            begins = start + one.start
             self.buffers.append(
-                Buffer(one.name, one.module, one.size_bytes, start + one.start, one.kind, end)
+                Buffer(one.name, one.module, one.size_bytes, begins, one.kind, end, one.on_host)
             )
             self._holders.append(holders)
             self._settled.append(is_settled)

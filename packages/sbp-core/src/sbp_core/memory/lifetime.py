@@ -24,25 +24,31 @@ before, such as that of the next micro-batch, is not executed again (`ledger`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.actors import ActorId, Compute
+from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.errors import PlanError
-from sbp_core.interpreter.firings import Group, firing_order
+from sbp_core.interpreter.firings import Group, firing_order, ticks
 from sbp_core.memory.layout_library import CallLayouts
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.own_piece import own_piece
 from sbp_core.memory.rank_events import Events, events_ahead, events_by_rank
-from sbp_core.memory.storage_view import (
-    StorageView,
-)
-from sbp_core.memory.storages import RankLifetimes, Replays
+from sbp_core.memory.storage_view import Value
+from sbp_core.memory.storages import RankLifetimes, Replay
 from sbp_core.signatures.views import traits_of
+
+#: What operators read that are given no tensor.
+_NOTHING: Mapping[str, Value] = {}
+
+#: Longer than all instructions of a step take together.
+_LONG = 1e12
 
 
 def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetimes]:
@@ -55,106 +61,153 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
     Raises:
         PlanError: the orders come to a stand, or the layout of a result is not known.
     """
-    return lifetimes_of_classes(plan, layouts, _marks(plan))
+    return of_each_rank(each_lifetimes(plan, layouts))
 
 
-def lifetimes_of_classes(
-    plan: PhysicalPlan, layouts: CallLayouts, marks: Mapping[int, Hashable]
+def of_each_rank(
+    each: Iterable[tuple[RankLifetimes, Sequence[int]]],
 ) -> dict[int, RankLifetimes]:
-    """Return the lifetimes of all ranks, of which those that are alike are replayed once.
+    """Return the lifetimes of all ranks, of those of one rank for all that are like it."""
+    found = {rank: replace(one, rank=rank) for one, ranks in each for rank in ranks}
+    return dict(sorted(found.items()))
+
+
+def each_lifetimes(
+    plan: PhysicalPlan, layouts: CallLayouts
+) -> Iterator[tuple[RankLifetimes, tuple[int, ...]]]:
+    """Yield the lifetimes of one rank of those that are alike, and these ranks.
+
+    See `lifetimes`. Those of a large plan take much memory, so whoever adds them up takes one after
+    the other.
+    """
+    yield from replayed(plan, layouts, fold(plan), _marks(plan, layouts))
+
+
+def replayed(
+    plan: PhysicalPlan, layouts: CallLayouts, folded: Folded, marks: Mapping[int, Hashable]
+) -> Iterator[tuple[RankLifetimes, tuple[int, ...]]]:
+    """Yield lifetimes of one rank for all of a class whose marks are equal, and these ranks.
+
+    Ranks of a class fire alike, so that the order in which all fire is found for the folded plan.
+    Of these, some may hold other parts than others; each of them is replayed by itself.
 
     Args:
         plan: See `lifetimes`.
         layouts: Likewise.
-        marks: By rank, what must be equal for ranks to be alike.
+        folded: The plan, folded.
+        marks: By rank, what must be equal for the values of ranks of a class to lie alike.
     """
-    folded = fold(plan, marks)
     order = _order(folded)
-    replays = Replays(folded, layouts)
     events = events_by_rank(folded.plan, order)
-    found: dict[int, RankLifetimes] = {}
-    moved: dict[int, Mapping[str, StorageView]] = {}
-    for rank in folded.members:
-        first = replays.run(folded.plan, rank, events[rank], {})
-        found[rank] = first.found()
-        # New states may lie otherwise than the first ones, such as column by column.
-        moved[rank] = first.moved_states()
-        if moved[rank]:
-            found[rank] = replays.run(folded.plan, rank, events[rank], moved[rank]).found()
-    # How long a rank holds what it sent is a matter of time: longest if it is ahead of all others.
-    for sender, alone, ahead in _all_ahead(plan, folded, marks, order):
-        if alone is folded.plan and ahead == events[sender]:
-            continue  # it is so anyhow
-        longest = replays.run(alone, sender, ahead, moved[sender]).found()
-        found[sender] = max(found[sender], longest, key=peak_bytes)
-    return {
-        member: replace(found[rank], rank=member)
-        for member, rank in sorted(folded.stands_for.items())
-    }
+    senders = {channel.sender[0] for channel in folded.plan.links}
+    # Its like would go ahead with it.
+    apart = {rank for rank in senders if _sends_to_its_like(plan, folded, rank)}
+    together = dict(events_ahead(folded, order, sorted(senders - apart)))
+    late = _late_stores(folded)
+    for first, members in folded.members.items():
+        alike: dict[Hashable, list[int]] = defaultdict(list)
+        for member in members:
+            alike[marks[member]].append(member)
+        for rank, *others in alike.values():
+            replay = Replay(folded.plan, first, plan.by_rank[rank], layouts)
+            orders = [events[first]]
+            # How long a rank holds what it sent is a matter of time: longest if it is ahead of all
+            # others.
+            if first in together and together[first] != events[first]:
+                orders.append(together[first])
+            if first in late:
+                orders.append(late[first])
+            found = _longest(replay, orders)
+            if first in apart:
+                alone = fold(plan, {other: other == rank for other in marks})
+                ((_, ahead),) = events_ahead(alone, _order(alone), [rank])
+                by_itself = Replay(alone.plan, rank, plan.by_rank[rank], layouts)
+                found = max(found, _longest(by_itself, [ahead]), key=peak_bytes)
+            yield found, (rank, *others)
 
 
-def _order(folded: Folded) -> list[Group]:
-    """Return the order in which ranks fire of which every instruction takes equally long.
+def _longest(replay: Replay, orders: Sequence[Events]) -> RankLifetimes:
+    """Return the lifetimes of a rank in the order of its events in which it needs most memory."""
+    first = replay.run(orders[0], {})
+    # New states may lie otherwise than the first ones, such as column by column.
+    moved = first.moved_states()
+    found = replay.run(orders[0], moved).found() if moved else first.found()
+    more = (replay.run(events, moved).found() for events in orders[1:])
+    return max((found, *more), key=peak_bytes)
+
+
+def _late_stores(folded: Folded) -> Mapping[int, Events]:
+    """Return the events of ranks that offload, with the copies to the host as slow as can be.
+
+    Whether the group before or the one behind is on the device during an update is a matter of
+    time: what needs more memory counts.
+    """
+    ranks = [p.rank for p in folded.plan.ranks if any(slot.offloaded for slot in p.slots)]
+    if not ranks:
+        return {}
+    usual = ticks(folded.plan)
+
+    def duration(actor_id: ActorId) -> float:
+        thread = folded.plan.by_rank[actor_id[0]].by_name[actor_id[1]].thread
+        if thread == FETCH_THREAD:
+            return 0.0
+        return _LONG if thread == STORE_THREAD else usual(actor_id)
+
+    events = events_by_rank(folded.plan, _order(folded, duration))
+    return {rank: events[rank] for rank in ranks}
+
+
+def _order(folded: Folded, duration: Callable[[ActorId], float] | None = None) -> list[Group]:
+    """Return the order in which ranks fire.
+
+    Args:
+        folded: The plan.
+        duration: How long a firing keeps its thread busy; if None, every instruction takes equally
+            long.
 
     Raises:
         PlanError: there is none.
     """
-
-    def duration(actor_id: ActorId) -> float:
-        """Return for how many instructions a firing keeps its thread busy."""
-        actor = folded.plan.by_rank[actor_id[0]].by_name[actor_id[1]]
-        return 1 + len(actor.instructions) if isinstance(actor, Compute) else 1
-
-    order = firing_order(folded.plan, folded.stands_for, duration)
+    order = firing_order(folded.plan, folded.stands_for, duration or ticks(folded.plan))
     if order is None:
         raise PlanError("the firing orders come to a stand", todo="check the plan first")
     return order
 
 
-def _all_ahead(
-    plan: PhysicalPlan, folded: Folded, marks: Mapping[int, Hashable], order: Sequence[Group]
-) -> Iterator[tuple[int, PhysicalPlan, Events]]:
-    """Yield each rank that sends, the folded plan that it is ahead in, and its events there."""
-    senders = sorted({channel.sender[0] for channel in folded.plan.links})
-    # Its like would go ahead with it.
-    apart = {rank for rank in senders if _sends_to_its_like(plan, folded, rank)}
-    for rank in sorted(apart):
-        alone = fold(plan, {other: (mark, other == rank) for other, mark in marks.items()})
-        for _, events in events_ahead(alone, _order(alone), [rank]):
-            yield rank, alone.plan, events
-    together = [rank for rank in senders if rank not in apart]
-    for rank, events in events_ahead(folded, order, together):
-        yield rank, folded.plan, events
-
-
-def _marks(plan: PhysicalPlan) -> dict[int, Hashable]:
+def _marks(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, Hashable]:
     """Return what ranks have in common whose values lie alike, by rank.
 
     The shapes of their shards, and which piece of them a boxing step leaves where it is.
     """
-    shapes = shard_shapes(plan.steps)
+    steps = list(dict.fromkeys(plan.steps))  # layers repeat
+    shapes = shard_shapes(steps)
     kept: dict[int, list[Hashable]] = defaultdict(list)
-    for number, step in enumerate(plan.steps):
+    for number, step in enumerate(steps):
         if step.kind in (StepKind.ALL_REDUCE, StepKind.LOCAL):
             continue
         for rank in {*step.source[0].rank_list, *step.target[0].rank_list}:
             piece = own_piece(step, rank)
             if piece is not None:
-                kept[rank].append((number, str(piece.source_slices)))
+                kept[rank].append((number, piece))
     numbers: dict[int, Hashable] = {}  # by the actors, which many ranks share
     for part in plan.ranks:
         if id(part.actors) not in numbers:
-            numbers[id(part.actors)] = _numbers(part)
+            numbers[id(part.actors)] = _numbers(part, layouts)
     return {
         part.rank: (shapes.get(part.rank), tuple(kept[part.rank]), numbers[id(part.actors)])
         for part in plan.ranks
     }
 
 
-def _numbers(part: RankPlan) -> Hashable:
-    """Return what a rank's operators are given beside tensors, where layouts may depend on it."""
+def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
+    """Return what a rank's operators are given beside tensors, where layouts may depend on it.
+
+    Of one that is given nothing else, such as `arange`, the layouts themselves are known.
+    """
     return tuple(
         (entry.args, tuple(entry.kwargs.items()))
+        if keys_in(entry)
+        else layouts.call(entry, part.rank, _NOTHING.__getitem__)
         for actor in part.actors
         if isinstance(actor, Compute)
         for entry in actor.instructions

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.memory.communication_buffers import buffer_bytes, early_receive_bytes
 from sbp_core.memory.layout_library import CallLayouts, LayoutLibrary
-from sbp_core.memory.lifetime import lifetimes
-from sbp_core.memory.report import MemoryReport, report
+from sbp_core.memory.lifetime import each_lifetimes
+from sbp_core.memory.report import MemoryReport, RankMemory, report
 from sbp_core.plugins.tensor_library import tensor_library
 
 
@@ -43,9 +44,14 @@ def predict_memory(
         PlanError: the layout of a result is not known, so that its memory is not.
         SbpLookupError: `layouts` is omitted and no tensor library is installed.
     """
-    found = lifetimes(plan, layouts or call_layouts())
-    if not processes:
-        return report(found)
-    buffers = {rank: buffer_bytes(plan, rank) for rank in found}
-    early = {rank: tuple(early_receive_bytes(plan, rank)) for rank in found}
-    return report(found, buffers, early)
+    ranks: dict[int, RankMemory] = {}
+    # One after the other, as the lifetimes of one rank of a large plan take much memory.
+    for one, alike in each_lifetimes(plan, layouts or call_layouts()):
+        found = {rank: replace(one, rank=rank) for rank in alike}
+        if not processes:
+            ranks |= report(found).ranks
+            continue
+        buffers = {rank: buffer_bytes(plan, rank) for rank in alike}
+        early = {rank: tuple(early_receive_bytes(plan, rank)) for rank in alike}
+        ranks |= report(found, buffers, early).ranks
+    return MemoryReport(ranks=dict(sorted(ranks.items())))

@@ -31,8 +31,9 @@ class RankMemory:
 
     Args:
         rank: Whose.
-        peak: Most bytes alive at once, states and batch included.
-        resting: Bytes alive between steps: the states.
+        peak: Most bytes alive at once, states and batch included, in the memory of the device.
+        resting: Bytes alive there between steps: the states.
+        host_peak: Most bytes alive at once in the memory of the host: states that are offloaded.
         kinds: At the peak, bytes of each kind that is there.
         modules: At the peak, bytes by path of the module.
         actor, firing, node: Where the peak is.
@@ -46,6 +47,7 @@ class RankMemory:
     actor: str
     firing: int
     node: str
+    host_peak: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +61,21 @@ class MemoryReport:
         """Bytes of the rank that needs most."""
         return max(rank.peak for rank in self.ranks.values())
 
+    @property
+    def host_peak(self) -> int:
+        """Bytes of host memory of the rank that needs most of it; 0 if nothing is offloaded."""
+        return max(rank.host_peak for rank in self.ranks.values())
+
     def lines(self) -> list[str]:
         """Return a table of kinds at each rank's peak, and the modules that hold most there."""
         kinds = [kind for kind in MemoryKind if any(kind in r.kinds for r in self.ranks.values())]
-        rows = [["rank", "peak", *(kind.value for kind in kinds), "at"]]
+        on_host = ["on host"] * (self.host_peak > 0)
+        rows = [["rank", "peak", *on_host, *(kind.value for kind in kinds), "at"]]
         for rank in self.ranks.values():
             sizes = (format_bytes(rank.kinds.get(kind, 0)) for kind in kinds)
             place = f"{rank.actor}, {rank.node}" if rank.node != rank.actor else rank.actor
-            rows.append([str(rank.rank), format_bytes(rank.peak), *sizes, place])
+            held = [format_bytes(rank.host_peak) for _ in on_host]
+            rows.append([str(rank.rank), format_bytes(rank.peak), *held, *sizes, place])
         worst = max(self.ranks.values(), key=lambda rank: rank.peak)
         top = sorted(worst.modules.items(), key=lambda entry: (-entry[1], entry[0]))
         modules = [f"{name or '(root)'} {format_bytes(size)}" for name, size in top[:_TOP_MODULES]]
@@ -82,6 +91,7 @@ class MemoryReport:
             str(name): {
                 "peak_bytes": rank.peak,
                 "resting_bytes": rank.resting,
+                "host_peak_bytes": rank.host_peak,
                 "kinds": {kind.value: size for kind, size in rank.kinds.items()},
                 "modules": dict(rank.modules),
                 "actor": rank.actor,
@@ -92,26 +102,51 @@ class MemoryReport:
         }
 
 
-def check_memory(found: MemoryReport, limit_bytes: int) -> None:
-    """Check that every rank fits its memory.
+def check_memory(
+    found: MemoryReport, limit_bytes: int, host_limit_bytes: int | None = None
+) -> None:
+    """Check that every rank fits its memory, and its share of its host's.
 
     Args:
         found: What the ranks of a plan need.
-        limit_bytes: Memory of each rank.
+        limit_bytes: Memory of each rank's device.
+        host_limit_bytes: Of its host's memory; None if the device has none to offload to.
 
     Raises:
-        PlanError: a rank needs more.
+        PlanError: a rank needs more of either, or any of what there is not.
     """
+    _check_host_memory(found, host_limit_bytes)
     rank = max(found.ranks.values(), key=lambda rank: (rank.peak, rank.resting))
     if rank.peak > limit_bytes:
         raise PlanError(
             f"rank {rank.rank} would need {format_bytes(rank.peak)}, "
-            f"{format_bytes(rank.resting)} of it for states, and has {format_bytes(limit_bytes)}",
+            f"{format_bytes(rank.resting)} of it for states, and has {format_bytes(limit_bytes)}"
+            + " on its device"
+            * (found.host_peak > 0),
             where=peak_text(rank),
             accepted=f"cluster.memory_bytes >= {rank.peak}, or plans that need less",
             todo="shard states (planner=osdp or manual/zero), set trainer.micro_batches, recompute "
             "(compile.passes.recompute), or take more ranks",
         )
+
+
+def _check_host_memory(found: MemoryReport, limit_bytes: int | None) -> None:
+    rank = max(found.ranks.values(), key=lambda rank: rank.host_peak)
+    if rank.host_peak <= (limit_bytes or 0):
+        return
+    needs = f"rank {rank.rank} would need {format_bytes(rank.host_peak)} of its host's memory"
+    if limit_bytes is None:
+        raise PlanError(
+            f"{needs} for states that are offloaded, and its device has none beside its own",
+            accepted="a cluster whose devices have host_memory_bytes and host_link",
+            todo="keep the states on the device (planner.offload=[]; 'host' in strategies), or "
+            "give these two in the cluster file",
+        )
+    raise PlanError(
+        f"{needs}, and has {format_bytes(limit_bytes)} of it",
+        accepted=f"host_memory_bytes >= {rank.host_peak} of the device",
+        todo="offload fewer states, or shard them",
+    )
 
 
 def peak_text(rank: RankMemory) -> str:
@@ -147,7 +182,7 @@ def report(
     known: dict[Hashable, RankMemory] = {}  # by the lifetimes, which ranks of a class share
     for name, rank in found.items():
         beside = frozenset(buffers.get(name, {}).items()), tuple(early.get(name, ()))
-        what = id(rank.buffers), id(rank.ticks), beside
+        what = id(rank.buffers), id(rank.host_buffers), id(rank.ticks), beside
         if what not in known:
             known[what] = rank_memory(rank, buffers.get(name), early.get(name, ()))
         ranks[name] = replace(known[what], rank=name)
@@ -187,6 +222,7 @@ def rank_memory(
         actor=actor,
         firing=firing,
         node=node,
+        host_peak=max(alive_bytes(lifetimes.host_buffers, len(alive))),
     )
 
 

@@ -24,9 +24,8 @@ from sbp_core.compile.actors import (
 )
 from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.compile.symmetry import Folded
 from sbp_core.graph.ir import InputKind, Ref
-from sbp_core.graph.primitives import CLONE, MULTIPLY
+from sbp_core.graph.primitives import CLONE, MULTIPLY, TO_HOST
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.memory.kinds import (
     MemoryKind,
@@ -56,51 +55,58 @@ class RankLifetimes:
 
     Args:
         rank: Whose.
-        buffers: In the order in which they are made.
+        buffers: On the device, in the order in which they are made.
+        host_buffers: In the memory of its host, likewise.
         ticks: For each tick, the actor, the index of its firing, and the node it is in.
     """
 
     rank: int
     buffers: tuple[Buffer, ...]
     ticks: tuple[tuple[str, int, str], ...]
+    host_buffers: tuple[Buffer, ...] = ()
 
 
-class Replays:
-    """Replays ranks of a folded plan, one by one.
+class Replay:
+    """Replays of one rank.
 
     Args:
-        folded: The plan.
+        folded: The folded plan.
+        like: The rank of its class that is in it.
+        part: Of the rank.
         layouts: Says how results lie.
     """
 
-    def __init__(self, folded: Folded, layouts: CallLayouts) -> None:
-        self._layouts = layouts
-        self._kinds = {part.rank: kinds_of_keys(folded.plan, part) for part in folded.plan.ranks}
+    def __init__(
+        self, folded: PhysicalPlan, like: int, part: RankPlan, layouts: CallLayouts
+    ) -> None:
+        self._like, self._part, self._layouts = like, part, layouts
+        self._kinds = kinds_of_keys(folded, part)
         self._known = _Known()
+        links = (
+            replace(one, sender=self._own(one.sender), receiver=self._own(one.receiver))
+            for one in folded.links
+            if like in (one.sender[0], one.receiver[0])
+        )
+        self._plan = replace(folded, ranks=(part,), links=tuple(links))
 
-    def run(
-        self,
-        plan: PhysicalPlan,
-        rank: int,
-        events: Events,
-        moved: Mapping[str, StorageView],
-    ) -> _Storages:
-        """Return the storages of a rank over a step.
+    def run(self, events: Events, moved: Mapping[str, StorageView]) -> _Storages:
+        """Return the storages of the rank over a step.
 
         Args:
-            plan: The folded plan.
-            rank: The rank.
-            events: In their order.
+            events: Those of the rank that is like it, in their order.
             moved: How the first states lie that do not lie contiguously, by name.
         """
-        part = plan.by_rank[rank]
-        one = replace(plan, ranks=(part,))
-        domain = _Storages(one, part, self._layouts, self._kinds[rank], self._known, moved)
+        rank = self._part.rank
+        domain = _Storages(self._plan, self._part, self._layouts, self._kinds, self._known, moved)
         held = domain.rank
-        replay = Interpreter(one, domain, {rank: held.states}, {rank: held.fed})
-        replay.run_rank(rank, events)
+        replay = Interpreter(self._plan, domain, {rank: held.states}, {rank: held.fed})
+        replay.run_rank(rank, map(self._own, events))
         held.ledger.finish()
         return domain
+
+    def _own(self, actor_id: ActorId) -> ActorId:
+        """Return the rank's own actor for that of the one that is like it."""
+        return (self._part.rank, actor_id[1]) if actor_id[0] == self._like else actor_id
 
 
 @dataclass(slots=True)
@@ -192,6 +198,7 @@ class _Storages(InstructionDomain[Value]):
                         view.storage_bytes,
                         kind=kind_of_slot(slot.kind),
                         module=module_of_slot(slot.name, slot.kind),
+                        on_host=slot.offloaded,
                     )
                     if view.storage >= 0:
                         shared[view.storage] = made
@@ -202,8 +209,12 @@ class _Storages(InstructionDomain[Value]):
     def found(self) -> RankLifetimes:
         """Return the lifetimes."""
         rank = self.rank
+        buffers = rank.ledger.buffers
         return RankLifetimes(
-            rank=rank.part.rank, buffers=tuple(rank.ledger.buffers), ticks=tuple(rank.ticks)
+            rank=rank.part.rank,
+            buffers=tuple(one for one in buffers if not one.on_host),
+            ticks=tuple(rank.ticks),
+            host_buffers=tuple(one for one in buffers if one.on_host),
         )
 
     def moved_states(self) -> dict[str, StorageView]:
@@ -294,6 +305,7 @@ class _Storages(InstructionDomain[Value]):
                     made.layout,
                     made.storage_bytes,
                     module=module_of_node(entry.node),
+                    on_host=entry.op == TO_HOST,
                 )
             results.append(StorageView(made.layout, fresh[made.fresh].storage, made.storage_bytes))
         for key, value in zip(entry.outputs, results, strict=True):
@@ -383,11 +395,11 @@ def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout 
     piece = own_piece(step, rank)
     if piece is None:
         return None
-    cuts = piece.source_slices
+    first = sum(start * stride for (start, _), stride in zip(piece, own.strides, strict=True))
     part = StridedLayout(
-        shape=tuple(cut.stop - cut.start for cut in cuts),
+        shape=tuple(stop - start for start, stop in piece),
         strides=own.strides,
-        offset=own.offset + sum(c.start * s for c, s in zip(cuts, own.strides, strict=True)),
+        offset=own.offset + first,
         dtype=own.dtype,
     )
     return part if part.is_contiguous else None

@@ -124,7 +124,12 @@ def choose_regions(
     found: tuple[int, list[_Choice]] | None = None
     for limit in limits:
         allowed = [choice for choice in choices if choice.option.recomputed_bytes <= limit]
-        chosen = _cheapest(len(blocks), allowed, memory_bytes - table.common_bytes - limit)
+        budget = memory_bytes - table.common_bytes - limit
+        chosen = _cheapest(len(blocks), allowed, budget)
+        if chosen is None:
+            # Units are rounded up, so that a budget near the least one may seem too small.
+            leanest = _leanest(len(blocks), allowed)
+            chosen = leanest if leanest is not None and _saved_bytes(leanest) <= budget else None
         if chosen is not None:
             work = sum(choice.option.flop for choice in chosen)
             found = min(found or (work, chosen), (work, chosen), key=lambda entry: entry[0])
@@ -172,14 +177,12 @@ def _limits(choices: Sequence[_Choice]) -> list[int]:
 
 def _least_bytes(count: int, choices: Sequence[_Choice], limits: Sequence[int]) -> int:
     """Return the least of limit and saved bytes together, over all limits."""
-    return min(
-        (
-            limit
-            + _least_saved_bytes(count, [c for c in choices if c.option.recomputed_bytes <= limit])
-            for limit in limits
-        ),
-        default=0,
-    )
+    found = []
+    for limit in limits:
+        leanest = _leanest(count, [c for c in choices if c.option.recomputed_bytes <= limit])
+        if leanest is not None:
+            found.append(limit + _saved_bytes(leanest))
+    return min(found, default=0)
 
 
 def _blocks(graph: LogicalGraph) -> list[list[Node]]:
@@ -420,11 +423,23 @@ def _cheapest(count: int, choices: Sequence[_Choice], budget: int) -> list[_Choi
     return chosen[::-1]
 
 
-def _least_saved_bytes(count: int, choices: Sequence[_Choice]) -> int:
-    """Return the fewest bytes that choices which cover all blocks keep."""
+def _leanest(count: int, choices: Sequence[_Choice]) -> list[_Choice] | None:
+    """Return the choices that cover all blocks and keep the fewest bytes; None if none cover."""
     least: dict[int, int] = {0: 0}
+    last: dict[int, _Choice] = {}
     for choice in sorted(choices, key=lambda entry: entry.start):
         if choice.start in least:
             saved_bytes = least[choice.start] + choice.option.saved_bytes
-            least[choice.stop] = min(saved_bytes, least.get(choice.stop, saved_bytes))
-    return least.get(count, 1 << 62)
+            if saved_bytes < least.get(choice.stop, saved_bytes + 1):
+                least[choice.stop], last[choice.stop] = saved_bytes, choice
+    if count not in least:
+        return None
+    chosen: list[_Choice] = []
+    while count:
+        chosen.append(last[count])
+        count = chosen[-1].start
+    return chosen[::-1]
+
+
+def _saved_bytes(chosen: Sequence[_Choice]) -> int:
+    return sum(choice.option.saved_bytes for choice in chosen)

@@ -9,7 +9,8 @@
 A rank holds a storage as long as a tensor lives that was made, or handed out, in its work; so the
 ranks of one process are told apart. Storages that another rank made count with the bytes that the
 tensor shows: in processes of their own they would be copies. Batches count as the plan's slots say.
-Scratch memory inside operators is not seen, as no tensor of it comes out.
+Scratch memory inside operators is not seen, as no tensor of it comes out. States that lie in the
+memory of the host are not counted.
 
 Watching makes every operator call some 50 µs slower.
 """
@@ -64,6 +65,7 @@ class MemoryMeter:
             )
             for part in here
         }
+        self._on_host = {slot.name for part in here for slot in part.slots if slot.offloaded}
         self._states = {
             part.rank: [slot.name for slot in part.slots if InputKind(slot.kind).is_state]
             for part in here
@@ -106,7 +108,11 @@ class MemoryMeter:
     def _note_state(self, session: Session, name: str, rank: int) -> None:
         # A frame of its own: the one that watches would hold the last state.
         value = session.shard(name, rank)
-        if isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
+            return
+        if name in self._on_host:
+            self.came_from_outside(rank, value)
+        else:
             self.note(rank, value)
 
     def _mode(self, rank: int) -> AbstractContextManager[object]:

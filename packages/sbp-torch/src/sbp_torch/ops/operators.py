@@ -21,6 +21,7 @@ from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
 from sbp_torch.ops import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
 from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
+from sbp_torch.ops.host_copies import HOST_COPIES
 
 #: Bits that integers may have before they go on as floats: about as many as the largest float.
 _LONG = 1024
@@ -79,7 +80,12 @@ def _piece(x: Any, _: Any, dim: int, index: int, count: int, settled: bool) -> A
 
 
 #: Operators of ours that torch need not know; their rules say what a shard runs instead.
-_OWN: dict[str, Callable[..., Any]] = {"sbp.after": _after, "sbp.piece": _piece, **IN_PLACE}
+_OWN: dict[str, Callable[..., Any]] = {
+    "sbp.after": _after,
+    "sbp.piece": _piece,
+    **IN_PLACE,
+    **HOST_COPIES,
+}
 
 
 #: What `torch.ops.aten.add` is, without its overload.

@@ -63,6 +63,9 @@ class RankDevice(Protocol):
     def put(self, value: Tensor) -> Tensor:
         """Return a tensor on the device: a part of a state, to stay there."""
 
+    def put_host(self, value: Tensor) -> Tensor:
+        """Return a tensor in the memory of the host, to stay there, from where copies are fast."""
+
     def put_batches(self, fed: Fed) -> Fed:
         """Return what ranks are fed with the tensors on the device."""
 
@@ -97,6 +100,10 @@ class CpuDevice:
     def put(self, value: Tensor) -> Tensor:
         """See `RankDevice.put`."""
         return value
+
+    def put_host(self, value: Tensor) -> Tensor:
+        """See `RankDevice.put_host`; there is one memory."""
+        return value.contiguous()
 
     def put_batches(self, fed: Fed) -> Fed:
         """See `RankDevice.put_batches`."""
@@ -174,6 +181,10 @@ class CudaDevice:
         """See `RankDevice.put`."""
         return value.to(self.device)
 
+    def put_host(self, value: Tensor) -> Tensor:
+        """See `RankDevice.put_host`; the memory is page-locked."""
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+
     def put_batches(self, fed: Fed) -> Fed:
         """See `RankDevice.put_batches`; the default stream waits for the copies, the host does not.
 
@@ -210,7 +221,12 @@ class CudaDevice:
         return torch.cuda.default_stream(self.device).record_event()
 
     def copy_aside(self, value: Tensor, since: Any, buffer: Tensor | None) -> Aside:
-        """See `RankDevice.copy_aside`; into page-locked memory, and the host does not wait."""
+        """See `RankDevice.copy_aside`; into page-locked memory, and the host does not wait.
+
+        What lies in the memory of the host is copied there at once.
+        """
+        if not value.is_cuda:
+            return Aside((_memory_like(value) if buffer is None else buffer).copy_(value))
         if buffer is None:
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         with torch.cuda.stream(self._saving):
@@ -222,6 +238,8 @@ class CudaDevice:
 
     def follow(self, copy: Aside) -> None:
         """See `RankDevice.follow`."""
+        if copy.done is None:
+            return
         torch.cuda.default_stream(self.device).wait_event(copy.done)
 
 

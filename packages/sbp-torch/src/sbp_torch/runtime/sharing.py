@@ -104,7 +104,7 @@ class SharedStates(StateStore):
         if slot.sbp is None:
             return plan.ties.get(slot.name, ())
         held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp)
-        return slot.shape, slot.dtype, dict(held)
+        return slot.shape, slot.dtype, dict(held), slot.offloaded
 
     def refresh(self) -> None:
         """See `StateStore.refresh`.
@@ -148,4 +148,5 @@ def _words(slot: StateSlot, plan: PhysicalPlan) -> str:
     if slot.sbp is None:
         return f"a number that stands for {', '.join(plan.ties.get(slot.name, ()))}"
     shape = list(slot.shape)
-    return f"{slot.dtype}{shape} stored as ({slot.sbp}) on ranks {plan.stages[slot.stage].ranks}"
+    stored = f"({slot.sbp})" + " in the memory of the host" * slot.offloaded
+    return f"{slot.dtype}{shape} stored as {stored} on ranks {plan.stages[slot.stage].ranks}"

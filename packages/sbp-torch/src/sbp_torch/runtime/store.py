@@ -238,9 +238,13 @@ class StateStore:
         parts = shard(whole.detach(), self.plan.stages[slot.stage], slot.sbp, new)
         taken = {storage_key(whole)}
         for rank in list(parts):
-            part = self.device.put(parts.pop(rank))
+            part = self._put(slot, parts.pop(rank))
             new[rank][slot.name] = part.clone() if storage_key(part) in taken else part
             taken.add(storage_key(part))
+
+    def _put(self, slot: StateSlot, part: Tensor) -> Tensor:
+        """Return a part of a state where it is to lie between steps."""
+        return self.device.put_host(part) if slot.offloaded else self.device.put(part)
 
     def _read(self, slot: StateSlot, states: ReadInParts, new: Mapping[int, Values]) -> None:
         """Add the local ranks' parts of a state, and read no others."""
@@ -252,10 +256,11 @@ class StateStore:
             held = read.get(bounds[rank])
             if held is None:
                 part = states.part(slot.name, bounds[rank])
-                held = read[bounds[rank]] = self.device.put(part.contiguous())
+                held = read[bounds[rank]] = self._put(slot, part.contiguous())
                 new[rank][slot.name] = held
             else:
-                new[rank][slot.name] = held.clone()
+                copy = held.clone()
+                new[rank][slot.name] = self._put(slot, copy) if slot.offloaded else copy
 
     @cached_property
     def owned(self) -> tuple[tuple[int, str, Bounds], ...]:

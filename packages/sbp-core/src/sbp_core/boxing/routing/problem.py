@@ -148,6 +148,19 @@ def _fits(entries: tuple[Codes, ...], placement: Placement) -> bool:
     return states <= _MOST_STATES and forms**2 * placement.size <= _MOST_SLICES
 
 
+def are_searched(placement: Placement, num_dims: int, num_partials: int) -> bool:
+    """Say whether the search on one placement is over all states of a tensor.
+
+    Args:
+        placement: Of both ends.
+        num_dims: Of the tensor. Of one whose splits are all even, those are searched that an end
+            splits, and as many more as there are mesh axes.
+        num_partials: Kinds of reductions that the ends have.
+    """
+    entries = (*range(num_dims), BROADCAST, *range(SUM, SUM - num_partials, -1))
+    return _fits((entries,) * placement.num_axes, placement)
+
+
 def _choices(
     shape: Sequence[int], codes: Sequence[Codes], parts: int, same: bool
 ) -> Iterator[tuple[list[int], list[tuple[Codes, ...]]]]:

@@ -52,13 +52,17 @@ class Edge:
     crosses: bool
 
 
-def shortest_path(tables: Tables, source: int, target: int) -> tuple[Edge, ...]:
+def shortest_path(
+    tables: Tables, source: int, target: int, *, fewest_between: bool = False
+) -> tuple[Edge, ...]:
     """Return the best path between two states.
 
     Args:
         tables: All single steps.
         source: Number of the first state.
         target: Number of the last.
+        fewest_between: Whether paths of equally many bytes are compared by those of the step from
+            one placement to the other first.
     """
     # A step from u to v lies on a shortest path if and only if
     #
@@ -79,6 +83,8 @@ def shortest_path(tables: Tables, source: int, target: int) -> tuple[Edge, ...]:
     kept, left = near[tight], to_target[tight]
     # Among the kept states, what a step on a shortest path moves is the difference of distances.
     ties = _TiedSteps(tables, kept, left[:, None] - left[None, :])
+    if fewest_between:
+        ties.keep_fewest_between()
     return ties.path(*kept.searchsorted((source, target)).tolist())
 
 
@@ -139,6 +145,17 @@ class _TiedSteps:
         np.fill_diagonal(tight, val=False)  # to stay moves nothing, and is no step
         self._held_by_transfer = np.where(tight, block.held_by_transfer, NEVER)
         self._effort = _EFFORT[block.kind]
+
+    def keep_fewest_between(self) -> None:
+        """Of the steps from one placement to the other, leave those that move least."""
+        # A route crosses once, and each of the steps lies on a shortest path: the least crossing
+        # of any is that of a whole path.
+        there = np.array([self._tables.crosses(0, int(state)) for state in self._states])
+        crossing = ~there[:, None] & there[None, :]
+        taken = crossing & (np.minimum(self._held, self._held_by_transfer) < NEVER)
+        if taken.any():
+            more = crossing & (self._length > self._length[taken].min())
+            self._held[more] = self._held_by_transfer[more] = NEVER
 
     def path(self, start: int, end: int) -> tuple[Edge, ...]:
         """Return the best path between two of the states, by their index here."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sbp_planner.choice import ChoiceProblem
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.forest import TreeMoves
+from sbp_planner.choice.forest import Forests
 from sbp_planner.choice.graph import NothingAllowedError
+from sbp_planner.choice.moves import TreeMoves
 from sbp_planner.choice.neighbourhood import Neighbourhoods
 from sbp_planner.choice.reduce import reduce_problem
 
@@ -105,7 +106,7 @@ def test_trees_are_trees_of_free_nodes():
         ChoiceProblem(costs=[np.arange(2.0)] * 60, edges=pairs, edge_costs=[np.eye(2)] * len(pairs))
     )
 
-    forest = TreeMoves(compact, 1e3)._next()
+    forest = Forests(compact, 1e3).next()
 
     inner = [(u, v) for u, v in compact.edges if forest.tree[u] >= 0 and forest.tree[v] >= 0]
     assert all(forest.tree[u] == forest.tree[v] for u, v in inner)

@@ -1,0 +1,328 @@
+"""The joint search among the variants of a step: micro-batches, recomputation, slices, softmaxes.
+
+    for each number of micro-batches, for each variant with it, the least floor first
+        floor    its operators alone, each at its fastest       no less than the best plan:  struck
+        bound    no assignment takes less, whatever it holds    no less than the best plan:  struck
+        plan     the fastest that was found and fits the exact memory of a rank
+
+All of these are serial times of one step of the same samples, so that variants can be compared. The
+better the best plan, the earlier the proof of a bound ends, as only assignments that cost less
+matter to it (`joint.prove`); what fits is searched for as in `joint.search`. Prices and options of
+operators are shared by all variants.
+
+The bound of the answer is the least of the bounds of all variants that were looked at, solved or
+not. Once the time is up, no further variant is begun; only where nothing fits so far, the one that
+needs least is still tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf
+from time import monotonic
+from typing import Any
+
+from sbp_core.errors import ConfigError, PlanError, SbpError
+from sbp_core.graph_variant import GraphFamily, GraphVariant
+from sbp_core.infer import PinValue, SharedTables, joint_problem
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_seconds
+from sbp_planner.joint.search import Assigned, JointSearch, JointSettings, Values
+from sbp_planner.variants import smaller_variants, variant_words, variants_of
+
+#: Of the time that is left, what one variant may take.
+_SHARE = 0.5
+
+#: Of the time limit, what the last variant may take once it is up; and so many seconds at least.
+_LATE_SHARE, _LEAST_S = 0.1, 1.0
+
+#: Times that differ by less than this share are equal.
+_TIE = 1e-9
+
+#: Variants that are named in a line of the report.
+_NUM_NAMED = 3
+
+
+class Outcome(StrEnum):
+    """What became of a variant."""
+
+    BEST = "best"
+    SLOWER = "slower"
+    STRUCK = "struck by its bound"
+    NO_FIT = "no plan fits"
+    UNSOLVED = "not solved in time"
+
+
+@dataclass(slots=True, kw_only=True)
+class BoundedVariant:
+    """A variant, and what is known of it.
+
+    Args:
+        variant: Which.
+        request: To plan it.
+        bound_s: No assignment takes less, in seconds of a step.
+        outcome: What became of it.
+    """
+
+    variant: GraphVariant
+    request: PlanRequest
+    bound_s: float
+    outcome: Outcome = Outcome.UNSOLVED
+
+    @property
+    def words(self) -> str:
+        """What is special about it."""
+        form = "" if self.variant.splits_classes else ", softmaxes whole"
+        return variant_words(self.variant) + form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Best:
+    entry: BoundedVariant
+    search: JointSearch
+    values: Values
+    free: Assigned
+    cost_s: float
+
+
+def plan_family(
+    request: PlanRequest,
+    settings: JointSettings,
+    *,
+    limit_bytes: float,
+    pins: Mapping[str, PinValue] | None = None,
+) -> Strategy:
+    """Return the cheapest strategy that fits, of all variants of a step.
+
+    Args:
+        request: What to plan; without a family its graph is the only variant.
+        settings: How; the time limit is for all variants together.
+        limit_bytes: Memory of one rank.
+        pins: The planner's own.
+
+    Raises:
+        ConfigError: a pin cannot be meant.
+        PlanError: nothing that was found fits; says what was.
+    """
+    if request.family is None:
+        return JointSearch(request, settings, limit_bytes, pins or {}).run()
+    search = FamilySearch(
+        request=request,
+        family=request.family,
+        settings=settings,
+        limit_bytes=limit_bytes,
+        pins=pins or {},
+    )
+    return search.run()
+
+
+@dataclass(slots=True, kw_only=True)
+class FamilySearch:
+    """Searches the variants of one request; arguments as of `plan_family`."""
+
+    request: PlanRequest
+    family: GraphFamily
+    settings: JointSettings
+    limit_bytes: float
+    pins: Mapping[str, PinValue]
+    seen: list[BoundedVariant] = field(default_factory=list)
+    unseen: list[int] = field(default_factory=list)
+    problems: list[SbpError] = field(default_factory=list)
+    refused: list[JointSearch] = field(default_factory=list)
+    best: _Best | None = None
+    tables: SharedTables = field(default_factory=SharedTables)
+    ends_at: float = 0.0
+
+    def run(self) -> Strategy:
+        """Return the cheapest strategy that fits.
+
+        Raises:
+            ConfigError: a pin cannot be meant.
+            PlanError: nothing fits.
+        """
+        self.ends_at = monotonic() + self.settings.time_limit_s
+        asked = self.family.variant.num_micro_batches
+        for count in dict.fromkeys((asked, *sorted(self.family.micro_batches))):
+            if self.is_late and self.seen:
+                self.unseen.append(count)
+                continue
+            entries = self._bounded(count)
+            if not self.seen and isinstance(self.problems[0], ConfigError):
+                raise self.problems[0]  # a wrong setting is one of all variants
+            for entry in sorted(entries, key=lambda one: one.bound_s):
+                self._settle(entry)
+        if self.best is None and self.is_late:
+            self._try_the_leanest()
+        if self.best is None:
+            raise self._refusal()
+        return self._told(self.best)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        return monotonic() > self.ends_at
+
+    @property
+    def best_s(self) -> float:
+        """What the best plan takes; infinite if there is none."""
+        return inf if self.best is None else self.best.cost_s
+
+    @property
+    def wanted_s(self) -> float:
+        """Variants that take no less than this at least are not looked at further."""
+        return self.best_s * (1 - self.settings.gap) * (1 - _TIE)
+
+    def _bounded(self, count: int) -> list[BoundedVariant]:
+        """Return the variants of a number of micro-batches, each with its floor."""
+        found = []
+        try:
+            for variant in variants_of(self.family, count):
+                if (entry := self._posed(variant)) is not None:
+                    found.append(entry)
+        except SbpError as error:
+            self.problems.append(error)
+        self.seen += found
+        return found
+
+    def _posed(self, variant: GraphVariant) -> BoundedVariant | None:
+        """Return a variant with its floor; None if there is no such variant."""
+        try:
+            request = self.request.of(variant)
+            quiet = replace(request, progress=None)
+            problem = joint_problem(quiet, pins=self.pins, from_axes=False, tables=self.tables)
+        except SbpError as error:
+            self.problems.append(error)
+            return None
+        # What operators take at least, whatever is boxed.
+        floor_s = float(sum(table.min() for table in problem.unary))
+        return BoundedVariant(variant=variant, request=request, bound_s=floor_s)
+
+    def _settle(self, entry: BoundedVariant, *, is_last: bool = False) -> None:
+        """Strike a variant out, or solve it."""
+        if entry.bound_s >= self.wanted_s:
+            entry.outcome = Outcome.STRUCK
+            return
+        left = self.ends_at - monotonic()
+        if left <= 0 and not is_last and self.seen[0] is not entry:
+            return
+        limit_s = self.settings.time_limit_s
+        seconds = max(_SHARE * left, _LATE_SHARE * limit_s, _LEAST_S)
+        settings = replace(self.settings, time_limit_s=min(seconds, limit_s))
+        request = replace(entry.request, progress=self._progress(entry))
+        try:
+            search = JointSearch(request, settings, self.limit_bytes, self.pins, tables=self.tables)
+            if search.is_hopeless:
+                entry.outcome, entry.bound_s = Outcome.NO_FIT, inf
+                self.refused.append(search)
+                return
+            free = search.cheapest(self.best_s)
+            entry.bound_s = max(entry.bound_s, search.bound_s(free))
+            if entry.bound_s >= self.wanted_s:
+                entry.outcome = Outcome.STRUCK
+                return
+            values = search.fitting(free, self.best_s)
+        except SbpError as error:
+            entry.outcome, entry.bound_s = Outcome.NO_FIT, inf
+            self.problems.append(error)
+            return
+        if values is None:
+            entry.outcome = Outcome.NO_FIT if self.best is None else Outcome.SLOWER
+            self.refused.append(search)
+            return
+        cost_s = search.problem.cost(values)
+        entry.outcome = Outcome.SLOWER
+        if cost_s < self.best_s * (1 - _TIE):
+            if self.best is not None:
+                self.best.entry.outcome = Outcome.SLOWER
+            entry.outcome = Outcome.BEST
+            self.best = _Best(entry=entry, search=search, values=values, free=free, cost_s=cost_s)
+
+    def _try_the_leanest(self) -> None:
+        """Try the variant that needs least memory, if it has not been."""
+        leanest = list(smaller_variants(self.family))[-1:]
+        for variant in leanest:
+            known = next((one for one in self.seen if one.variant == variant), None)
+            entry = known or self._posed(variant)
+            if entry is None or entry.outcome is not Outcome.UNSOLVED:
+                continue
+            if known is None:
+                self.seen.append(entry)
+            self._settle(entry, is_last=True)
+
+    def _progress(self, entry: BoundedVariant) -> Any:
+        """Return what is told of the progress of one variant, as a part of that of all."""
+        say = self.request.progress
+        if say is None or len(self.seen) == 1:
+            return say
+        done = sum(one.outcome is not Outcome.UNSOLVED for one in self.seen) / len(self.seen)
+        return lambda what, part: say(f"{entry.words}: {what}", done + part / len(self.seen))
+
+    # What is said
+
+    def _refusal(self) -> SbpError:
+        """Return the error of a step of which no variant fits."""
+        if not self.refused:
+            return self.problems[0]
+        least = min(self.refused, key=lambda one: one.least_bytes)
+        if len(self.seen) == 1:
+            return least.refusal("take more ranks, or leave trainer.micro_batches=auto")
+        late = "raise planner.time_limit_s, so that more variants are solved, or "
+        is_open = self.unseen or any(one.outcome is Outcome.UNSOLVED for one in self.seen)
+        error = least.refusal(f"{late if is_open else ''}take more ranks")
+        return PlanError(
+            f"{error.what}, of {len(self.seen)} variants of the step",
+            where=error.where,
+            accepted=error.accepted,
+            todo=error.todo,
+        )
+
+    def _told(self, best: _Best) -> Strategy:
+        """Return the strategy, whose report says what became of the variants."""
+        strategy = best.search.reported(best.values, best.free)
+        strategy = replace(strategy, variant=best.entry.variant)
+        if len(self.seen) == 1 and not self.unseen:
+            return strategy
+        bound = min(best.cost_s, *(one.bound_s for one in self.seen))
+        gap = (best.cost_s - bound) / best.cost_s if best.cost_s > 0 else 0.0
+        own = strategy.report
+        report = {
+            "bound_s": bound,
+            "gap": gap,
+            "variant_bound_s": own["bound_s"],
+            "variants": [
+                {"variant": one.words, "bound_s": one.bound_s, "outcome": str(one.outcome)}
+                for one in self.seen
+            ],
+            "unseen_micro_batches": list(self.unseen),
+            "explanation": [*own["explanation"], *self._lines(best, bound, gap)],
+        }
+        return replace(strategy, report={**own, **report})
+
+    def _lines(self, best: _Best, bound: float, gap: float) -> Iterator[str]:
+        yield (
+            f"{self.settings.planner}: of {len(self.seen)} variants of the step the best is "
+            f"{best.entry.words}; none that was looked at takes less than {format_seconds(bound)} "
+            f"(gap {gap:.2%})"
+        )
+        words = {
+            Outcome.STRUCK: "take no less, by their bounds",
+            Outcome.SLOWER: "have no faster plan that was found and fits",
+            Outcome.NO_FIT: "have no plan that was found and fits",
+            Outcome.UNSOLVED: f"were not solved within {self.settings.time_limit_s:g} s",
+        }
+        for outcome, told in words.items():
+            entries = [one for one in self.seen if one.outcome is outcome]
+            if entries:
+                yield f"  {len(entries)} {told}: {_named(one.words for one in entries)}"
+        if self.unseen:
+            counts = ", ".join(map(str, self.unseen))
+            yield f"  micro-batches that were not looked at in time: {counts}"
+
+
+def _named(words: Iterable[str]) -> str:
+    found = list(words)
+    more = f"; and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
+    return "; ".join(found[:_NUM_NAMED]) + more

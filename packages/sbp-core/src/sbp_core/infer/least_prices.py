@@ -1,0 +1,212 @@
+"""The least that conversions on some mesh axes take: prices from below, for very many at once.
+
+    conversion          price    from below
+    S(0) -> S(1)        1.90 ms  1.88 ms      one route is not looked for
+    P    -> B           0.85 ms  0.74 ms      without latencies of links
+    S(0) -> P           5.41 ms  0.11 ms      nor is it known who sends what to whom
+    another placement                0 ms
+
+`Prices` looks for a route for each pair of SBPs. Where an axis more makes these hundreds of
+thousands, a search that leaves most of them out can do with a bound of what it leaves out. It comes
+from `boxing.least_times`: shortest paths between all states at once, which are found once
+for all tensors whose dims are split alike. Bytes are exact.
+
+Nothing is said (0 s) between two placements, of tensors without dims, where a machine's calibration
+says the times, and where the router does not search all states; see `boxing.routing.problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sbp_core.boxing.least_times import LeastTimes
+from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, encode
+from sbp_core.boxing.routing.problem import are_searched
+from sbp_core.cluster import Cluster
+from sbp_core.compile.bucket_price import Companions
+from sbp_core.graph.ir import ITEMSIZE
+from sbp_core.placement import Placement
+from sbp_core.sbp import Sbp
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: The SBP of a tensor on the axes.
+Entries = tuple[Sbp, ...]
+
+#: By the reductions that two ends have, as a mask of sum, max and min: those of the states between
+#: them. Max and min behave alike.
+_PARTIALS = {
+    0b000: (),
+    0b001: (SUM,),
+    0b010: (MAX,),
+    0b100: (MIN,),
+    0b011: (SUM, MAX),
+    0b101: (SUM, MIN),
+    0b110: (MAX, MIN),
+}
+
+
+class PriceTable(Protocol):
+    """What a search asks for prices: `Prices`, or `LeastPrices`."""
+
+    def table(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        sources: Sequence[tuple[int, Entries]],
+        targets: Sequence[tuple[int, Entries]],
+        companions: Companions | None = None,
+    ) -> Sequence[Sequence[Sequence[float]]]:
+        """Return (seconds, bytes) from each of some (stage, SBP) to each of others."""
+        ...
+
+
+class LeastPrices:
+    """Prices from below on all mesh axes of the stages.
+
+    Args:
+        stages: Placement of each stage.
+        cluster: Rates and links.
+    """
+
+    def __init__(self, stages: Sequence[Placement], cluster: Cluster) -> None:
+        self._stages, self._cluster = stages, cluster
+        self._times: dict[object, LeastTimes] = {}
+
+    def table(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        sources: Sequence[tuple[int, Entries]],
+        targets: Sequence[tuple[int, Entries]],
+        companions: Companions | None = None,
+    ) -> Sequence[Sequence[Sequence[float]]]:
+        """Return what conversions take at least; see `Prices.table`.
+
+        Args:
+            shape: Of the tensor.
+            dtype: Its dtype name.
+            sources: (stage, SBP) of each.
+            targets: Likewise.
+            companions: What could travel with it; a part of a step has a part of its launch.
+
+        Returns:
+            By source (rows), target (columns) and, last, seconds and bytes.
+        """
+        found = np.zeros((len(sources), len(targets), 2))
+        if shape and self._cluster.calibration is None:
+            for stage in {stage for stage, _ in sources}:
+                rows = [at for at, (of, _) in enumerate(sources) if of == stage]
+                columns = [at for at, (of, _) in enumerate(targets) if of == stage]
+                if rows and columns:
+                    found[np.ix_(rows, columns)] = self._within(
+                        self._stages[stage],
+                        (shape, ITEMSIZE[dtype]),
+                        _codes([sources[at][1] for at in rows]),
+                        _codes([targets[at][1] for at in columns]),
+                        is_alone=companions is None,
+                    )
+        return found  # type: ignore[return-value]  # an array is as good as lists
+
+    def _within(
+        self,
+        mesh: Placement,
+        tensor: tuple[tuple[int, ...], int],
+        sources: Ints,
+        targets: Ints,
+        *,
+        is_alone: bool,
+    ) -> Floats:
+        """Return seconds and bytes between states of one placement."""
+        shape, itemsize = tensor
+        device = self._cluster.device
+        seconds, size = np.zeros((2, len(sources), len(targets)))
+        reductions = _reductions(sources)[:, None] | _reductions(targets)
+        for mask in np.unique(reductions).tolist():
+            at = reductions == mask
+            times = self._between(mesh, shape, _PARTIALS.get(mask))
+            if times is None:
+                continue
+            rows, columns = np.flatnonzero(at.any(axis=1)), np.flatnonzero(at.any(axis=0))
+            names = _renamed(mesh, shape, _PARTIALS[mask])
+            states = np.ix_(
+                _numbers(times, names, sources[rows]), _numbers(times, names, targets[columns])
+            )
+            part, scale = np.ix_(rows, columns), prod(shape) * itemsize / times.num_elements
+            seconds[part] = np.where(at[part], scale * times.seconds[states], seconds[part])
+            size[part] = np.where(at[part], scale * times.elements[states], size[part])
+        differs = (sources[:, None] != targets).any(axis=2)
+        if is_alone:
+            seconds += np.where(differs, device.launch_s, 0.0)
+            seconds += np.where(size > 0, device.boxing_launch_s, 0.0)
+        if len(shape) > mesh.num_axes and _is_even(mesh, shape):
+            # Of dims that are alike the router looks at those that an end splits, and one more for
+            # each axis.
+            split = np.zeros(seconds.shape, dtype=np.int64)
+            for dim in range(len(shape)):
+                split += (sources == dim).any(axis=1)[:, None] | (targets == dim).any(axis=1)
+            unknown = split + mesh.num_axes < len(shape)
+            seconds[unknown], size[unknown] = 0.0, 0.0
+        return np.stack([seconds, size], axis=2)
+
+    def _between(
+        self, mesh: Placement, shape: tuple[int, ...], partials: tuple[int, ...] | None
+    ) -> LeastTimes | None:
+        """Return the least times of tensors of a shape; None if the router searches less."""
+        if partials is None or not are_searched(mesh, len(shape), len(partials)):
+            return None
+        extents = tuple(sorted(_parts(mesh, extent) for extent in shape))
+        kinds = (SUM, MAX, MIN)[: len(partials)] if SUM in partials else (MAX, MIN)[: len(partials)]
+        key = (mesh, extents, kinds)
+        if key not in self._times:
+            self._times[key] = LeastTimes(mesh, self._cluster, extents, kinds)
+        return self._times[key]
+
+
+def _parts(mesh: Placement, extent: int) -> int:
+    """Return an extent that stands for all that every split divides evenly; else itself."""
+    return mesh.size if extent and extent % mesh.size == 0 else extent
+
+
+def _is_even(mesh: Placement, shape: tuple[int, ...]) -> bool:
+    return all(_parts(mesh, extent) == mesh.size for extent in shape)
+
+
+def _codes(ends: Sequence[Entries]) -> Ints:
+    """Return the entries as codes, (ends, axes)."""
+    return np.array([[encode(entry) for entry in end] for end in ends], dtype=np.int64)
+
+
+def _reductions(codes: Ints) -> Ints:
+    """Return the mask of reductions of each end."""
+    masks: Ints = sum(
+        ((codes == code).any(axis=1).astype(np.int64) << bit)
+        for bit, code in enumerate((SUM, MAX, MIN))
+    ) + np.zeros(len(codes), dtype=np.int64)
+    return masks
+
+
+def _renamed(mesh: Placement, shape: tuple[int, ...], partials: tuple[int, ...]) -> dict[int, int]:
+    """Return the places among the entries of an axis of the codes: dims, `B`, partials."""
+    ordered = sorted(range(len(shape)), key=lambda dim: _parts(mesh, shape[dim]))
+    names = {dim: place for place, dim in enumerate(ordered)}
+    names[BROADCAST] = len(shape)
+    return names | {code: len(shape) + 1 + place for place, code in enumerate(partials)}
+
+
+def _numbers(times: LeastTimes, names: dict[int, int], codes: Ints) -> Ints:
+    """Return the number of each state; of states that are none of these, any."""
+    base = len(times.layout.entries[0])
+    found = np.zeros(len(codes), dtype=np.int64)
+    for axis in range(codes.shape[1]):
+        places = np.zeros(len(codes), dtype=np.int64)
+        for code, place in names.items():
+            places[codes[:, axis] == code] = place
+        found = found * base + places
+    return found
