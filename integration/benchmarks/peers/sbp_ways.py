@@ -30,6 +30,7 @@ from sbp_core.runtime import Session, Trace, measured_operators
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, capture_training, compiled
+from sbp_launch.planning.family import StepFamily
 from sbp_torch.capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
@@ -153,9 +154,21 @@ def start_session(ours: Ours, name: str, setting: Setting, *, stack: ExitStack) 
     )
     planner = make_planner(registry, ours)
     captured = capture_training(program, model_loss, batch, optimizer, settings)
-    graph, strategy = captured.planned(
-        lambda graph: _of_first_rank(lambda: planner.plan(settings.request(graph)))
+    family = StepFamily(
+        settings=settings,
+        captured=lambda _: captured.original,  # of the only size of a micro-batch that is asked for
+        batch_size=len(next(iter(batch.values()))) * ours.micro_batches,
     )
+
+    def planned(graph: LogicalGraph) -> Strategy:
+        request = settings.request(graph)
+        if graph is captured.graph:
+            request = replace(request, family=family)
+        return _of_first_rank(lambda: planner.plan(request))
+
+    graph, strategy = captured.planned(planned)
+    if strategy.variant is not None:
+        settings, graph = family.settings_of(strategy.variant), family.graph(strategy.variant)
     plan = compiled(graph, strategy, settings).plan
     backend = make_backend(registry, ours.boxing, name, store)
     runtime = registry.make("runtime", "actor", {})
