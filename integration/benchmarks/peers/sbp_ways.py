@@ -30,15 +30,25 @@ from sbp_core.runtime import Session, Trace, measured_operators
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, capture_training, compiled
+from sbp_launch.planning.family import StepFamily
 from sbp_torch.capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
-#: `sbp-calibrate` measures them on 2 cores.
+#: steps took them on 2 cores in November 2026 (docs/speed.md); calls in a loop are faster.
 LINKS = {
-    "torch": Link(latency_s=3e-4, bytes_per_s=1.8e9),
-    "mpi": Link(latency_s=1e-5, bytes_per_s=4e9),
+    "torch": Link(latency_s=3e-4, bytes_per_s=1e9),
+    "mpi": Link(latency_s=1e-5, bytes_per_s=8e9),
     "local": Link(latency_s=2e-5, bytes_per_s=5e9),
 }
+
+#: What one of their cores does, likewise, and what starting an operator and a boxing step takes.
+DEVICE = Device(
+    memory_bytes=2**32,
+    flop_per_s={"float32": 1.2e11},
+    memory_bytes_per_s=1.2e10,
+    launch_s=3e-6,
+    boxing_launch_s=1e-4,
+)
 
 
 def machine(
@@ -59,17 +69,11 @@ def machine(
         found = Cluster.load(Path(clusters[boxing])).priced_by(boxing)
         known = {one.call: one for one in (*found.device.operators, *operators)}
         return replace(found, device=replace(found.device, operators=tuple(known.values())))
-    device = Device(
-        memory_bytes=2**32,
-        flop_per_s={"float32": 1e11},
-        memory_bytes_per_s=1e10,
-        operators=tuple(operators),
-    )
     return Cluster(
         name=boxing,
         num_devices=num_ranks,
         devices_per_node=num_ranks,
-        device=device,
+        device=replace(DEVICE, operators=tuple(operators)),
         intra_node=LINKS[boxing],
     )
 
@@ -150,9 +154,21 @@ def start_session(ours: Ours, name: str, setting: Setting, *, stack: ExitStack) 
     )
     planner = make_planner(registry, ours)
     captured = capture_training(program, model_loss, batch, optimizer, settings)
-    graph, strategy = captured.planned(
-        lambda graph: _of_first_rank(lambda: planner.plan(settings.request(graph)))
+    family = StepFamily(
+        settings=settings,
+        captured=lambda _: captured.original,  # of the only size of a micro-batch that is asked for
+        batch_size=len(next(iter(batch.values()))) * ours.micro_batches,
     )
+
+    def planned(graph: LogicalGraph) -> Strategy:
+        request = settings.request(graph)
+        if graph is captured.graph:
+            request = replace(request, family=family)
+        return _of_first_rank(lambda: planner.plan(request))
+
+    graph, strategy = captured.planned(planned)
+    if strategy.variant is not None:
+        settings, graph = family.settings_of(strategy.variant), family.graph(strategy.variant)
     plan = compiled(graph, strategy, settings).plan
     backend = make_backend(registry, ours.boxing, name, store)
     runtime = registry.make("runtime", "actor", {})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
+
+import pytest
 
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
@@ -20,10 +23,16 @@ _PINS = {"batch": "S(0)", "activations": "S(0)", "parameters": "B", "gradients":
 
 
 def _plan(
-    pins: dict[str, object], *, bytes_per_s: float = 1e9, micro_batches: int = 1, **options: object
+    pins: dict[str, object],
+    *,
+    bytes_per_s: float = 1e9,
+    micro_batches: int = 1,
+    busy: float = 0.0,
+    **options: object,
 ) -> PhysicalPlan:
     graph = mlp((64, 64, 64, 64), batch=64, num_micro_batches=micro_batches)
     machine = cluster(launch_s=1e-6, bytes_per_s=bytes_per_s)
+    machine = replace(machine, device=replace(machine.device, boxing_busy=busy))
     mesh = Placement.grid((2,), ("data",))
     request = PlanRequest(graph=graph, mesh=mesh, cluster=machine, pins={})
     strategy = infer_strategy(request, planner="test", pins=pins, in_flight=(micro_batches,))
@@ -138,3 +147,24 @@ def test_a_decay_is_done_with_its_update() -> None:
 
     (update,) = (a for a in plan.by_rank[0].actors if a.name.startswith("optimizer."))
     assert update.inputs == ("g@0(B)",)
+
+
+def test_overlap_hides_only_what_does_not_need_the_core_of_the_rank() -> None:
+    apart = simulate(_plan(_PINS, piece_s=inf)).step_s
+    hidden, half, none = (
+        simulate(_plan(_PINS, overlap=True, busy=busy)).step_s for busy in (0.0, 0.5, 1.0)
+    )
+
+    assert hidden < half < none
+    assert none == pytest.approx(apart, rel=1e-6)
+
+
+def test_what_is_waited_for_at_once_takes_as_long_whoever_moves_it() -> None:
+    # Nothing is computed between the gradients and the commit.
+    hidden, half, none = (
+        simulate(_plan(_PINS, overlap=True, piece_s=inf, busy=busy)).step_s
+        for busy in (0.0, 0.5, 1.0)
+    )
+
+    assert hidden == pytest.approx(half, rel=1e-6)
+    assert hidden == pytest.approx(none, rel=1e-6)

@@ -69,6 +69,10 @@ _FIRST_SHARE = 0.5
 #: Of the candidates, how many are looked at again for smaller variants.
 _NUM_LEANEST = 4
 
+#: Plans that split no classes and take less than so many times the best are looked at with whole
+#: softmaxes; the fastest of them, at most.
+_NEAR, _NUM_NEAR = 1.3, 3
+
 #: Of the fastest and of the leanest that do not fit, how many are looked at with offload.
 _NUM_OFFLOADED = 3
 
@@ -122,6 +126,8 @@ class _Search:
     tried: dict[str, Compiled | SbpError] = field(default_factory=dict)
     untried: list[str] = field(default_factory=list)
     _best_candidate: _Candidate | None = None
+    #: Who made which plan.
+    _looked_at: dict[str, _Candidate] = field(default_factory=dict)
     _ends: float = 0.0
 
     def __post_init__(self) -> None:
@@ -176,7 +182,7 @@ class _Search:
             except SbpError as error:
                 self.tried[name] = error
                 continue
-            self.tried[name] = found
+            self.tried[name], self._looked_at[name] = found, candidate
             if self.best is None or found.rank() < self.best.rank():
                 self.best = replace(found, strategy=replace(found.strategy, variant=variant))
                 self.best_name, self._best_candidate = name, candidate
@@ -258,29 +264,58 @@ class _Search:
                 self.best_name, self._best_candidate = f"{name} with offload", None
 
     def join_classes(self) -> None:
-        """Take the best plan with softmaxes as one operator each, if it splits no classes.
+        """Look at the fastest plans that split no classes with softmaxes as one operator each.
 
         That is faster; in parts they are only for plans in which ranks have parts of the classes.
+        So a plan without such parts, if it was not the fastest, may be now.
         """
         family, best = self.request.family, self.best
         if family is None or best is None or self._best_candidate is None:
             return
         variant = best.strategy.variant
-        if variant is None or not variant.splits_classes or splits_classes(best.strategy):
+        if variant is None or not variant.splits_classes:
             return
         whole = replace(variant, splits_classes=False)
         try:
             request = self.request.of(whole)
-            if graph_hash(request.graph) == best.strategy.graph_hash:
-                return
-            quiet = replace(request, progress=None)
-            strategy = self._best_candidate.plan(quiet)
-            compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
-            found = compilation.compiled(strategy, exact=True)
         except SbpError:
             return
-        if found.rank() < best.rank():
-            self.best = replace(found, strategy=replace(strategy, variant=whole))
+        if graph_hash(request.graph) == best.strategy.graph_hash:
+            return
+        quiet = replace(request, progress=None)
+        compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
+        for candidate in self._without_classes(best):
+            try:
+                strategy = candidate.plan(quiet)
+                found = compilation.compiled(strategy, exact=True)
+            except SbpError:
+                continue
+            name = f"{candidate.name}, softmaxes whole"
+            self.tried[name] = found
+            if self.best is None or found.rank() < self.best.rank():
+                self.best = replace(found, strategy=replace(strategy, variant=whole))
+                self.best_name = name
+
+    def _without_classes(self, best: Compiled) -> list[_Candidate]:
+        """Return the candidates for the best plan's variant that split no classes, fastest first.
+
+        That variant's graph tells them apart from those of others; the best one is always looked
+        at, and of others a few that are not much slower.
+        """
+        assert self._best_candidate is not None, "a candidate made the best plan"
+        chosen = [] if splits_classes(best.strategy) else [self._best_candidate]
+        others = sorted(
+            (one.step_s, name)
+            for name, one in self.tried.items()
+            if isinstance(one, Compiled)
+            and name in self._looked_at
+            and self._looked_at[name] is not self._best_candidate
+            and one.fits
+            and one.strategy.graph_hash == best.strategy.graph_hash
+            and one.step_s < _NEAR * best.step_s
+            and not splits_classes(one.strategy)
+        )
+        return chosen + [self._looked_at[name] for _, name in others[:_NUM_NEAR]]
 
     def _candidates(self, request: PlanRequest) -> Iterator[_Candidate]:
         given = request.mesh

@@ -91,6 +91,9 @@ class Device:
         launch_s: Time to start one operator.
         boxing_launch_s: Time that a runtime takes to start one boxing step, beside what its
             transport takes: an actor fires, and so do those of the segments that it parts.
+        boxing_busy: Part of the time of a boxing step under way in which its rank cannot compute,
+            in [0, 1]: the transport works on the core that the rank computes with, or moves data
+            only while it is called. What overlap can hide is the rest.
         operators: What calls of operators were measured to take; the rates say it of all others.
         host_memory_bytes: This rank's share of its host's memory, to which states can be offloaded;
             None if nothing is known of it. Of a CPU it is a second part of the same memory: enough
@@ -104,6 +107,7 @@ class Device:
     memory_bytes_per_s: float
     launch_s: float = 0.0
     boxing_launch_s: float = 0.0
+    boxing_busy: float = 0.0
     operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
     host_memory_bytes: int | None = None
     host_link: Link | None = None
@@ -120,6 +124,8 @@ class Device:
                 accepted="memory_bytes, flop_per_s by dtype and memory_bytes_per_s above 0; "
                 "launch_s and boxing_launch_s from 0 on",
             )
+        if not 0 <= self.boxing_busy <= 1:
+            raise SbpValueError(f"boxing_busy={self.boxing_busy}", accepted="from 0 to 1")
         self._check_host()
 
     def _check_host(self) -> None:
@@ -277,7 +283,7 @@ class Cluster:
         return next(iter(self.calibrations.values())) if len(self.calibrations) == 1 else None
 
     def priced_by(self, backend: str) -> Cluster:
-        """Return the machine with the times of one backend: its calls, and launches beside them.
+        """Return the machine with the times of one backend: its calls, and what is beside them.
 
         Args:
             backend: One of `calibrations`.
@@ -288,6 +294,8 @@ class Cluster:
             device = replace(device, launch_s=of.launch_s)
         if of.boxing_launch_s is not None:
             device = replace(device, boxing_launch_s=of.boxing_launch_s)
+        if of.busy is not None:
+            device = replace(device, boxing_busy=of.busy)
         if of.operators:
             device = replace(device, operators=of.operators)
         return replace(self, backend=backend, device=device)

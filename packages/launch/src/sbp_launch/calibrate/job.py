@@ -75,6 +75,7 @@ class CalibrationResult:
         measured_s: Seconds from the ranks being connected to the last call.
         step_s: Seconds that a step of each plan of `steps` takes; empty if none was run.
         large_s: Seconds of each large all-reduce in steps, by its bytes; empty if there was none.
+        busy: What `Device` calls `boxing_busy`; None if it was not measured.
     """
 
     rates: Rates
@@ -85,6 +86,7 @@ class CalibrationResult:
     measured_s: float = 0.0
     step_s: Mapping[str, float] = field(default_factory=dict)
     large_s: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    busy: float | None = None
 
     def save(self, folder: Path) -> None:
         """Write it where `load` finds it."""

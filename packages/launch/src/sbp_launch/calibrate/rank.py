@@ -18,6 +18,7 @@ import torch
 from sbp_core.boxing import BoxingBackend
 from sbp_core.plugins import discover
 from sbp_core.runtime import Runtime
+from sbp_launch.calibrate.busy import measure_busy
 from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
@@ -102,8 +103,12 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
     time_s = max(settings.time_s / 2, settings.time_s - spent_s)
     measurer = RankMeasurer(job, watch, rank, report, time_s)
     samples = measurer.run()
+    busy = None
+    if settings.ranks > 1 and device.type == "cpu":
+        busy = measure_busy(backend.communicator(rank), watch, settings.ranks)
     return CalibrationResult(
         samples=samples,
+        busy=busy,
         measured_s=time.monotonic() - began,
         rates=rates,
         rounds=measurer.rounds,

@@ -202,7 +202,10 @@ def make_cluster(
     if found.samples:
         errors, held_out = cross_validate(found.samples)
         calibration = replace(
-            Calibration.of(found.samples), errors=errors, operators=run.kept.operators
+            Calibration.of(found.samples),
+            errors=errors,
+            operators=run.kept.operators,
+            busy=found.busy,
         )
         calibrations[name] = calibration
         link, shared = link_of(calibration, settings.ranks)
@@ -212,6 +215,7 @@ def make_cluster(
         flop_per_s=found.rates.flop_per_s,
         memory_bytes_per_s=found.rates.memory_bytes_per_s,
         launch_s=found.rates.launch_s,
+        boxing_busy=found.busy or 0.0,
         operators=() if found.samples else run.kept.operators,
     )
     cluster = Cluster(

@@ -44,8 +44,12 @@ def rate_lines(cluster: Cluster) -> Iterator[str]:
     boxing = f"; a boxing step, beside its call: {format_seconds(beside_s)}" if beside_s else ""
     yield f"starting an operator: {format_seconds(device.launch_s)}{boxing}"
     calibration = cluster.calibration
-    if calibration is not None and calibration.in_steps > 1:
+    if calibration is None:
+        return
+    if calibration.in_steps > 1:
         yield f"bytes of a call between segments: {calibration.in_steps:.2f} times as long"
+    if calibration.busy is not None:
+        yield f"of a call under way, a rank cannot compute in {calibration.busy:.0%}"
 
 
 def plain(number: float) -> str:

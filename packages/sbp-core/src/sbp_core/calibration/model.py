@@ -39,6 +39,7 @@ class Calibration:
         operators: What operators take beside boxing through this backend.
         in_steps: How many times as long the bytes of a call take between the segments of a step as
             in the samples, whose calls follow each other; >= 1. Predictions are of calls in steps.
+        busy: What `Device` calls `boxing_busy`, of this backend; None if it was not measured.
     """
 
     backend: str
@@ -50,6 +51,7 @@ class Calibration:
     boxing_launch_s: float | None = None
     operators: tuple[MeasuredOperator, ...] = field(default=(), repr=False)
     in_steps: float = 1.0
+    busy: float | None = None
     #: The structural model of groups within a node (False), and of those on several (True); made
     #: when it is needed, as most plans only need the curves. None without samples of such groups.
     _structures: dict[bool, TransportModel | None] = field(
@@ -64,6 +66,8 @@ class Calibration:
         launches = (self.launch_s, self.boxing_launch_s)
         if not all(time_s is None or 0 <= time_s < inf for time_s in launches):
             raise SbpValueError(f"launches of {launches}", accepted="seconds >= 0, or none")
+        if self.busy is not None and not 0 <= self.busy <= 1:
+            raise SbpValueError(f"busy={self.busy}", accepted="from 0 to 1, or none")
         if not 1 <= self.in_steps < inf:
             raise SbpValueError(f"in_steps={self.in_steps}", accepted="a number from 1 on")
         if not self.samples or {sample.backend for sample in self.samples} != {self.backend}:

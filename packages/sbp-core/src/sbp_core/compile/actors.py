@@ -92,6 +92,11 @@ class _Actor:
         """Return how often it fires in one step."""
         return repetitions[self.rate]
 
+    @property
+    def begun_s(self) -> float:
+        """When boxing is begun, in seconds from when its thread fires: then data moves."""
+        return self.busy_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker(_Actor):
@@ -137,11 +142,13 @@ class Collective(_Maker):
         step: Index into `plan.steps`.
         makes: The key of its result, whether or not an actor of this rank takes it.
         begin_s: How much of `time_s` its thread is busy to begin; None if the thread waits.
+        drag_s: How much of the rest its thread cannot compute in, as the transport needs its core.
     """
 
     step: int
     makes: str
     begin_s: float | None = None
+    drag_s: float = 0.0
 
     @property
     def overlaps(self) -> bool:
@@ -151,6 +158,11 @@ class Collective(_Maker):
     @property
     def busy_s(self) -> float:
         """See `_Actor.busy_s`."""
+        return self.time_s if self.begin_s is None else self.begin_s + self.drag_s
+
+    @property
+    def begun_s(self) -> float:
+        """See `_Actor.begun_s`."""
         return self.time_s if self.begin_s is None else self.begin_s
 
 

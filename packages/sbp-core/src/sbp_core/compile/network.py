@@ -4,7 +4,8 @@
     actor                                  actor of that duration
     collective of a group                  one actor for all ranks, on the threads of all of them
     collective that overlaps               it begins on the threads; its flight is an actor of its
-                                           own, and the links of a rank move one thing at a time
+                                           own, and the links of a rank move one thing at a time;
+                                           so is the time that the transport takes of the threads
     register, channel                      edge with that quota, for each consumer
     register of carried states             edge with an initial token: the states themselves
     register of rate `step` behind an      edge that takes a token of each micro-batch, all of them
@@ -56,10 +57,14 @@ Orders = Mapping[str, Sequence[tuple[str, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """The actors of a network that an actor of a plan is: as it begins, and when it is over."""
+    """The actors of a network that an actor of a plan is: as it begins, and when it is over.
+
+    `drag` is on its threads behind the begin, if the transport needs their core; else empty.
+    """
 
     begin: str
     over: str
+    drag: str = ""
 
 
 def waits_without_order(plan: PhysicalPlan) -> tuple[list[str], str]:
@@ -143,7 +148,9 @@ class PlanNetwork:
         found: dict[str, list[tuple[str, int]]] = {}
         for thread, order in orders.items():
             ends = [(self.ends[(rank, actor)], index) for actor, index in order]
-            found[f"thread {thread} of rank {rank}"] = [(end.begin, i) for end, i in ends]
+            found[f"thread {thread} of rank {rank}"] = [
+                (name, i) for end, i in ends for name in (end.begin, end.drag) if name
+            ]
             # The compiler lets one thread of a rank begin all its flights.
             flights = [(end.over, i) for end, i in ends if end.over != end.begin]
             if flights:
@@ -186,11 +193,12 @@ class PlanNetwork:
         ranks = dict.fromkeys(self._folded.stands_for[other] for other in group)
         there = [self._plan.by_rank[other].by_name[actor.name] for other in ranks]
         # It is over on all ranks of its group at once, so the slowest counts.
-        busy_s = max(one.busy_s for one in there)
-        flight_s = max(one.time_s for one in there) - busy_s
+        begun_s = max(one.begun_s for one in there)
+        flight_s = max(one.time_s for one in there) - begun_s
+        drag_s = max(one.busy_s - one.begun_s for one in there)
         name = f"{actor.name} of {_ranks(group)}"
         where = f" on {_ranks(group)}{self._others(group)}"
-        self._actors[name] = FlowActor(name=name, duration_s=busy_s)
+        self._actors[name] = FlowActor(name=name, duration_s=begun_s)
         self._words[name] = f"stage {actor.stage}'s {actor.name}", where
         over = name
         if flight_s > 0:
@@ -198,11 +206,17 @@ class PlanNetwork:
             self._actors[over] = FlowActor(name=over, duration_s=flight_s)
             self._words[over] = self._words[name][0], f"{where}, in flight,"
             self._edges.append(FlowEdge(name=f"begin of {name}", producer=name, consumer=over))
+        drag = ""
+        if drag_s > 0:
+            drag = f"{name}, on its threads"
+            self._actors[drag] = FlowActor(name=drag, duration_s=drag_s)
+            self._words[drag] = self._words[name][0], f"{where}, under way,"
+            self._edges.append(FlowEdge(name=f"drag of {name}", producer=name, consumer=drag))
         if actor.num_firings(self._plan.repetitions) > 1:
             each = "update" if actor.rate is Rate.UPDATE else "micro-batch"
-            self._numbered |= dict.fromkeys((name, over), each)
+            self._numbered |= dict.fromkeys((name, over, drag), each)
         for other in ranks:
-            self.ends[(other, actor.name)] = Ends(begin=name, over=over)
+            self.ends[(other, actor.name)] = Ends(begin=name, over=over, drag=drag)
 
     def _others(self, group: Sequence[int]) -> str:
         """Return in words how many others there are like a rank or group of ranks."""

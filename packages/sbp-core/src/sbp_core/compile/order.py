@@ -213,11 +213,12 @@ class _Scheduler:
             return
         # The threads go on when it has begun. It is over when the links of all its ranks have moved
         # it, one thing after the other.
-        begun = self.now + max(actor.busy_s for actor in actors)
+        begun = self.now + max(actor.begun_s for actor in actors)
         end += max(0.0, max(self.link_free[rank] for rank, _ in partners) - begun)
         for rank, _ in partners:
             self.link_free[rank] = end
-        self._push(begun, partners, frees=True, ends=False)
+        free = self.now + max(actor.busy_s for actor in actors)
+        self._push(free, partners, frees=True, ends=False)
         self._push(end, partners, frees=False, ends=True)
 
     def _push(

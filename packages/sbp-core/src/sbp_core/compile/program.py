@@ -107,6 +107,10 @@ class Program:
         """Return the part of the time of a boxing item that its thread is busy, to start it."""
         return min(self.time_s(item), self.cluster.device.boxing_launch_s)
 
+    def drag_s(self, item: Item) -> float:
+        """Return how long a boxing item under way keeps its thread from computing, in seconds."""
+        return self.cluster.device.boxing_busy * (self.time_s(item) - self.begin_s(item))
+
     def _time_s(self, item: Item) -> float:
         if item.step is not None:
             return boxing_step_time_s(item.step, self.cluster)

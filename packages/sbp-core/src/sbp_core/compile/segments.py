@@ -269,6 +269,7 @@ class _Actors:
             step=index,
             makes=made,
             begin_s=self.program.begin_s(item) if self.overlaps else None,
+            drag_s=self.program.drag_s(item) if self.overlaps else 0.0,
             outputs=item.outputs,
             **leaving,
             **common,
