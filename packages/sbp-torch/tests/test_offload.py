@@ -179,16 +179,20 @@ def test_the_memory_of_device_and_host_is_as_predicted(
 def test_copies_have_threads_and_at_most_as_many_groups_as_allowed_are_on_the_device() -> None:
     graph = _graph("adam")
     strategy = _offloading(_strategy("adam", "ZeRO-1", 1), _states_of_optimizer(graph))
-    plan = compile_plan(graph, strategy)
 
-    orders = plan.ranks[0].orders
-    assert [name for name, _ in orders[FETCH_THREAD]] == ["fetch.0.1", "fetch.0.2", "fetch.0.3"]
-    assert [name for name, _ in orders[STORE_THREAD]] == ["store.0.1", "store.0.2", "store.0.3"]
-    waits = {r.name for r in plan.ranks[0].registers if not r.keys}
-    assert "store.0.1>fetch.0.3" in waits
-    assert "store.0.1>fetch.0.2" not in waits
+    one, two = (
+        compile_plan(graph, strategy, CompileOptions(offload_in_flight=count)) for count in (1, 2)
+    )
+
+    # That of the gain goes with the first layer's; of the three that follow none is large.
+    orders = one.ranks[0].orders
+    assert [name for name, _ in orders[FETCH_THREAD]] == ["fetch.0.1", "fetch.0.2"]
+    assert [name for name, _ in orders[STORE_THREAD]] == ["store.0.1", "store.0.2"]
+    waits = {r.name for r in one.ranks[0].registers if not r.keys}
+    assert "store.0.1>fetch.0.2" in waits
+    assert "store.0.1>fetch.0.2" not in {r.name for r in two.ranks[0].registers}
     # No copy is there before its gradient is.
-    assert "backward.0.0>fetch.0.1" in waits
+    assert {"backward.0.0>fetch.0.1", "backward.0.0>fetch.0.2"} <= waits
 
 
 def test_new_values_of_fetched_states_are_computed_where_the_old_ones_lie() -> None:
@@ -198,7 +202,7 @@ def test_new_values_of_fetched_states_are_computed_where_the_old_ones_lie() -> N
     plan = compile_plan(graph, strategy)
 
     updates = [a for a in plan.ranks[0].actors if isinstance(a, Compute) and a.donated]
-    assert len(updates) == 3
+    assert len(updates) == 2
     for actor in updates:
         assert set(actor.donated) == {key for key in actor.inputs if key.endswith("@device")}
         assert CLONE not in {entry.op for entry in actor.instructions}
@@ -235,13 +239,13 @@ def test_fewer_groups_in_flight_need_less_memory_of_the_device() -> None:
     graph = _graph("adam")
     strategy = _offloading(_strategy("adam", "ZeRO-1", 1), _states_of_optimizer(graph))
 
-    one, three = (
+    one, two = (
         predict_memory(compile_plan(graph, strategy, CompileOptions(offload_in_flight=count)))
-        for count in (1, 3)
+        for count in (1, 2)
     )
 
-    assert one.peak < three.peak
-    assert one.host_peak == three.host_peak
+    assert one.peak < two.peak
+    assert one.host_peak == two.host_peak
 
 
 def test_what_the_forward_phase_reads_is_not_offloaded() -> None:
