@@ -32,10 +32,9 @@ def to_device(state: Tensor, *, device: torch.device) -> Tensor:
         state: In the memory of the host.
         device: The kind of device: of those of a kind, the one that is current.
     """
-    if not _is_real(state):
-        return torch.empty(state.shape, dtype=state.dtype)
-    if device.type != "cuda":
-        return torch.empty(state.shape, dtype=state.dtype, device=device).copy_(state)
+    if device.type != "cuda" or not _is_real(state):
+        where = device if _is_real(state) else state.device
+        return torch.empty(state.shape, dtype=state.dtype, device=where).copy_(state)
     stream = _stream(torch.cuda.current_device(), "to the device")
     with torch.cuda.stream(stream):
         made = torch.empty(state.shape, dtype=state.dtype, device=stream.device)
