@@ -42,6 +42,7 @@ from sbp_core.strategy import Strategy
 from sbp_torch.capture import UpdateOptions, capture, initial_states, scalar_values
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.runtime.reference import ReferenceSession
+from sbp_torch.testing.cases import assert_pieces
 from sbp_torch.testing.programs import small_cluster
 
 _QUICK = settings(max_examples=6, deadline=None, derandomize=True)
@@ -246,6 +247,34 @@ def test_fewer_groups_in_flight_need_less_memory_of_the_device() -> None:
 
     assert one.peak < two.peak
     assert one.host_peak == two.host_peak
+
+
+@pytest.mark.parametrize("begins_offloaded", [False, True])
+def test_states_go_on_wherever_they_lie(begins_offloaded: bool) -> None:
+    graph, strategy = _graph("fused adamw"), _strategy("fused adamw", "ZeRO-1", 2)
+    offloads = _offloading(strategy, _states_of_optimizer(graph))
+    plans = [compile_plan(graph, one) for one in (strategy, offloads)]
+    first, second = reversed(plans) if begins_offloaded else plans
+    begun, other = _session("fused adamw", first), _session("fused adamw", second)
+    _step("fused adamw", begun, 0)
+    wanted = _step("fused adamw", started(first, begun.state_dict()), 1)
+
+    other.load_state_dict(begun.state_dict())
+    found = _step("fused adamw", other, 1)
+
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_a_snapshot_keeps_offloaded_states_that_later_steps_overwrite() -> None:
+    graph, strategy = _graph("adam"), _strategy("adam", "ZeRO-1", 2)
+    plan = compile_plan(graph, _offloading(strategy, _states_of_optimizer(graph)))
+
+    with _session("adam", plan) as session:
+        _step("adam", session, 0)
+        states = session.state_dict()
+        with session.snapshot() as snapshot:
+            _step("adam", session, 1)
+            assert_pieces(snapshot.pieces(), states)
 
 
 def test_what_the_forward_phase_reads_is_not_offloaded() -> None:
