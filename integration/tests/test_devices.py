@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,12 @@ CASES = (
     Case(planner="manual/zero", mesh=(2,), axes=("data",)),
     Case(planner="manual/data_tensor", mesh=(2, 2), axes=("data", "tensor")),
     Case(planner="manual/pipeline", mesh=(2,), axes=("pipe",), micro_batches=2),
+    Case(
+        planner="manual/zero1",
+        mesh=(2,),
+        axes=("data",),
+        settings=(("offload", ("optimizer_states",)),),
+    ),
 )
 
 
@@ -53,6 +60,9 @@ class MetaDevice:
         self.num_threads += 1
 
     def put(self, value: Tensor) -> Tensor:
+        return value.to("meta")
+
+    def put_host(self, value: Tensor) -> Tensor:
         return value.to("meta")
 
     def put_batches(self, fed: dict[int, Any]) -> dict[int, Any]:
@@ -76,7 +86,8 @@ def _captured(case: Case, device: str) -> LogicalGraph:
 def _plan(graph: LogicalGraph, case: Case, device: str) -> PhysicalPlan:
     mesh = Placement.grid(case.mesh, case.axes, device)
     graph = prepare_step(graph, case.micro_batches)
-    cluster = registry().make("cluster", "local", {"mesh": case.mesh})(mesh.size)
+    machine = {"mesh": case.mesh, "host_memory_bytes": 2**30}
+    cluster = registry().make("cluster", "local", machine)(mesh.size)
     planner: Any = registry().make("planner", *planner_settings(case))
     strategy = planner.plan(PlanRequest(graph=graph, mesh=mesh, cluster=cluster))
     plan = compile_plan(graph, strategy, CompileOptions(cluster=cluster))
@@ -152,7 +163,7 @@ def test_ranks_that_share_a_gpu_train_like_eager_pytorch_on_it(case: Case) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:2], CASES[-1]], ids=str)
 def test_a_snapshot_on_a_gpu_keeps_what_later_steps_overwrite(case: Case) -> None:
     plan = _plan(_captured(case, "cuda"), case, "cuda")
     with _start(plan, initial_states(*_program())) as session:
@@ -171,6 +182,35 @@ def test_a_snapshot_on_a_gpu_keeps_what_later_steps_overwrite(case: Case) -> Non
                 reading = reader.submit(_assert_pieces, snapshot, states)
                 session.step(batch(index, case.batch_size), {"lr": LEARNING_RATE})
                 reading.result(60.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offloaded_states_lie_in_pinned_memory_and_change_no_bit() -> None:
+    case = CASES[-1]
+    usual = replace(case, settings=())
+    graph = _captured(case, "cuda")
+    plans = [_plan(graph, one, "cuda") for one in (usual, case)]
+    found = []
+
+    for plan in plans:
+        with _start(plan, initial_states(*_program())) as session:
+            losses = [
+                session.step(batch(index, case.batch_size), {"lr": LEARNING_RATE}).loss
+                for index in range(3)
+            ]
+            offloaded = [
+                session.shard(slot.name, part.rank)
+                for part in plan.ranks
+                for slot in part.slots
+                if slot.offloaded
+            ]
+            found.append((torch.stack(losses), session.state_dict()))
+
+    assert offloaded
+    assert all(isinstance(one, Tensor) and one.is_pinned() for one in offloaded)
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
 
 def _assert_pieces(snapshot: Snapshot, states: Mapping[str, torch.Tensor]) -> None:

@@ -86,6 +86,15 @@ def test_what_is_found_fits_by_its_exact_memory_and_stands_by_number_of_changes(
     assert changes == sorted(changes)
 
 
+def test_states_are_tried_in_the_memory_of_the_host() -> None:
+    limit = peak_of("planner=manual/zero")
+
+    # What stands for offloading here needs less of the device.
+    search = search_of(limit, sharding=(), micro_batches=0, offloading=("planner=manual/zero",))
+
+    assert [one.overrides for one in search.found] == [("planner=manual/zero",)]
+
+
 def test_a_budget_of_recomputation_is_what_is_left_for_activations() -> None:
     sharded = peak_of("planner=manual/zero")
 

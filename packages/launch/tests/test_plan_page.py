@@ -16,7 +16,7 @@ from trainable import row
 
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
-from sbp_core.memory import MemoryReport, call_layouts, lifetimes, memory_profile
+from sbp_core.memory import MemoryKind, MemoryReport, call_layouts, lifetimes, memory_profile
 from sbp_core.placement import Placement
 from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_launch.apps.answers import draw_page
@@ -175,6 +175,11 @@ def _luminance(colour: str) -> float:
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_each_kind_of_memory_has_a_colour_of_its_own() -> None:
+    assert MEMORY.keys() == set(MemoryKind)
+    assert len(set(MEMORY.values())) == len(MEMORY)
 
 
 def test_dark_text_is_legible_on_every_fill() -> None:

@@ -110,3 +110,23 @@ def test_numbers_that_are_equal_but_for_their_type_are_not_identical() -> None:
 
 def test_tensors_are_told_from_numbers() -> None:
     assert tensor_keys(("x", "n", "t"), (torch.ones(1), 3, torch.tensor(1))) == {"x", "t"}
+
+
+def test_copies_to_and_from_the_host_are_not_compiled() -> None:
+    device = Symbol("device", "cpu")
+    fetch = segment(call("sbp.to_device.default", Ref("x"), outputs=("y",), device=device))
+    store = segment(
+        call("sbp.to_host_.default", Ref("x"), Ref("v"), outputs=("y",)),
+        inputs=("x", "v"), in_place=("x",),
+    )  # fmt: skip
+
+    parts = [split(fetch, "x"), split(store, "x", "v")]
+
+    assert not any(one.tensor for one in parts)
+    values = {"x": torch.ones(2), "v": torch.zeros(2)}
+    parts[0].run_before(values)
+    assert torch.equal(values["y"], torch.ones(2))
+    assert values["y"] is not values["x"]
+    (stored,) = parts[1].results({key: values[key] for key in ("x", "v")}, ())
+    assert stored is values["x"]
+    assert not stored.any()

@@ -111,7 +111,7 @@ class AutoPlanner:
                 search.look_at_smaller(family)  # what is lean on one variant need not be on others
         if family is not None and search.is_short_of_memory and not search.is_late(1.0):
             search.look_at_variants()
-        if search.is_short_of_memory and not search.is_late(1.0):
+        if not search.is_late(1.0):
             search.look_at_offload()
         search.join_classes()
         return search.result()
@@ -229,7 +229,9 @@ class _Search:
 
     def look_at_offload(self) -> None:
         """Look at plans that do not fit with some of their states in the memory of the host."""
-        if self.request.cluster.device.host_memory_bytes is None:
+        fits = self.best is not None and self.best.fits
+        is_asked = self.request.cluster.device.host_memory_bytes is not None
+        if not is_asked or (fits and not self.is_short_of_memory):
             return
         own = graph_hash(self.request.graph)
         plans = {

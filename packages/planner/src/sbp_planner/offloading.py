@@ -55,7 +55,8 @@ def offloading(request: PlanRequest, strategy: Strategy, patterns: Sequence[str]
             f"{request.cluster.name!r} have no memory of a host beside their own",
             accepted="a cluster whose devices have host_memory_bytes and host_link, such as "
             "cluster=a100 and other profiles of GPUs",
-            todo="set planner.offload=[], or give these two in the cluster file",
+            todo="set planner.offload=[], or cluster.host_memory_bytes with cluster=local, or give "
+            "these two in the cluster file",
         )
     return _with(strategy, names, request)
 

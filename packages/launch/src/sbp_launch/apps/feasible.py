@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 
+from sbp_core.cluster import Device
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PIPE_AXIS
 from sbp_core.plugins import PluginRegistry
@@ -136,7 +137,16 @@ def _setup(config: RunConfig, program: Program, registry: PluginRegistry) -> Set
         sharding=_sharding(config, registry),
         more_ranks=_more_ranks(config),
         searching=_searching(config, registry),
+        offloading=_offloading(config, program.cluster.device),
+        host_limit_bytes=program.cluster.device.host_memory_bytes or 0,
     )
+
+
+def _offloading(config: RunConfig, device: Device) -> tuple[str, ...]:
+    """Return the override that offloads states, of a planner that leaves it to its settings."""
+    can = device.host_memory_bytes is not None and "offload" in config.planner.settings
+    is_asked = bool(config.planner.settings.get("offload"))
+    return ("planner.offload=[optimizer_states]",) if can and not is_asked else ()
 
 
 def _more_ranks(config: RunConfig) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from sbp_core.errors import SbpError
-from sbp_core.memory import MemoryKind
+from sbp_core.memory import MemoryKind, MemoryReport
 from sbp_core.passes import least_recompute_budget
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.figures import fullest
@@ -50,6 +50,8 @@ class Setup:
         more_ranks: Those that take twice as many ranks; empty if that is not for the run to say.
         attempt_s: How long it takes to plan and compile the step, in seconds.
         searching: The overrides of planners that search within a limit of memory.
+        offloading: Those that put states into the memory of the host; empty if there are none.
+        host_limit_bytes: What a rank has of that.
     """
 
     limit_bytes: float
@@ -59,6 +61,8 @@ class Setup:
     more_ranks: tuple[str, ...] = ()
     attempt_s: float = 0.0
     searching: tuple[str, ...] = ()
+    offloading: tuple[str, ...] = ()
+    host_limit_bytes: float = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,7 @@ class Search:
         """Try one change after the other, then two at once."""
         setup = self.setup
         recomputing = self._try_budget((), self.failed)
+        self._try(setup.offloading)
         counts = self._counts(())
         sharding = self._try(setup.sharding) if setup.sharding else None
         if sharding is not None and not sharding.fits:
@@ -156,13 +161,13 @@ class Search:
             self.is_cut_short = self.is_cut_short or self._is_late()
             return None
         begun_s = perf_counter()
-        made = _attempt(overrides, self.plan, self.setup.limit_bytes)
+        made = _attempt(overrides, self.plan, self.setup)
         self._attempt_s = max(self._attempt_s, perf_counter() - begun_s)
         self.attempts.append(made)
         return made
 
 
-def _attempt(overrides: tuple[str, ...], plan: Plan, limit_bytes: float) -> Attempt:
+def _attempt(overrides: tuple[str, ...], plan: Plan, setup: Setup) -> Attempt:
     try:
         planned = plan(overrides)
     except SbpError:
@@ -170,7 +175,8 @@ def _attempt(overrides: tuple[str, ...], plan: Plan, limit_bytes: float) -> Atte
     rank = fullest(planned.memory)
     if rank is None:
         return Attempt(overrides=overrides)
-    fits = rank.peak <= limit_bytes
+    on_host = planned.memory.host_peak if isinstance(planned.memory, MemoryReport) else 0
+    fits = rank.peak <= setup.limit_bytes and on_host <= setup.host_limit_bytes
     return Attempt(
         overrides=overrides,
         peak_bytes=rank.peak,

@@ -13,7 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from sbp_core.compile import Actor, BoxingActor, Collective, PhysicalPlan
+from sbp_core.compile import (
+    FETCH_THREAD,
+    STORE_THREAD,
+    Actor,
+    BoxingActor,
+    Collective,
+    PhysicalPlan,
+)
 from sbp_core.graph import Phase, Rate
 from sbp_core.simulate import Simulation
 from sbp_core.timeline import Bar, Lane, Timeline
@@ -131,15 +138,19 @@ def _shares(plan: PhysicalPlan, simulation: Simulation) -> dict[str, str]:
     if not simulation.step_s:
         return {}
     computing = dict.fromkeys((part.rank for part in plan.ranks), 0.0)
-    boxing = dict(computing)
+    boxing, copying = dict(computing), dict(computing)
     for one in simulation.firings:
         to = boxing if isinstance(one.actor, BoxingActor) else computing
+        if one.actor.thread in (FETCH_THREAD, STORE_THREAD):
+            to = copying
         to[one.rank] += one.free_s - one.start_s
     # A rank with several threads may compute and box at once.
     idle = {
         rank: max(0.0, simulation.step_s - computing[rank] - boxing[rank]) for rank in computing
     }
     named = {"computing": computing, "boxing": boxing, "bubble (idle)": idle}
+    if any(copying.values()):
+        named["copying from and to the host"] = copying
     facts = {}
     for name, of in named.items():
         mean, most = sum(of.values()) / len(of), max(of, key=lambda rank: of[rank])

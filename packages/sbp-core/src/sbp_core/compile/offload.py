@@ -6,9 +6,10 @@ after:  fetch.0.1                 m@device = to_device(m)
         store.0.1                 m@host = to_host(m, m2)                            writes m
 
 Fetches fire on a thread of their own, and so do stores, as links to the host go on beside compute.
-States are fetched in groups: those of one parameter together, of small ones several, up to the
-bytes of the largest. The update of each group is a segment of its own; what needs several groups,
-such as a norm of all updates, is one behind them.
+States are fetched in groups: those of one parameter together, of small ones several, so that each
+group has at least half of the bytes of the largest parameter's; else the small ones between large
+ones would keep these from following each other. The update of each group is a segment of its own;
+what needs several groups, such as a norm of all updates, is one behind them.
 
     host to device   fetch 1  fetch 2            fetch 3            fetch 4
     compute                   update 1           update 2           update 3
@@ -146,7 +147,8 @@ def _groups(
     found: dict[str, int] = {}
     number, held, stage = 1, 0, -1
     for one, names in owners.items():
-        if held and (held + sizes[one] > largest or stage != one[0]):
+        is_full = 2 * held >= largest and held + sizes[one] > largest
+        if held and (is_full or stage != one[0]):
             number, held = number + 1, 0
         stage, held = one[0], held + sizes[one]
         found |= dict.fromkeys(names, number)

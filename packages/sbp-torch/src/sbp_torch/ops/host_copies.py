@@ -33,7 +33,8 @@ def to_device(state: Tensor, *, device: torch.device) -> Tensor:
         device: The kind of device: of those of a kind, the one that is current.
     """
     if device.type != "cuda" or not _is_real(state):
-        return torch.empty(state.shape, dtype=state.dtype).copy_(state)
+        where = device if _is_real(state) else state.device
+        return torch.empty(state.shape, dtype=state.dtype, device=where).copy_(state)
     stream = _stream(torch.cuda.current_device(), "to the device")
     with torch.cuda.stream(stream):
         made = torch.empty(state.shape, dtype=state.dtype, device=stream.device)
@@ -47,9 +48,9 @@ def to_device(state: Tensor, *, device: torch.device) -> Tensor:
 
 def to_host(state: Tensor, value: Tensor) -> Tensor:
     """Return the new value of a state, in the memory of the host and in order; it is there."""
-    is_pinned = _is_real(state) and state.is_pinned()
-    made = torch.empty(state.shape, dtype=state.dtype, pin_memory=is_pinned)
-    return to_host_(made, value)
+    if not (_is_real(state) and state.is_pinned()):
+        return to_host_(torch.empty_like(state, memory_format=torch.contiguous_format), value)
+    return to_host_(torch.empty(state.shape, dtype=state.dtype, pin_memory=True), value)
 
 
 def to_host_(state: Tensor, value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from sbp_core.boxing import BoxingStep
-from sbp_core.compile import FETCH_THREAD, STORE_THREAD, Compute
+from sbp_core.compile import Compute
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.configs import Execution
 
@@ -46,20 +46,9 @@ def segment_maker(execution: Execution, *, fallback: bool = False) -> SegmentMak
     if execution == "inductor":
         from sbp_torch.segments.inductor import InductorSegments
 
-        return _but_copies(InductorSegments(fallback=fallback))
+        return InductorSegments(fallback=fallback)
     if execution == "cudagraph":
         from sbp_torch.segments.cudagraph import GraphSegments
 
-        return _but_copies(GraphSegments())
+        return GraphSegments()
     return partial(segment_function, owns=True)
-
-
-def _but_copies(make: SegmentMaker) -> SegmentMaker:
-    """Return what makes segments so, but for copies to and from the host: these wait for it."""
-
-    def made(actor: Compute, rank: int, steps: Sequence[BoxingStep], /) -> OwningSegment:
-        if actor.thread in (FETCH_THREAD, STORE_THREAD):
-            return segment_function(actor, rank, steps, owns=True)
-        return make(actor, rank, steps)
-
-    return made

@@ -11,7 +11,7 @@ after:  before        p = pow(0.9, n);  u = random_uniform([4], seed, n, 7)     
 
 Host arithmetic follows Python's doubles, so Python does it; and a number that changes with each
 step must not be compiled into code. Random operators that look at no tensor are calls that nothing
-could be fused into.
+could be fused into. Copies to and from the memory of the host wait for it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sbp_core.compile import (
 )
 from sbp_core.graph import Ref, map_refs
 from sbp_torch.boxing.execute import local_step
+from sbp_torch.ops.host_copies import HOST_COPIES
 from sbp_torch.ops.operators import bind, operator_of, results_of
 
 
@@ -165,7 +166,8 @@ def part_segment(
             continue
         is_host = entry.op.startswith("host.") and keys <= known
         is_draw = entry.op.startswith("sbp.random_") and keys <= numbers
-        if not (is_host or is_draw):
+        is_copy = entry.op in HOST_COPIES and keys <= known
+        if not (is_host or is_draw or is_copy):
             tensor.append(entry)
             continue
         before.append(entry)

@@ -19,7 +19,14 @@ from torch import Tensor
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.boxing import BoxingBackend
 from sbp_core.check import check
-from sbp_core.compile import CompileOptions, Compute, Instruction, PhysicalPlan, compile_plan
+from sbp_core.compile import (
+    CompileOptions,
+    Compute,
+    Instruction,
+    PhysicalPlan,
+    compile_plan,
+    offloadable,
+)
 from sbp_core.graph import InputKind, Phase, Ref
 from sbp_core.infer import PinValue, infer_strategy, pipelined
 from sbp_core.placement import Placement
@@ -96,6 +103,7 @@ class RuntimeCase:
         num_blocks: Residual blocks of the model.
         loss: What the loss of several micro-batches is.
         micro_batches_per_update: See `prepare_step`.
+        offloads: Whether all states that can lie in the memory of the host do.
     """
 
     mesh_shape: tuple[int, ...]
@@ -113,6 +121,7 @@ class RuntimeCase:
     num_blocks: int = 0
     loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES
     micro_batches_per_update: int = 1
+    offloads: bool = False
 
     @property
     def step(self) -> OneDeviceStep:
@@ -235,6 +244,13 @@ CASES: Mapping[str, RuntimeCase] = {
     "pipeline of unequal stages": RuntimeCase(
         mesh_shape=(4,), axes=("data",), num_micro_batches=4, num_blocks=4, stage_ranks=(3, 1)
     ),
+    "offloaded states": RuntimeCase(
+        mesh_shape=(2, 2),
+        axes=("pipe", "data"),
+        pins=_SHARDED,
+        num_micro_batches=2,
+        offloads=True,
+    ),
     # 16 MB and two states of it: its copies take longer than forward and backward.
     "large table": RuntimeCase(mesh_shape=(1,), axes=("data",), num_rows=350_000),
     "running statistics": RuntimeCase(
@@ -279,6 +295,12 @@ def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
         orders=stages.orders,
         staleness=stages.staleness,
     )
+    if case.offloads:
+        names = set(offloadable(case.step.graph))
+        storage = {
+            name: replace(one, offloaded=name in names) for name, one in strategy.storage.items()
+        }
+        strategy = replace(strategy, storage=storage)
     options = CompileOptions(
         boxing_thread=case.boxing_thread,
         overlap=case.overlap,

@@ -26,6 +26,7 @@ MEMORY: Mapping[MemoryKind, str] = MappingProxyType(
         MemoryKind.BUFFERS: "#8f9aa5",
         MemoryKind.BATCH: "#d3d9de",
         MemoryKind.GATHERED: "#b9a2dd",
+        MemoryKind.FETCHED: "#e8b394",
         MemoryKind.GRADIENTS: "#e7b0cb",
         MemoryKind.ACTIVATIONS: "#f3c26b",
         MemoryKind.COMMUNICATION: "#6fbfa5",
