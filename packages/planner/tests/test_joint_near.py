@@ -121,8 +121,8 @@ def step_cost(step, values):
     return float(seconds + sum(group.cost(values) for group in step.groups))
 
 
-@pytest.mark.parametrize("seed", [4, 5, 8])
-def test_near_what_was_found_there_is_a_plan_and_a_bound_of_all_plans(monkeypatch, seed):
+def check_bound_of_all(monkeypatch, seed):
+    """Plan with all signatures, and near what is found axis by axis."""
     request = asked(seed)
     best = ilp.build(IlpConfig(tied=False)).plan(request)
     monkeypatch.setattr(nearness, "MAX_PRICES", 100)
@@ -138,6 +138,17 @@ def test_near_what_was_found_there_is_a_plan_and_a_bound_of_all_plans(monkeypatc
     assert report["cost_s"] <= report["cost_by_axis_s"] * (1 + 1e-9)
     assert np.isclose(report["bound_near_s"], report["cost_s"])
     assert "signatures are too many" in report["explanation"][1]
+
+
+@pytest.mark.parametrize("seed", [4, 8])
+def test_near_what_was_found_there_is_a_plan_and_a_bound_of_all_plans(monkeypatch, seed):
+    check_bound_of_all(monkeypatch, seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(2000, 2020))
+def test_the_bound_of_all_plans_is_below_the_best_of_all(monkeypatch, seed):
+    check_bound_of_all(monkeypatch, seed)
 
 
 def test_without_time_the_bound_is_a_bound_all_the_same():
