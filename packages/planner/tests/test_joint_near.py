@@ -156,6 +156,6 @@ def test_without_time_the_bound_is_a_bound_all_the_same():
     limited(problem, tied=True, max_prices=0)
     cost = problem.cost(problem.start)
 
-    early, late = (least_s(problem, cost, tied=True, deadline=end) for end in (0.0, np.inf))
+    early, late = (least_s(problem, cost, tied=True, time_limit_s=s) for s in (0.0, np.inf))
 
     assert 0 < early <= late <= cost

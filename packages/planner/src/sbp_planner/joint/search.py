@@ -10,7 +10,8 @@
 
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
 without overlap; with equal layers alike, none that is so. Where signatures are too many, such as on
-three mesh axes, step 1 is repeated near what it finds (`joint.near`), and the bound is a floor.
+three mesh axes, step 1 is repeated near what it finds (`joint.near`), and the bound of all is
+proved with prices from below.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class _Search:
                 self.problem,
                 self.problem.cost(free.values),
                 tied=settings.tied,
-                deadline=monotonic() + settings.time_limit_s,
+                time_limit_s=settings.time_limit_s,
             )
         # What does not fit with its states alone need not be compiled.
         stored = stored_bytes(self.problem, free.values)

@@ -149,12 +149,12 @@ class LeastPrices:
                     _numbers(times, names, targets[columns]),
                 )
                 of = scale / times.num_elements
-                seconds[part] = np.where(at, of * times.seconds[states], seconds[part])
+                least_s = times.alone_s(scale) if is_alone else of * times.seconds
+                seconds[part] = np.where(at, least_s[states], seconds[part])
                 size[part] = np.where(at, of * times.elements[states], size[part])
         differs = (sources[:, None] != targets).any(axis=2)
         if is_alone:
-            seconds += np.where(differs, device.launch_s, 0.0)
-            seconds += np.where(size > 0, device.boxing_launch_s, 0.0)
+            np.maximum(seconds, np.where(differs, device.launch_s, 0.0), out=seconds)
         if len(shape) > mesh.num_axes and _is_even(mesh, shape):
             # Of dims that are alike the router looks at those that an end splits, and one more for
             # each axis.
