@@ -121,8 +121,8 @@ def step_cost(step, values):
     return float(seconds + sum(group.cost(values) for group in step.groups))
 
 
-@pytest.mark.parametrize("seed", [4, 5, 8])
-def test_near_what_was_found_there_is_a_plan_and_a_bound_of_all_plans(monkeypatch, seed):
+def check_bound_of_all(monkeypatch, seed):
+    """Plan with all signatures, and near what is found axis by axis."""
     request = asked(seed)
     best = ilp.build(IlpConfig(tied=False)).plan(request)
     monkeypatch.setattr(nearness, "MAX_PRICES", 100)
@@ -140,11 +140,22 @@ def test_near_what_was_found_there_is_a_plan_and_a_bound_of_all_plans(monkeypatc
     assert "signatures are too many" in report["explanation"][1]
 
 
+@pytest.mark.parametrize("seed", [4, 8])
+def test_near_what_was_found_there_is_a_plan_and_a_bound_of_all_plans(monkeypatch, seed):
+    check_bound_of_all(monkeypatch, seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(2000, 2020))
+def test_the_bound_of_all_plans_is_below_the_best_of_all(monkeypatch, seed):
+    check_bound_of_all(monkeypatch, seed)
+
+
 def test_without_time_the_bound_is_a_bound_all_the_same():
     problem = joint_problem(asked(4))
     limited(problem, tied=True, max_prices=0)
     cost = problem.cost(problem.start)
 
-    early, late = (least_s(problem, cost, tied=True, deadline=end) for end in (0.0, np.inf))
+    early, late = (least_s(problem, cost, tied=True, time_limit_s=s) for s in (0.0, np.inf))
 
     assert 0 < early <= late <= cost

@@ -118,7 +118,7 @@ def test_bytes_are_exact_and_long_conversions_are_told_from_short_ones():
     assert np.median(shares[shares > 0]) > 0.9
 
 
-def test_what_travels_with_others_is_given_no_launch_of_its_own():
+def test_what_travels_with_others_is_given_no_launches_and_latencies_of_its_own():
     machine = replace(MACHINE, device=replace(MACHINE.device, boxing_launch_s=1e-3))
     mesh = Placement.grid((2, 2, 2), AXES)
     least = LeastPrices((mesh,), machine)
@@ -127,7 +127,8 @@ def test_what_travels_with_others_is_given_no_launch_of_its_own():
     alone, together = least.table(*arguments)[0][0], least.table(*arguments, object())[0][0]
 
     launches = machine.device.launch_s + machine.device.boxing_launch_s
-    assert alone[0] == pytest.approx(together[0] + launches)
+    assert alone[0] >= together[0] + launches
+    assert together[0] < launches
     assert alone[1] == together[1] == 2 * 7 * 64 * ITEMSIZE["float32"]
 
 

@@ -2,6 +2,7 @@
 
 `layers` finds what repeats, `near` leaves signatures out where they are too many, `lifetime` says
 how long values are held. `buckets` eliminates variables, `bound` moves costs, and `prove` is both
-together; `lower` makes the choice problem of a `StepProblem`, `priced` puts a price on memory, and
-`search` solves the step under the exact memory of compiled plans.
+together; `group_bound` bounds steps of very many signatures. `lower` makes the choice problem of a
+`StepProblem`, `priced` puts a price on memory, and `search` solves the step under the exact memory
+of compiled plans.
 """

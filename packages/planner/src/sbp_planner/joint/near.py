@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,14 +61,14 @@ def recentred(problem: StepProblem, values: Sequence[int], *, tied: bool) -> Ste
     return found
 
 
-def least_s(problem: StepProblem, cost_s: float, *, tied: bool, deadline: float) -> float:
+def least_s(problem: StepProblem, cost_s: float, *, tied: bool, time_limit_s: float) -> float:
     """Return what no assignment of all signatures takes less than, in seconds of a step.
 
     Args:
         problem: The step with what was left of its signatures, priced.
         cost_s: Of the best assignment that is known; there is no more to prove.
         tied: Whether equal layers are decided alike.
-        deadline: Of `time.monotonic`, at which the bound so far is returned.
+        time_limit_s: For moving costs, once there are prices; then the bound so far is returned.
     """
     work = problem.work
     whole = StepProblem(
@@ -80,7 +81,8 @@ def least_s(problem: StepProblem, cost_s: float, *, tied: bool, deadline: float)
     )
     priced = with_prices(whole, problem)
     step = tie(whole, priced) if tied else untied(whole, priced)
-    return GroupBound(step).raised(cost_s, deadline=deadline)
+    bound = GroupBound(step)
+    return bound.raised(cost_s, deadline=monotonic() + time_limit_s)
 
 
 def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:

@@ -10,7 +10,8 @@
 
 The bound is that of step 1: whatever memory there is, no assignment costs less, serially and
 without overlap; with equal layers alike, none that is so. Where signatures are too many, such as on
-three mesh axes, step 1 is repeated near what it finds (`joint.near`), and the bound is a floor.
+three mesh axes, step 1 is repeated near what it finds (`joint.near`), and the bound of all is
+proved with prices from below.
 
 Where another variant of the step is known to take no more than some time (`joint.family`), what
 costs no less does not matter: a bound that reaches it ends the search (`cutoff_s`).
@@ -211,7 +212,7 @@ class JointSearch:
                 self.problem,
                 min(self.problem.cost(free.values), cutoff_s),
                 tied=self.settings.tied,
-                deadline=monotonic() + self.settings.time_limit_s,
+                time_limit_s=self.settings.time_limit_s,
             )
         return free
 

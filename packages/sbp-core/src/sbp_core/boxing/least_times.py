@@ -9,8 +9,9 @@ fastest of those with the fewest bytes, and none of these faster than its steps 
                   cross nodes; and writing its result
 
 All of this grows with the tensor, so it is found once for all tensors whose dims are split alike:
-shortest paths between all states, by bytes, then by seconds. Latencies and launches are left out,
-and so is who sends which of several copies; a search may add the least that any route has of these.
+shortest paths between all states, by bytes, then by seconds. What is boxed by itself takes launches
+and latencies, too, which do not grow, so that paths are looked for once for each size
+(`LeastTimes.alone_s`). Who sends which of several copies is left out.
 
 Source: Floyd, "Algorithm 97: shortest path", Communications of the ACM 5 (1962).
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -85,10 +87,79 @@ class LeastTimes:
         steps = collectives(layout, self._sizes, kept)
         #: Elements of the tensor that both tables count.
         self.num_elements = prod(extents)
-        transfer_s, collective_s = self._transfer_s(direct, moved), self._collective_s(steps)
+        port_s, link_s = self._transfer_s(direct, moved)
+        transfer_s, collective_s = np.maximum(port_s, link_s), self._collective_s(steps)
         self.elements, self.seconds = _shortest(moved, transfer_s, steps, collective_s)
+        self._moved, self._steps, self._port_s, self._link_s = moved, steps, port_s, link_s
+        self._by_size: dict[int, Floats] = {}
         #: What it takes from each state until nothing is partial, whatever bytes that moves.
         self.reduced_s = self._reduced_s(moved, transfer_s, steps, collective_s)
+
+    def alone_s(self, num_bytes: int) -> Floats:
+        """Return the least seconds of tensors of a size that are boxed by themselves.
+
+        Each step has its launches, and the latencies of its algorithm.
+
+        Args:
+            num_bytes: Of the whole tensor.
+        """
+        if num_bytes not in self._by_size:
+            scale = num_bytes / self.num_elements
+            # A rank's messages follow each other; on a link that is shared their latencies overlap.
+            port_s = scale * self._port_s + self._messages_s()
+            transfer_s = np.maximum(port_s, scale * self._link_s) + self._launch_s(is_local=False)
+            collective_s = self._collective_alone_s(self._steps, scale)
+            _, found = _shortest(self._moved, transfer_s, self._steps, collective_s)
+            self._by_size[num_bytes] = found
+        return self._by_size[num_bytes]
+
+    def _launch_s(self, *, is_local: bool) -> float:
+        device = self._cluster.device
+        return device.launch_s + (0.0 if is_local else device.boxing_launch_s)
+
+    def _collective_alone_s(self, steps: Collectives, scale: float) -> Floats:
+        """Return what each collective and local step takes at least, by its number.
+
+        Args:
+            steps: All of them.
+            scale: Bytes of an element.
+        """
+        before, after, number = _ends(steps)
+        links = LinkRates.of(self._cluster)
+        keys = np.stack(
+            [
+                steps.kind[number],
+                steps.axes[number],
+                (scale * self._shared(steps, before, after, number)).astype(np.int64),
+            ],
+            axis=1,
+        )
+        different, place = np.unique(keys, axis=0, return_inverse=True)
+        times = [
+            self._least_time_s(KINDS[kind], mask, size, links)
+            + self._launch_s(is_local=KINDS[kind] is StepKind.LOCAL)
+            for kind, mask, size in different.tolist()
+        ]
+        found = np.zeros(len(steps.kind))
+        found[number] = np.array(times)[place.ravel()] + scale * self._written_s()[after]
+        return found
+
+    def _messages_s(self) -> Floats:
+        """Return the latencies of the messages that a rank receives from other nodes, by state.
+
+        It receives one for each tile that it needs a part of, but for those that its node may have.
+        """
+        layout, shape = self.layout, self._mesh.mesh_shape
+        beyond = LinkRates.of(self._cluster).paths[self._cluster.node_level + 1 :]
+        latency_s = min((path.latency_s for path in beyond), default=0.0)
+        tiles = (numbers(shape).max(axis=1) + 1)[layout.partial][:, None].astype(np.float64)
+        for dim, extent in enumerate(self._sizes.extents):
+            splits = layout.splits[:, dim]
+            tiles = tiles * _num_slices(extent, shape)[splits][:, splits]
+        node_size = self._cluster.group_sizes[self._cluster.node_level]
+        found: Floats = np.maximum(tiles - node_size, 0.0) * latency_s
+        found[:, layout.partial > 0] = 0.0
+        return found
 
     def _written_s(self) -> Floats:
         """Return what it takes to write each state, in seconds for elements of one byte."""
@@ -99,16 +170,9 @@ class LeastTimes:
 
     def _collective_s(self, steps: Collectives) -> Floats:
         """Return the least seconds of each collective and local step, by its number."""
-        before, after = steps.number.nonzero()
-        number = steps.number[before, after]
+        before, after, number = _ends(steps)
         kinds, axes = steps.kind[number], steps.axes[number]
-        form = self.layout.form
-        most, mean = self._volumes.max(axis=0)[form], self._volumes.mean(axis=0)[form]
-        shared = np.select(
-            [kinds == KINDS.index(StepKind.ALL_GATHER), kinds == KINDS.index(StepKind.ALL_TO_ALL)],
-            [most[after], mean[before] * (numbers(self._mesh.mesh_shape).max(axis=1)[axes] + 1)],
-            most[before],
-        )
+        shared = self._shared(steps, before, after, number)
         of = {
             (kind, mask): self._s_per_byte(KINDS[kind], mask)
             for kind, mask in {*zip(kinds.tolist(), axes.tolist(), strict=True)}
@@ -117,6 +181,18 @@ class LeastTimes:
         found = np.zeros(len(steps.kind))
         found[number] = rates * shared + self._written_s()[after]
         return found
+
+    def _shared(self, steps: Collectives, before: Ints, after: Ints, number: Ints) -> Floats:
+        """Return the elements that a group of each step shares: most, or in a mean."""
+        kinds, form = steps.kind[number], self.layout.form
+        most, mean = self._volumes.max(axis=0)[form], self._volumes.mean(axis=0)[form]
+        ranks = numbers(self._mesh.mesh_shape).max(axis=1)[steps.axes[number]] + 1
+        shared: Floats = np.select(
+            [kinds == KINDS.index(StepKind.ALL_GATHER), kinds == KINDS.index(StepKind.ALL_TO_ALL)],
+            [most[after].astype(np.float64), mean[before] * ranks],
+            most[before].astype(np.float64),
+        )
+        return shared
 
     def _reduced_s(
         self, moved: Ints, transfer_s: Floats, steps: Collectives, collective_s: Floats
@@ -128,8 +204,7 @@ class LeastTimes:
         local step.
         """
         length = np.where(moved < NEVER, transfer_s, np.inf)
-        before, after = steps.number.nonzero()
-        number = steps.number[before, after]
+        before, after, number = _ends(steps)
         alone = np.where(steps.kind[number] == KINDS.index(StepKind.LOCAL), 0, collective_s[number])
         length[before, after] = np.minimum(length[before, after], alone)
         least = np.where(self.layout.partial == 0, 0.0, np.inf)
@@ -141,9 +216,6 @@ class LeastTimes:
 
     def _s_per_byte(self, kind: StepKind, mask: int) -> float:
         """Return the seconds of a collective for each byte that a group shares."""
-        axes = [axis for axis in range(self._mesh.num_axes) if mask >> axis & 1]
-        if kind is StepKind.LOCAL or num_ranks(self._mesh.mesh_shape, mask) < 2:
-            return 0.0
         links = LinkRates.of(self._cluster)
         free = LinkRates(
             replace(links.intra, latency_s=0.0),
@@ -152,15 +224,19 @@ class LeastTimes:
             links.inter_shared,
             tuple(replace(level, link=replace(level.link, latency_s=0.0)) for level in links.outer),
         )
+        return self._least_time_s(kind, mask, _LARGE_BYTES, free) / _LARGE_BYTES * (1 - _ROUNDING)
+
+    def _least_time_s(self, kind: StepKind, mask: int, num_bytes: int, links: LinkRates) -> float:
+        """Return what a collective takes at least whose groups share so many bytes each."""
+        if kind is StepKind.LOCAL or num_ranks(self._mesh.mesh_shape, mask) < 2:
+            return 0.0
+        axes = [axis for axis in range(self._mesh.num_axes) if mask >> axis & 1]
         groups = rank_groups(self._mesh.groups(*axes), self._cluster.group_sizes)
         # The slowest group counts; where they are unequal, that with the largest shard may be any.
-        least_s = min(
-            timed_algorithms(kind, group, _LARGE_BYTES, free)[0].time_s for group in {*groups}
-        )
-        return least_s / _LARGE_BYTES * (1 - _ROUNDING)
+        return min(timed_algorithms(kind, group, num_bytes, links)[0].time_s for group in {*groups})
 
-    def _transfer_s(self, direct: Transfers, moved: Ints) -> Floats:
-        """Return the least seconds of each transfer between states."""
+    def _transfer_s(self, direct: Transfers, moved: Ints) -> tuple[Floats, Floats]:
+        """Return the least seconds of each transfer, by its fullest rank and by shared links."""
         layout, links = self.layout, LinkRates.of(self._cluster)
         beyond = self._cluster.node_level + 1
         near = max(path.bytes_per_s for path in links.paths)
@@ -168,14 +244,16 @@ class LeastTimes:
         possible = np.where(moved < NEVER, moved, 0)
         crossing = np.minimum(self._crossing(), possible)
         mean = ((possible - crossing) / near + crossing / far) / self._mesh.size
+        link_s = np.zeros(moved.shape)
         for link, is_shared in links.levels[beyond : beyond + 1]:
             if is_shared:
                 num_nodes = len({self._cluster.node(rank) for rank in self._mesh.rank_list})
-                mean = np.maximum(mean, crossing / num_nodes / link.bytes_per_s)
+                link_s = crossing / num_nodes / link.bytes_per_s
         # Who adds up what, if the result is partial, is not known here.
         fullest = self._fullest_s(near, far)[direct.before][:, layout.form]
         fullest[:, layout.partial > 0] = 0.0
-        return np.maximum(mean, fullest) + self._written_s()
+        written_s = self._written_s()
+        return np.maximum(mean, fullest) + written_s, link_s + written_s
 
     def _fullest_s(self, near: float, far: float) -> Floats:
         """Return what a rank takes to receive, by class of the state before and form after.
@@ -244,6 +322,23 @@ class LeastTimes:
         return np.where(is_known, moved, nothing)
 
 
+@lru_cache(maxsize=256)
+def _num_slices(extent: int, mesh_shape: tuple[int, ...]) -> Ints:
+    """Return how many slices of a dim before a rank needs parts of after, at least.
+
+    Returns:
+        By mask of the axes that split the dim before, and after.
+    """
+    start, stop = intervals(extent, mesh_shape)
+    found = np.zeros((len(start), len(start)), dtype=np.int64)
+    for held, (first, last) in enumerate(zip(start, stop, strict=True)):
+        slices = np.array(sorted({*zip(first.tolist(), last.tolist(), strict=True)}))
+        one = slices[:, 0, None, None], slices[:, 1, None, None]
+        common = common_lengths(one, (start[None], stop[None]))
+        found[held] = (common > 0).sum(axis=0).min(axis=1)
+    return found
+
+
 def _nodes_of(mesh: Placement, node_size: int) -> tuple[int, ...] | None:
     """Return the shape of the mesh of nodes, whose ranks are successive; None if it is no mesh.
 
@@ -263,6 +358,12 @@ def _nodes_of(mesh: Placement, node_size: int) -> tuple[int, ...] | None:
     return tuple(reversed(outer))
 
 
+def _ends(steps: Collectives) -> tuple[Ints, Ints, Ints]:
+    """Return the state before each collective and local step, that after it, and its number."""
+    before, after = steps.number.nonzero()
+    return before, after, steps.number[before, after]
+
+
 def _first_of_each(layout: Layout) -> Ints:
     """Return one state of each class of `Transfers.before`, in their order."""
     first: Ints
@@ -276,8 +377,7 @@ def _shortest(
     moved: Ints, transfer_s: Floats, steps: Collectives, collective_s: Floats
 ) -> tuple[Ints, Floats]:
     """Return the fewest elements between all states, and the least seconds with so few."""
-    before, after = steps.number.nonzero()
-    number = steps.number[before, after]
+    before, after, number = _ends(steps)
     elements = steps.elements[number]
     possible = moved < NEVER
     # Counts are multiples of some shard, and so small numbers.

@@ -39,9 +39,20 @@ Ints = NDArray[np.int64]
 #: The SBP of a tensor on the axes.
 Entries = tuple[Sbp, ...]
 
-#: The code of the partial values of states, by the mask of their reductions. Of more than one kind
-#: nothing is known.
-_PARTIAL = {0b000: BROADCAST, 0b001: SUM, 0b010: MAX, 0b100: MIN}
+#: The codes of the partial values of states, by the mask of their reductions.
+_PARTIALS = {
+    0b000: (),
+    0b001: (SUM,),
+    0b010: (MAX,),
+    0b100: (MIN,),
+    0b011: (SUM, MAX),
+    0b101: (SUM, MIN),
+    0b110: (MAX, MIN),
+}
+
+#: States with two kinds of partial values, above which less is known of those. Few tensors have
+#: any, and the tables would take longer than all others.
+_MOST_STATES = 216
 
 
 class PriceTable(Protocol):
@@ -123,10 +134,10 @@ class LeastPrices:
         scale = prod(shape) * itemsize
         for kind in np.unique(before).tolist():
             # What is partial, and is to be partial in other ways, is reduced on the way.
-            times = self._between(mesh, shape, kind)
+            times, names = self._between(mesh, shape, kind), _named(mesh, shape, kind)
             rows, columns = np.flatnonzero(before == kind), np.flatnonzero(after & kind == 0)
             if times is not None and kind:
-                least_s = times.reduced_s[self._numbers(times, mesh, shape, sources[rows])]
+                least_s = times.reduced_s[_numbers(times, names, sources[rows])]
                 seconds[np.ix_(rows, columns)] = scale / times.num_elements * least_s[:, None]
         both = before[:, None] | after
         for kind in np.unique(both).tolist():
@@ -134,17 +145,18 @@ class LeastPrices:
             if times is not None:
                 rows, columns = np.flatnonzero(at.any(axis=1)), np.flatnonzero(at.any(axis=0))
                 part, at = np.ix_(rows, columns), at[np.ix_(rows, columns)]
+                names = _named(mesh, shape, kind)
                 states = np.ix_(
-                    self._numbers(times, mesh, shape, sources[rows]),
-                    self._numbers(times, mesh, shape, targets[columns]),
+                    _numbers(times, names, sources[rows]),
+                    _numbers(times, names, targets[columns]),
                 )
                 of = scale / times.num_elements
-                seconds[part] = np.where(at, of * times.seconds[states], seconds[part])
+                least_s = times.alone_s(scale) if is_alone else of * times.seconds
+                seconds[part] = np.where(at, least_s[states], seconds[part])
                 size[part] = np.where(at, of * times.elements[states], size[part])
         differs = (sources[:, None] != targets).any(axis=2)
         if is_alone:
-            seconds += np.where(differs, device.launch_s, 0.0)
-            seconds += np.where(size > 0, device.boxing_launch_s, 0.0)
+            np.maximum(seconds, np.where(differs, device.launch_s, 0.0), out=seconds)
         if len(shape) > mesh.num_axes and _is_even(mesh, shape):
             # Of dims that are alike the router looks at those that an end splits, and one more for
             # each axis.
@@ -163,38 +175,18 @@ class LeastPrices:
             shape: Of the tensor.
             kind: Mask of the reductions that states have.
         """
-        if kind not in _PARTIAL or not are_searched(mesh, len(shape), kind > 0):
+        partial = _PARTIALS.get(kind)
+        if partial is None or not are_searched(mesh, len(shape), len(partial)):
+            return None
+        if len(partial) > 1 and (len(shape) + 1 + len(partial)) ** mesh.num_axes > _MOST_STATES:
             return None
         # Max and min behave alike.
-        partial = () if not kind else (SUM,) if _PARTIAL[kind] == SUM else (MAX,)
+        partial = (SUM, MAX)[: len(partial)] if SUM in partial else (MAX, MIN)[: len(partial)]
         extents = tuple(sorted(_parts(mesh, extent) for extent in shape))
         key = (mesh, extents, partial)
         if key not in self._times:
             self._times[key] = LeastTimes(mesh, self._cluster, extents, partial)
         return self._times[key]
-
-    def _numbers(
-        self, times: LeastTimes, mesh: Placement, shape: tuple[int, ...], codes: Ints
-    ) -> Ints:
-        """Return the number of each state, (ends, axes), among those of a table.
-
-        Args:
-            times: The table.
-            mesh: Of its states.
-            shape: Of the tensor; the table has the dims in the order of what stands for extents.
-            codes: Of the states; of one that is none of the table's, the number is any.
-        """
-        ordered = sorted(range(len(shape)), key=lambda dim: _parts(mesh, shape[dim]))
-        place = np.empty(len(shape), dtype=np.int64)
-        place[ordered] = np.arange(len(shape))
-        # Dims, then `B`, then what is partial.
-        splits = place[np.maximum(codes, 0)]
-        places = np.where(codes >= 0, splits, len(shape) + (codes < BROADCAST))
-        base = len(times.layout.entries[0])
-        found = np.zeros(len(codes), dtype=np.int64)
-        for axis in range(codes.shape[1]):
-            found = found * base + np.minimum(places[:, axis], base - 1)
-        return found
 
 
 def _parts(mesh: Placement, extent: int) -> int:
@@ -218,3 +210,27 @@ def _reductions(codes: Ints) -> Ints:
         for bit, code in enumerate((SUM, MAX, MIN))
     ) + np.zeros(len(codes), dtype=np.int64)
     return masks
+
+
+def _named(mesh: Placement, shape: tuple[int, ...], kind: int) -> dict[int, int]:
+    """Return the place of each code among the entries of an axis: dims, `B`, what is partial.
+
+    Dims are in the order of what stands for their extents, as the tables have them.
+    """
+    ordered = sorted(range(len(shape)), key=lambda dim: _parts(mesh, shape[dim]))
+    names = {dim: place for place, dim in enumerate(ordered)}
+    names[BROADCAST] = len(shape)
+    partials = _PARTIALS.get(kind, ())
+    return names | {code: len(shape) + 1 + at for at, code in enumerate(partials)}
+
+
+def _numbers(times: LeastTimes, names: dict[int, int], codes: Ints) -> Ints:
+    """Return the numbers of states, (ends, axes), in a table; any of one that it does not have."""
+    base = len(times.layout.entries[0])
+    found = np.zeros(len(codes), dtype=np.int64)
+    for axis in range(codes.shape[1]):
+        places = np.zeros(len(codes), dtype=np.int64)
+        for code, place in names.items():
+            places[codes[:, axis] == code] = place
+        found = found * base + places
+    return found
