@@ -27,8 +27,11 @@ from sbp_planner.choice.iopddl import read_problem, write_assignment
 from sbp_planner.choice.record import ChoiceSolution
 from sbp_planner.choice.solver import solve
 
-#: Seconds of the limit that are kept for writing the answer and ending.
+#: Seconds of the limit that are kept for writing the answer and ending, and for each second that
+#: reading took; the part of the time left that this is at most.
 _RESERVE_S = 1.0
+_RESERVE_A_SECOND = 0.1
+_RESERVE_PART = 0.1
 
 #: Part of the time that writing assignments may take.
 _WRITE_PART = 0.05
@@ -95,10 +98,12 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     try:
         with _stopped_by_signals(lambda: _stop(best)):
             problem = read_problem(options.instance)
-            left = options.time_limit - (time.monotonic() - began)
+            took = time.monotonic() - began
+            left = options.time_limit - took
+            reserve = min(_RESERVE_S + _RESERVE_A_SECOND * took, _RESERVE_PART * left)
             solution = solve(
                 problem,
-                time_limit_s=max(left - min(_RESERVE_S, 0.1 * left), 1e-3),
+                time_limit_s=max(left - reserve, 1e-3),
                 gap=options.gap,
                 progress=best.report,
                 keep=best.keep,

@@ -124,6 +124,9 @@ class _Reduction:
 
     def run(self) -> None:
         """Apply the reductions until none applies or time is up."""
+        # What does not fit need not be compared.
+        while time.monotonic() < self.deadline and self._look_at_memory():
+            pass
         while True:
             while (self.queue or self.hubs) and time.monotonic() < self.deadline:
                 node = (self.queue or self.hubs).popleft()

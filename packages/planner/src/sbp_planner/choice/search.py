@@ -145,7 +145,7 @@ class Search:
         self._settled: Ints | None = None
 
     def begin(self, until: float) -> None:
-        """Find an assignment, some time before `until` if it is easy to find.
+        """Find an assignment, by `until` if it is easy to find.
 
         Args:
             until: Of `time.monotonic`, in s.
@@ -154,6 +154,8 @@ class Search:
         self._pass_messages(now + _BEGIN_MESSAGES * (until - now))
         if not self.record.done:
             self._fit(self.dual.decode(), until)
+            if not self.near.fits:
+                self._fit(self.near.values, self.record.after(_FIRST_PART))
             self._offer_near(force=True)
 
     def run(self) -> None:
