@@ -58,7 +58,7 @@ _LARGE_WIDTH, _LARGE_LAYERS, _LARGE_SAMPLES, _LARGE_STEPS = 1024, 3, 32, 24
 _DEADLINE_S = 60.0
 
 #: More than that is no matter of caches: the machine was disturbed.
-_MOST_IN_STEPS = 4.0
+_MOST_IN_STEPS = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
