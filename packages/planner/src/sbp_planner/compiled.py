@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import PlanError, SbpLookupError
-from sbp_core.memory import CallLayouts, call_layouts, memory_bound, predict_memory
+from sbp_core.memory import CallLayouts, KeptPlans, call_layouts, memory_bound
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
@@ -68,6 +68,7 @@ class Compilation:
     limit_bytes: float
     num_compiled: int = 0
     _layouts: CallLayouts | None = field(default=None)
+    _own: KeptPlans = field(default_factory=KeptPlans)
 
     def compiled(self, strategy: Strategy, *, exact: bool = False) -> Compiled:
         """Return what a strategy comes to.
@@ -81,7 +82,7 @@ class Compilation:
         """
         request = self.request
         options = request.options or CompileOptions(cluster=request.cluster)
-        plan = compile_plan(request.graph, strategy, options)
+        plan = self._kept.plan(request.graph, strategy, options)
         self.num_compiled += 1
         memory_bytes, is_exact = self._memory(plan, exact=exact)
         return Compiled(
@@ -92,12 +93,16 @@ class Compilation:
             fits=memory_bytes <= self.limit_bytes,
         )
 
+    @property
+    def _kept(self) -> KeptPlans:
+        return self._own if self.request.kept is None else self.request.kept
+
     def _memory(self, plan: PhysicalPlan, *, exact: bool) -> tuple[float, bool]:
         bound = memory_bound(plan, self.request.graph)
         if bound <= self.limit_bytes and not exact:
             return bound, False
         try:
             self._layouts = self._layouts or call_layouts()
-            return float(predict_memory(plan, layouts=self._layouts).peak), True
+            return float(self._kept.memory(plan, self._layouts).peak), True
         except (SbpLookupError, PlanError):
             return bound, False
