@@ -56,11 +56,12 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
         # What is no update after all may be done before the commit, with all that follows on it.
         writers = {state: names for state, names in writers.items() if state not in late}
     rewriting = Overwriting(plan_memory.of_keys)
-    # Ranks that share their actors go on to do so.
+    # Ranks that share their actors, or some of them, go on to do so.
     known = {id(part.actors): part.actors for part in plan.ranks}
+    distinct = {id(actor): actor for actors in known.values() for actor in actors}
+    done = {key: _overwriting(actor, writers, rewriting) for key, actor in distinct.items()}
     changed = {
-        key: tuple(_overwriting(actor, writers, rewriting) for actor in actors)
-        for key, actors in known.items()
+        key: tuple(done[id(actor)] for actor in actors) for key, actors in known.items()
     }
     ranks = tuple(replace(part, actors=changed[id(part.actors)]) for part in plan.ranks)
     return replace(plan, ranks=ranks)
