@@ -60,9 +60,7 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
     known = {id(part.actors): part.actors for part in plan.ranks}
     distinct = {id(actor): actor for actors in known.values() for actor in actors}
     done = {key: _overwriting(actor, writers, rewriting) for key, actor in distinct.items()}
-    changed = {
-        key: tuple(done[id(actor)] for actor in actors) for key, actors in known.items()
-    }
+    changed = {key: tuple(done[id(actor)] for actor in actors) for key, actors in known.items()}
     ranks = tuple(replace(part, actors=changed[id(part.actors)]) for part in plan.ranks)
     return replace(plan, ranks=ranks)
 
