@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import PlanError, SbpLookupError
 from sbp_core.memory import (
     CallLayouts,
+    KeptPlans,
     call_layouts,
     memory_bound,
     offloaded_bytes,
-    predict_memory,
 )
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
@@ -75,6 +75,7 @@ class Compilation:
     limit_bytes: float
     num_compiled: int = 0
     _layouts: CallLayouts | None = field(default=None)
+    _own: KeptPlans = field(default_factory=KeptPlans)
 
     def compiled(self, strategy: Strategy, *, exact: bool = False) -> Compiled:
         """Return what a strategy comes to.
@@ -98,6 +99,10 @@ class Compilation:
         )
 
     @property
+    def _kept(self) -> KeptPlans:
+        return self._own if self.request.kept is None else self.request.kept
+
+    @property
     def host_limit_bytes(self) -> float:
         """A rank's share of the memory of its host; 0 if its device has none."""
         return self.request.cluster.device.host_memory_bytes or 0
@@ -111,7 +116,7 @@ class Compilation:
         request = self.request
         options = request.options or CompileOptions(cluster=request.cluster)
         self.num_compiled += 1
-        return compile_plan(request.graph, strategy, options)
+        return self._kept.plan(request.graph, strategy, options)
 
     def memory(self, plan: PhysicalPlan, *, exact: bool = False) -> tuple[float, float, bool]:
         """Return what the fullest rank holds on its device and its host, and whether exactly so.
@@ -127,7 +132,7 @@ class Compilation:
             return bound, host_bytes, False
         try:
             self._layouts = self._layouts or call_layouts()
-            found = predict_memory(plan, layouts=self._layouts)
+            found = self._kept.memory(plan, self._layouts)
         except (SbpLookupError, PlanError):
             return bound, host_bytes, False
         return float(found.peak), float(found.host_peak), True

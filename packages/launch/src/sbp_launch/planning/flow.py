@@ -20,7 +20,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.check import CheckReport, check
 from sbp_core.cluster import Cluster
-from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, compile_plan, lower
+from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, lower
 from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph import (
     InputKind,
@@ -31,6 +31,7 @@ from sbp_core.graph import (
 )
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import (
+    KeptPlans,
     MemoryReport,
     check_memory,
     memory_bound,
@@ -53,7 +54,10 @@ from sbp_torch.update_options import UpdateOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A graph, how it was planned, and the checked plan in simulated time."""
+    """A graph, how it was planned, and the checked plan in simulated time.
+
+    `known_memory` is what the planner has found its memory to be, if it has.
+    """
 
     settings: PlanSettings
     graph: LogicalGraph
@@ -61,10 +65,13 @@ class Planned:
     plan: PhysicalPlan
     checked: CheckReport
     simulation: Simulation
+    known_memory: MemoryReport | None = None
 
     @cached_property
     def memory(self) -> MemoryReport | str:
         """What each rank's memory holds, or why it is not known: predicted when it is asked for."""
+        if self.known_memory is not None:
+            return self.known_memory
         try:
             return predict_memory(self.plan)
         except PlanError as error:
@@ -351,12 +358,24 @@ def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
     check_patterns(f"{key}.lower", how.lower, kinds, "operator")
 
 
-def compiled(graph: LogicalGraph, strategy: Strategy, settings: PlanSettings) -> Planned:
+def compiled(
+    graph: LogicalGraph,
+    strategy: Strategy,
+    settings: PlanSettings,
+    kept: KeptPlans | None = None,
+) -> Planned:
     """Compile a strategy, check the plan, and play it in simulated time.
 
     What planners add up without a plan, or with one of other options, gives way to the simulation.
+
+    Args:
+        graph: The step.
+        strategy: How it is done.
+        settings: How it is compiled.
+        kept: What its planner has compiled, if that was asked for.
     """
-    plan = compile_plan(graph, strategy, settings.options)
+    kept = kept or KeptPlans()
+    plan = kept.plan(graph, strategy, settings.options)
     checked, simulation = check(plan, types=False), simulate(plan)
     report = {**strategy.report, "predicted_step_s": simulation.step_s}
     return Planned(
@@ -366,6 +385,7 @@ def compiled(graph: LogicalGraph, strategy: Strategy, settings: PlanSettings) ->
         plan=plan,
         checked=checked,
         simulation=simulation,
+        known_memory=kept.known_memory(plan),
     )
 
 

@@ -12,6 +12,7 @@ from sbp_core.collection import collection_paused
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue
+from sbp_core.memory import KeptPlans
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.family import StepFamily
@@ -60,9 +61,10 @@ class StepPlanner:
         run, config = self.run, self.run.config
         with run.stage("planning"):
             planner: Planner = run.make("planner")
+            kept = KeptPlans()
 
             def plan(graph: LogicalGraph) -> Strategy:
-                request = self.settings.request(graph, pins)
+                request = replace(self.settings.request(graph, pins), kept=kept)
                 if graph is self.captured.graph:
                     request = replace(request, family=self.family)
                 found = _plan(planner, request, config.planner.file)
@@ -76,7 +78,7 @@ class StepPlanner:
                 settings = self.family.settings_of(strategy.variant)
                 graph = self.family.graph(strategy.variant)
         with run.stage("compiling and checking the plan"):
-            return compiled(graph, strategy, settings)
+            return compiled(graph, strategy, settings, kept)
 
 
 @collection_paused()

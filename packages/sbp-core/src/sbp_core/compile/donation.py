@@ -60,16 +60,17 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
         # What is no update after all may be done before the commit, with all that follows on it.
         writers = {state: names for state, names in writers.items() if state not in late}
     rewriting = Overwriting(plan_memory.of_keys)
-    # Ranks that share their actors go on to do so.
+    # Ranks that share their actors, or some of them, go on to do so.
     known = {id(part.actors): part.actors for part in plan.ranks}
     donated = {id(part.actors): _donated(part) for part in plan.distinct}
-    changed = {
-        key: tuple(
-            _overwriting(actor, writers, rewriting, donated[key].get(actor.name, ()))
-            for actor in actors
-        )
-        for key, actors in known.items()
-    }
+    done: dict[tuple[int, tuple[str, ...]], Actor] = {}
+    changed: dict[int, tuple[Actor, ...]] = {}
+    for key, actors in known.items():
+        keys = [(id(actor), donated[key].get(actor.name, ())) for actor in actors]
+        for one, actor in zip(keys, actors, strict=True):
+            if one not in done:
+                done[one] = _overwriting(actor, writers, rewriting, one[1])
+        changed[key] = tuple(done[one] for one in keys)
     ranks = tuple(replace(part, actors=changed[id(part.actors)]) for part in plan.ranks)
     return replace(plan, ranks=ranks)
 

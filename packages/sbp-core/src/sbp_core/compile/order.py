@@ -74,8 +74,9 @@ class _Scheduler:
         #: These, and what waits for them, such as the commit.
         self.last: set[ActorId] = set()
         self.pending: dict[ThreadId, set[ActorId]] = defaultdict(set)
-        #: What may start as far as its own data and credits go; only a start takes that away.
-        self.ready: dict[ThreadId, set[ActorId]] = defaultdict(set)
+        #: What may start as far as its own data and credits go, with its priority; only a start
+        #: takes that away.
+        self.ready: dict[ThreadId, dict[ActorId, tuple[int, ...]]] = defaultdict(dict)
         self.rank_of: dict[ActorId, tuple[int, int, int]] = {}
         self.orders: dict[ThreadId, list[tuple[str, int]]] = defaultdict(list)
         for part in plan.ranks:
@@ -167,9 +168,11 @@ class _Scheduler:
         """Return what a thread could start, the best first."""
         # A greedy order would put a report into a gap before the thread's last firings, which
         # would wait for it if it came later than predicted.
-        only_reports = self.pending[thread] <= self.last
-        ready = self.ready[thread] if only_reports else self.ready[thread] - self.reports
-        return sorted(ready, key=self._priority)
+        ready = self.ready[thread]
+        found = sorted(ready, key=ready.__getitem__)
+        if self.reports.isdisjoint(ready) or self.pending[thread] <= self.last:
+            return found
+        return [actor_id for actor_id in found if actor_id not in self.reports]
 
     def _starts(self, actor_id: ActorId, *, in_turn: bool = True) -> bool:
         """Start an actor if it can be; return whether it was."""
@@ -192,7 +195,7 @@ class _Scheduler:
         """Note which of some actors have become ready."""
         for actor_id in actor_ids:
             if self.game.is_ready(actor_id):
-                self.ready[self._thread(actor_id)].add(actor_id)
+                self.ready[self._thread(actor_id)][actor_id] = self._priority(actor_id)
 
     def _thread(self, actor_id: ActorId) -> ThreadId:
         return actor_id[0], self.game.actor(actor_id).thread
@@ -201,7 +204,7 @@ class _Scheduler:
         for actor_id, thread in zip(partners, threads, strict=True):
             index = self.game.start(actor_id)
             self.turns[actor_id[0]].start(self.game.actor(actor_id), index)
-            self.ready[thread].discard(actor_id)
+            self.ready[thread].pop(actor_id, None)
             self.orders[thread].append((actor_id[1], index))
             self.free.discard(thread)
             if self.game.is_done(actor_id):

@@ -136,16 +136,23 @@ def _rank_plans(
     ends = [end for step in steps if step is not None for end in (step.source[0], step.target[0])]
     meshes = [set(mesh.rank_list) for mesh in dict.fromkeys(ends)]
     known: dict[object, tuple[tuple[Actor, ...], tuple[Register, ...]]] = {}
+    # Of ranks that differ in their programs alone, such as in where their shards begin, the first.
+    similar: dict[object, tuple[_Actors, tuple[Actor, ...], tuple[Register, ...]]] = {}
     for rank in program.strategy.ranks:
         stages = frozenset(program.stages_of(rank))
         at = tuple(rank in mesh for mesh in meshes)
         what = stages, at, instructions.programs(rank, stages)
-        if what not in known:
-            actors = _Actors(program, instructions, rank, boxing_thread, options.overlap).make()
+        if what not in known and (stages, at) not in similar:
+            of_rank = _Actors(program, instructions, rank, boxing_thread, options.overlap)
+            actors = of_rank.make()
             made = list(registers(program, actors))
             if options.boxing_goes_on:
                 made += prefetch_registers(program, actors, options.prefetch)
             known[what] = tuple(actors), tuple(made)
+            similar[stages, at] = of_rank, *known[what]
+        if what not in known:
+            of_rank, first, its_registers = similar[stages, at]
+            known[what] = tuple(of_rank.of_another(rank, actor) for actor in first), its_registers
         yield RankPlan(
             rank=rank,
             slots=program.slots(rank),
@@ -190,6 +197,7 @@ class _Actors:
         self.program, self.rank, self.boxing_thread = program, rank, boxing_thread
         self.instructions = instructions
         self.stages = program.stages_of(rank)
+        self._groups: dict[str, list[Item]] = defaultdict(list)
 
     def make(self) -> list[Actor]:
         """Return the actors, in the order in which they should go when several could fire."""
@@ -199,13 +207,27 @@ class _Actors:
         #     forward.0.2          a segment: phase, stage, level     backward.0.3.1   its piece 1
         #     backward.0.1.step    what follows an accumulation       accumulate.backward.0.1
         #     send x@1(B)          the two ends of a transfer         receive x@1(B)
-        groups: dict[str, list[Item]] = defaultdict(list)
+        groups = self._groups
         for item in self.program.lowered.items:
             for name in self._names(item):
                 groups[name].append(item)
         ordered = sorted(groups.items(), key=lambda group: _precedence(group[1][0]))
         actors = [self._actor(name, items) for name, items in ordered]
         return self._finish_outputs([*actors, *self._host_states()])
+
+    def of_another(self, rank: int, actor: Actor) -> Actor:
+        """Return an actor as another rank has it, whose programs alone may be others."""
+        if not isinstance(actor, Compute) or actor.name not in self._groups:
+            return actor
+        items = self._groups[actor.name]
+        own = [self.instructions.of(self.rank, item) for item in items]
+        others = [self.instructions.of(rank, item) for item in items]
+        # Equal programs are one object.
+        if all(one is other for one, other in zip(own, others, strict=True)):
+            return actor
+        num_hosts = len(actor.instructions) - sum(map(len, own))
+        parts = (part for other in others for part in other)
+        return replace(actor, instructions=(*actor.instructions[:num_hosts], *parts))
 
     def _names(self, item: Item) -> Iterable[str]:
         """Yield the actors of this rank that an item belongs to: none, one, or send and receive."""

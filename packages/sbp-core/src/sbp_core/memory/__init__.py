@@ -4,8 +4,9 @@
 take what it sent, `storages` replays the rank in that order, by a `ledger`. `communication_buffers`
 is what transports between processes hold beside them, `report` what that comes to, by `kinds`, and
 `profile` how it rises and falls over a step. How results lie in memory is known to the tensor
-library (`layout_library`); `prediction` puts all of it together. `bound` says without it what
-memory cannot exceed. `typed_values` are what `sbp_core.check` replays a plan on.
+library (`layout_library`); `prediction` puts all of it together, `kept_plans` keeps that for plans
+that were considered. `bound` says without it what memory cannot exceed. `typed_values` are what
+`sbp_core.check` replays a plan on.
 
 Stability: provisional.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from sbp_core.memory.bound import memory_bound, offloaded_bytes
 from sbp_core.memory.communication_buffers import buffer_bytes
+from sbp_core.memory.kept_plans import KeptPlans
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.layout_library import CallLayouts, LayoutLibrary
 from sbp_core.memory.lifetime import lifetimes
@@ -33,6 +35,7 @@ from sbp_core.memory.typed_values import CountedFillings, TypedValues, installed
 __all__ = [
     "CallLayouts",
     "CountedFillings",
+    "KeptPlans",
     "LayoutLibrary",
     "MemoryKind",
     "MemoryProfile",

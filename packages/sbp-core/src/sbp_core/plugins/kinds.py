@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sbp_core.compile import CompileOptions
     from sbp_core.graph.ir import LogicalGraph
     from sbp_core.graph_variant import GraphFamily, GraphVariant
+    from sbp_core.memory import KeptPlans
     from sbp_core.placement import Placement
     from sbp_core.strategy import Strategy
 
@@ -62,6 +63,8 @@ class PlanRequest:
         regather: Of the strategies that are made; see `Strategy`.
         family: The variants of the step, for planners that choose among them; None if `graph` is
             the only one. A strategy for another graph of it names its `variant`.
+        kept: Where planners that compile what they consider may leave their plans, so that what
+            they choose need not be compiled again; None if nobody asks for them.
 
     Raises:
         ConfigError: the mesh has ranks that the cluster does not have.
@@ -75,6 +78,7 @@ class PlanRequest:
     options: CompileOptions | None = None
     regather: tuple[str, ...] = ("*",)
     family: GraphFamily | None = None
+    kept: KeptPlans | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         self.cluster.check_ranks(self.mesh)

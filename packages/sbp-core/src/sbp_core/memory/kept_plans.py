@@ -1,0 +1,83 @@
+"""The last plans that were compiled while one was looked for, and what is known of their memory.
+
+A planner that keeps to a limit compiles what it considers. What it answers is a strategy, which is
+compiled to be executed: to the very plan that is kept here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
+from sbp_core.graph.ir import LogicalGraph
+from sbp_core.memory.layout_library import CallLayouts
+from sbp_core.memory.prediction import predict_memory
+from sbp_core.memory.report import MemoryReport
+from sbp_core.strategy import Strategy
+
+#: Plans that are kept; a search that compiles more takes one of its last, or compiles it again.
+_MOST_PLANS = 6
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """A plan, what it was compiled from, and its memory if that is known."""
+
+    graph: LogicalGraph
+    strategy: Strategy
+    options: CompileOptions
+    plan: PhysicalPlan
+    memory: MemoryReport | None = None
+
+
+@dataclass(slots=True)
+class KeptPlans:
+    """Compiles strategies; of the last ones, their plans and their memory are at hand."""
+
+    _kept: deque[_Kept] = field(default_factory=lambda: deque(maxlen=_MOST_PLANS))
+
+    def plan(
+        self, graph: LogicalGraph, strategy: Strategy, options: CompileOptions
+    ) -> PhysicalPlan:
+        """Return the plan of a strategy, whatever it reports.
+
+        Args:
+            graph: See `compile_plan`, as for all others.
+            strategy: Of the graph.
+            options: How it is compiled.
+
+        Raises:
+            PlanError: see `compile_plan`, as for all others.
+            SignatureError: likewise.
+            SbpValueError: likewise.
+        """
+        silent = replace(strategy, report={})
+        for one in self._kept:
+            if one.graph is graph and one.options == options and one.strategy == silent:
+                return one.plan
+        plan = compile_plan(graph, strategy, options)
+        self._kept.append(_Kept(graph=graph, strategy=silent, options=options, plan=plan))
+        return plan
+
+    def memory(self, plan: PhysicalPlan, layouts: CallLayouts) -> MemoryReport:
+        """Return what a plan holds, as `predict_memory` says.
+
+        Args:
+            plan: That `plan` returned.
+            layouts: Says how results lie.
+
+        Raises:
+            PlanError: the layout of a result is not known.
+        """
+        known = self.known_memory(plan)
+        if known is None:
+            known = predict_memory(plan, layouts=layouts)
+            for one in self._kept:
+                if one.plan is plan:
+                    one.memory = known
+        return known
+
+    def known_memory(self, plan: PhysicalPlan) -> MemoryReport | None:
+        """Return what a plan holds, if that was predicted."""
+        return next((one.memory for one in self._kept if one.plan is plan), None)
