@@ -99,6 +99,20 @@ def test_where_time_is_up_the_best_so_far_comes_with_a_bound(seed, patience):
     assert found is None or found.plan.objective_s >= best.objective_s * (1 - 1e-9)
 
 
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([0.01, 0.1, 0.3]))
+def test_a_gap_ends_the_search_earlier_and_is_kept(seed, gap):
+    exact, early = Drawn(seed, limited=False), Drawn(seed, limited=False)
+    best = cut_lazily(exact.low, exact.price).plan.objective_s
+
+    found = cut_lazily(early.low, early.price, gap=gap)
+
+    assert found.bound_s <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= found.plan.objective_s
+    assert found.bound_s >= found.plan.objective_s * (1 - gap) * (1 - 1e-9)
+    assert len(early.asked) <= len(exact.asked)
+
+
 def test_pipelines_that_are_priced_first_are_never_better_than_what_is_found():
     drawn = Drawn(3, limited=False)
     first = [TableStage(start=0, stop=4, devices=4)]

@@ -59,6 +59,9 @@ from sbp_planner.submeshes import (
     submesh_sizes,
 )
 
+#: Searches that are kept: those of the logical meshes of a stage or two.
+_NUM_KEPT = 12
+
 
 @dataclass(frozen=True, slots=True)
 class AlpaPlanner:
@@ -116,6 +119,7 @@ class AlpaPlanner:
                 sizes=sizes,
                 num_stages=num_stages,
                 first=(_pipedream(request, graph_of=blocks, groups=groups, count=num_stages),),
+                gap=config.gap,
             ),
         )
         return search.run().strategy
@@ -176,6 +180,10 @@ class IntraOperator:
     ends: float = inf
     _free: dict[Hashable, tuple[Program, tuple[int, ...]] | None] = field(default_factory=dict)
     _within: dict[Hashable, Program | None] = field(default_factory=dict)
+    #: Ranks that lie alike are taken to be the first of them, so that prices are shared.
+    _alike: dict[Hashable, StageRanks] = field(default_factory=dict)
+    #: The last searches, as what is free is often asked for within memory next.
+    _searches: dict[Hashable, SegmentSearch] = field(default_factory=dict)
 
     def least_s(self, blocks: frozenset[int], devices: int) -> float:
         """Return the work of blocks in equal parts, in seconds of a step."""
@@ -258,14 +266,20 @@ class IntraOperator:
         return self._within[key]
 
     def _search(self, stage: StageAsked, shape: tuple[int, ...]) -> SegmentSearch:
-        segment = self.segments.segment(stage.blocks)
-        return SegmentSearch(self.segments, segment, self._ranks(stage, shape))
+        key = self._key(stage, shape)
+        found = self._searches.pop(key, None)
+        if found is None:
+            segment = self.segments.segment(stage.blocks)
+            found = SegmentSearch(self.segments, segment, self._alike[key[1]])
+        self._searches[key] = found
+        if len(self._searches) > _NUM_KEPT:
+            del self._searches[next(iter(self._searches))]
+        return found
 
-    def _ranks(self, stage: StageAsked, shape: tuple[int, ...]) -> StageRanks:
-        return stage_ranks(self.mesh, stage.start, shape, self.axes)
-
-    def _key(self, stage: StageAsked, shape: tuple[int, ...]) -> tuple[Hashable, ...]:
-        alike = self._ranks(stage, shape).link_class(self.segments.cluster)
+    def _key(self, stage: StageAsked, shape: tuple[int, ...]) -> tuple[Hashable, Hashable]:
+        ranks = stage_ranks(self.mesh, stage.start, shape, self.axes)
+        alike = ranks.link_class(self.segments.cluster)
+        self._alike.setdefault(alike, ranks)
         return self.segments.segment(stage.blocks).key, alike
 
 

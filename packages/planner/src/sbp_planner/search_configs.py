@@ -184,14 +184,18 @@ class AlpaConfig:
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
         max_blocks: Between how many parts of the model, of about equal work, it may be cut.
         time_limit_s: After which no further stage is priced, in seconds.
+        gap: Relative distance to the bound over stages at which no further stage is priced, >= 0.
     """
 
     memory_bytes: float | None = None
     max_blocks: int = 16
     time_limit_s: float = 120.0
+    gap: float = 0.01
 
     def __post_init__(self) -> None:
         _check_limits(self.memory_bytes, max_blocks=self.max_blocks, time_limit_s=self.time_limit_s)
+        if not self.gap >= 0:
+            raise ConfigError(f"gap={self.gap}", accepted="a number from 0, such as 0.01")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

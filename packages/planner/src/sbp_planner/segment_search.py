@@ -138,6 +138,7 @@ class SegmentSearch:
         for name in away:
             self._send_in_parts(name)
         self.step = tie(self.problem)
+        self._held: dict[int, Held] = {}
 
     def _send_in_parts(self, name: str) -> None:
         """Count of what crosses to another stage only what is beyond the cheapest way to send it.
@@ -219,6 +220,11 @@ class SegmentSearch:
 
     def held(self, in_flight: int) -> Held:
         """Return what values hold; what stands for other segments is no state of this one."""
+        if in_flight not in self._held:
+            self._held[in_flight] = self._counted(in_flight)
+        return self._held[in_flight]
+
+    def _counted(self, in_flight: int) -> Held:
         segment, problem = self.segment, self.problem
         found = held(problem, float("inf"), (in_flight,) * len(problem.work.placements))
         usages, intervals = list(found.usages), list(found.intervals)

@@ -146,6 +146,7 @@ class StageSettings:
         sizes: How many ranks a stage may have.
         num_stages: How many stages there must be; None for any number.
         first: Stages that are priced first: for each its modules and its ranks.
+        gap: Relative distance to the bound at which no better stages are looked for.
     """
 
     planner: str
@@ -156,6 +157,7 @@ class StageSettings:
     sizes: tuple[int, ...]
     num_stages: int | None = None
     first: tuple[tuple[tuple[tuple[str, ...], int], ...], ...] = ()
+    gap: float = 0.0
 
 
 class StageSearch:
@@ -245,6 +247,7 @@ class StageSearch:
             partial(self._price, limit_bytes),
             first=[stages for one in self.settings.first if (stages := self._as_stages(one))],
             is_late=lambda: monotonic() > self.settings.ends,
+            gap=self.settings.gap,
         )
 
     def problem(self, limit_bytes: float) -> TableProblem:

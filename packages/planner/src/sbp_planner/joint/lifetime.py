@@ -11,7 +11,7 @@ flight and the buffers of runtimes are not in it. What a plan holds, its compile
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -21,6 +21,10 @@ from numpy.typing import NDArray
 from sbp_core.graph import ITEMSIZE, InputKind, Phase, TensorType
 from sbp_core.infer import StepProblem
 from sbp_core.sbp import NdSbp, Sbp, local_shape
+from sbp_core.signatures import Signature1d
+
+#: The signatures of a node on each axis.
+Parts = Sequence[Sequence[Signature1d]]
 
 #: What is stored from step to step.
 _STATES = (InputKind.PARAMETER, InputKind.OPTIMIZER_STATE)
@@ -77,6 +81,22 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
     last = _last_uses(problem, place)
     usages = [np.zeros(len(table), dtype=np.int64) for table in problem.unary]
     intervals = [(0, 0)] * len(problem.unary)
+    # Equal layers share their options, so ids tell what is alike.
+    known: dict[object, NDArray[np.int64]] = {}
+
+    def sizes(
+        tensor: TensorType,
+        options: Sequence[object],
+        of: Callable[[int], Sequence[Sbp]],
+        mesh_shape: tuple[int, ...],
+        *also: int,
+    ) -> NDArray[np.int64]:
+        key = id(options), tensor, mesh_shape, *also
+        if key not in known:
+            every = [_bytes(tensor, of(at), mesh_shape) for at in range(len(options))]
+            known[key] = np.array(every, dtype=np.int64)
+        return known[key]
+
     for node in work.nodes:
         variable, stage = problem.node_variable[node.name], work.stages.nodes[node.name]
         if work.is_free(node):
@@ -84,24 +104,23 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
         mesh_shape, start = work.mesh_shape(stage), place[node.name]
         for at, value in enumerate(node.outputs):
             tensor = graph.tensor(value)
-            usages[variable] += np.array(
-                [
-                    _bytes(tensor, [part.outputs[at] for part in option], mesh_shape)
-                    for option in problem.parts[node.name]
-                ],
-                dtype=np.int64,
-            )
+            parts = problem.parts[node.name]
+
+            def made(option: int, at: int = at, parts: Parts = parts) -> list[Sbp]:
+                return [part.outputs[at] for part in parts[option]]
+
+            usages[variable] = usages[variable] + sizes(tensor, parts, made, mesh_shape, at)
         end = max((last[value] for value in node.outputs), default=start) + 1
         waits = node.phase is Phase.FORWARD and graph.nodes[end - 1].phase is Phase.BACKWARD
         if waits and in_flight:
-            usages[variable] *= in_flight[stage]
+            usages[variable] = usages[variable] * in_flight[stage]
         intervals[variable] = (stage * length + start, stage * length + end)
     for entry in work.inputs:
         variable, stage = problem.storage_variable[entry.name], work.stages.inputs[entry.name]
         tensor, mesh_shape = graph.tensor(entry.name), work.mesh_shape(stage)
-        usages[variable] += np.array(
-            [_bytes(tensor, of, mesh_shape) for of in problem.storage_entries[entry.name]],
-            dtype=np.int64,
+        entries = problem.storage_entries[entry.name]
+        usages[variable] = usages[variable] + sizes(
+            tensor, entries, entries.__getitem__, mesh_shape
         )
         intervals[variable] = (stage * length, (stage + 1) * length)
     assert num_stages * length >= max(end for _, end in intervals)

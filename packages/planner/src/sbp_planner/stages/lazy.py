@@ -107,6 +107,7 @@ def cut_lazily(
     *,
     first: Sequence[Sequence[TableStage]] = (),
     is_late: Callable[[], bool] = lambda: False,
+    gap: float = 0.0,
 ) -> LazyPlan | None:
     """Return the best pipeline; None if none was found that fits.
 
@@ -116,6 +117,7 @@ def cut_lazily(
         first: Pipelines that are priced before all others.
         is_late: Asked between prices; once it is so, the best of what is priced is taken. The first
             pipeline is priced whenever it is.
+        gap: Relative distance to the bound at which the search ends, >= 0.
     """
     prices = _Prices(least=problem)
     asked = replace(
@@ -135,7 +137,7 @@ def cut_lazily(
             if plan is None:
                 return None if best is None else _found(best, best.objective_s, prices)
             bound = max(bound, plan.objective_s)
-            if best is not None and bound >= best.objective_s * (1 - _TOLERANCE):
+            if best is not None and bound >= best.objective_s * (1 - max(gap, _TOLERANCE)):
                 return _found(best, bound, prices)
             stages = list(plan.stages)
         complete = _price_all(
