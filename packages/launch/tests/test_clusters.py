@@ -120,3 +120,18 @@ def test_there_is_at_least_one_core() -> None:
     assert build_local(LocalConfig())(1).device.flop_per_s["float32"] == 100e9
     with pytest.raises(ConfigError, match="cores=0"):
         LocalConfig(cores=0)
+
+
+def test_a_local_machine_has_host_memory_where_it_is_given_some() -> None:
+    without = build_local(LocalConfig(mesh=(2,)))(2).device
+    beside = build_local(LocalConfig(mesh=(2,), host_memory_bytes=10**9))(2).device
+    gpu = build_local(
+        LocalConfig(mesh=(2,), device="cuda", host_memory_bytes=10**9, host_link_bytes_per_s=5e10)
+    )(2).device
+
+    assert without.host_memory_bytes is None and without.host_link is None
+    assert beside.host_memory_bytes == 10**9
+    assert beside.host_link is not None and beside.host_link.bytes_per_s == 5e9
+    assert gpu.host_link is not None and gpu.host_link.bytes_per_s == 5e10
+    with pytest.raises(ConfigError, match="host_memory_bytes=0"):
+        LocalConfig(mesh=(2,), host_memory_bytes=0)

@@ -28,7 +28,10 @@ def strategy(**changes):
                 stage=0, signature=Signature((sbp("S(0), B"),), (sbp("P(max), B"), sbp("P, B")))
             ),
         },
-        "storage": {"w": Storage(stage=0, sbp=sbp("B, S(1)"))},
+        "storage": {
+            "w": Storage(stage=0, sbp=sbp("B, S(1)")),
+            "w.exp_avg": Storage(stage=0, sbp=sbp("B, S(1)"), offloaded=True),
+        },
         "in_flight": (1,),
         "report": {"predicted_step_s": 0.1, "notes": ["a"]},
     }
@@ -49,6 +52,21 @@ def test_file_round_trip_gives_an_equal_strategy(tmp_path):
     before.save(path)
 
     assert Strategy.load(path) == before
+
+
+@pytest.mark.parametrize("text", ["(S(0), B)@2", "(S(0), B) host", "(S(0), B)  host @2"])
+def test_the_text_of_a_storage_says_where_it_lies(text):
+    found = Storage.parse(text)
+
+    assert found.offloaded == ("host" in text)
+    assert found.stage == 2 * ("2" in text)
+    assert Storage.parse(str(found)) == found
+
+
+@pytest.mark.parametrize("text", ["(B) hosts", "host (B)", "(B) host host", "host"])
+def test_other_words_of_a_storage_are_refused(text):
+    with pytest.raises(SbpValueError):
+        Storage.parse(text)
 
 
 def test_a_saved_strategy_has_one_line_for_each_op(tmp_path):

@@ -43,7 +43,11 @@ def strategies(draw: st.DrawFn) -> Strategy:
         num_micro_batches=draw(st.integers(1, 4)),
         in_flight=(1,) * num_stages,
         nodes=draw(st.dictionaries(NAMES, st.builds(Assignment, stage=stage, signature=signature))),
-        storage=draw(st.dictionaries(NAMES, st.builds(Storage, stage=stage, sbp=STORED))),
+        storage=draw(
+            st.dictionaries(
+                NAMES, st.builds(Storage, stage=stage, sbp=STORED, offloaded=st.booleans())
+            )
+        ),
         report={"why": ["because", 1.5, None], "time_s": 0.25},
     )
 

@@ -25,6 +25,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.check import check
 from sbp_core.compile import (
     FETCH_THREAD,
+    PLAN,
     STORE_THREAD,
     CompileOptions,
     Compute,
@@ -234,6 +235,15 @@ def test_what_others_may_hold_is_not_written_over(consumers: int) -> None:
 
     with pytest.raises(PlanError, match=r"is given .* to write over, which others may hold"):
         check(wrong)
+
+
+def test_a_plan_that_offloads_is_read_as_it_was_written() -> None:
+    graph = _graph("adam")
+    plan = compile_plan(
+        graph, _offloading(_strategy("adam", "ZeRO-1", 2), _states_of_optimizer(graph))
+    )
+
+    assert PLAN.load(PLAN.dump(plan)) == plan
 
 
 def test_fewer_groups_in_flight_need_less_memory_of_the_device() -> None:

@@ -12,12 +12,12 @@ axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own
 `tofu`, `greedy`. All are judged by the same figures, those of the compiled plan, so the result is
 no slower than any candidate that was looked at; which were not, for want of time, the report says.
 
-If nothing fits and the step has variants (`PlanRequest.family`), the candidates that need least are
-tried for smaller ones (`variants`), then the others, until one fits: activations made again,
-operators in slices, more micro-batches. If what fits is slower than something that does not, `osdp`
-chooses among the variants, too; and of the plans that do not fit the fastest, and those that need
-least, are tried with states of the optimizer in the memory of the host, if the devices have one
-(`offloading`).
+If nothing fits, or only what is slower than something that does not, the fastest of the plans that
+do not fit, and those that need least, are tried with states of the optimizer in the memory of the
+host, if the devices have one (`offloading`). If nothing fits and the step has variants
+(`PlanRequest.family`), the candidates that need least are tried for smaller ones (`variants`), then
+the others, until one fits: activations made again, operators in slices, more micro-batches. If what
+fits is slower than something that does not, `osdp` chooses among the variants, too.
 
 Complexity: candidates x (planning + compilation), or `time_limit_s`; at least one candidate is
 looked at.
@@ -105,14 +105,15 @@ class AutoPlanner:
         family = request.family
         if family is None:
             search.look_at(request, None, share=1.0)
+            search.look_at_offload()
         elif not search.look_at(request, family.variant, share=_FIRST_SHARE):
             leanest = search.leanest()
+            search.look_at_offload()
             if not search.look_at_smaller(family, leanest):
                 search.look_at_smaller(family)  # what is lean on one variant need not be on others
         if family is not None and search.is_short_of_memory and not search.is_late(1.0):
-            search.look_at_variants()
-        if not search.is_late(1.0):
             search.look_at_offload()
+            search.look_at_variants()
         search.join_classes()
         return search.result()
 
@@ -247,9 +248,13 @@ class _Search:
             if self.is_late(1.0):
                 self.untried += [f"{one} with offload" for one in names[index:]]
                 break
+            if f"{name} with offload" in self.tried:
+                continue
             one = plans[name]
             if self.best is not None and self.best.fits and one.step_s >= self.best.step_s:
                 continue  # copies do not make it faster
+            if self.request.progress:
+                self.request.progress(f"trying {name} with offload", index / len(names))
             quiet = replace(self.request, progress=None, family=None)
             compilation = Compilation(request=quiet, limit_bytes=self.limit_bytes)
             try:

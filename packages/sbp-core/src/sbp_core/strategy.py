@@ -133,8 +133,9 @@ class Storage:
             SbpValueError: it is none.
         """
         rest, stage = _staged(text)
-        offloaded = rest.endswith(f") {_HOST}")
-        rest = rest.removesuffix(_HOST) if offloaded else rest
+        before = rest.removesuffix(_HOST).rstrip()
+        offloaded = before != rest and before.endswith(")")
+        rest = before if offloaded else rest
         try:
             found = list(_parsed(rest))
         except SbpValueError as error:
