@@ -54,9 +54,6 @@ def smaller_variants(family: GraphFamily) -> Iterator[GraphVariant]:
 def variants_of(family: GraphFamily, count: int) -> Iterator[GraphVariant]:
     """Yield the variants of a step with a number of micro-batches; of some there is no graph.
 
-    Softmaxes in one operator each, if that is another graph, and in parts; each as it is, with
-    activations made again within ever smaller budgets, and with the largest parameters in slices.
-
     Args:
         family: The variants that there are.
         count: The number.
@@ -64,20 +61,44 @@ def variants_of(family: GraphFamily, count: int) -> Iterator[GraphVariant]:
     Raises:
         SbpError: there is none with that number.
     """
-    first = replace(family.variant, num_micro_batches=count)
-    for form in _forms(family, first):
-        graph = family.graph(form)
+    for form in forms_of(family, count):
         yield form
-        budgets = recompute_budgets(graph) if family.may_recompute else []
-        for budget in budgets:
-            yield replace(form, recompute_bytes=budget)
-        if family.may_slice and (slices := _slices(graph)):
-            for least in (None, *budgets[-1:]):
-                yield replace(form, recompute_bytes=least, slices=slices)
+        yield from leaner_forms(family, form)
 
 
-def _forms(family: GraphFamily, variant: GraphVariant) -> list[GraphVariant]:
-    """Return a variant, and before it the one whose softmaxes are whole, if that is another."""
+def leaner_forms(family: GraphFamily, form: GraphVariant) -> Iterator[GraphVariant]:
+    """Yield a form with activations made again within ever smaller budgets, and in slices.
+
+    These need less memory than the form, and no less time: the same operators, some twice or in
+    parts.
+
+    Args:
+        family: The variants that there are.
+        form: One that `forms_of` returns.
+
+    Raises:
+        SbpError: there is no such form.
+    """
+    graph = family.graph(form)
+    budgets = recompute_budgets(graph) if family.may_recompute else []
+    for budget in budgets:
+        yield replace(form, recompute_bytes=budget)
+    if family.may_slice and (slices := _slices(graph)):
+        for least in (None, *budgets[-1:]):
+            yield replace(form, recompute_bytes=least, slices=slices)
+
+
+def forms_of(family: GraphFamily, count: int) -> list[GraphVariant]:
+    """Return the forms of a step: softmaxes whole, if that is another graph, and as asked for.
+
+    Args:
+        family: The variants that there are.
+        count: Number of micro-batches.
+
+    Raises:
+        SbpError: there is none with that number.
+    """
+    variant = replace(family.variant, num_micro_batches=count)
     whole, graph = replace(variant, splits_classes=False), family.graph(variant)
     if not variant.splits_classes:
         return [variant]

@@ -5,6 +5,10 @@
         bound    no assignment takes less, whatever it holds    no less than the best plan:  struck
         plan     the fastest that was found and fits the exact memory of a rank
 
+What makes activations again, or works in slices, has the same operators, some twice or in parts. It
+needs less memory and no less time, so it is only looked at where the fastest plan of the same form
+does not fit.
+
 All of these are serial times of one step of the same samples, so that variants can be compared. The
 better the best plan, the earlier the proof of a bound ends, as only assignments that cost less
 matter to it (`joint.prove`); what fits is searched for as in `joint.search`. Prices and options of
@@ -31,7 +35,7 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.joint.search import Assigned, JointSearch, JointSettings, Values
-from sbp_planner.variants import smaller_variants, variant_words, variants_of
+from sbp_planner.variants import forms_of, leaner_forms, smaller_variants, variant_words
 
 #: Of the time that is left, what one variant may take.
 _SHARE = 0.5
@@ -65,12 +69,19 @@ class BoundedVariant:
         request: To plan it.
         bound_s: No assignment takes less, in seconds of a step.
         outcome: What became of it.
+        is_fastest: Whether its fastest plan of all fits.
     """
 
     variant: GraphVariant
     request: PlanRequest
     bound_s: float
     outcome: Outcome = Outcome.UNSOLVED
+    is_fastest: bool = False
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether it, needing less memory, could take less time."""
+        return self.outcome is not Outcome.STRUCK and not self.is_fastest
 
     @property
     def words(self) -> str:
@@ -130,6 +141,7 @@ class FamilySearch:
     pins: Mapping[str, PinValue]
     seen: list[BoundedVariant] = field(default_factory=list)
     unseen: list[int] = field(default_factory=list)
+    spared: list[BoundedVariant] = field(default_factory=list)
     problems: list[SbpError] = field(default_factory=list)
     refused: list[JointSearch] = field(default_factory=list)
     best: _Best | None = None
@@ -149,11 +161,12 @@ class FamilySearch:
             if self.is_late and self.seen:
                 self.unseen.append(count)
                 continue
-            entries = self._bounded(count)
+            forms = self._settled(self._forms(count))
             if not self.seen and isinstance(self.problems[0], ConfigError):
                 raise self.problems[0]  # a wrong setting is one of all variants
-            for entry in sorted(entries, key=lambda one: one.bound_s):
-                self._settle(entry)
+            short = [form for form in forms if form.is_short_of_memory]
+            self.spared += [form for form in forms if not form.is_short_of_memory]
+            self._settled(self._leaner(short))
         if self.best is None and self.is_late:
             self._try_the_leanest()
         if self.best is None:
@@ -175,16 +188,25 @@ class FamilySearch:
         """Variants that take no less than this at least are not looked at further."""
         return self.best_s * (1 - self.settings.gap) * (1 - _TIE)
 
-    def _bounded(self, count: int) -> list[BoundedVariant]:
-        """Return the variants of a number of micro-batches, each with its floor."""
+    def _forms(self, count: int) -> Iterator[GraphVariant]:
+        yield from forms_of(self.family, count)
+
+    def _leaner(self, forms: Iterable[BoundedVariant]) -> Iterator[GraphVariant]:
+        for form in forms:
+            yield from leaner_forms(self.family, form.variant)
+
+    def _settled(self, variants: Iterable[GraphVariant]) -> list[BoundedVariant]:
+        """Return variants, each struck or solved, the least floor first."""
         found = []
         try:
-            for variant in variants_of(self.family, count):
+            for variant in variants:
                 if (entry := self._posed(variant)) is not None:
                     found.append(entry)
         except SbpError as error:
             self.problems.append(error)
         self.seen += found
+        for entry in sorted(found, key=lambda one: one.bound_s):
+            self._settle(entry)
         return found
 
     def _posed(self, variant: GraphVariant) -> BoundedVariant | None:
@@ -233,6 +255,7 @@ class FamilySearch:
             self.refused.append(search)
             return
         cost_s = search.problem.cost(values)
+        entry.is_fastest = values == free.values
         entry.outcome = Outcome.SLOWER
         if cost_s < self.best_s * (1 - _TIE):
             if self.best is not None:
@@ -284,7 +307,8 @@ class FamilySearch:
         strategy = best.search.reported(best.values, best.free)
         strategy = replace(strategy, variant=best.entry.variant)
         if len(self.seen) == 1 and not self.unseen:
-            return strategy
+            lines = [*strategy.report["explanation"], *self._spared_lines()]
+            return replace(strategy, report={**strategy.report, "explanation": lines})
         bound = min(best.cost_s, *(one.bound_s for one in self.seen))
         gap = (best.cost_s - bound) / best.cost_s if best.cost_s > 0 else 0.0
         own = strategy.report
@@ -317,9 +341,18 @@ class FamilySearch:
             entries = [one for one in self.seen if one.outcome is outcome]
             if entries:
                 yield f"  {len(entries)} {told}: {_named(one.words for one in entries)}"
+        yield from self._spared_lines()
         if self.unseen:
             counts = ", ".join(map(str, self.unseen))
             yield f"  micro-batches that were not looked at in time: {counts}"
+
+    def _spared_lines(self) -> Iterator[str]:
+        """Yield of what no leaner forms were looked at, if there may be some."""
+        if self.spared and (self.family.may_recompute or self.family.may_slice):
+            yield (
+                "  recomputation and slices were not looked at, as the fastest plan fits or is "
+                f"slower than the best: {_named(one.words for one in self.spared)}"
+            )
 
 
 def _named(words: Iterable[str]) -> str:
