@@ -1,10 +1,9 @@
 """The least that conversions on some mesh axes take: prices from below, for very many at once.
 
-    conversion          price    from below
-    S(0) -> S(1)        1.90 ms  1.88 ms      one route is not looked for
-    P    -> B           0.85 ms  0.74 ms      without latencies of links
-    S(0) -> P           5.41 ms  0.11 ms      nor is it known who sends what to whom
-    another placement                0 ms
+    conversion                            price    from below
+    (P, P, S(0))    -> (B, B, S(0))      1.94 ms   1.94 ms
+    (S(0), B, S(0)) -> (S(2), B, S(1))   3.94 ms   0.99 ms    who sends what to whom is not known
+    to another placement                 3.12 ms   0 ms       nor is anything of these
 
 `Prices` looks for a route for each pair of SBPs. Where an axis more makes these hundreds of
 thousands, a search that leaves most of them out can do with a bound of what it leaves out. It comes
