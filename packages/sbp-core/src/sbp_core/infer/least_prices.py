@@ -1,10 +1,11 @@
 """The least that conversions on some mesh axes take: prices from below, for very many at once.
 
-    conversion          price    from below
-    S(0) -> S(1)        1.90 ms  1.88 ms      one route is not looked for
-    P    -> B           0.85 ms  0.74 ms      without latencies of links
-    S(0) -> P           5.41 ms  0.11 ms      nor is it known who sends what to whom
-    another placement                0 ms
+    on 8 x 4 x 2 H100                           price    from below
+    (P, P, S(0))       -> (B, B, S(0))          1.94 ms  1.94 ms     float32[14336, 4096]
+    (S(2), S(2), S(2)) -> (S(0), S(0), S(0))    2.34 ms  2.32 ms     float32[64, 4096, 4096]
+    (B, S(1), B)       -> (B, B, S(1))          5.99 ms  0.39 ms     float32[4096, 14336]
+
+Of the last it is not known which of several copies is sent.
 
 `Prices` looks for a route for each pair of SBPs. Where an axis more makes these hundreds of
 thousands, a search that leaves most of them out can do with a bound of what it leaves out. It comes
