@@ -47,7 +47,7 @@ from sbp_torch.testing.cases import assert_pieces
 from sbp_torch.testing.programs import small_cluster
 
 _QUICK = settings(max_examples=6, deadline=None, derandomize=True)
-_LONG = settings(max_examples=300, deadline=None, derandomize=True)
+_LONG = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 @cache

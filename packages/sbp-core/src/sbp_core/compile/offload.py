@@ -54,7 +54,8 @@ def offload(program: Program) -> Lowered:
     if not offloaded:
         return lowered
     items = _topological(lowered.items)
-    used = [item for item in items if not set(offloaded).isdisjoint(item.inputs)]
+    names = set(offloaded)
+    used = [item for item in items if not names.isdisjoint(item.inputs)]
     writers = {key: item for item in items for key in item.outputs}
     groups = _groups(program, offloaded, used, writers)
     found = Lowered(
@@ -69,7 +70,8 @@ def offload(program: Program) -> Lowered:
             if key in groups:
                 first.setdefault(key, item)
     for state, item in first.items():
-        fetched = _copy(ItemKind.FETCH, state, (state,), item, groups[state])
+        stage = lowered.held[state].stage
+        fetched = _copy(ItemKind.FETCH, state, (state,), stage, item, groups[state])
         found.items.append(fetched)
         found.held[fetched.name] = lowered.held[state]
     renamed = [
@@ -82,9 +84,9 @@ def offload(program: Program) -> Lowered:
     for state, key in lowered.new_states.items():
         if state not in groups:
             continue
-        stored = _copy(ItemKind.STORE, state, (state, key), writers[key], groups[state])
-        found.items.append(stored)
         held = lowered.held[state]
+        stored = _copy(ItemKind.STORE, state, (state, key), held.stage, writers[key], groups[state])
+        found.items.append(stored)
         found.held[stored.name] = Held(held.value, held.stage, held.sbp, held.kind)
         found.new_states[state] = stored.name
     return found
@@ -94,13 +96,14 @@ def _on_device(state: str) -> str:
     return f"{state}@device"
 
 
-def _copy(kind: ItemKind, state: str, inputs: tuple[str, ...], beside: Item, group: int) -> Item:
-    """Return the copy of a state for an item that uses it, or of one that makes it."""
+def _copy(
+    kind: ItemKind, state: str, inputs: tuple[str, ...], stage: int, beside: Item, group: int
+) -> Item:
+    """Return the copy of a state for an item that uses it, or of what one makes."""
     name = _on_device(state) if kind is ItemKind.FETCH else f"{state}@host"
     return Item(
-        name=name, kind=kind, inputs=inputs, outputs=(name,), stage=beside.target_stage,
-        target_stage=beside.target_stage, phase=Phase.OPTIMIZER, rate=Rate.STEP,
-        level=beside.level, piece=beside.piece, group=group,
+        name=name, kind=kind, inputs=inputs, outputs=(name,), stage=stage, target_stage=stage,
+        phase=Phase.OPTIMIZER, rate=Rate.STEP, level=beside.level, piece=beside.piece, group=group,
     )  # fmt: skip
 
 
