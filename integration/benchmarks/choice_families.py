@@ -29,11 +29,11 @@ from sbp_planner.choice import (
     ChoiceProblem,
     Shape,
     evaluate,
+    memory_rows,
     planted_problem,
     read_problem,
     solve,
 )
-from sbp_planner.choice.rows import memory_rows
 
 #: Costs and bytes that HiGHS sees are at most so large.
 LARGEST = 1e6

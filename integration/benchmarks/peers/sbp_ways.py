@@ -29,8 +29,7 @@ from sbp_core.plugins import Planner
 from sbp_core.runtime import Session, Trace, measured_operators
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.planning import PlanSettings, capture_training, compiled
-from sbp_launch.planning.family import StepFamily
+from sbp_launch.planning import PlanSettings, StepFamily, capture_training, compiled
 from sbp_torch.capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as

@@ -41,7 +41,14 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop
 from sbp_core.strategy import Signature
 
-__all__ = ["boxing_step_time_s", "boxing_time_s", "fastest_route", "op_time_s"]
+__all__ = [
+    "boxing_step_time_s",
+    "boxing_time_s",
+    "fastest_route",
+    "host_copy_time_s",
+    "local_bytes",
+    "op_time_s",
+]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
+    from sbp_launch.planning.family import StepFamily
     from sbp_launch.planning.flow import (
         Captured,
         Planned,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         compiled,
     )
 
-__all__ = ["Captured", "PlanSettings", "Planned", "capture_training", "compiled"]
+__all__ = ["Captured", "PlanSettings", "Planned", "StepFamily", "capture_training", "compiled"]
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -32,6 +33,7 @@ __getattr__, __dir__ = lazy(
         "Captured": "flow",
         "PlanSettings": "flow",
         "Planned": "flow",
+        "StepFamily": "family",
         "capture_training": "flow",
         "compiled": "flow",
     },

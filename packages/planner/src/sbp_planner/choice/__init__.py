@@ -18,6 +18,7 @@ from sbp_planner.choice.iopddl import FORBIDDEN, read_problem, write_problem
 from sbp_planner.choice.planted import FAMILIES, Shape, planted_problem
 from sbp_planner.choice.problem import ChoiceProblem, Evaluation, evaluate
 from sbp_planner.choice.record import ChoiceSolution, Progress
+from sbp_planner.choice.rows import memory_rows
 from sbp_planner.choice.solver import solve
 from sbp_planner.choice.synthetic import transformer_problem
 
@@ -31,6 +32,7 @@ __all__ = [
     "Progress",
     "Shape",
     "evaluate",
+    "memory_rows",
     "planted_problem",
     "read_problem",
     "solve",

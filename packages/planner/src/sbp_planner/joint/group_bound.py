@@ -116,11 +116,6 @@ class Paid:
         """The least of the term."""
         return float((self._of_source() + self._least[0]).min())
 
-    def restore(self, potentials: Sequence[Table]) -> None:
-        """Let variables pay what they paid before."""
-        self.potentials = list(potentials)
-        self._compact()
-
     def restrict(self, place: int, kept: Numbers) -> None:
         """Strike out all other values of a variable; `settle` follows when all are told."""
         self.maps[place] = self.maps[place][kept]
@@ -271,25 +266,6 @@ class GroupBound:
         for term in touched.values():
             term.settle()
         return True
-
-    def assignment(self) -> tuple[int, ...]:
-        """Return a cheap assignment: the best of each variable, beside those that are chosen."""
-        before = [list(term.potentials) for term in self.terms]
-        chosen = [0] * len(self.kept)
-        for variable, table in self._alone.items():
-            chosen[variable] = int(table.argmin())
-        for variable in self.order:
-            parts = self._parts[variable]
-            total = sum((part.term.minima(part.place) for part in parts[1:]), 0.0)
-            at = int((parts[0].term.minima(parts[0].place) + total).argmin())
-            chosen[variable] = int(self.kept[variable][at])
-            others = np.full(len(self.kept[variable]), inf)
-            others[at] = 0.0
-            for part in parts:
-                part.term.add(part.place, others)
-        for term, potentials in zip(self.terms, before, strict=True):
-            term.restore(potentials)
-        return tuple(chosen)
 
     def raised(self, above: float, *, deadline: float = inf) -> float:
         """Raise the bound as far as that is worth the time, and return it.

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sbp_core.infer import ConversionGroup, LeastPrices, StepProblem
 from sbp_core.sbp import Partial
-from sbp_core.signatures.signature import Signature1d
+from sbp_core.signatures import Signature1d
 from sbp_planner.joint.group_bound import GroupBound
 from sbp_planner.joint.layers import repeated, tie, untied
 
