@@ -38,15 +38,8 @@ from sbp_actor_runtime.session import ActorRuntime
 from sbp_core.errors import BoxingError, GraphError, RunError, SbpTypeError, SbpValueError
 from sbp_core.testing.interrupts import hears_signals
 from sbp_torch.boxing.local import LocalBackend
-from sbp_torch.testing.cases import (
-    REFUSAL,
-    compile_case,
-    plan_with,
-    reference_run,
-    refuse_large,
-    shards_of,
-    too_large,
-)
+from sbp_torch.testing.cases import compile_case, reference_run, shards_of
+from sbp_torch.testing.failing_plans import REFUSAL, plan_with, refuse_large, too_large
 
 
 @pytest.fixture(autouse=True)

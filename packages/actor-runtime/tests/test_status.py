@@ -12,7 +12,8 @@ from actor_plans import DATA, PIPELINE, gate, operator, start, training_step, wa
 from sbp_actor_runtime import status
 from sbp_actor_runtime.session import ActorSession
 from sbp_core.compile import Collective
-from sbp_torch.testing.cases import compile_case, plan_with
+from sbp_torch.testing.cases import compile_case
+from sbp_torch.testing.failing_plans import plan_with
 
 
 @pytest.fixture(autouse=True)

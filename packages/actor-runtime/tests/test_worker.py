@@ -25,7 +25,8 @@ from sbp_core.sbp import local_shape
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.runtime.store import StateStore
-from sbp_torch.testing.cases import compile_case, plan_with
+from sbp_torch.testing.cases import compile_case
+from sbp_torch.testing.failing_plans import plan_with
 
 
 class Alone:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sbp_core.errors import PlanError
-from sbp_core.infer import FORBIDDEN_S, PINS, joint_problem, strategy_of
+from sbp_core.infer import FORBIDDEN_S, PINS, joint_problem, start_greedily, strategy_of
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
@@ -41,7 +41,7 @@ class GreedyPlanner:
         """
         quiet = replace(request, progress=None)
         problem = joint_problem(quiet, pins=self.config.pins, from_axes=False)
-        problem.start_greedily()
+        start_greedily(problem)
         seconds = problem.cost(problem.start)
         if seconds >= FORBIDDEN_S:
             raise PlanError(

@@ -12,6 +12,7 @@ Stability: provisional.
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.companions import StepCompanions
 from sbp_core.infer.conversion_group import ConversionGroup, Request
+from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
 from sbp_core.infer.minsum import Factor, minimise, total_cost
 from sbp_core.infer.nearby import Nearby, infer_nearby
@@ -80,6 +81,7 @@ __all__ = [
     "predict_cost",
     "resolve_pins",
     "stage_placements",
+    "start_greedily",
     "strategy_of",
     "total_cost",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sbp_core.errors import PlanError
+from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.minsum import minimise
 from sbp_core.infer.pins import PINS, Pins
 from sbp_core.infer.problem import FORBIDDEN_S, StepProblem
@@ -43,7 +44,7 @@ def decide_axis(
 
 def _solve(work: StepWork, decision: Decision, axis: int, pins: Pins, kept: Kept) -> bool:
     problem = StepProblem(work, decision, range(axis, axis + 1), pins, kept)
-    problem.start_greedily()
+    start_greedily(problem)
     tables = CostTables(problem, max_entries=_MAX_DIRECT_ENTRIES)
     found = minimise(tables.sizes, tables.factors, tables.start)
     if found.cost >= FORBIDDEN_S:

@@ -487,20 +487,3 @@ class StepProblem:
                 found[[target != entry for target in targets]] = FORBIDDEN_S
             rows[entry] = found
         return np.array([rows[entry] for entry in source.entries], dtype=np.float64)
-
-    # A first assignment
-
-    def start_greedily(self) -> None:
-        """Let each node in turn take the option that is cheapest after those before it."""
-        before: dict[int, list[tuple[ConversionGroup, Request]]] = {}
-        for group in self.groups:
-            for request in group.requests:
-                before.setdefault(request.variable, []).append((group, request))
-        for node in self.work.nodes:
-            variable = self.node_variable[node.name]
-            # Later nodes are not looked at: they follow this one, as minimising goes on from here.
-            cost = self.unary[variable].copy()
-            for group, request in before.get(variable, ()):
-                if group.source != variable:
-                    cost += group.costs[self.start[group.source], request.targets]
-            self.start[variable] = int(cost.argmin())

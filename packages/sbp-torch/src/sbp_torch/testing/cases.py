@@ -9,7 +9,7 @@ Stability: internal.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -21,13 +21,11 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.check import check
 from sbp_core.compile import (
     CompileOptions,
-    Compute,
-    Instruction,
     PhysicalPlan,
     compile_plan,
     offloadable,
 )
-from sbp_core.graph import InputKind, Phase, Ref
+from sbp_core.graph import InputKind
 from sbp_core.infer import PinValue, infer_strategy, pipelined
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
@@ -48,7 +46,6 @@ from sbp_torch.testing.programs import (
 
 __all__ = [
     "CASES",
-    "REFUSAL",
     "RuntimeCase",
     "RuntimeSuitePart",
     "assert_pieces",
@@ -57,13 +54,9 @@ __all__ = [
     "compile_forward",
     "forward_loss",
     "local_batch",
-    "plan_failing_late",
-    "plan_with",
     "reference_run",
-    "refuse_large",
     "run_steps",
     "shards_of",
-    "too_large",
 ]
 
 _REPLICATED: Mapping[str, PinValue] = {
@@ -266,12 +259,6 @@ CASES: Mapping[str, RuntimeCase] = {
     ),
 }
 
-#: What an operator that is told to fails with.
-REFUSAL = "the input is too large"
-
-#: Features beyond this are refused by operators that are told to.
-_TOO_LARGE = 1e6
-
 
 @cache
 def compile_case(name: str, in_place_states: bool = True) -> PhysicalPlan:
@@ -343,86 +330,6 @@ def reference_run(name: str) -> tuple[list[Tensor], dict[tuple[str, int], Tensor
         compile_case(name), CASES[name].step.states, LocalBackend()
     )
     return run_steps(session, CASES[name].step), shards_of(session, compile_case(name))
-
-
-@cache
-def _refusing_operator() -> Callable[[Tensor], Tensor]:
-    """Register the operator; it lives as long as somebody holds it."""
-
-    @torch.library.custom_op("sbp_testing::refuse_large", mutates_args=())
-    def refuse_large(value: Tensor) -> Tensor:
-        if not bool((value.abs() < _TOO_LARGE).all()):
-            raise ArithmeticError(REFUSAL)
-        return value.new_zeros(())
-
-    return refuse_large
-
-
-def refuse_large() -> str:
-    """Return the name of an operator that fails on inputs beyond a million."""
-    _refusing_operator()
-    return "sbp_testing.refuse_large.default"
-
-
-def plan_with(plan: PhysicalPlan, rank: int, op: str) -> tuple[PhysicalPlan, str]:
-    """Let one rank call one more operator, in the middle of the step.
-
-    Args:
-        plan: Of a training step.
-        rank: Of the plan.
-        op: Takes a tensor and returns one, which nobody uses.
-
-    Returns:
-        The plan, and the actor that calls the operator: the rank's first backward segment.
-    """
-    part = plan.by_rank[rank]
-    chosen = next(
-        actor
-        for actor in part.actors
-        if isinstance(actor, Compute) and actor.phase is Phase.BACKWARD and actor.inputs
-    )
-    key = next(
-        ref.name
-        for entry in chosen.instructions
-        for ref in entry.args
-        if isinstance(ref, Ref) and ref.name in chosen.inputs
-    )
-    entry = Instruction(op=op, args=(Ref(key),), outputs=("unused",), node="conformance")
-    actor = replace(chosen, instructions=(entry, *chosen.instructions))
-    actors = tuple(actor if other is chosen else other for other in part.actors)
-    changed = replace(part, actors=actors)
-    ranks = tuple(changed if other is part else other for other in plan.ranks)
-    return replace(plan, ranks=ranks), chosen.name
-
-
-def plan_failing_late(plan: PhysicalPlan, rank: int, op: str) -> PhysicalPlan:
-    """Let one rank call an operator with a new parameter, behind all else that it does in a step.
-
-    Args:
-        plan: Of a training step, with one thread on the rank.
-        rank: Of the plan.
-        op: As of `plan_with`.
-    """
-    part = plan.by_rank[rank]
-    parameters = {slot.name for slot in part.slots if slot.kind == InputKind.PARAMETER}
-    writer, state = next((a, s) for a in part.actors for s in a.in_place if s in parameters)
-    late = Compute(
-        name="late",
-        stage=writer.stage,
-        phase=writer.phase,
-        rate=writer.rate,
-        thread=writer.thread,
-        reads=(state,),
-        instructions=(Instruction(op=op, args=(Ref(state),), outputs=("unused",), node="late"),),
-    )
-    orders = {**part.orders, writer.thread: (*part.orders[writer.thread], ("late", 0))}
-    changed = replace(part, actors=(*part.actors, late), orders=orders)
-    return replace(plan, ranks=tuple(changed if p is part else p for p in plan.ranks))
-
-
-def too_large(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch whose features no operator of `refuse_large` lets pass."""
-    return {**batch, "features": torch.full_like(batch["features"], torch.inf)}
 
 
 def run_steps(session: Session, step: OneDeviceStep) -> list[Tensor]:

@@ -29,17 +29,14 @@ from sbp_core.errors import RunError, SbpError, SbpTypeError, SbpValueError
 from sbp_core.runtime import NotFiniteStepError, Span, SpanKind, Trace, batch_parts
 from sbp_torch.testing.cases import (
     CASES,
-    REFUSAL,
     check_shards,
     compile_case,
     local_batch,
-    plan_with,
     reference_run,
-    refuse_large,
     run_steps,
     shards_of,
-    too_large,
 )
+from sbp_torch.testing.failing_plans import REFUSAL, plan_with, refuse_large, too_large
 from sbp_torch.testing.loading import LoadingCases
 from sbp_torch.testing.programs import assert_equal, assert_near, one_device_run, raises
 from sbp_torch.testing.snapshots import SnapshotCases

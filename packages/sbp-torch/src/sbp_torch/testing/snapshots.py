@@ -23,11 +23,13 @@ from sbp_torch.testing.cases import (
     assert_pieces,
     compile_case,
     compile_forward,
+    reference_run,
+    run_steps,
+)
+from sbp_torch.testing.failing_plans import (
     plan_failing_late,
     plan_with,
-    reference_run,
     refuse_large,
-    run_steps,
     too_large,
 )
 from sbp_torch.testing.programs import assert_equal, raises
