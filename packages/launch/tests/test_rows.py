@@ -106,7 +106,7 @@ def test_sharded_parameters_are_gathered_before_both_passes_and_gradients_scatte
     assert head == [
         ("before forward", "2 parameters", "all-gather over data: S(0) -> B"),
         ("before backward", "parameter", "all-gather over data: S(0) -> B"),
-        ("before optimizer", "gradient", "reduce-scatter over data: P -> S(0)"),
+        ("before optimizer", "2 gradients", "reduce-scatter over data: P -> S(0)"),
     ]
 
 
