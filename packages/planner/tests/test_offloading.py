@@ -118,6 +118,9 @@ def test_as_few_of_the_largest_states_are_offloaded_as_fit(inferred: Strategy) -
     assert found.host_bytes == sum(sizes[name] for name in chosen)
     assert found.step_s == simulate(plan).step_s
     assert until_it_fits(Compilation(request=asked, limit_bytes=least // 2), inferred) is None
+    just_enough = _request(host_bytes=int(found.host_bytes))
+    again = until_it_fits(Compilation(request=just_enough, limit_bytes=limit), inferred)
+    assert again is not None and _offloaded(again.strategy) == chosen
 
 
 def test_what_does_not_fit_the_host_does_not_fit(inferred: Strategy) -> None:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbp_core.boxing import StepKind
 from sbp_core.calibration import Measurement, calibrate
 from sbp_core.cluster import Link, LinkLevel
+from sbp_core.compile.bucket_price import Companions
 from sbp_core.graph.ir import ITEMSIZE
 from sbp_core.infer import LeastPrices
 from sbp_core.infer.prices import Prices
@@ -55,8 +57,20 @@ machines = st.builds(
     ),
 )
 meshes = st.sampled_from([(2, 2, 2), (4, 2, 2), (2, 4, 1), (3, 2, 2), (4, 2)])
-extents = st.sampled_from([1, 3, 8, 12, 16, 48, 64])
+extents = st.sampled_from([0, 1, 3, 8, 12, 16, 48, 64])
 kinds = st.sampled_from(["sum", "sum", "max", "min"])
+
+
+#: What a tensor could travel with, and how large buckets may be.
+companions = st.one_of(
+    st.none(),
+    st.builds(
+        lambda kinds, sizes: Companions(frozenset(kinds), tuple(sorted(sizes))),
+        st.sets(st.sampled_from(list(StepKind)), min_size=1),
+        st.lists(st.integers(4, 1 << 22), max_size=9),
+    ),
+)
+bucket_bytes = st.sampled_from([None, 0, 1001, 1 << 16, 1 << 30])
 
 
 @st.composite
@@ -74,8 +88,8 @@ def assert_no_conversion_costs_less(data, shape, tensor, machine):
     sources, targets = (
         [(0, data.draw(ends(len(shape), len(tensor)))) for _ in range(3)] for _ in range(2)
     )
-    exact = Prices((mesh,), range(len(shape)), machine)
-    arguments = (tuple(tensor), "float32", sources, targets)
+    exact = Prices((mesh,), range(len(shape)), machine, data.draw(bucket_bytes))
+    arguments = (tuple(tensor), "float32", sources, targets, data.draw(companions))
 
     prices = exact.table(*arguments)
     least = LeastPrices((mesh,), machine).table(*arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from updates import (
     ALL,
     STRATEGIES,
     made,
     net_batch,
     net_loss,
+    of,
     rates,
     started,
 )
@@ -136,6 +137,44 @@ def _offloads_without_a_difference(data: st.DataObject) -> None:
 @given(st.data())
 def test_offloaded_states_change_no_bit_of_losses_and_states(data: st.DataObject) -> None:
     _offloads_without_a_difference(data)
+
+
+class _Optimistic(torch.optim.Optimizer):
+    """Its new states need nothing of the old ones."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, grad = self.state[parameter], parameter.grad
+                assert grad is not None
+                if not state:
+                    state["prev"] = torch.zeros_like(parameter)
+                parameter.sub_((grad - state["prev"]) * group["lr"])
+                state["prev"].copy_(grad * 0.5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_state_is_stored_behind_its_fetch_also_if_its_new_value_does_not_need_it(
+    num_ranks: int, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALL, "optimistic", of(_Optimistic, lr=0.1))
+    graph, strategy = _graph("optimistic"), _strategy("optimistic", "ZeRO-1", num_ranks)
+    states = _states_of_optimizer(graph)
+    assert states
+
+    usual = compile_plan(graph, strategy)
+    offloads = compile_plan(
+        graph, _offloading(strategy, states), CompileOptions(offload_in_flight=in_flight)
+    )
+
+    _runs_alike("optimistic", usual, offloads)
+    stored = {state for actor in offloads.ranks[0].actors for state in actor.in_place}
+    assert stored.issuperset(states)
 
 
 @pytest.mark.exhaustive

@@ -17,6 +17,8 @@ from typing import Any
 from sbp_actor_runtime.message import InFlight, StepOrder, Values
 from sbp_core.boxing import Communicator, Delivery, Pending
 from sbp_core.compile import (
+    FETCH_THREAD,
+    STORE_THREAD,
     Accumulate,
     Actor,
     BoxingActor,
@@ -73,8 +75,9 @@ def work_of(
     """
     if isinstance(actor, Compute):
         run = _segment(actor, plan, communicator.rank, make_segment)
-        # What Inductor fuses and CUDA replays starts few operators.
-        if make_segment:
+        # What Inductor fuses and CUDA replays starts few operators; copies to and from the host
+        # wait for the device, beside the segments of others.
+        if make_segment or actor.thread in (FETCH_THREAD, STORE_THREAD):
             return run
         return in_turn(run, _num_operators(actor), turn, (communicator.rank, actor))
     if isinstance(actor, Accumulate):

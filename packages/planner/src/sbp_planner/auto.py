@@ -109,7 +109,7 @@ class AutoPlanner:
         elif not search.look_at(request, family.variant, share=_FIRST_SHARE):
             leanest = search.leanest()
             search.look_at_offload()
-            if not search.look_at_smaller(family, leanest):
+            if not search.look_at_smaller(family, leanest) and not search.fits:
                 search.look_at_smaller(family)  # what is lean on one variant need not be on others
         if family is not None and search.is_short_of_memory and not search.is_late(1.0):
             search.look_at_offload()
@@ -138,6 +138,11 @@ class _Search:
     def limit_bytes(self) -> float:
         return self.config.memory_bytes or self.request.cluster.device.memory_bytes
 
+    @property
+    def fits(self) -> bool:
+        """Whether the best plan fits."""
+        return self.best is not None and self.best.fits
+
     def is_late(self, share: float) -> bool:
         """Whether a share of the time is up."""
         left = (1 - share) * self.config.time_limit_s
@@ -151,7 +156,7 @@ class _Search:
         share: float,
         names: Collection[str] = (),
     ) -> bool:
-        """Look at candidates for one variant of the step; return whether anything fits.
+        """Look at candidates for one variant of the step; return whether one of them fits.
 
         Args:
             request: To plan that variant.
@@ -168,10 +173,11 @@ class _Search:
             for one in self._candidates(quiet)
             if (not names or one.name in names) and one.name + of not in self.tried
         ]
+        fits = False
         for index, candidate in enumerate(candidates):
             name = candidate.name + of
             # What is kept for smaller variants is not needed once something fits.
-            until = 1.0 if self.best is not None and self.best.fits else share
+            until = 1.0 if self.fits else share
             if self.is_late(until) and self.best is not None:
                 self.untried += [one.name + of for one in candidates[index:]]
                 break
@@ -184,10 +190,11 @@ class _Search:
                 self.tried[name] = error
                 continue
             self.tried[name], self._looked_at[name] = found, candidate
+            fits = fits or found.fits
             if self.best is None or found.rank() < self.best.rank():
                 self.best = replace(found, strategy=replace(found.strategy, variant=variant))
                 self.best_name, self._best_candidate = name, candidate
-        return self.best is not None and self.best.fits
+        return fits
 
     def look_at_smaller(self, family: GraphFamily, names: Collection[str] = ()) -> bool:
         """Look at candidates for smaller variants of the step, until something fits."""
@@ -230,9 +237,8 @@ class _Search:
 
     def look_at_offload(self) -> None:
         """Look at plans that do not fit with some of their states in the memory of the host."""
-        fits = self.best is not None and self.best.fits
         is_asked = self.request.cluster.device.host_memory_bytes is not None
-        if not is_asked or (fits and not self.is_short_of_memory):
+        if not is_asked or (self.fits and not self.is_short_of_memory):
             return
         own = graph_hash(self.request.graph)
         plans = {

@@ -128,7 +128,7 @@ class Compilation:
             exact: Whether it is to be known exactly even where a bound fits the limit.
         """
         bound, host_bytes = memory_bound(plan, self.request.graph), offloaded_bytes(plan)
-        if bound <= self.limit_bytes and not exact:
+        if bound <= self.limit_bytes and host_bytes <= self.host_limit_bytes and not exact:
             return bound, host_bytes, False
         try:
             self._layouts = self._layouts or call_layouts()

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PinValue, Pipelined, infer_strategy
 from sbp_core.plugins import PlanRequest
@@ -33,13 +32,17 @@ class _Held:
     """What the plan of a set of pins holds, see `Compilation.memory`."""
 
     memory_bytes: float
+    host_bytes: float
     is_exact: bool
-    limit_bytes: float
+    compilation: Compilation
 
     @property
     def fits(self) -> bool:
         """Whether it fits; also if it is not known that it does not."""
-        return self.memory_bytes <= self.limit_bytes or not self.is_exact
+        return not self.is_exact or (
+            self.memory_bytes <= self.compilation.limit_bytes
+            and self.host_bytes <= self.compilation.host_limit_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,7 @@ class InferPlanner:
         made: dict[str, Strategy] = {}
         tried: dict[str, float] = {}
         problems: list[SbpError] = []
-        # One plan at a time is kept, as those of large steps are large.
-        fastest: tuple[str, PhysicalPlan] | None = None
+        fastest = ""
         for index, (name, pins) in enumerate(self.config.tries.items()):
             if request.progress:
                 request.progress(f"trying {name!r}", index / len(self.config.tries))
@@ -73,20 +75,25 @@ class InferPlanner:
                 made[name] = self._infer(replace(request, progress=None), pins)
                 plan = compilation.plan(made[name])
                 tried[name] = simulate(plan).step_s
-                if fastest is None or tried[name] < tried[fastest[0]]:
-                    fastest = name, plan
+                if not fastest or tried[name] < tried[fastest]:
+                    fastest = name
             except ConfigError:
                 raise  # a pin that cannot be meant is a mistake, whatever else leads to a plan
             except SbpError as error:
                 problems.append(error)
                 tried[name] = inf
-        if fastest is None:
+        if not fastest:
             raise problems[0]
         held: dict[str, _Held] = {}
         for name in sorted((n for n in tried if tried[n] < inf), key=lambda name: tried[name]):
-            plan = fastest[1] if name == fastest[0] else compilation.plan(made[name])
-            memory_bytes, _, is_exact = compilation.memory(plan)
-            held[name] = _Held(memory_bytes=memory_bytes, is_exact=is_exact, limit_bytes=limit)
+            plan = compilation.plan(made[name])  # the last ones are at hand
+            memory_bytes, host_bytes, is_exact = compilation.memory(plan)
+            held[name] = _Held(
+                memory_bytes=memory_bytes,
+                host_bytes=host_bytes,
+                is_exact=is_exact,
+                compilation=compilation,
+            )
             if held[name].fits:
                 break
         best = min(held, key=lambda name: (not held[name].fits, held[name].memory_bytes))

@@ -75,7 +75,7 @@ def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
         states = [e.name for e in graph.inputs if e.kind.is_state and graph.is_tensor(e.name)]
         found = [name for name in states if fnmatchcase(name, pattern)]
     if not found:
-        near = nearest(pattern, can)
+        near = nearest(pattern, (ALL_STATES, *can))
         raise ConfigError(
             f"planner.offload: {pattern!r} names no state that can be offloaded",
             accepted=f"{ALL_STATES}, or patterns of states that only the optimizer uses, such as "
@@ -94,21 +94,18 @@ def _with(strategy: Strategy, names: Collection[str], request: PlanRequest) -> S
         name: replace(one, offloaded=True) if name in chosen else one
         for name, one in strategy.storage.items()
     }
-    device, graph = request.cluster.device, request.graph
-    sizes = [
-        local_bytes(graph.tensor(name), one.sbp, strategy.stages[one.stage].mesh_shape)
-        for name, one in storage.items()
-        if name in chosen
-    ]
+    device = request.cluster.device
+    sizes = _sizes_by_stage(request.graph, strategy, chosen)
+    most_bytes = max(map(sum, sizes), default=0)
     # Each is fetched and, at the same time as others are, stored.
-    copy_s = sum(host_copy_time_s(size, device) for size in sizes)
+    copy_s = max((sum(host_copy_time_s(one, device) for one in of) for of in sizes), default=0.0)
     told = (
-        f"offloaded: {len(chosen)} states, {format_bytes(sum(sizes))} of a rank, lie in the memory "
+        f"offloaded: {len(chosen)} states, {format_bytes(most_bytes)} of a rank, lie in the memory "
         f"of its host; copies take {format_seconds(copy_s)} a step in each direction"
     )
     report = {
         **strategy.report,
-        "offload": {"states": len(chosen), "bytes_per_rank": sum(sizes), "copy_s": copy_s},
+        "offload": {"states": len(chosen), "bytes_per_rank": most_bytes, "copy_s": copy_s},
         "explanation": [*strategy.report.get("explanation", ()), told],
     }
     return replace(strategy, storage=storage, report=report)
@@ -118,7 +115,8 @@ def until_it_fits(compilation: Compilation, strategy: Strategy) -> Compiled | No
     """Return a strategy with the fewest of its largest states offloaded so that it fits.
 
     Returns:
-        None if it does not fit with all of them either, or nothing can be offloaded.
+        None if it does not fit with as many as the host has memory for either, or nothing can be
+        offloaded.
 
     Raises:
         PlanError: it cannot be compiled.
@@ -127,14 +125,20 @@ def until_it_fits(compilation: Compilation, strategy: Strategy) -> Compiled | No
     if request.cluster.device.host_memory_bytes is None:
         return None
     order = _largest_first(request.graph, strategy)
-    if not order:
+    held = [0] * len(strategy.stages)
+    most = 0
+    for names in order:
+        for stage, sizes in enumerate(_sizes_by_stage(request.graph, strategy, names)):
+            held[stage] += sum(sizes)
+        most += max(held) <= compilation.host_limit_bytes
+    if not most:
         return None
 
     def tried(count: int) -> Compiled:
         names = [name for names in order[:count] for name in names]
         return compilation.compiled(_with(strategy, names, request), exact=True)
 
-    least, most, best = 0, len(order), tried(len(order))
+    least, best = 0, tried(most)
     if not best.fits:
         return None
     while most - least > 1:
@@ -147,14 +151,25 @@ def until_it_fits(compilation: Compilation, strategy: Strategy) -> Compiled | No
     return best
 
 
+def _sizes_by_stage(
+    graph: LogicalGraph, strategy: Strategy, names: Collection[str]
+) -> list[list[int]]:
+    """Return the bytes of a rank of each of some states, by the stage that they are on."""
+    found: list[list[int]] = [[] for _ in strategy.stages]
+    for name in names:
+        one = strategy.storage[name]
+        mesh_shape = strategy.stages[one.stage].mesh_shape
+        found[one.stage].append(local_bytes(graph.tensor(name), one.sbp, mesh_shape))
+    return found
+
+
 def _largest_first(graph: LogicalGraph, strategy: Strategy) -> list[list[str]]:
     """Return the states that can be offloaded, those of one parameter together, by their bytes."""
     owners: dict[str, list[str]] = defaultdict(list)
-    sizes: dict[str, int] = defaultdict(int)
     for name in offloadable(graph):
-        stored = strategy.storage[name]
-        owner = owner_of(name)
-        owners[owner].append(name)
-        mesh_shape = strategy.stages[stored.stage].mesh_shape
-        sizes[owner] += local_bytes(graph.tensor(name), stored.sbp, mesh_shape)
-    return [owners[one] for one in sorted(owners, key=lambda owner: -sizes[owner])]
+        owners[owner_of(name)].append(name)
+
+    def size(owner: str) -> int:
+        return sum(map(sum, _sizes_by_stage(graph, strategy, owners[owner])))
+
+    return [owners[one] for one in sorted(owners, key=lambda owner: -size(owner))]

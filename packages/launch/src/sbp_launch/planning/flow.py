@@ -414,9 +414,11 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
     try:
         check_memory(planned.memory, limit_bytes, cluster.device.host_memory_bytes)
     except PlanError as error:
+        host_bytes = cluster.device.host_memory_bytes or 0
+        of_host = planned.memory.host_peak > host_bytes
         raise ConfigError(
             error.what,
-            where=(*error.where, "cluster.memory_bytes"),
+            where=(*error.where, f"cluster.{'host_' * of_host}memory_bytes"),
             accepted=error.accepted,
             todo=error.todo,
         ) from error

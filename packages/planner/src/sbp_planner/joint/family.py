@@ -79,8 +79,8 @@ class BoundedVariant:
     is_fastest: bool = False
 
     @property
-    def is_short_of_memory(self) -> bool:
-        """Whether it, needing less memory, could take less time."""
+    def may_gain_by_less(self) -> bool:
+        """Whether a form of it that needs less memory could take less time than its plan."""
         return self.outcome is not Outcome.STRUCK and not self.is_fastest
 
     @property
@@ -142,6 +142,7 @@ class FamilySearch:
     seen: list[BoundedVariant] = field(default_factory=list)
     unseen: list[int] = field(default_factory=list)
     spared: list[BoundedVariant] = field(default_factory=list)
+    left_out: list[BoundedVariant] = field(default_factory=list)
     problems: list[SbpError] = field(default_factory=list)
     refused: list[JointSearch] = field(default_factory=list)
     best: _Best | None = None
@@ -164,9 +165,12 @@ class FamilySearch:
             forms = self._settled(self._forms(count))
             if not self.seen and isinstance(self.problems[0], ConfigError):
                 raise self.problems[0]  # a wrong setting is one of all variants
-            short = [form for form in forms if form.is_short_of_memory]
-            self.spared += [form for form in forms if not form.is_short_of_memory]
-            self._settled(self._leaner(short))
+            short = [form for form in forms if form.may_gain_by_less]
+            self.spared += [form for form in forms if not form.may_gain_by_less]
+            if self.is_late:
+                self.left_out += short
+            else:
+                self._settled(self._leaner(short))
         if self.best is None and self.is_late:
             self._try_the_leanest()
         if self.best is None:
@@ -187,6 +191,8 @@ class FamilySearch:
     def wanted_s(self) -> float:
         """Variants that take no less than this at least are not looked at further."""
         return self.best_s * (1 - self.settings.gap) * (1 - _TIE)
+
+    # Generators, as `_settled` takes note of the errors of variants that there are not.
 
     def _forms(self, count: int) -> Iterator[GraphVariant]:
         yield from forms_of(self.family, count)
@@ -245,9 +251,14 @@ class FamilySearch:
             if entry.bound_s >= self.wanted_s:
                 entry.outcome = Outcome.STRUCK
                 return
+            if free.bound_s >= self.wanted_s:
+                # Of all signatures less may be known than of those that were looked at.
+                entry.outcome, entry.is_fastest = Outcome.SLOWER, True
+                return
             values = search.fitting(free, self.best_s)
         except SbpError as error:
-            entry.outcome, entry.bound_s = Outcome.NO_FIT, inf
+            # What was not found may be there: the bound stays.
+            entry.outcome = Outcome.NO_FIT
             self.problems.append(error)
             return
         if values is None:
@@ -265,8 +276,13 @@ class FamilySearch:
 
     def _try_the_leanest(self) -> None:
         """Try the variant that needs least memory, if it has not been."""
-        leanest = list(smaller_variants(self.family))[-1:]
+        try:
+            leanest = list(smaller_variants(self.family))[-1:]
+        except SbpError as error:
+            self.problems.append(error)
+            return
         for variant in leanest:
+            self.unseen = [count for count in self.unseen if count != variant.num_micro_batches]
             known = next((one for one in self.seen if one.variant == variant), None)
             entry = known or self._posed(variant)
             if entry is None or entry.outcome is not Outcome.UNSOLVED:
@@ -293,7 +309,11 @@ class FamilySearch:
         if len(self.seen) == 1:
             return least.refusal("take more ranks, or leave trainer.micro_batches=auto")
         late = "raise planner.time_limit_s, so that more variants are solved, or "
-        is_open = self.unseen or any(one.outcome is Outcome.UNSOLVED for one in self.seen)
+        is_open = (
+            self.unseen
+            or self.left_out
+            or any(one.outcome is Outcome.UNSOLVED for one in self.seen)
+        )
         error = least.refusal(f"{late if is_open else ''}take more ranks")
         return PlanError(
             f"{error.what}, of {len(self.seen)} variants of the step",
@@ -342,6 +362,11 @@ class FamilySearch:
             if entries:
                 yield f"  {len(entries)} {told}: {_named(one.words for one in entries)}"
         yield from self._spared_lines()
+        if self.left_out:
+            yield (
+                "  recomputation and slices were not looked at in time: "
+                f"{_named(one.words for one in self.left_out)}"
+            )
         if self.unseen:
             counts = ", ".join(map(str, self.unseen))
             yield f"  micro-batches that were not looked at in time: {counts}"

@@ -216,11 +216,6 @@ class GroupBound:
         alone = sum(float(table.min()) for table in self._alone.values())
         return alone + sum(term.least for term in self.terms)
 
-    @property
-    def num_values(self) -> int:
-        """Values of all variables that are not struck out."""
-        return sum(map(len, self.kept))
-
     def sweep(self, deadline: float = inf) -> None:
         """Move the costs of each variable once forwards and once backwards.
 

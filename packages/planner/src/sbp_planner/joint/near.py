@@ -56,7 +56,9 @@ def recentred(problem: StepProblem, values: Sequence[int], *, tied: bool) -> Ste
         values: Of its variables.
         tied: Whether equal layers are decided alike.
     """
-    found = StepProblem(problem.work, problem.decided(values), problem.axes, problem.pins)
+    found = StepProblem(
+        problem.work, problem.decided(values), problem.axes, problem.pins, problem.kept
+    )
     limited(found, tied=tied, max_prices=0)
     return found
 

@@ -218,7 +218,7 @@ class JointSearch:
 
     def bound_s(self, free: Assigned) -> float:
         """Return what all assignments take at least, also those that were not looked at."""
-        return min(self.least_s, free.bound_s) if self.is_limited else free.bound_s
+        return self.least_s if self.is_limited else free.bound_s
 
     def fitting(self, free: Assigned, cutoff_s: float = inf) -> Values | None:
         """Return the fastest assignment that was found and fits; None if there is none.

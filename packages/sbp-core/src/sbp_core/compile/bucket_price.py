@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 
 from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.boxing.price import step_time_s
@@ -119,7 +120,10 @@ class BucketPrices:
         own_bytes = part.num_elements * itemsize(step.dtype)
         if not 0 < own_bytes <= limit:
             return alone_s
-        full_bytes = max(own_bytes, min(limit, companions.bytes_within(limit) // 2))
+        # Of the others a rank has the same part in the buffer as of this one.
+        whole_bytes = prod(step.shape) * itemsize(step.dtype)
+        together = companions.bytes_within(limit * whole_bytes // own_bytes)
+        full_bytes = max(own_bytes, min(limit, together * own_bytes // whole_bytes // 2))
         share_s = own_bytes / full_bytes * self._bucket_s(step, full_bytes)
         if step.kind is StepKind.ALL_GATHER:  # of other kinds views come out
             share_s += copy_time_s(2 * own_bytes, 1, self._cluster.device)

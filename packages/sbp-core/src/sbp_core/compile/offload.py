@@ -23,7 +23,7 @@ others, such as gradients, so that no copy is there before it can be used.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from sbp_core.compile.actors import Actor, Compute
@@ -204,6 +204,9 @@ def bound_copies(plan: PhysicalPlan, in_flight: int) -> PhysicalPlan:
     fetches = {a.name: a for part in plan.distinct for a in part.actors if _copies(a, TO_DEVICE)}
     if not fetches:
         return plan
+    # A new value may need no old one; it is stored behind the fetch of its group all the same, as
+    # the state is written over then, and the group is done with it.
+    plan = _with_registers(plan, _stored_behind)
     flow = successors(plan)
     behind = downstream(flow, fetches)
     # Of each actor, the last of the fetches that it waits for. A fetch never waits for what waits
@@ -212,12 +215,19 @@ def bound_copies(plan: PhysicalPlan, in_flight: int) -> PhysicalPlan:
     for name in sorted(fetches, key=_number, reverse=True):
         for one in _unmet(flow, name, last):
             last[one] = _number(name)
+    return _with_registers(plan, lambda part: _tokens(part, in_flight, behind, last))
+
+
+def _with_registers(
+    plan: PhysicalPlan, more: Callable[[RankPlan], Iterator[Register]]
+) -> PhysicalPlan:
+    """Return the plan with more registers; ranks that share theirs go on to do so."""
     known: dict[object, tuple[Register, ...]] = {}
     ranks = []
     for part in plan.ranks:
         what = id(part.actors), id(part.registers)
         if what not in known:
-            known[what] = (*part.registers, *_tokens(part, in_flight, behind, last))
+            known[what] = (*part.registers, *more(part))
         ranks.append(replace(part, registers=known[what]))
     return replace(plan, ranks=tuple(ranks))
 
@@ -249,6 +259,26 @@ def _unmet(flow: Successors, name: str, met: Mapping[str, int]) -> Iterator[str]
         todo += new
 
 
+def _stored_behind(part: RankPlan) -> Iterator[Register]:
+    """Yield what lets each store of a rank wait for the fetch of its group."""
+    stores = {_number(a.name): a.name for a in part.actors if _copies(a, TO_HOST)}
+    for actor in part.actors:
+        if _copies(actor, TO_DEVICE) and (store := stores.get(_number(actor.name))):
+            yield _token(actor.name, store)
+
+
+def _token(producer: str, consumer: str) -> Register:
+    """Return a register without values, by which an actor waits for another."""
+    return Register(
+        name=f"{producer}>{consumer}",
+        producer=producer,
+        consumers=(consumer,),
+        keys=(),
+        rate=Rate.STEP,
+        quota=1,
+    )
+
+
 def _tokens(
     part: RankPlan, in_flight: int, behind: set[str], last: Mapping[str, int]
 ) -> Iterator[Register]:
@@ -269,11 +299,4 @@ def _tokens(
             over = [*users[before], *filter(None, [stores.get(_number(before))])]
             waits |= dict.fromkeys(one for one in over if last[one] < _number(name))
         for one in waits:
-            yield Register(
-                name=f"{one}>{name}",
-                producer=one,
-                consumers=(name,),
-                keys=(),
-                rate=Rate.STEP,
-                quota=1,
-            )
+            yield _token(one, name)

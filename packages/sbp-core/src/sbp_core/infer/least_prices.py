@@ -12,8 +12,9 @@ thousands, a search that leaves most of them out can do with a bound of what it 
 from `boxing.least_times`: shortest paths between all states at once, which are found once
 for all tensors whose dims are split alike. Bytes are exact.
 
-Nothing is said (0 s) between two placements, of tensors without dims, where a machine's calibration
-says the times, and where the router does not search all states; see `boxing.routing.problem`.
+Nothing is said (0 s) between two placements, of tensors without dims or elements, where a machine's
+calibration says the times, and where the router does not search all states; see
+`boxing.routing.problem`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class LeastPrices:
             By source (rows), target (columns) and, last, seconds and bytes.
         """
         found = np.zeros((len(sources), len(targets), 2))
-        if shape and self._cluster.calibration is None:
+        if shape and 0 not in shape and self._cluster.calibration is None:
             for stage in {stage for stage, _ in sources}:
                 rows = [at for at, (of, _) in enumerate(sources) if of == stage]
                 columns = [at for at, (of, _) in enumerate(targets) if of == stage]

@@ -225,10 +225,10 @@ class CudaDevice:
 
         What lies in the memory of the host is copied there at once.
         """
-        if not value.is_cuda:
-            return Aside((_memory_like(value) if buffer is None else buffer).copy_(value))
         if buffer is None:
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        if not value.is_cuda:
+            return Aside(buffer.copy_(value))
         with torch.cuda.stream(self._saving):
             self._saving.wait_event(since)
             buffer.copy_(value, non_blocking=True)

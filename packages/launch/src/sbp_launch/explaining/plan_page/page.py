@@ -161,7 +161,11 @@ def _bound_tiles(report: Mapping[str, object]) -> Iterator[tuple[str, str, str]]
     """Yield how far the plan may be from the best, if its planner says so."""
     bound_s, gap = report.get("bound_s"), report.get("gap")
     if isinstance(bound_s, int | float):
-        yield "no plan is faster than", format_seconds(bound_s), "the planner's bound of a step"
+        yield (
+            "no plan takes less than",
+            format_seconds(bound_s),
+            "without overlap: the planner's bound",
+        )
     if isinstance(gap, int | float):
         yield "gap to the bound", f"{100 * gap:.2g}%", "so much faster a plan may be, at most"
 
