@@ -104,12 +104,12 @@ def test_the_gradients_of_weights_and_biases_travel_together() -> None:
         for a in plan.ranks[0].actors
         if isinstance(a, Collective) and a.name != COMMIT
     ]
-    # Sum and count of the loss, the gradient of what the batch has in common, all parameters' but
-    # one: a bias is summed to (1, n), of which the optimizer takes a view.
-    assert [step.kind for step in sent] == [StepKind.ALL_REDUCE] * 3
+    # Sum and count of the loss, and the gradients of all parameters: also of what the batch has in
+    # common, and of a bias, which is summed to (1, n), of which the optimizer takes a view.
+    assert [step.kind for step in sent] == [StepKind.ALL_REDUCE] * 2
     model, _ = _GPT.build()
-    rest = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel()
-    assert sorted(step.shape for step in sent) == [(1, 6, 8), (2,), (rest,)]
+    every = sum(p.numel() for p in model.parameters())
+    assert sorted(step.shape for step in sent) == [(2,), (every,)]
 
 
 def test_the_parameters_of_a_block_are_gathered_in_one_call_a_phase() -> None:
