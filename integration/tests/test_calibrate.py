@@ -61,6 +61,7 @@ def test_a_file_holds_the_calibrations_of_several_backends(tmp_path: Path) -> No
     assert cluster.backend == "mpi"
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_priced_with_the_operators_of_a_traced_run(tmp_path: Path) -> None:
     """Of the actor runtime, whose steps have each operator once."""
     small = ["model.num_layers=1", "model.hidden=32", "model.num_heads=2", "trainer.plan_rows=1"]

@@ -442,7 +442,10 @@ def test_a_cluster_has_the_ranks_and_rates_that_were_found(
     assert bool(held_out) == bool(samples)
 
 
-@pytest.mark.parametrize(("num_ranks", "time_s"), [(1, 10.0), (2, 10.0), (2, 120.0)])
+@pytest.mark.parametrize(
+    ("num_ranks", "time_s"),
+    [(1, 10.0), (2, 10.0), pytest.param(2, 120.0, marks=pytest.mark.exhaustive)],
+)
 def test_launches_are_those_that_explain_the_measured_steps(num_ranks: int, time_s: float) -> None:
     size = SmallModel.within(time_s)
     nominal = Cluster.nominal(num_ranks)

@@ -107,6 +107,7 @@ def _buckets_change_nothing(data: st.DataObject) -> int:
     return len(alone.steps) - len(together.steps)
 
 
+@pytest.mark.exhaustive
 def test_gathering_blocks_together_changes_no_bit() -> None:
     saved: list[int] = []
 
