@@ -167,7 +167,7 @@ class FamilySearch:
                 raise self.problems[0]  # a wrong setting is one of all variants
             short = [form for form in forms if form.may_gain_by_less]
             self.spared += [form for form in forms if not form.may_gain_by_less]
-            if self.is_late:
+            if self.is_late and self.has_leaner:
                 self.left_out += short
             else:
                 self._settled(self._leaner(short))
@@ -176,6 +176,11 @@ class FamilySearch:
         if self.best is None:
             raise self._refusal()
         return self._told(self.best)
+
+    @property
+    def has_leaner(self) -> bool:
+        """Whether forms of the step may have leaner ones."""
+        return self.family.may_recompute or self.family.may_slice
 
     @property
     def is_late(self) -> bool:
@@ -373,7 +378,7 @@ class FamilySearch:
 
     def _spared_lines(self) -> Iterator[str]:
         """Yield of what no leaner forms were looked at, if there may be some."""
-        if self.spared and (self.family.may_recompute or self.family.may_slice):
+        if self.spared and self.has_leaner:
             yield (
                 "  recomputation and slices were not looked at, as the fastest plan fits or is "
                 f"slower than the best: {_named(one.words for one in self.spared)}"
