@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import pytest
 from random_steps import random_request
@@ -15,6 +16,7 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import Builder
 from sbp_planner import exhaustive, ilp
 from sbp_planner.compiled import Compilation
+from sbp_planner.joint.search import JointSearch
 from sbp_planner.search_configs import ExhaustiveConfig, IlpConfig
 
 
@@ -102,6 +104,25 @@ def test_a_variant_that_is_struck_would_have_been_no_faster(count: int) -> None:
     best = ilp.build(IlpConfig()).plan(request).report["cost_s"]
 
     assert ilp.build(IlpConfig()).plan(one).report["bound_s"] >= best
+
+
+def test_where_the_search_of_a_variant_fails_its_bound_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fitting = JointSearch.fitting
+
+    def failing(search: JointSearch, *arguments: Any) -> Any:
+        if search.request.graph.num_micro_batches == 1:
+            raise PlanError("nothing was found")
+        return fitting(search, *arguments)
+
+    whole = ilp.build(IlpConfig()).plan(asked(0)).report
+    monkeypatch.setattr(JointSearch, "fitting", failing)
+    found = ilp.build(IlpConfig()).plan(asked(0)).report
+
+    assert found["cost_s"] > whole["cost_s"]
+    assert found["bound_s"] == pytest.approx(whole["bound_s"])
+    assert found["gap"] > 0
 
 
 def test_the_gap_is_that_to_variants_that_do_not_fit_too() -> None:
