@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--operators",
         action="store_true",
-        help="measure operators in steps of a few ways first, and plan and predict with them",
+        help="measure what operators take, however a step is cut, and plan and predict with that",
     )
     parser.add_argument("--json", type=Path, help="where the rows go, too")
     parser.add_argument(

@@ -54,7 +54,6 @@ class Comparison:
         ours: The ways of sbp, by what distinguishes them.
         target: Most that a step of ours may take, in steps of the first peer; of the fastest way
             over gloo, or over MPI where `over_mpi`. None: there is none.
-        traced: The ways of ours whose operators are measured first, if that is asked for.
         own_statistics: The peer's batch norm looks at the samples of a rank, ours at all: the
             losses differ.
     """
@@ -65,7 +64,6 @@ class Comparison:
     target: float | None = None
     over_mpi: bool = False
     num_ranks: int = peers.NUM_RANKS
-    traced: Sequence[str] = ()
     own_statistics: bool = False
 
 
@@ -96,10 +94,6 @@ def data_parallel(model: str, *, own_statistics: bool = False) -> Comparison:
     )
 
 
-#: The ways whose operators are measured for `auto`: whole parameters, split ones, nothing pinned.
-TRACED_WAYS = ("data parallel", "infer", "tensor parallel", "pinned by hand")
-
-
 def auto_beside_presets(
     model: str, own_pins: Mapping[str, Any] | None = None, *, own_statistics: bool = False
 ) -> Comparison:
@@ -123,8 +117,6 @@ def auto_beside_presets(
             for boxing in ("gloo", "MPI")
             for way, both in ways.items()
         },
-        # Not what auto chooses: what it knows is of other plans.
-        traced=[f"gloo, {way}" for way in ways if way in TRACED_WAYS],
         own_statistics=own_statistics,
     )
 

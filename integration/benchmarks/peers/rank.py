@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from matrix import COMPARISONS, Comparison
 from programs import MODELS
-from sbp_ways import Setting, sbp_step, traced_operators
+from sbp_ways import Setting, measured_calls, sbp_step
 from torch_ways import Step
 
 from sbp_aten.pass_options import PassOptions
-from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover, merge_settings
 from sbp_core.simulate import simulate
 
@@ -98,15 +97,6 @@ def measure(
     return {name: found[name] for name in (*comparison.peers, *comparison.ours)}
 
 
-def with_operators(comparison: Comparison, setting: Setting) -> Setting:
-    """Return the setting with the times of operators, of steps of the ways that `traced` names."""
-    found: dict[str, MeasuredOperator] = {}
-    for name in comparison.traced:
-        measured = traced_operators(comparison.ours[name], f"traced: {name}", setting)
-        found |= {one.call: one for one in measured}
-    return replace(setting, operators=tuple(found.values()))
-
-
 def main() -> None:
     name, rounds, rotation, folder, port, *settings = sys.argv[1:]
     options, passes, clusters, has_operators = map(json.loads, settings)
@@ -128,7 +118,8 @@ def main() -> None:
             clusters=clusters,
         )
         if has_operators:
-            setting = with_operators(comparison, setting)
+            measured = measured_calls(setting, comparison.num_ranks)
+            setting = replace(setting, operators=measured)
         found = measure(comparison, int(rounds), int(rotation), setting, stack)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if store is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,15 @@ from sbp_boxing_torch import TorchBackend, TorchBoxingConfig, TorchWorld
 from sbp_core import Cluster, Device, Link, Placement
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
+from sbp_core.compile.rank_calls import rank_calls
 from sbp_core.graph import LogicalGraph
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import Planner
-from sbp_core.runtime import Session, Trace, measured_operators
+from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import PlanSettings, StepFamily, capture_training, compiled
+from sbp_torch.call_times import CallTimer
 from sbp_torch.capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
@@ -201,21 +204,50 @@ def sbp_step(
     return step, started.plan
 
 
-#: Steps of a plan whose operators are measured, and steps before them.
-TRACED_STEPS, UNTRACED_STEPS = 8, 3
+#: Seconds in which the calls of a step are measured, and bytes of the tensors of one, at most.
+CALLS_S, CALL_BYTES = 60.0, 2e9
+
+#: Seconds from the ranks' agreement on when to begin, to that moment.
+HEAD_START_S = 3e-4
 
 
-def traced_operators(ours: Ours, name: str, setting: Setting) -> tuple[MeasuredOperator, ...]:
-    """Return what the operators of a plan take in steps, equal on all ranks."""
-    trace = Trace(operators=True)
-    with ExitStack() as stack:
-        started = start_session(ours, name, setting, stack=stack)
-        for index in range(UNTRACED_STEPS + TRACED_STEPS):
-            started.session.trace = trace if index >= UNTRACED_STEPS else None
-            started.session.step(setting.model.batch_of(index), {"lr": LEARNING_RATE})
-    of_ranks: list[Any] = [list(trace.spans)]
+def measured_calls(setting: Setting, num_ranks: int) -> tuple[MeasuredOperator, ...]:
+    """Return what the calls of a step take, however it is cut on an axis; equal on all ranks.
+
+    What a rank may be asked to call is listed as `sbp-plan calls=FILE` does, and measured as by
+    `sbp-calibrate ops=FILE`.
+    """
+    model = setting.model
+    program = model.program(setting.registry)
+    optimizer = model.make_optimizer(program.parameters())
+    settings = PlanSettings(
+        mesh=Placement.grid((num_ranks,), ("data",)),
+        cluster=machine("local", num_ranks),
+        compile=CompileConfig(passes=setting.passes, **setting.options),
+    )
+    captured = capture_training(program, model_loss, model.batch_of(0), optimizer, settings)
+    forms = [captured.graph, *([captured.whole] if captured.whole is not None else [])]
+    listed = rank_calls(forms, [settings.mesh], settings.cluster.device)
+    timer = CallTimer(
+        device=torch.device("cpu"),
+        ready=_meet,
+        slowest=_slowest,
+        time_s=CALLS_S,
+        max_bytes=CALL_BYTES,
+    )
+    return timer.run(listed.calls).operators
+
+
+def _slowest(values: Sequence[float]) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized():
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, list(trace.spans))
-    spans = [span for of_rank in of_ranks for span in of_rank]
-    return measured_operators(started.graph, started.strategy, spans)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    largest: list[float] = found.tolist()
+    return largest
+
+
+def _meet() -> None:
+    """Return on all ranks at the same time."""
+    (begin_s,) = _slowest([time.perf_counter() + HEAD_START_S])
+    while time.perf_counter() < begin_s:
+        time.sleep(0)

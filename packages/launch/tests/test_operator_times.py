@@ -15,10 +15,12 @@ from trainable import planned, registry, run_config
 from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster
 from sbp_core.compile import Compute
+from sbp_core.compile.rank_calls import RankCalls, rank_calls
 from sbp_core.cost import op_time_s
 from sbp_core.errors import ConfigError
 from sbp_core.graph import TensorType
 from sbp_core.operators import MeasuredOperator
+from sbp_core.placement import Placement
 from sbp_core.plugins import discover
 from sbp_core.runtime import Span, SpanKind, measured_operators
 from sbp_core.signatures import OpCall
@@ -184,14 +186,15 @@ def write_cluster(path: Path, *backends: str) -> str:
     return str(path)
 
 
-def check(out: str, ops: Any) -> CalibrateRun:
+def check(out: str, ops: Any, time_s: float = 120.0) -> CalibrateRun:
     values = {"boxing": {"name": "local"}, "runtime": {"name": "reference"}, "out": out}
-    composed = ComposedConfig(values={**values, "ops": ops}, files={}, overrides=())
+    given = {**values, "ops": ops, "time_s": time_s}
+    composed = ComposedConfig(values=given, files={}, overrides=())
     return check_calibrate(composed, discover())
 
 
-def add(out: str, ops: Any, folder: Path) -> None:
-    app._calibrate(check(out, ops), discover(), folder)
+def add(out: str, ops: Any, folder: Path, time_s: float = 120.0) -> None:
+    app._calibrate(check(out, ops, time_s), discover(), folder)
 
 
 def test_times_are_added_to_a_cluster_file_for_their_backend(
@@ -257,3 +260,47 @@ def test_a_file_or_a_folder_that_is_not_there_is_refused_with_what_makes_it(
     assert "sbp-calibrate boxing=local ranks=2" in no_file.value.todo
     assert "trace_operators=true" in no_times.value.todo
     assert json.loads((tmp_path / "c.json").read_text())["name"] == "nominal"
+
+
+def write_calls(path: Path) -> str:
+    graph = planned().graph
+    rank_calls([graph], [Placement.grid((2,), ("data",))], Cluster.nominal(2).device).save(path)
+    return str(path)
+
+
+def test_the_calls_of_a_list_are_measured_and_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, out = write_calls(tmp_path / "calls.json"), write_cluster(tmp_path / "c.json", "local")
+
+    add(out, calls, tmp_path, time_s=5.0)
+
+    known = Cluster.load(Path(out)).calibrations["local"].operators
+    listed = RankCalls.load(Path(calls)).calls
+    assert {one.call for one in known} == {one.call for one in listed}
+    assert all(0 < one.time_s < 1 for one in known)
+    said = capsys.readouterr().out
+    assert f"measured {len(listed)} calls, " in said
+    assert f"{out} has the times of {len(listed)} calls of operators of boxing=local" in said
+
+
+def test_a_list_needs_a_cluster_file_of_the_same_backend(tmp_path: Path) -> None:
+    calls = write_calls(tmp_path / "calls.json")
+
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        check(str(tmp_path / "none.json"), calls)
+    assert "sbp-calibrate boxing=local ranks=2" in caught.value.todo
+    out = write_cluster(tmp_path / "c.json", "mpi")
+    with pytest.raises(ConfigError, match="boxing=local, of which"):
+        check(out, calls)
+
+
+def test_a_list_is_measured_alone_on_as_many_ranks_as_the_file_is_for(tmp_path: Path) -> None:
+    calls, out = write_calls(tmp_path / "calls.json"), write_cluster(tmp_path / "c.json", "local")
+
+    assert check(out, calls).settings.ranks == 2
+    with pytest.raises(ConfigError, match="among others"):
+        check(out, [calls, write_times(tmp_path / "run", operator())])
+    (tmp_path / "no_list.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no_list\.json"):
+        check(out, str(tmp_path / "no_list.json"))

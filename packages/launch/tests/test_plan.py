@@ -12,6 +12,7 @@ from test_rows import found_plan
 from trainable import registry, run_config
 
 from sbp_core import strategy_yaml
+from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.errors import ConfigError
 from sbp_core.strategy import Strategy
 from sbp_launch.apps import plan
@@ -54,6 +55,28 @@ def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
     PlanConfig(out=str(tmp_path / "new.json"))
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_calls_of_a_step_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "calls.json")
+    asked = PlanRun(run=run_config(), settings=PlanConfig(calls=path))
+
+    plan._plan(asked, registry(), tmp_path)
+
+    calls = RankCalls.load(Path(path))
+    assert calls.num_ranks == 2
+    assert any(one.call.startswith("aten.mm.default(float32") for one in calls.calls)
+    out = capsys.readouterr().out
+    assert f"wrote {path}: {len(calls.calls)} calls of operators on a rank" in out
+    assert f"sbp-calibrate ops={path} out=CLUSTER_FILE" in out
+
+
+@pytest.mark.parametrize("name", ["calls.txt", "missing/calls.json"])
+def test_a_place_where_no_list_can_be_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="calls="):
+        PlanConfig(calls=str(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sbp_core.compile.rank_calls import rank_calls
 from sbp_core.infer import PinValue
 from sbp_launch.console import say
 from sbp_launch.explaining.alternatives import Replan
@@ -74,6 +75,26 @@ def _replanning(planner: StepPlanner) -> Replan:
         return quiet.plan(pins)
 
     return replan
+
+
+def list_calls(planned: Planned, planner: StepPlanner, path: str) -> None:
+    """Write what ranks may be asked to call, however the step is planned; say so.
+
+    Args:
+        planned: The plan, whose stages and form of the step count, too.
+        planner: What planned it.
+        path: The file.
+    """
+    whole = planner.captured.whole
+    forms = [planned.graph, planner.captured.graph, *([] if whole is None else [whole])]
+    meshes = {mesh.mesh_shape: mesh for mesh in (planner.settings.mesh, *planned.strategy.stages)}
+    found = rank_calls(forms, list(meshes.values()), planner.settings.cluster.device)
+    found.save(Path(path))
+    sys.stdout.write(
+        f"wrote {path}: {len(found.calls)} calls of operators on a rank; measure them on the "
+        "machine of a cluster file, then plan with it\n"
+        f"  sbp-calibrate ops={path} out=CLUSTER_FILE\n"
+    )
 
 
 def draw_page(planned: Planned, model: str, path: str) -> None:

@@ -1,7 +1,8 @@
 """The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
 
 With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
-it draws the simulated step, with `page=FILE` all of the plan. `why=...` asks what another SBP would
+it draws the simulated step, with `page=FILE` all of the plan, and with `calls=FILE` it lists what
+ranks may be asked to call, to be measured. `why=...` asks what another SBP would
 cost, and `compare=...` puts another plan beside this one; both print their answer in place of the
 plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
 """
@@ -42,6 +43,8 @@ class PlanConfig:
         out: File to write the strategy to; None for none.
         timeline: Where drawings of the simulated step go, without ending; None for none.
         page: File to write the plan to as a page, `.html`; None for none.
+        calls: File for a list of what ranks may be asked to call, `.json`, which `sbp-calibrate
+            ops=FILE` measures; None for none.
         why: Tensors, and how they might be cut, of which is asked what that would cost; None to
             ask nothing.
         compare: A strategy file or a run folder, whose plan is put beside this one; None for none.
@@ -51,6 +54,7 @@ class PlanConfig:
     out: str | None = None
     timeline: str | None = None
     page: str | None = None
+    calls: str | None = None
     why: str | None = None
     compare: str | None = None
     overwrite: bool = False
@@ -69,6 +73,10 @@ class PlanConfig:
             if Path(self.page).suffix != ".html":
                 raise ConfigError(f"page={self.page!r} does not end in .html", accepted="plan.html")
             check_writable("page", self.page, example="plan.html")
+        if self.calls is not None:
+            if Path(self.calls).suffix != ".json":
+                raise ConfigError(f"calls={self.calls!r} does not end in .json", accepted="a.json")
+            check_writable("calls", self.calls, example="calls.json")
         if self.timeline is not None:
             for ending in ENDINGS:
                 check_writable("timeline", self.timeline + ending, example="timeline=step")
@@ -150,7 +158,7 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
-    from sbp_launch.apps.answers import answer_compare, answer_why, draw_page
+    from sbp_launch.apps.answers import answer_compare, answer_why, draw_page, list_calls
     from sbp_launch.apps.feasible import is_of_memory, recomposing, told_what_fits
     from sbp_launch.planning.draw import draw_plan
     from sbp_launch.trainer.planning_only import PlanningOnly
@@ -177,6 +185,8 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         draw_plan(planned, settings.timeline)
     if settings.page is not None:
         draw_page(planned, config.run.model.name, settings.page)
+    if settings.calls is not None:
+        list_calls(planned, planner, settings.calls)
     if (path := settings.out) is not None:
         save_strategy(planned.strategy, path)
         sys.stdout.write(f"wrote {path}: how every tensor and op is split; edit it, then\n")

@@ -14,12 +14,14 @@ from sbp_launch.settings.config import Application
 def _calibrate(config: CalibrateRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
     from sbp_launch.calibrate.operators import save_operators
-    from sbp_launch.calibrate.run import calibrate_machine
+    from sbp_launch.calibrate.run import calibrate_machine, measure_calls
 
     if config.with_operators is not None:
-        save_operators(config)
-        return
-    calibrate_machine(config, registry)
+        save_operators(config.with_operators, config.settings.out)
+    elif config.calls:
+        measure_calls(config, registry)
+    else:
+        calibrate_machine(config, registry)
 
 
 def main() -> None:

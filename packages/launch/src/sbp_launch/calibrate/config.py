@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
@@ -48,7 +49,9 @@ class CalibrateConfig:
             made, and sizes left out, to keep to it. Below 20 the small model has fewer layers.
         deadline_s: Seconds that one call may wait for other ranks.
         ops: Run folders whose times of operators are added to `out`, or one of them, once made a
-            tuple; then nothing is measured, and no other setting counts.
+            tuple; then nothing is measured, and no other setting counts. Or one file of `sbp-plan
+            calls=FILE`: then its calls are measured within `time_s`, on as many ranks as `out` is
+            for, and added.
     """
 
     ranks: int = 2
@@ -130,7 +133,8 @@ class CalibrateRun:
         device: Where its tensors live, such as `cpu` or `cuda`: each process finds out which GPU.
         settings: What to measure.
         kept: What stays in the file.
-        with_operators: If operators are added: what the file then says.
+        with_operators: If operators of runs are added: what the file then says.
+        calls: If operators are measured: the file that lists their calls.
     """
 
     boxing: PluginChoice
@@ -139,6 +143,7 @@ class CalibrateRun:
     settings: CalibrateConfig
     kept: Kept = field(default_factory=Kept)
     with_operators: Cluster | None = None
+    calls: str = ""
 
 
 def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> CalibrateRun:
@@ -159,12 +164,23 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
     calibrate = merge_settings(
         CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *overrides]
     )
-    with_operators, kept = None, Kept()
+    with_operators, kept, calls = None, Kept(), ""
     if calibrate.ops:
         # Here and not above: config errors are answered without numpy.
-        from sbp_launch.calibrate.operators import add_operators
+        from sbp_launch.calibrate.operators import add_operators, ranks_of_list
 
-        with_operators = add_operators(calibrate.out, tuple(calibrate.ops))
+        if any(map(os.path.isfile, calibrate.ops)):
+            if len(calibrate.ops) > 1:
+                raise ConfigError(
+                    f"ops={list(calibrate.ops)} names a file of calls among others",
+                    accepted="run folders, or one file of sbp-plan calls=FILE",
+                    todo="measure the calls by themselves, and add the runs before or after",
+                )
+            calls = calibrate.ops[0]
+            ranks = ranks_of_list(calibrate.out, calls, choice.name)
+            calibrate = replace(calibrate, ranks=ranks)
+        else:
+            with_operators = add_operators(calibrate.out, tuple(calibrate.ops))
     elif not calibrate.overwrite:
         kept = kept_of(calibrate.out, calibrate.ranks, choice.name)
     return CalibrateRun(
@@ -174,4 +190,5 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
         settings=calibrate,
         kept=kept,
         with_operators=with_operators,
+        calls=str(Path(calls).resolve()) if calls else "",
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sbp_core.calibration import Measurement
 from sbp_core.errors import SbpError
+from sbp_core.operators import MeasuredOperator
 from sbp_core.serialize import dump, load, parse, read_text
 from sbp_launch.calibrate.config import CalibrateConfig
 from sbp_launch.settings.config import PluginChoice
@@ -29,6 +30,7 @@ class Job:
         device: Where its tensors live.
         settings: What to measure.
         max_call_bytes: Largest S for which a rank has the memory.
+        calls: The file of a list of calls of operators, which then are all that is measured.
     """
 
     boxing: PluginChoice
@@ -36,6 +38,7 @@ class Job:
     device: str
     settings: CalibrateConfig
     max_call_bytes: int
+    calls: str = ""
 
     def save(self, folder: Path) -> None:
         """Write it where `load` finds it."""
@@ -96,6 +99,36 @@ class CalibrationResult:
     def load(cls, folder: Path) -> CalibrationResult:
         """Read what `save` wrote."""
         return load(parse(read_text(folder / _FOUND)), CalibrationResult, root=_FOUND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTimes:
+    """What the calls of a list take, of the slowest rank.
+
+    Args:
+        operators: The calls with their times.
+        rounds: Times that all calls were repeated.
+        failed: Calls that could not be made, and what was said.
+        left_out: Calls for which time or memory was short.
+        library: Version of torch.
+        measured_s: Seconds that it took.
+    """
+
+    operators: tuple[MeasuredOperator, ...]
+    rounds: int
+    failed: tuple[tuple[str, str], ...]
+    left_out: int
+    library: str
+    measured_s: float
+
+    def save(self, folder: Path) -> None:
+        """Write it where `load` finds it."""
+        (folder / _FOUND).write_text(json.dumps(dump(self, CallTimes)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> CallTimes:
+        """Read what `save` wrote."""
+        return load(parse(read_text(folder / _FOUND)), CallTimes, root=_FOUND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Add to a cluster file what the operators of traced runs took.
+"""Add to a cluster file what operators took: of traced runs, or of a list that was measured.
 
 A file is for one machine and one number of ranks, and the times of operators are of one backend
 beside: ranks that are threads of one process wait for its interpreter, and processes do not.
@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from sbp_core.cluster import Cluster
+from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.errors import ConfigError
+from sbp_core.operators import MeasuredOperator
 from sbp_launch.calibrate.kept import differing_part
+from sbp_launch.machine import describe_machine
 from sbp_launch.tracing.operators import OPERATORS, OperatorTimes
-
-if TYPE_CHECKING:
-    from sbp_core.operators import MeasuredOperator
-    from sbp_launch.calibrate.config import CalibrateRun
 
 
 def add_operators(out: str, folders: Sequence[str]) -> Cluster:
@@ -38,21 +36,62 @@ def add_operators(out: str, folders: Sequence[str]) -> Cluster:
     """
     found = [(folder, OperatorTimes.load(Path(folder) / OPERATORS)) for folder in folders]
     _, first = found[0]
+    cluster = _cluster_file(out, first.backend, first.num_ranks)
+    for folder, times in found:
+        cluster = with_times(cluster, out, folder, times)
+    return cluster
+
+
+def ranks_of_list(out: str, file: str, boxing: str, library: str = "") -> int:
+    """Return on how many ranks the calls of a list are measured: as many as a file is for.
+
+    Args:
+        out: The cluster file, which `sbp-calibrate` wrote.
+        file: The list, of `sbp-plan calls=FILE`.
+        boxing: The backend that starts the ranks.
+        library: Version of torch, if it is known.
+
+    Raises:
+        ConfigError: there is no such file or list, or times of this machine and backend cannot be
+            added to it.
+    """
+    RankCalls.load(Path(file))
+    cluster = _cluster_file(out, boxing, 2)
+    none = OperatorTimes(
+        backend=boxing,
+        num_ranks=cluster.num_devices,
+        machine=describe_machine(library),
+        operators=(),
+    )
+    with_times(cluster, out, file, none)
+    return cluster.num_devices
+
+
+def _cluster_file(out: str, boxing: str, num_ranks: int) -> Cluster:
     if not Path(out).exists():
         raise ConfigError(
             f"out={out!r} does not exist: times of operators are added to what was measured of a "
             "machine",
             accepted="a cluster file",
-            todo=f"sbp-calibrate boxing={first.backend} ranks={first.num_ranks} out={out}, and "
+            todo=f"sbp-calibrate boxing={boxing} ranks={num_ranks} out={out}, and "
             "then this command again",
         )
-    cluster = Cluster.load(Path(out))
-    for folder, times in found:
-        cluster = _with(cluster, out, folder, times)
-    return cluster
+    return Cluster.load(Path(out))
 
 
-def _with(cluster: Cluster, out: str, folder: str, times: OperatorTimes) -> Cluster:
+def with_times(cluster: Cluster, out: str, folder: str, times: OperatorTimes) -> Cluster:
+    """Return a machine whose operators are known to take some times, in place of older ones.
+
+    Args:
+        cluster: The machine.
+        out: Its file, for messages.
+        folder: What the times are of, likewise.
+        times: The times.
+
+    Raises:
+        ConfigError: they are of another machine, another number of ranks, or a backend that the
+            file does not know.
+    """
     if times.num_ranks != cluster.num_devices:
         raise ConfigError(
             f"ops={folder!r} has operators of {times.num_ranks} ranks, and out={out!r} was "
@@ -90,10 +129,8 @@ def merged(
     return tuple(by_call[call] for call in sorted(by_call))
 
 
-def save_operators(run: CalibrateRun) -> None:
-    """Write the cluster file with the operators that were added, and say so."""
-    cluster, out = run.with_operators, run.settings.out
-    assert cluster is not None, "operators were added"
+def save_operators(cluster: Cluster, out: str) -> None:
+    """Write a cluster file to which operators were added, and say so."""
     cluster.save(Path(out))
     console = Console(soft_wrap=True, highlight=False)
     known = {"": cluster.device.operators} | {

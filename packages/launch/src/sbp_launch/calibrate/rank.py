@@ -16,13 +16,15 @@ from typing import cast
 import torch
 
 from sbp_core.boxing import BoxingBackend
+from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.plugins import discover
 from sbp_core.runtime import Runtime
 from sbp_launch.calibrate.busy import measure_busy
 from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
 from sbp_launch.calibrate.device import measure_rates
-from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
+from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress, Rates
 from sbp_launch.calibrate.steps import SmallModel, measure_large, measure_steps
+from sbp_torch.call_times import CallTimer
 
 #: Each rate of computing and copying may take this part of the time; there are five or six.
 _RATES_SHARE = 60.0
@@ -34,16 +36,17 @@ def run_job(folder: Path) -> None:
     ranks = range(job.settings.ranks)
     backend = cast(BoxingBackend, discover().make("boxing", job.boxing.name, job.boxing.settings))
     runtime = None
-    if job.device == "cpu":  # no session has run on a GPU yet: there, launches are those of a loop
+    # No session has run on a GPU yet: there, launches are those of a loop.
+    if job.device == "cpu" and not job.calls:
         runtime = cast(Runtime, discover().make("runtime", job.runtime.name, job.runtime.settings))
     errors: list[Exception] = []
-    found: dict[int, CalibrationResult] = {}
+    found: dict[int, CalibrationResult | CallTimes] = {}
 
     def work(rank: int) -> None:
         try:
             if torch.device(job.device).type == "cuda":
                 torch.cuda.set_device(job.device)  # each thread has its own
-            found[rank] = measure(job, backend, rank)
+            found[rank] = (time_calls if job.calls else measure)(job, backend, rank)
         except Exception as error:
             errors.append(error)
             backend.fail(error)
@@ -73,7 +76,10 @@ def run_job(folder: Path) -> None:
     finally:
         backend.close()
     if 0 in found:
-        replace(found[0], step_s=step_s, large_s=large_s).save(folder)
+        first = found[0]
+        if isinstance(first, CalibrationResult):
+            first = replace(first, step_s=step_s, large_s=large_s)
+        first.save(folder)
 
 
 def indexed_device(device: str) -> torch.device:
@@ -114,6 +120,35 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
         rounds=measurer.rounds,
         skipped=measurer.skipped,
         library=torch.__version__,
+    )
+
+
+def time_calls(job: Job, backend: BoxingBackend, rank: int) -> CallTimes:
+    """Time the calls of a list on one rank, together with all others; return what was found."""
+    device, settings = torch.device(job.device), job.settings
+    watch = Stopwatch(backend.communicator(rank), settings.ranks, device, settings.deadline_s)
+    began = time.monotonic()
+
+    def tell(what: str, done: int, of: int, left_s: float) -> None:
+        if rank == 0:
+            _print(Progress(what=what, done=done, of=of, left_s=max(0.0, left_s)))
+
+    timer = CallTimer(
+        device=device,
+        ready=watch.barrier,
+        slowest=watch.slowest,
+        time_s=settings.time_s,
+        max_bytes=job.max_call_bytes,
+        tell=tell,
+    )
+    found = timer.run(RankCalls.load(Path(job.calls)).calls)
+    return CallTimes(
+        operators=found.operators,
+        rounds=found.rounds,
+        failed=found.failed,
+        left_out=found.left_out,
+        library=torch.__version__,
+        measured_s=time.monotonic() - began,
     )
 
 

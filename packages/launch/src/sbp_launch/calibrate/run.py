@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -21,7 +22,8 @@ from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
-from sbp_launch.calibrate.job import CalibrationResult, Job, Progress
+from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress
+from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.calibrate.steps import SmallModel, in_steps, launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 from sbp_launch.machine import (
@@ -29,6 +31,9 @@ from sbp_launch.machine import (
     free_memory_bytes,
     total_memory_bytes,
 )
+from sbp_launch.tracing.operators import OperatorTimes
+
+T = TypeVar("T")
 
 #: Copies of a message that a rank and its transport hold, at most, while it is under way.
 _COPIES = 5
@@ -65,7 +70,7 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
         soft_wrap=True,
     )
     began = time.monotonic()
-    found = measure(run, registry, console)
+    found = measure(run, registry, console, CalibrationResult.load)
     console.print("fitting what was found", highlight=False)
     cluster, held_out = make_cluster(run, found)
     cluster.save(Path(settings.out))
@@ -106,8 +111,62 @@ def _among(num_ranks: int) -> str:
     return "on 1 rank" if num_ranks == 1 else f"among {num_ranks} ranks"
 
 
-def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> CalibrationResult:
+def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
+    """Measure what the calls of a list take, and add it to the cluster file.
+
+    Raises:
+        RunError: a rank ended badly.
+    """
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    settings = run.settings
+    console.print(
+        f"measuring the calls of {settings.ops[0]} {_among(settings.ranks)} on this machine: about "
+        f"{format_seconds(settings.time_s)} at most",
+        highlight=False,
+        soft_wrap=True,
+    )
+    found = measure(run, registry, console, CallTimes.load)
+    times = OperatorTimes(
+        backend=run.boxing.name,
+        num_ranks=settings.ranks,
+        machine=describe_machine(found.library),
+        operators=found.operators,
+    )
+    out = settings.out
+    cluster = with_times(Cluster.load(Path(out)), out, settings.ops[0], times)
+    console.print(
+        f"measured {len(found.operators)} calls, {found.rounds} times each, in "
+        f"{format_seconds(found.measured_s)}",
+        highlight=False,
+    )
+    if found.left_out:
+        console.print(
+            f"left out for want of time or memory: {found.left_out} calls, of those that take "
+            "least; raise time_s to measure them",
+            highlight=False,
+        )
+    if found.failed:
+        call, why = found.failed[0]
+        console.print(
+            f"left out: {len(found.failed)} calls that made-up data does not fit, such as {call}: "
+            f"{why}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    save_operators(cluster, out)
+
+
+def measure(
+    run: CalibrateRun, registry: PluginRegistry, console: Console, load: Callable[[Path], T]
+) -> T:
     """Start the ranks, and return what they found.
+
+    Args:
+        run: What was asked for.
+        registry: Of the backends.
+        console: Shows how far they are.
+        load: Reads what they left in their folder.
 
     Raises:
         RunError: a rank ended badly, or they took far too long.
@@ -123,6 +182,7 @@ def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> Ca
             device=run.device,
             settings=settings,
             max_call_bytes=limit if run.device == "cpu" else settings.chosen_sizes[-1],
+            calls=run.calls,
         )
         job.save(folder)
         command = [sys.executable, "-m", "sbp_launch.calibrate", str(folder)]
@@ -134,7 +194,7 @@ def measure(run: CalibrateRun, registry: PluginRegistry, console: Console) -> Ca
         error = ended.error(quote=False)
         if error is not None:
             raise error
-        return CalibrationResult.load(folder)
+        return load(folder)
 
 
 class _Show:

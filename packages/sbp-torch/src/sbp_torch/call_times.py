@@ -1,0 +1,250 @@
+"""Time the calls of a list, each as a segment of its own, on a rank among others that do the same.
+
+Calls follow each other in rounds of shuffled order, as those of a step do: what a call takes was
+written just before, and the code of others ran in between. All ranks make the same calls in the
+same order, and begin each together, so that they share memory and caches as in training. The median
+of the rounds counts, of the slowest rank.
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from sbp_core.compile.rank_calls import RankCall
+from sbp_core.graph import TensorType
+from sbp_core.operators import MeasuredOperator
+from sbp_torch.segments import segment_function
+
+__all__ = ["CallTimer", "TimedCalls"]
+
+#: Rounds that count, at least and at most, and before them one that does not.
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
+
+#: Calls in a row, whose mean counts: for the first one the ranks' meeting has cooled the processor,
+#: and the next finds its own code warm; in a step it is something between.
+_IN_A_ROW = 2
+
+#: Blocks up to this size, in bytes, glibc keeps once it has freed one, and gives out again; see
+#: "M_MMAP_THRESHOLD" in mallopt(3).
+_LARGEST_KEPT = 2**25 - 2**16
+
+#: Elements that made-up data is copied from.
+_POOL = 1 << 16
+
+#: Calls between two looks at the clock, on which all ranks have to agree.
+_BETWEEN_LOOKS = 16
+
+#: Of the time, what the round that does not count may take: later ones are no slower.
+_FIRST_SHARE = 0.4
+
+#: Tells how far measuring is: what is done, how often it was, of how many, and the seconds left.
+Tell = Callable[[str, int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedCalls:
+    """What was measured.
+
+    Args:
+        operators: The calls with their times.
+        rounds: That count.
+        failed: Calls that cannot be made with made-up data, and what PyTorch said.
+        left_out: Calls for which time or memory was short.
+    """
+
+    operators: tuple[MeasuredOperator, ...]
+    rounds: int
+    failed: tuple[tuple[str, str], ...]
+    left_out: int
+
+
+@dataclass(kw_only=True)
+class CallTimer:
+    """Times calls on one rank.
+
+    Args:
+        device: Where it computes.
+        ready: Returns on all ranks at the same time.
+        slowest: Returns the largest of each value over all ranks.
+        time_s: Seconds that all may take.
+        max_bytes: Of the tensors of one call.
+        tell: Told how far it is.
+    """
+
+    device: torch.device
+    ready: Callable[[], None]
+    slowest: Callable[[Sequence[float]], list[float]]
+    time_s: float
+    max_bytes: float
+    tell: Tell = lambda what, done, of, left_s: None
+    _pools: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def run(self, calls: Iterable[RankCall]) -> TimedCalls:
+        """Time calls, those first that come first; fewer if the time is short.
+
+        Every rank has to call this, with the same list.
+        """
+        if self.device.type == "cpu":
+            # As in a step, where activations hold the memory: no call is the first to touch it.
+            torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
+        given, began_s = list(calls), time.monotonic()
+        tried, failed = self._tried(given, began_s)
+        times_s, rounds = self._rounds(tried, began_s)
+        return TimedCalls(
+            operators=tuple(
+                MeasuredOperator(
+                    call=one.call.call,
+                    dtype=one.call.dtype,
+                    flop=one.call.flop,
+                    num_bytes=one.call.num_bytes,
+                    time_s=time_s,
+                )
+                for one, time_s in zip(tried, times_s, strict=True)
+            ),
+            rounds=rounds,
+            failed=tuple(failed),
+            left_out=len(given) - len(tried) - len(failed),
+        )
+
+    def _tried(
+        self, calls: Sequence[RankCall], began_s: float
+    ) -> tuple[list[_Timed], list[tuple[str, str]]]:
+        """Make each call once; return those that can be made, and of the others why they cannot."""
+        made: list[_Timed] = []
+        failed: list[tuple[str, str]] = []
+        for index, call in enumerate(calls):
+            if index % _BETWEEN_LOOKS == 0:
+                (spent_s,) = self.slowest([time.monotonic() - began_s])
+                if spent_s > _FIRST_SHARE * self.time_s:
+                    break
+                self.tell("making each call once", index, len(calls), self.time_s - spent_s)
+            if call.num_bytes > self.max_bytes:
+                continue
+            error = ""
+            try:
+                timed = _Timed(call, self._bounds(call))
+                timed.time_s(self._inputs(timed), self.device)
+            except Exception as problem:  # whatever a kernel says of data that does not fit
+                error = str(problem).partition("\n")[0] or type(problem).__name__
+            (is_bad,) = self.slowest([float(bool(error))])
+            if is_bad:
+                failed.append((call.call, error or "another rank cannot make it"))
+            else:
+                made.append(timed)
+        return made, failed
+
+    def _rounds(self, tried: Sequence[_Timed], began_s: float) -> tuple[list[float], int]:
+        """Return the time of each call in seconds, and how many rounds there were."""
+        times_s: list[list[float]] = [[] for _ in tried]
+        order = list(range(len(tried)))
+        draw, rounds = random.Random(0), 0
+        round_s = 0.0
+        while rounds < _MOST_ROUNDS:
+            (spent_s,) = self.slowest([time.monotonic() - began_s])
+            left_s = self.time_s - spent_s
+            if rounds >= _FEWEST_ROUNDS and left_s < round_s:
+                break
+            self.tell("timing rounds of calls", rounds, _MOST_ROUNDS, left_s)
+            start_s = time.monotonic()
+            draw.shuffle(order)
+            for at in order:
+                inputs = [self._inputs(tried[at]) for _ in range(_IN_A_ROW)]
+                self.ready()
+                times_s[at].append(mean(tried[at].time_s(of, self.device) for of in inputs))
+            (round_s,) = self.slowest([time.monotonic() - start_s])
+            rounds += 1
+        return self.slowest([median(of) for of in times_s]), rounds
+
+    def _bounds(self, call: RankCall) -> int:
+        """Return below what integers are to lie: as many as an index may have values, if it is one.
+
+        What an index points into is one of the other tensors, and which dim of it no call says. The
+        largest that the kernel takes is that dim, or no smaller; it is found on the CPU, where a
+        wrong index is an error that hurts nobody.
+        """
+        if not any(_is_integer(entry) for entry in call.inputs):
+            return 1
+        host, segment = torch.device("cpu"), segment_function(call.segment, 0, ())
+        sizes = {size for entry in call.inputs if not _is_integer(entry) for size in entry.shape}
+        for bound in sorted({*sizes, 1}, reverse=True):
+            try:
+                segment(*_values(call, bound, host, self._pool))
+            except Exception:
+                if bound <= 1:
+                    raise
+                continue
+            return bound
+        return 1
+
+    def _inputs(self, timed: _Timed) -> list[Any]:
+        return _values(timed.call, timed.bound, self.device, self._pool)
+
+    def _pool(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return made-up data of a dtype, from 0.5 to 1: far from what makes a kernel slow."""
+        if dtype not in self._pools:
+            drawn = torch.rand(_POOL, generator=torch.Generator().manual_seed(0)) / 2 + 0.5
+            self._pools[dtype] = drawn.to(dtype)
+        return self._pools[dtype].to(device)
+
+
+class _Timed:
+    """A call, and the function that a step would have of it."""
+
+    def __init__(self, call: RankCall, bound: int) -> None:
+        self.call, self.bound = call, bound
+        self._segment = segment_function(call.segment, 0, (), owns=True)
+
+    def time_s(self, inputs: list[Any], device: torch.device) -> float:
+        """Return the seconds of one call, with freeing what it made."""
+        is_cuda = device.type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        self._segment(inputs)  # owns them, and empties the list
+        if is_cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+
+def _is_integer(entry: TensorType) -> bool:
+    return entry.dtype.startswith(("int", "uint"))
+
+
+def _values(
+    call: RankCall,
+    bound: int,
+    device: torch.device,
+    pool: Callable[[torch.dtype, torch.device], torch.Tensor],
+) -> list[Any]:
+    """Return what a call is made with: tensors just written, and 1 for numbers of hosts."""
+    found: list[Any] = []
+    for entry in call.inputs:
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if _is_integer(entry):
+            found.append(torch.randint(bound, entry.shape, dtype=dtype, device=device))
+        elif dtype == torch.bool:
+            found.append(torch.randint(2, entry.shape, device=device).to(dtype))
+        else:
+            found.append(_filled(entry.shape, pool(dtype, device)))
+    found += [1.0] * (len(call.segment.inputs) - len(found))
+    return found
+
+
+def _filled(shape: Sequence[int], pool: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that repeats what is in a pool."""
+    made = torch.empty(tuple(shape), dtype=pool.dtype, device=pool.device)
+    flat, size = made.view(-1), pool.numel()
+    whole = flat.numel() // size * size
+    if whole:
+        flat[:whole].view(-1, size).copy_(pool)
+    flat[whole:].copy_(pool[: flat.numel() - whole])
+    return made
