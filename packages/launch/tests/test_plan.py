@@ -57,9 +57,7 @@ def test_checking_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_calls_of_a_step_are_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_calls_of_a_step_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "calls.json")
     asked = PlanRun(run=run_config(), settings=PlanConfig(calls=path))
 
