@@ -19,6 +19,10 @@ TOLERANCE = 1e-5
 Found = Mapping[str, Mapping[str, Any]]
 
 
+#: Of the rounds, in so many one way has to be slower than another for the two to be told apart.
+_CLEAR = 0.75
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One way of a comparison.
@@ -105,6 +109,9 @@ class Choice:
         ratio: Median over rounds of the time of `auto` to that of `fastest`.
         tau: Kendall's correlation of predicted and measured times of all ways.
         num_ways: So many.
+        clear_tau: That of the pairs of ways of which one was slower in three quarters of the
+            rounds; 0 without any.
+        num_clear: Such pairs.
     """
 
     way: str
@@ -112,12 +119,15 @@ class Choice:
     ratio: float
     tau: float
     num_ways: int
+    clear_tau: float
+    num_clear: int
 
     def __str__(self) -> str:
         return (
             f"  sbp, {self.way}: {self.ratio:.2f} of the fastest other way, {self.fastest}; the "
             f"order of the {self.num_ways} ways by prediction is that by measurement to "
-            f"{self.tau:+.2f} (Kendall)"
+            f"{self.tau:+.2f} (Kendall), of the {self.num_clear} pairs that three quarters of the "
+            f"rounds tell apart {self.clear_tau:+.2f}"
         )
 
 
@@ -135,16 +145,18 @@ def made_choices(comparison: Comparison, ranks: Sequence[Found]) -> list[Choice]
         fastest = min(others, key=lambda way: statistics.median(_slower(ranks, way)))
         pairs = zip(_slower(ranks, chosen), _slower(ranks, fastest), strict=True)
         ways = [chosen, *others]
-        times = [
-            (ranks[0][way]["predicted_s"], statistics.median(_slower(ranks, way))) for way in ways
-        ]
+        predicted_s = [ranks[0][way]["predicted_s"] for way in ways]
+        rounds_s = [_slower(ranks, way) for way in ways]
+        clear = clear_pairs(predicted_s, rounds_s)
         found.append(
             Choice(
                 way=chosen,
                 fastest=fastest,
                 ratio=statistics.median(mine / other for mine, other in pairs),
-                tau=kendall(times),
+                tau=kendall(list(zip(predicted_s, map(statistics.median, rounds_s), strict=True))),
                 num_ways=len(ways),
+                clear_tau=sum(clear) / max(1, len(clear)),
+                num_clear=len(clear),
             )
         )
     return found
@@ -166,8 +178,9 @@ def summary_lines(made: Sequence[Row], choices: Sequence[Choice]) -> list[str]:
         printed.append(
             f"  {boxing}: predictions of {len(off)} ways are off by {statistics.median(off):.0%} "
             f"in the median; Kendall's correlation, median of {len(of)} models: "
-            f"{statistics.median(choice.tau for choice in of):+.2f}; auto takes {ratios} of the "
-            "fastest other way"
+            f"{statistics.median(choice.tau for choice in of):+.2f}, of pairs that are told apart "
+            f"{statistics.median(choice.clear_tau for choice in of):+.2f}; auto takes {ratios} of "
+            "the fastest other way"
         )
     return printed
 
@@ -187,6 +200,29 @@ def kendall(times: Sequence[tuple[float, float]]) -> float:
     """Return the rank correlation of pairs: Kendall's tau a."""
     products = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in combinations(times, 2)]
     return sum((product > 0) - (product < 0) for product in products) / len(products)
+
+
+def clear_pairs(predicted_s: Sequence[float], rounds_s: Sequence[Sequence[float]]) -> list[int]:
+    """Return whether predictions have the order of each pair of ways that rounds tell apart.
+
+    Args:
+        predicted_s: Of each way.
+        rounds_s: Of each way the times of all rounds, in which the ways took turns.
+
+    Returns:
+        1 for the same order, -1 for the other, 0 for none, of the pairs of which one way was slower
+        than the other in three quarters of the rounds at least.
+    """
+    found = []
+    for one, other in combinations(range(len(predicted_s)), 2):
+        pairs = list(zip(rounds_s[one], rounds_s[other], strict=True))
+        slower = sum(a > b for a, b in pairs) / len(pairs)
+        if 1 - _CLEAR < slower < _CLEAR:
+            continue
+        way = 1 if slower >= _CLEAR else -1
+        ahead = predicted_s[one] - predicted_s[other]
+        found.append(way * ((ahead > 0) - (ahead < 0)))
+    return found
 
 
 def _is_mpi(way: str) -> bool:

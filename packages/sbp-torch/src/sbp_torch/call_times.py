@@ -2,8 +2,8 @@
 
 Calls follow each other in rounds of shuffled order, as those of a step do: what a call takes was
 written just before, and the code of others ran in between. All ranks make the same calls in the
-same order, and begin each together, so that they share memory and caches as in training. The median
-of the rounds counts, of the slowest rank.
+same order, and begin each together, so that they share memory and caches as in training. Of each
+round the slowest rank counts, as the others will wait for it, and of the rounds the median.
 
 Stability: internal.
 """
@@ -156,13 +156,16 @@ class CallTimer:
             self.tell("timing rounds of calls", rounds, _MOST_ROUNDS, left_s)
             start_s = time.monotonic()
             draw.shuffle(order)
+            took_s = [0.0] * len(tried)
             for at in order:
                 inputs = [self._inputs(tried[at]) for _ in range(_IN_A_ROW)]
                 self.ready()
-                times_s[at].append(mean(tried[at].time_s(of, self.device) for of in inputs))
+                took_s[at] = mean(tried[at].time_s(of, self.device) for of in inputs)
+            for of, time_s in zip(times_s, self.slowest(took_s), strict=True):
+                of.append(time_s)
             (round_s,) = self.slowest([time.monotonic() - start_s])
             rounds += 1
-        return self.slowest([median(of) for of in times_s]), rounds
+        return list(map(median, times_s)), rounds
 
     def _bounds(self, call: RankCall) -> int:
         """Return below what integers are to lie: as many as an index may have values, if it is one.
