@@ -1,10 +1,14 @@
 """Time sbp beside what PyTorch offers, on two processes of one thread each, or one of two threads.
 
-    python integration/benchmarks/peers [--only TEXT] [--rounds N] [--starts N] [--json FILE]
-        [--compile KEY=VALUE] [--passes KEY=VALUE] [--cluster BOXING=FILE] [--operators] [--list]
+    python integration/benchmarks/peers [--only TEXT] [--rounds N] [--starts N] [--apart]
+        [--compile KEY=VALUE] [--passes KEY=VALUE] [--cluster BOXING=FILE] [--operators]
+        [--json FILE] [--list]
 
 Each comparison (`matrix.py`) has processes of its own, which hold all its ways and let them take
 turns, so that what else the machine does falls on all alike: ratios are those of the same round.
+A step beside a dozen others finds caches and memory as they leave them, which nobody predicts, and
+which may cost large tensors half of the step: with `--apart` each way has processes of its own, in
+which only its peers are beside it.
 The processes are started by `mpiexec`, so that gloo and MPI run beside each other. Fails if a way
 computes other losses than its peer; a missed target is printed and fails nothing, machines differ.
 """
@@ -18,14 +22,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import yaml
 from matrix import COMPARISONS, Comparison
-from table import HEADER, joined, lines, made_choices, rows, summary_lines
+from table import HEADER, Choice, Row, joined, lines, made_choices, rows, summary_lines
 
 from sbp_core.boxing.supervision import mpiexec_specs
 
@@ -36,10 +40,32 @@ MOST_S = 20.0, 300.0
 
 
 def run(
-    name: str, comparison: Comparison, rounds: int, starts: int, settings: Sequence[Any]
-) -> list[list[Any]]:
-    """Run a comparison in processes of its own; return what each rank found, for each start."""
-    return [_start(name, comparison, rounds, start, settings) for start in range(starts)]
+    name: str, comparison: Comparison, given: argparse.Namespace, settings: Sequence[Any]
+) -> tuple[list[Row], list[Choice]]:
+    """Run a comparison in processes of its own; return its rows, and what `auto` chose."""
+    with tempfile.TemporaryDirectory() as folder:
+        operators = str(Path(folder) / "operators.json") if given.operators else ""
+
+        def ranks_of(part: Comparison) -> list[Any]:
+            told = [*settings, operators, list(part.ours)]
+            starts = range(given.starts)
+            return joined([_start(name, part, given.rounds, start, told) for start in starts])
+
+        if operators:
+            # In processes of their own, which leaves the memory of others as it is.
+            none = replace(comparison, peers={}, ours={})
+            _start(name, none, 0, 0, [*settings, operators, []])
+        if not given.apart:
+            ranks = ranks_of(comparison)
+            return rows(name, comparison, ranks), made_choices(comparison, ranks)
+        made: list[Row] = []
+        merged: list[dict[str, Any]] = [{} for _ in range(comparison.num_ranks)]
+        for way, ours in comparison.ours.items():
+            part = replace(comparison, ours={way: ours})
+            ranks = ranks_of(part)
+            made += [row for row in rows(name, part, ranks) if not (made and row.is_peer)]
+            merged = [{**one, **other} for one, other in zip(merged, ranks, strict=True)]
+        return made, made_choices(comparison, merged)
 
 
 def _start(
@@ -77,6 +103,9 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="measure what operators take, however a step is cut, and plan and predict with that",
     )
+    parser.add_argument(
+        "--apart", action="store_true", help="each way in processes of its own, beside its peers"
+    )
     parser.add_argument("--json", type=Path, help="where the rows go, too")
     parser.add_argument(
         "--compile", action="append", default=[], metavar="KEY=VALUE", help="of CompileConfig"
@@ -101,7 +130,6 @@ def main() -> None:
         {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in every)}
         for every in (given.compile, given.passes, given.cluster)
     ]
-    settings.append(given.operators)
     chosen = {name: found for name, found in COMPARISONS.items() if given.only in name}
     if given.list:
         print("\n".join(chosen))
@@ -109,8 +137,7 @@ def main() -> None:
     print(HEADER)
     made, choices = [], []
     for name, comparison in chosen.items():
-        ranks = joined(run(name, comparison, given.rounds, given.starts, settings))
-        found, chose = rows(name, comparison, ranks), made_choices(comparison, ranks)
+        found, chose = run(name, comparison, given, settings)
         made += found
         choices += chose
         print("\n".join([*lines(found), *map(str, chose)]), flush=True)

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,9 @@ from sbp_ways import Setting, measured_calls, sbp_step
 from torch_ways import Step
 
 from sbp_aten.pass_options import PassOptions
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover, merge_settings
+from sbp_core.serialize import dump, load, parse, read_text
 from sbp_core.simulate import simulate
 
 #: Rounds that are not timed.
@@ -97,10 +100,23 @@ def measure(
     return {name: found[name] for name in (*comparison.peers, *comparison.ours)}
 
 
+def known_calls(
+    setting: Setting, comparison: Comparison, file: Path
+) -> tuple[MeasuredOperator, ...]:
+    """Return what the calls of a step take: as a file says, or measured, if there is none yet."""
+    if file.exists():
+        return load(parse(read_text(file)), tuple[MeasuredOperator, ...])
+    found = measured_calls(setting, comparison.num_ranks)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        file.write_text(json.dumps(dump(found, tuple[MeasuredOperator, ...])), encoding="utf-8")
+    return found
+
+
 def main() -> None:
     name, rounds, rotation, folder, port, *settings = sys.argv[1:]
-    options, passes, clusters, has_operators = map(json.loads, settings)
+    options, passes, clusters, operators, ways = map(json.loads, settings)
     comparison = COMPARISONS[name]
+    comparison = replace(comparison, ours={way: comparison.ours[way] for way in ways})
     rank, store = 0, None
     if comparison.num_ranks > 1:
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
@@ -117,10 +133,11 @@ def main() -> None:
             passes=merge_settings(PassOptions, passes),
             clusters=clusters,
         )
-        if has_operators:
-            measured = measured_calls(setting, comparison.num_ranks)
-            setting = replace(setting, operators=measured)
-        found = measure(comparison, int(rounds), int(rotation), setting, stack)
+        if operators:
+            setting = replace(setting, operators=known_calls(setting, comparison, Path(operators)))
+        found: Mapping[str, Any] = {}
+        if ways:
+            found = measure(comparison, int(rounds), int(rotation), setting, stack)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if store is not None:
         dist.barrier()
