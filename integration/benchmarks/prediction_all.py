@@ -2,12 +2,13 @@
 
     python integration/benchmarks/prediction_all.py [FOLDER] [--ranks 2 4] [--quick]
 
-Runs, one after the other, what may also be run by itself: `sbp-calibrate` over gloo and over MPI,
-`peers --only ", auto"` with what it found on two ranks and with operators measured in other ways,
-and `prediction_error.py` over both, with operators measured in other layouts. FOLDER, by default a
-new one, gets the cluster files and the results. With two ranks it takes about ten minutes on two
-cores that do nothing else, with four, too, about fifteen; with `--quick`, for a look at whether it
-works, three. `prediction_error.py` needs `transformers`.
+Runs, one after the other, what may also be run by itself: `sbp-calibrate` over gloo and over MPI;
+with what it found on two ranks, and with the calls of each step measured, `peers --only ", auto"`
+twice, with all ways in turns and `--apart`; and `prediction_error.py` over both, with operators
+measured in other layouts. FOLDER, by default a new one, gets the cluster files and the results.
+With two ranks it takes about twenty minutes on two cores that do nothing else, with four, too,
+about twenty-five; with `--quick`, for a look at whether it works, five. `prediction_error.py` needs
+`transformers`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def commands(folder: Path, ranks: Sequence[int], *, quick: bool) -> Iterator[Seq
         known = [part for boxing in BACKENDS for part in ("--cluster", f"{boxing}={pair}")]
         chosen = ("--only", "face, auto" if quick else ", auto")
         yield (*peers, *chosen, *known, "--json", str(folder / "peers.json"))
+        yield (*peers, *chosen, *known, "--apart", "--json", str(folder / "apart.json"))
     for boxing in BACKENDS:
         error = (python, str(HERE / "prediction_error.py"), rounds, "--boxing", boxing)
         known = ["--operators", "others", "--cluster", *map(str, clusters)]
