@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover
 from sbp_launch.clusters import nvidia
-from sbp_launch.clusters.nvidia import NODES, GpuConfig
+from sbp_launch.clusters.nvidia import NODES, GpuConfig, build_h100
 
 PEAKS = {
     "compute_efficiency": 1.0,
@@ -152,3 +155,36 @@ def test_a_mesh_that_does_not_fit_is_answered_with_settings_that_do(
 def test_settings_that_cannot_be_meant_are_refused(wrong: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         GpuConfig(**wrong)  # type: ignore[arg-type] # what a config may say
+
+
+def test_what_one_gpu_takes_for_operators_is_for_a_plan_on_many(tmp_path: Path) -> None:
+    call = "aten.relu.default(float32[2])->float32[2]"
+    known = MeasuredOperator(call=call, dtype="float32", flop=2.0, num_bytes=16, time_s=1e-3)
+    one = Cluster.nominal(1)
+    one = replace(one, device=replace(one.device, kind="cuda", operators=(known,)))
+    file = tmp_path / "one.json"
+    one.save(file)
+
+    made = build_h100(GpuConfig(nodes=2, operators=str(file)))(16)
+
+    assert made.device.operators == (known,)
+    assert made.device.operator_table.measured_s(call) == 1e-3
+    assert build_h100(GpuConfig(nodes=2))(16).device.operators == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_some", "what"), [("cpu", True, "measured on a cpu"), ("cuda", False, "has none")]
+)
+def test_a_file_without_times_of_a_gpu_is_refused(
+    tmp_path: Path, kind: str, has_some: bool, what: str
+) -> None:
+    known = MeasuredOperator(call="x()->y", dtype="float32", flop=2.0, num_bytes=16, time_s=1e-3)
+    one = Cluster.nominal(1)
+    device = replace(one.device, kind=kind, operators=(known,) if has_some else ())
+    file = tmp_path / "one.json"
+    replace(one, device=device).save(file)
+
+    with pytest.raises(ConfigError, match=what) as caught:
+        GpuConfig(operators=str(file))
+
+    assert "ops=calls.json" in caught.value.todo

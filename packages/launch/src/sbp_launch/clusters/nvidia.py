@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import inf, prod
+from pathlib import Path
 
 from sbp_core.cluster import Cluster, Device, Link, LinkLevel
 from sbp_core.errors import ConfigError
+from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import INSTEAD, ClusterFactory
 from sbp_launch.clusters.local import MESH_TODO, RATES, named_axes
 
@@ -160,9 +162,12 @@ class GpuConfig:
         memory_bytes: What a plan may use of it, > 0; None is that part of it.
         launch_s: Time to start one operator, in seconds.
         boxing_launch_s: Time to start one boxing step on one rank, beside its messages, in seconds.
+        operators: Cluster file of one such GPU or more, to which `sbp-calibrate ops=...` has added
+            what operators take; None goes by the rates alone.
 
     Raises:
-        ConfigError: the mesh does not have a rank for each GPU, or a number cannot be meant.
+        ConfigError: the mesh does not have a rank for each GPU, a number cannot be meant, or the
+            file has no times of operators of a GPU.
     """
 
     nodes: int = 1
@@ -179,6 +184,7 @@ class GpuConfig:
     memory_bytes: int | None = None
     launch_s: float = RATES["cuda"]["launch_s"]
     boxing_launch_s: float = RATES["cuda"]["boxing_launch_s"]
+    operators: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("gpus_per_node", 1), ("nodes_per_rack", 2)):
@@ -204,6 +210,7 @@ class GpuConfig:
                 accepted="both, or neither",
                 todo="say how many nodes share an uplink, such as cluster.nodes_per_rack=4",
             )
+        _operators(self.operators)
         nodes, gpus = self.nodes, self.gpus_per_node
         mesh = self.mesh or ((gpus,) if nodes == 1 else (nodes, gpus))
         object.__setattr__(self, "mesh", mesh)
@@ -225,6 +232,30 @@ class GpuConfig:
         if ranks < self.gpus_per_node:
             return f"cluster.nodes=1 cluster.gpus_per_node={ranks}, or another mesh"
         return f"another mesh, or cluster.gpus_per_node, of which {ranks} is a multiple"
+
+
+def _operators(file: str | None) -> tuple[MeasuredOperator, ...]:
+    """Return what operators were measured to take on a GPU, as a cluster file says.
+
+    Raises:
+        ConfigError: it says nothing of that.
+    """
+    if file is None:
+        return ()
+    cluster = Cluster.load(Path(file))
+    if cluster.backend in cluster.calibrations:
+        cluster = cluster.priced_by(cluster.backend)
+    device = cluster.device
+    if device.kind != "cuda" or not device.operators:
+        what = f"was measured on a {device.kind}" if device.operators else "has none"
+        raise ConfigError(
+            f"operators={file!r} is no file with times of operators of a GPU: it {what}",
+            accepted="a cluster file of such a GPU, with times of operators",
+            todo="sbp-plan calls=calls.json, and on a machine with such a GPU sbp-calibrate "
+            "boxing=torch boxing.device=cuda:0 ranks=1 out=FILE, and then the same with "
+            "ops=calls.json",
+        )
+    return device.operators
 
 
 def _make(name: str, config: GpuConfig, num_devices: int) -> Cluster:
@@ -258,6 +289,7 @@ def _make(name: str, config: GpuConfig, num_devices: int) -> Cluster:
             boxing_launch_s=config.boxing_launch_s,
             host_memory_bytes=node.host_memory_bytes // GPUS_PER_NODE,
             host_link=link(PCIE_LATENCY_S, node.pcie_bytes_per_s),
+            operators=_operators(config.operators),
         ),
         intra_node=link(NVLINK_LATENCY_S, node.nvlink_bytes_per_s),
         inter_node=between,
