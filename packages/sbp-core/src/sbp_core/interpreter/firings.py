@@ -75,9 +75,10 @@ class Firings:
         Returns:
             Whether all threads came to their end.
         """
-        # An event queue: firings that have begun, by when they end. Equal ends go by rank and name,
-        # so a replay is the same in every process.
-        begun: list[tuple[float, ActorId]] = []
+        # An event queue: firings that have begun, by when they end. Equal ends go by name and rank,
+        # so a replay is the same in every process, and on ranks that do the same. If they took no
+        # time, by rank and name.
+        begun: list[tuple[float, str, ActorId]] = []
         busy: set[ThreadId] = set()
         free = list(self._orders)
         while True:
@@ -87,10 +88,11 @@ class Firings:
                     # The partners' threads are at this collective, too (`_can_fire`), and must not
                     # begin it a second time.
                     busy.update(map(self.thread, self.game.partners(actor_id)))
-                    heappush(begun, (self.now + duration(actor_id), actor_id))
+                    took = duration(actor_id)
+                    heappush(begun, (self.now + took, actor_id[1] if took else "", actor_id))
             if not begun:
                 return next(self.waiting(), None) is None
-            self.now, actor_id = heappop(begun)
+            self.now, _, actor_id = heappop(begun)
             partners = self.game.partners(actor_id)
             busy.difference_update(map(self.thread, partners))
             fire(actor_id)

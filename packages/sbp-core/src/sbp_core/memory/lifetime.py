@@ -15,7 +15,8 @@ tensors:
 Time is counted in ticks: one for each instruction or boxing step of a rank. Between threads it is
 one of the possible interleavings, in which every instruction takes equally long. When a receiver
 takes what was sent is a matter of time in a run, so a rank that sends is replayed once more, as far
-ahead of its receivers as can be; what needs more memory counts.
+ahead of all others as can be; what needs more memory counts. Nothing of this depends on which ranks
+are alike, so that one of them tells of all.
 
 Each rank is replayed by itself (`rank_events`), and a segment whose arguments lie as they did
 before, such as that of the next micro-batch, is not executed again (`ledger`).
@@ -102,7 +103,7 @@ def replayed(
     events = events_by_rank(folded.plan, order)
     senders = {channel.sender[0] for channel in folded.plan.links}
     # Its like would go ahead with it.
-    apart = {rank for rank in senders if _sends_to_its_like(plan, folded, rank)}
+    apart = {rank for rank in senders if _needs_its_like(plan, folded, rank)}
     together = dict(events_ahead(folded, order, sorted(senders - apart)))
     late = _late_stores(folded)
     for first, members in folded.members.items():
@@ -110,23 +111,24 @@ def replayed(
         for member in members:
             alike[marks[member]].append(member)
         for rank, *others in alike.values():
-            replay = Replay(folded.plan, first, plan.by_rank[rank], layouts)
             orders = [events[first]]
+            replays = [(Replay(folded.plan, first, plan.by_rank[rank], layouts), orders)]
             # How long a rank holds what it sent is a matter of time: longest if it is ahead of all
             # others. A rank of one thread does the same in the same order then, and holds no less
             # at any moment.
-            if first in together:
-                one_thread = len(plan.by_rank[rank].orders) == 1
-                orders = [*([] if one_thread else orders), together[first]]
+            if first in senders and len(plan.by_rank[rank].orders) == 1:
+                orders.clear()
             if first in late:
                 orders.append(late[first])
-            found = _longest(replay, orders)
+            if first in together:
+                orders.append(together[first])
             if first in apart:
                 alone = fold(plan, {other: other == rank for other in marks})
                 ((_, ahead),) = events_ahead(alone, _refined(order, folded, alone), [rank])
                 by_itself = Replay(alone.plan, rank, plan.by_rank[rank], layouts)
-                found = max(found, _longest(by_itself, [ahead]), key=peak_bytes)
-            yield found, (rank, *others)
+                replays.append((by_itself, [ahead]))
+            found = (_longest(one, orders) for one, orders in replays if orders)
+            yield max(found, key=peak_bytes), (rank, *others)
 
 
 def _refined(order: Iterable[Group], folded: Folded, finer: Folded) -> list[Group]:
@@ -242,9 +244,15 @@ def _numbers(part: RankPlan, layouts: CallLayouts) -> Hashable:
     )
 
 
-def _sends_to_its_like(plan: PhysicalPlan, folded: Folded, rank: int) -> bool:
-    """Whether a message of a rank, or of one that is like it, goes to another such rank."""
-    return any(
+def _needs_its_like(plan: PhysicalPlan, folded: Folded, rank: int) -> bool:
+    """Whether a rank that is ahead of its like does not do what it does in step with them.
+
+    One that sends them something holds it for longer. One of several threads goes on with another
+    one of them, where the first waits for its like, such as in a collective.
+    """
+    if len(folded.members[rank]) == 1:
+        return False
+    return len(plan.by_rank[rank].orders) > 1 or any(
         folded.stands_for[link.sender[0]] == rank == folded.stands_for[link.receiver[0]]
         and link.sender[0] != link.receiver[0]
         for link in plan.links
