@@ -17,6 +17,7 @@ from sbp_planner.configs import (
     check_axes,
     check_split_axis,
 )
+from sbp_planner.search_configs import AlpaConfig, DlplacerConfig, IlpConfig
 
 
 def test_pins_may_be_text_or_mappings_and_keep_their_order():
@@ -123,3 +124,13 @@ def test_the_folder_of_a_run_is_answered_with_the_strategy_in_it(tmp_path, name)
         FileConfig(path=str(tmp_path))
 
     assert caught.value.todo == f"set planner.path={tmp_path / name}"
+
+
+@pytest.mark.parametrize("config", [IlpConfig, AlpaConfig, DlplacerConfig])
+@pytest.mark.parametrize("gap", [-0.1, 1.0, 2.0, float("nan")])
+def test_a_gap_that_any_plan_would_be_within_is_refused(config, gap):
+    with pytest.raises(ConfigError, match=r"^gap=") as caught:
+        config(gap=gap)
+
+    assert "less than 1" in caught.value.accepted
+    assert caught.value.todo == ("gap=0.02 is 2 %" if gap == 2 else caught.value.todo)

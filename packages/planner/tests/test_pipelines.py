@@ -1,5 +1,7 @@
 """The planners that cut the model into stages, and the blocks that they cut."""
 
+from types import SimpleNamespace
+
 import pytest
 from plan_requests import assert_legal, gpt_step, request
 
@@ -98,6 +100,27 @@ def test_gpipe_has_a_rank_for_each_stage_and_all_forward_passes_first():
         ["layers.1"],
         ["layers.2"],
     ]
+
+
+def test_ranks_that_cannot_share_the_samples_of_a_micro_batch_are_stages_instead():
+    # Three ranks cannot split eight samples of a GPT, whose views join samples and times: all of
+    # them would compute all samples, and a step would take as long as on one.
+    asked = request((3,), ("data",))
+
+    strategy = build_pipedream(PipedreamConfig()).plan(asked)
+
+    assert [8 % stage.size for stage in strategy.stages] == [0] * len(strategy.stages)
+    said = strategy.report["explanation"][-1]
+    assert said.startswith("  stages of any number of ranks instead: ")
+    assert said.endswith("a micro-batch has 8 samples")
+
+
+def test_settings_refuse_a_mesh_that_says_no_stages_before_anything_is_captured():
+    beside = {"cluster": SimpleNamespace(mesh=(2, 2), axes=("data", "tensor"))}
+
+    with pytest.raises(ConfigError, match="does not say what its stages are"):
+        PipedreamConfig().check_beside(beside)
+    GpipeConfig().check_beside({"cluster": SimpleNamespace(mesh=(4,), axes=("data",))})
 
 
 def test_positions_of_the_axis_pipe_are_the_stages():

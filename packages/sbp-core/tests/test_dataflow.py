@@ -204,7 +204,17 @@ def test_turns_of_a_processor_are_told_in_one_line() -> None:
 
     assert found.period_s == 6
     assert cycle_lines(network, found.waits, iteration="step") == [
-        "a waits for its turn on cpu behind c and 2 more, since a of the step before"
+        "cpu is never idle: 3 firings of each step follow without a pause, from a to c"
+    ]
+
+
+def test_a_processor_of_a_single_firing_is_told_by_what_it_does() -> None:
+    network = Network(actors=_actors(a=1), edges=(), orders={"cpu": [("a", 0)]})
+
+    found = critical_cycle(network)
+
+    assert cycle_lines(network, found.waits, iteration="step") == [
+        "cpu does nothing but a, step after step"
     ]
 
 

@@ -69,6 +69,26 @@ def check_axes(needed: Sequence[str], mesh: Sequence[int], axes: Sequence[str]) 
     )
 
 
+def check_stage_axes(mesh: Sequence[int], axes: Sequence[str]) -> None:
+    """Refuse several axes of which none is that of stages, for planners that cut a model.
+
+    Args:
+        mesh: Ranks along each axis.
+        axes: Name of each.
+
+    Raises:
+        ConfigError: so it is; says which mesh and axes to choose.
+    """
+    if len(axes) < 2 or PIPE in axes:
+        return
+    raise ConfigError(
+        f"a mesh of the axes {', '.join(axes)} does not say what its stages are",
+        accepted=f"one axis, whose ranks the planner shares out, or one that is called {PIPE!r}",
+        todo=f"say cluster.mesh=[{prod(mesh)}] cluster.axes=[{DATA}]; any mesh will do for "
+        f"{fit_any()}",
+    )
+
+
 def check_split_axis(name: str | None, mesh: Sequence[int], axes: Sequence[str]) -> str:
     """Return the mesh axis over which data are split, and parameters may be.
 

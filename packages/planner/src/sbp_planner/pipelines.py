@@ -12,7 +12,9 @@ where a graph of blocks can be cut).
                 parallelism, and so among the answers.
 
 On a mesh with the axis `pipe`, its positions are the stages, each with the ranks of the other axes.
-Inside a stage, samples are split over its ranks and parameters are replicated.
+Inside a stage, samples are split over its ranks and parameters are replicated. t_s takes
+it that ranks share a micro-batch evenly: where they cannot, as 4 ranks the 2 samples of one, stages
+of ranks that can are cut, too, and the pipeline is taken whose simulated step is shorter.
 
 Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019, section 3.1
 (partitioning with replication; here for steps that flush).
@@ -21,14 +23,18 @@ Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import PlanError
+from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_strategy, pipelined
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
+from sbp_planner.compiled import Compilation
+from sbp_planner.configs import check_stage_axes
 from sbp_planner.model_blocks import machine_levels, model_blocks
 from sbp_planner.search_configs import GpipeConfig, PipedreamConfig
 from sbp_planner.stages import FlushedPlan, FlushedProblem, InFlight, cut_flushed
@@ -87,12 +93,7 @@ def pipe_positions(request: PlanRequest) -> int | None:
     mesh = request.mesh
     if PIPE_AXIS in mesh.axes:
         return mesh.mesh_shape[mesh.axes.index(PIPE_AXIS)]
-    if len(mesh.axes) > 1:
-        raise ConfigError(
-            f"a mesh of the axes {', '.join(mesh.axes)} does not say what its stages are",
-            accepted=f"one axis, or one that is called {PIPE_AXIS!r}",
-            todo=f"say cluster.mesh=[{mesh.size}] cluster.axes=[data]",
-        )
+    check_stage_axes(mesh.mesh_shape, mesh.axes)
     return None
 
 
@@ -109,18 +110,42 @@ def _planned(
             accepted="at least one block for each stage",
             todo="use fewer ranks, or an axis 'pipe' of fewer positions",
         )
-    each = None if num_stages is None else mesh.size // num_stages
-    plan = cut_flushed(
-        FlushedProblem(
-            graph=blocks.graph,
-            levels=machine_levels(request.cluster, mesh.size),
-            micro_batches=graph.num_micro_batches,
-            in_flight=InFlight.ALL if schedule == "gpipe" else InFlight.STAGES,
-            device_counts=None if each is None else (each,),
-            num_stages=num_stages,
-        )
+    problem = FlushedProblem(
+        graph=blocks.graph,
+        levels=machine_levels(request.cluster, mesh.size),
+        micro_batches=graph.num_micro_batches,
+        in_flight=InFlight.ALL if schedule == "gpipe" else InFlight.STAGES,
+        device_counts=None if num_stages is None else (mesh.size // num_stages,),
+        num_stages=num_stages,
     )
+    plan = cut_flushed(problem)
     assert plan is not None, "without a limit of memory something fits"
+    strategy = _inferred(request, planner, plan, schedule)
+    num_samples = samples_of_micro_batch(graph)
+    if num_stages is not None or all(num_samples % stage.devices == 0 for stage in plan.stages):
+        return strategy
+    shared = tuple(count for count in range(1, mesh.size + 1) if num_samples % count == 0)
+    even = cut_flushed(replace(problem, device_counts=shared))
+    if even is None:
+        return strategy
+    # Some models split samples unevenly, others not at all: the cut does not know which.
+    compilation = Compilation(request=replace(request, progress=None), limit_bytes=inf)
+    tried = [strategy, _inferred(request, planner, even, schedule)]
+    step_s = [compilation.compiled(one).step_s for one in tried]
+    best = int(step_s[1] < step_s[0])
+    said = (
+        f"  stages of {'any number of ranks' if best else 'ranks that share samples evenly'} "
+        f"instead: {format_seconds(step_s[1 - best])} a step, and not "
+        f"{format_seconds(step_s[best])}; a micro-batch has {num_samples} "
+        f"sample{'s' * (num_samples > 1)}"
+    )
+    report = tried[best].report
+    lines = [*report["explanation"], said]
+    return replace(tried[best], report={**report, "explanation": lines})
+
+
+def _inferred(request: PlanRequest, planner: str, plan: FlushedPlan, schedule: str) -> Strategy:
+    graph, mesh = request.graph, request.mesh
     has_axis = PIPE_AXIS in mesh.axes
     sizes = tuple(stage.devices for stage in plan.stages)
     stages = pipelined(
@@ -144,6 +169,13 @@ def _planned(
     )
 
 
+def samples_of_micro_batch(graph: LogicalGraph) -> int:
+    """Return the least size of dim 0 of what a micro-batch brings; 1 if nothing has dims."""
+    batch = (entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH)
+    shapes = (graph.tensor(name).shape for name in batch if graph.is_tensor(name))
+    return max(min((shape[0] for shape in shapes if shape), default=1), 1)
+
+
 def _report(planner: str, plan: FlushedPlan, schedule: str) -> dict[str, Any]:
     lines = [
         f"{planner}: {len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} by {schedule}, "
@@ -153,8 +185,8 @@ def _report(planner: str, plan: FlushedPlan, schedule: str) -> dict[str, Any]:
         named = stage.blocks[0] + (f" ... {stage.blocks[-1]}" if len(stage.blocks) > 1 else "")
         lines.append(
             f"  stage {number}: {stage.devices} rank{'s' * (stage.devices > 1)}, {named}: "
-            f"{format_seconds(stage.compute_s)} a micro-batch, then "
-            f"{format_seconds(stage.transfer_s)} to the next"
+            f"{format_seconds(stage.compute_s)} a micro-batch"
+            + (f", then {format_seconds(stage.transfer_s)} to the next" if stage.transfer_s else "")
         )
     return {
         "stages": [

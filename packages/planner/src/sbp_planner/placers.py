@@ -34,7 +34,7 @@ from typing import Any
 
 from sbp_core.cost import boxing_time_s, fastest_route
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.graph import InputKind, TensorType
+from sbp_core.graph import TensorType
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_placed
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
@@ -43,6 +43,7 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.compiled import Compilation, Compiled, limit_key
 from sbp_planner.op_groups import OpGroups, op_groups
+from sbp_planner.pipelines import samples_of_micro_batch
 from sbp_planner.placement_program import (
     PlacedFlow,
     PlacementProblem,
@@ -216,10 +217,7 @@ class _Placer:
     @cached_property
     def num_samples(self) -> int:
         """Of a micro-batch."""
-        graph = self.request.graph
-        entries = (entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH)
-        shapes = (graph.tensor(name).shape for name in entries if graph.is_tensor(name))
-        return max(min((shape[0] for shape in shapes if shape), default=1), 1)
+        return samples_of_micro_batch(self.request.graph)
 
     def share(self, num_ranks: int) -> float:
         """Return the part of a micro-batch that the rank with most of it has."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
+from sbp_planner.configs import check_stage_axes
 
 #: Pattern -> SBP, as of `ManualConfig`.
 PinMap = Mapping[str, str | Mapping[str, str]]
@@ -27,6 +28,35 @@ def _check_limits(memory_bytes: float | None, **positive: float) -> None:
             raise ConfigError(f"{name}={value}", accepted=f"a number above 0{unset}")
 
 
+def _check_gap(gap: float) -> None:
+    """Refuse a share of what a plan takes that is none: with 1, any plan would be good enough.
+
+    Raises:
+        ConfigError: it is not in [0, 1).
+    """
+    if not 0 <= gap < 1:
+        raise ConfigError(
+            f"gap={gap}",
+            accepted="a number from 0, and less than 1",
+            todo=f"gap={gap / 100:g} is {gap:g} %" if 1 <= gap < 100 else "",
+        )
+
+
+class _CutsStages:
+    """What settings of planners that make stages of their own have in common."""
+
+    __slots__ = ()
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse a mesh that says neither its stages nor that there is one axis to cut.
+
+        Raises:
+            ConfigError: so it is; see `check_stage_axes`.
+        """
+        cluster = others.get("cluster")
+        check_stage_axes(getattr(cluster, "mesh", ()), getattr(cluster, "axes", ()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpConfig:
     """Settings of `sbp_planner.ilp`.
@@ -36,7 +66,8 @@ class IlpConfig:
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
         time_limit_s: For each assignment that is searched, and for all variants of the step
             together, in seconds.
-        gap: Relative distance to the bound at which a program counts as solved, >= 0; variants
+        gap: Relative distance to the bound at which a program counts as solved, in [0, 1);
+            variants
             that can be no better by more than that are not looked at.
         tied: Whether equal layers are decided alike, which makes the program that much smaller.
     """
@@ -49,8 +80,7 @@ class IlpConfig:
 
     def __post_init__(self) -> None:
         _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s)
-        if not self.gap >= 0:
-            raise ConfigError(f"gap={self.gap}", accepted="a number from 0, such as 0.01")
+        _check_gap(self.gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,24 +197,25 @@ class AutoConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpipeConfig:
+class GpipeConfig(_CutsStages):
     """`sbp_planner.pipelines.GpipePlanner` has no settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipedreamConfig:
+class PipedreamConfig(_CutsStages):
     """`sbp_planner.pipelines.PipedreamPlanner` has no settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlpaConfig:
+class AlpaConfig(_CutsStages):
     """Settings of `sbp_planner.alpa`.
 
     Args:
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
         max_blocks: Between how many parts of the model, of about equal work, it may be cut.
         time_limit_s: After which no further stage is priced, in seconds.
-        gap: Relative distance to the bound over stages at which no further stage is priced, >= 0.
+        gap: Relative distance to the bound over stages at which no further stage is priced, in
+            [0, 1).
     """
 
     memory_bytes: float | None = None
@@ -194,8 +225,7 @@ class AlpaConfig:
 
     def __post_init__(self) -> None:
         _check_limits(self.memory_bytes, max_blocks=self.max_blocks, time_limit_s=self.time_limit_s)
-        if not self.gap >= 0:
-            raise ConfigError(f"gap={self.gap}", accepted="a number from 0, such as 0.01")
+        _check_gap(self.gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +235,7 @@ class DlplacerConfig:
     Args:
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
         time_limit_s: For the integer program, in seconds.
-        gap: Relative distance to the bound at which it counts as solved, >= 0.
+        gap: Relative distance to the bound at which it counts as solved, in [0, 1).
         max_groups: Of operators; neighbours in a chain are placed as one while there are more.
     """
 
@@ -216,8 +246,7 @@ class DlplacerConfig:
 
     def __post_init__(self) -> None:
         _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s, max_groups=self.max_groups)
-        if not self.gap >= 0:
-            raise ConfigError(f"gap={self.gap}", accepted="a number from 0, such as 0.01")
+        _check_gap(self.gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +266,7 @@ class StanzaConfig(DlplacerConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GalvatronConfig:
+class GalvatronConfig(_CutsStages):
     """Settings of `sbp_planner.galvatron`.
 
     Args:

@@ -122,9 +122,11 @@ def counted(number: int, word: str, plural: str = "s") -> str:
 def period_lines(checked: CheckReport) -> list[str]:
     """Return how fast steps can follow each other, and the first waits of what keeps them so."""
     cycle = checked.critical_cycle
+    # One line says who is never idle, several who waits for whom, round and round.
+    waits = f", by a critical cycle of {len(cycle)} waits" if len(cycle) > 1 else ""
     lines = [
-        f"period: a step every {format_seconds(checked.period_s)} if they follow without a pause, "
-        f"by a critical cycle of {counted(len(cycle), 'wait')}",
+        f"period: a step every {format_seconds(checked.period_s)} if they follow without a pause"
+        f"{waits}",
         *(f"  {line}" for line in cycle[:_MOST_WAITS]),
     ]
     if len(cycle) > _MOST_WAITS:

@@ -19,6 +19,8 @@ def cycle_lines(
 ) -> list[str]:
     """Return who waits for whom, a line for each wait; turns of one processor share a line.
 
+    A cycle of nothing but the turns of one iteration says that this processor never pauses.
+
     Args:
         network: With the edges that are named.
         cycle: Each waits for the firing that waits in the next one; the last for the first.
@@ -29,6 +31,8 @@ def cycle_lines(
         return []
     quotas = {edge.name: edge.quota for edge in network.edges}
     named = named or _numbered(network)
+    if (never_idle := _never_idle(cycle, iteration, named)) is not None:
+        return [never_idle]
     # A cycle may begin anywhere: not in the middle of a run of turns.
     turns = [(wait.reason is Reason.TURN, wait.name) for wait in cycle]
     start = next((i for i in range(len(cycle)) if turns[i] != turns[i - 1]), 0)
@@ -51,6 +55,24 @@ def cycle_lines(
             }.get(wait.reason, f"the end of {on}")
             lines.append(f"{named(wait.waiting)} waits for {text}")
     return lines
+
+
+def _never_idle(
+    cycle: Sequence[Dependency], iteration: str, named: Callable[[FlowFiring], str]
+) -> str | None:
+    """Return that one processor works through an iteration without a pause; None if none does."""
+    wraps = [wait for wait in cycle if wait.delay]
+    same = {wait.name for wait in cycle if wait.reason is Reason.TURN}
+    is_turns = all(wait.reason is Reason.TURN for wait in cycle)
+    if not is_turns or len(same) > 1 or [wait.delay for wait in wraps] != [1]:
+        return None
+    (name,), wrap = same, wraps[0]
+    if len(cycle) == 1:
+        return f"{name} does nothing but {named(wrap.on)}, {iteration} after {iteration}"
+    return (
+        f"{name} is never idle: {len(cycle)} firings of each {iteration} follow without a pause, "
+        f"from {named(wrap.waiting)} to {named(wrap.on)}"
+    )
 
 
 def _numbered(network: Network) -> Callable[[FlowFiring], str]:
