@@ -58,6 +58,18 @@ def test_micro_batches_are_captured_at_their_size_and_once() -> None:
     assert captured == [4]
 
 
+def test_the_graph_that_is_known_is_not_made_again() -> None:
+    found, captured = family()
+    graph = found.graph(found.variant)
+
+    other = replace(found, known=graph, _graphs={})
+
+    assert other.graph(other.variant) is graph
+    assert other.graph(GraphVariant(num_micro_batches=4)) is not graph
+    assert other.with_batch(8).graph(other.variant) is not graph
+    assert captured == [16, 4, 8]
+
+
 def test_another_batch_is_captured_at_its_own_size() -> None:
     found, captured = family()
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from plan_requests import request
 
 from sbp_core.compile import CompileOptions, compile_plan
+from sbp_core.graph_variant import GraphVariant
 from sbp_core.memory import KeptPlans, call_layouts, predict_memory
 from sbp_planner.configs import ManualConfig
 from sbp_planner.ilp import IlpPlanner
@@ -24,6 +25,18 @@ def test_the_plan_of_what_was_chosen_is_kept_with_its_memory():
     assert plan.hash == compile_plan(asked.graph, strategy, options).hash
     assert kept.known_memory(plan) == predict_memory(plan)
     assert kept.plan(asked.graph, strategy, replace(options)) is plan
+
+
+def test_a_strategy_that_says_its_variant_has_the_plan_of_one_that_does_not():
+    asked = request((2,), ("data",))
+    options, kept = CompileOptions(cluster=asked.cluster), KeptPlans()
+    silent = IlpPlanner(IlpConfig()).plan(asked)
+
+    plan = kept.plan(asked.graph, silent, options)
+
+    variant = GraphVariant(num_micro_batches=silent.num_micro_batches)
+    assert silent.variant is None
+    assert kept.plan(asked.graph, replace(silent, variant=variant), options) is plan
 
 
 def test_another_strategy_other_options_and_another_graph_are_compiled_by_themselves():

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import pytest
+
+from sbp_core.compile import compile_plan, instructions
 from sbp_core.compile.instructions import named
 from sbp_core.graph.ir import Ref
-from sbp_core.signatures import LocalProgramBuilder
+from sbp_core.infer import infer_strategy
+from sbp_core.placement import Placement
+from sbp_core.plugins import PlanRequest
+from sbp_core.signatures import LocalProgram, LocalProgramBuilder, OpCall, localize
+from sbp_core.strategy import Signature
+from sbp_core.testing.graphs import cluster, mlp
 
 
 def test_results_of_a_program_bear_the_keys_of_the_node() -> None:
@@ -41,3 +49,27 @@ def test_the_only_call_makes_all_outputs() -> None:
     (made,) = named(program, ("high", "low"), "node")
 
     assert made.outputs == ("low", "high")
+
+
+def test_a_call_is_localised_once_for_all_ranks_at_one_place_on_the_axes_that_cut_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def noted(call: OpCall, cut: Signature, mesh: Placement, rank: int) -> LocalProgram:
+        asked.append(rank)
+        return localize(call, cut, mesh, rank)
+
+    monkeypatch.setattr(instructions, "localize", noted)
+    graph, mesh = mlp((8, 8), batch=8), Placement.grid((2, 4), ("a", "b"))
+    strategy = infer_strategy(
+        PlanRequest(graph=graph, mesh=mesh, cluster=cluster(num_devices=8)),
+        planner="test",
+        pins={"x": "S(0), B", "parameters": "B, B", "use:x": "S(0), B"},
+    )
+
+    plan = compile_plan(graph, strategy)
+
+    # Rank 4 is the first in the second row of the mesh: the batch is cut along the rows alone.
+    assert set(asked) == {0, 4}
+    assert len({id(rank.actors) for rank in plan.ranks}) == 1

@@ -14,6 +14,7 @@ from sbp_core.signatures import (
     Shards,
     localize,
 )
+from sbp_core.signatures.localize import varying_axes
 from sbp_core.strategy import Signature
 from sbp_core.testing.calls import call, signature
 
@@ -50,6 +51,38 @@ def test_uneven_shards_get_their_own_sizes() -> None:
 
     assert [made.args[0] for made in local] == [(2,), (1,), (1,), (1,)]
     assert local[0].kwargs == ones.kwargs
+
+
+_VIEW = call("aten.view.default", {"x": (4, 32)}, [(4, 4, 8)], (4, 4, -1))
+
+
+@pytest.mark.parametrize(
+    ("made", "cut", "axes"),
+    [
+        (_VIEW, signature(["S(0), S(1)"], ["S(0), S(1)"]), (0, 1)),
+        (_VIEW, signature(["S(0), B"], ["S(0), B"]), (0,)),
+        (_VIEW, signature(["B, S(1)"], ["B, S(1)"]), (1,)),
+        (_VIEW, signature(["P, B"], ["P, B"]), ()),
+        (call("aten.ones.default", {}, [(5,)], (5,)), signature([], ["B, S(0)"]), (1,)),
+        # What has no localiser is the same on all ranks, however it is cut.
+        (
+            call("aten.mm.default", {"x": (4, 6), "w": (6, 8)}, [(4, 8)]),
+            signature(["S(0), B", "B, S(1)"], ["S(0), S(1)"]),
+            (),
+        ),
+    ],
+)
+def test_ranks_that_differ_along_other_axes_execute_the_same(
+    made: OpCall, cut: Signature, axes: tuple[int, ...]
+) -> None:
+    found = varying_axes(made, cut)
+
+    assert found == axes
+    by_place: dict[tuple[int, ...], LocalProgram] = {}
+    for rank, coordinate in MESH.coordinates():
+        place = tuple(coordinate[axis] for axis in found)
+        local = localize(made, cut, MESH, rank)
+        assert by_place.setdefault(place, local) == local
 
 
 def test_third_parties_say_how_their_arguments_change() -> None:

@@ -31,12 +31,14 @@ class StepFamily:
         captured: Returns the step as it is captured of a micro-batch of that many samples.
         batch_size: Samples of a step.
         chooses_micro_batches: Whether their number is left to the planner.
+        known: The graph of `variant`, if it is made already.
     """
 
     settings: PlanSettings
     captured: Callable[[int], LogicalGraph]
     batch_size: int
     chooses_micro_batches: bool = False
+    known: LogicalGraph | None = None
     _graphs: dict[GraphVariant, LogicalGraph] = field(default_factory=dict)
 
     @property
@@ -68,7 +70,7 @@ class StepFamily:
                 accepted=f"multiples of {count}",
                 todo="set trainer.micro_batches=auto",
             )
-        return replace(self, batch_size=batch_size, _graphs={})
+        return replace(self, batch_size=batch_size, known=None, _graphs={})
 
     @property
     def may_recompute(self) -> bool:
@@ -107,6 +109,8 @@ class StepFamily:
         Raises:
             SbpError: it cannot be made: the budget is less than can be kept to, say.
         """
+        if self.known is not None and variant == self.variant:
+            return self.known
         if variant not in self._graphs:
             captured = self.captured(self.batch_size // variant.num_micro_batches)
             self._graphs[variant] = prepared(captured, self.settings_of(variant))

@@ -100,6 +100,7 @@ def step_planner(run: Run, program: Program) -> StepPlanner:
         captured=captured,
         batch_size=trainer.batch_size,
         chooses_micro_batches=run.chooses_micro_batches,
+        known=graph,
     )
     found = Captured(graph=graph, original=original, settings=settings)
     return StepPlanner(run=run, captured=found, settings=settings, family=family)

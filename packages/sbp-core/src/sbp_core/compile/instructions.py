@@ -21,21 +21,27 @@ from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Argument, Node, Ref, Symbol, map_refs
 from sbp_core.graph.primitives import ALIAS, LOCAL_BOX, TO_DEVICE, TO_HOST
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.localize import localize
+from sbp_core.signatures.localize import localize, varying_axes
 from sbp_core.signatures.rule import LocalProgram
 from sbp_core.signatures.views import traits_of
+
+#: Some axes of a mesh, and where on them a rank is.
+_Axes = tuple[int, ...]
+_Place = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
     """The call of an item, with its arguments numbered.
 
-    `kind` is equal for items that differ in names only; `keys` are the arguments by their number.
+    `kind` is equal for items that differ in names only; `keys` are the arguments by their number,
+    `axes` those of the mesh along which ranks may execute something else.
     """
 
     kind: int
     call: OpCall
     keys: Mapping[str, str]
+    axes: _Axes
 
 
 class Instructions:
@@ -45,17 +51,21 @@ class Instructions:
         # From items to instructions, in steps of which each is done once for what is equal:
         #
         #     item -> pattern           calls that differ in names only are one kind
-        #     (kind, rank) -> program   localised: with the sizes of one rank's shards
+        #     (kind, place) -> program  localised: with the sizes of the shards of one rank of those
+        #                               that have the same place on the axes which matter to it
         #     program -> itself         ranks with equal shards share one object, by its text
         #     (item, program) -> instructions, with the item's own keys
         self._program = program
         self._kinds: dict[object, int] = {}
         self._patterns: dict[str, _Pattern] = {}
-        self._local: dict[tuple[int, int], LocalProgram] = {}
+        self._local: dict[tuple[int, _Place], LocalProgram] = {}
         self._distinct: dict[str, LocalProgram] = {}
         self._made: dict[tuple[str, int], tuple[Instruction, ...]] = {}
-        #: For some stages, one item of each kind of call there.
-        self._calls: dict[frozenset[int], tuple[Item, ...]] = {}
+        #: For some stages, one item of each kind of call there, by stage and the axes that matter.
+        self._calls: dict[frozenset[int], dict[tuple[int, _Axes], list[Item]]] = {}
+        #: What is executed for these, by where a rank is on these axes.
+        self._executed: dict[tuple[frozenset[int], int, _Axes, _Place], int] = {}
+        self._sequences: dict[tuple[int, ...], int] = {}
 
     def of(self, rank: int, item: Item) -> tuple[Instruction, ...]:
         """Return what one rank executes for an op, a local boxing step, a packing or a copy."""
@@ -75,18 +85,40 @@ class Instructions:
     def programs(self, rank: int, stages: frozenset[int]) -> tuple[int, ...]:
         """Return what is equal for ranks of some stages that execute the same for all items."""
         if stages not in self._calls:
-            kinds: dict[int, Item] = {}
-            for item in self._program.lowered.items:
-                computes = item.node is not None and (item.is_inside or item.is_apart)
-                if item.node is not None and computes and item.stage in stages:
-                    kinds.setdefault(self._pattern_of(item, item.node).kind, item)
-            self._calls[stages] = tuple(kinds.values())
+            self._calls[stages] = self._distinct_calls(stages)
         found = []
-        for item in self._calls[stages]:
-            assert item.node is not None
-            # `_distinct` keeps every program alive.
-            found.append(id(self._program_of(rank, item, item.node)[1]))
+        for (stage, axes), items in self._calls[stages].items():
+            # Ranks that are at one place on the axes that matter execute the same.
+            key = (stages, stage, axes, self._place(rank, stage, axes))
+            if key not in self._executed:
+                # `_distinct` keeps every program alive.
+                ids = tuple(
+                    id(self._program_of(rank, item, item.node)[1])
+                    for item in items
+                    if item.node is not None
+                )
+                self._executed[key] = self._sequences.setdefault(ids, len(self._sequences))
+            found.append(self._executed[key])
         return tuple(found)
+
+    def _distinct_calls(self, stages: frozenset[int]) -> dict[tuple[int, _Axes], list[Item]]:
+        kinds: set[int] = set()
+        found: dict[tuple[int, _Axes], list[Item]] = {}
+        for item in self._program.lowered.items:
+            computes = item.node is not None and (item.is_inside or item.is_apart)
+            if item.node is not None and computes and item.stage in stages:
+                pattern = self._pattern_of(item, item.node)
+                if pattern.kind not in kinds:
+                    kinds.add(pattern.kind)
+                    found.setdefault((item.stage, pattern.axes), []).append(item)
+        return found
+
+    def _place(self, rank: int, stage: int, axes: _Axes) -> _Place:
+        """Return where a rank is on some axes of the mesh of a stage."""
+        if not axes:
+            return ()
+        coordinate = self._program.strategy.stages[stage].coordinate(rank)
+        return tuple(coordinate[axis] for axis in axes)
 
     def _pattern_of(self, item: Item, node: Node) -> _Pattern:
         pattern = self._patterns.get(item.name)
@@ -97,9 +129,11 @@ class Instructions:
     def _program_of(self, rank: int, item: Item, node: Node) -> tuple[_Pattern, LocalProgram]:
         """Return what an item calls, and what a rank executes for it."""
         pattern = self._pattern_of(item, node)
-        local = self._local.get((pattern.kind, rank))
+        place = self._place(rank, item.stage, pattern.axes)
+        local = self._local.get((pattern.kind, place))
         if local is None:
             local = self._localized(pattern, rank, item, node)
+            self._local[pattern.kind, place] = local
         return pattern, local
 
     def _boxing(self, item: Item) -> Iterator[Instruction]:
@@ -148,16 +182,15 @@ class Instructions:
         types = (call.inputs, call.outputs)
         what = (call.op, literals, call.tensor_names, types, call.tags, signature, item.stage)
         kind = self._kinds.setdefault(what, len(self._kinds))
-        return _Pattern(kind, call, {number: key for key, number in numbers.items()})
+        keys = {number: key for key, number in numbers.items()}
+        return _Pattern(kind, call, keys, varying_axes(call, signature))
 
     def _localized(self, pattern: _Pattern, rank: int, item: Item, node: Node) -> LocalProgram:
         """Return what a rank executes for all items of one kind; one object if it is the same."""
         signature = self._program.strategy.nodes[node.name].signature
         mesh = self._program.strategy.stages[item.stage]
         local = localize(pattern.call, signature, mesh, rank)
-        local = self._distinct.setdefault(repr(local), local)
-        self._local[pattern.kind, rank] = local
-        return local
+        return self._distinct.setdefault(repr(local), local)
 
 
 def named(

@@ -42,6 +42,8 @@ class KeptPlans:
     ) -> PhysicalPlan:
         """Return the plan of a strategy, whatever it reports.
 
+        The graph tells variants of a step apart, so which one the strategy says is the same.
+
         Args:
             graph: See `compile_plan`, as for all others.
             strategy: Of the graph.
@@ -52,7 +54,7 @@ class KeptPlans:
             SignatureError: likewise.
             SbpValueError: likewise.
         """
-        silent = replace(strategy, report={})
+        silent = replace(strategy, report={}, variant=None)
         for one in self._kept:
             if one.graph is graph and one.options == options and one.strategy == silent:
                 return one.plan

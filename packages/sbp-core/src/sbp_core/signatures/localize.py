@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sbp_core.graph.ir import TensorType
 from sbp_core.placement import Placement
-from sbp_core.sbp import NdSbp, local_bounds
+from sbp_core.sbp import NdSbp, Split, local_bounds
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.rule import Bounds, LocalCall, LocalProgram, Shards
@@ -55,3 +55,26 @@ def localize(
     )
     made = localizer(call, shards)
     return made if isinstance(made, LocalProgram) else LocalProgram(calls=(made,))
+
+
+def varying_axes(
+    call: OpCall, signature: Signature, *, rules: RuleRegistry | None = None
+) -> tuple[int, ...]:
+    """Return the mesh axes along which ranks may execute something else for their part of a call.
+
+    Ranks that differ in their coordinates on other axes alone execute the same: what `localize`
+    knows of a rank is which slices it has.
+
+    Args:
+        call: See `localize`, as for all others.
+        signature: How it is cut.
+        rules: The rules to go by.
+
+    Raises:
+        SignatureError: the operator has no rule.
+    """
+    if (rules or installed_rules()).rule(call).localize is None:
+        return ()
+    sbps = (*signature.inputs, *signature.outputs)
+    cut = {axis for sbp in sbps for axis, entry in enumerate(sbp) if isinstance(entry, Split)}
+    return tuple(sorted(cut))
