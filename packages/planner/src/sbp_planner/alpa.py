@@ -37,6 +37,7 @@ from sbp_core.strategy import Strategy
 from sbp_planner.compiled import limit_key
 from sbp_planner.meshes import is_bound
 from sbp_planner.model_blocks import ModelBlocks, machine_levels, model_blocks
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import AlpaConfig
 from sbp_planner.segment_search import Program, SegmentSearch
@@ -76,9 +77,19 @@ class AlpaPlanner:
             ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
             PlanError: modules do not tell blocks apart, or nothing that was found fits.
         """
+        config = self.config
+        return plan_with_offload(
+            request,
+            config.offload,
+            self._plan,
+            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+            time_limit_s=config.time_limit_s,
+        )
+
+    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
         request = replace(request, mesh=pipe_first(request.mesh))
         config, mesh = self.config, request.mesh
-        ends = monotonic() + config.time_limit_s
+        ends = monotonic() + time_limit_s
         num_stages = pipe_positions(request)
         blocks = model_blocks(request.graph, request.cluster)
         if num_stages is not None and len(blocks.modules) < num_stages:
@@ -92,6 +103,7 @@ class AlpaPlanner:
             pins=resolve_pins(request.graph, axes, request.pins),
             cluster=request.cluster,
             bucket_bytes=request.options.bucket_bytes if request.options else None,
+            offloaded=request.offloaded,
         )
         solver = IntraOperator(
             segments=segments,

@@ -55,6 +55,7 @@ def assembled(
         stages=assign_stages(graph, len(stages.stages), patterns if len(patterns) > 1 else ()),
         cluster=request.cluster,
         bucket_bytes=None if request.options is None else request.options.bucket_bytes,
+        offloaded=request.offloaded,
     )
     homes, owners = work.stages.nodes, work.stages.inputs
     kept = Kept(

@@ -44,7 +44,8 @@ from sbp_planner.galvatron import GalvatronPlanner
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.meshes import DATA, is_bound, other_meshes, reshaped
-from sbp_planner.offloading import until_it_fits
+from sbp_planner.offload_fit import until_it_fits
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.placers import DlplacerPlanner, StanzaPlanner
@@ -101,6 +102,12 @@ class AutoPlanner:
             ConfigError: a pin of the user cannot be meant.
             PlanError: no candidate leads to a plan, or none that fits: says which needs least.
         """
+        # Otherwise host memory is for candidates of its own.
+        if self.config.offload != "auto":
+            return plan_with_offload(request, self.config.offload, lambda one, _: self._plan(one))
+        return self._plan(request)
+
+    def _plan(self, request: PlanRequest) -> Strategy:
         search = _Search(request, self.config)
         family = request.family
         if family is None:
@@ -221,7 +228,11 @@ class _Search:
     def look_at_variants(self) -> None:
         """Let `osdp` choose a variant of the step on the mesh that was asked for."""
         name, left_s = "osdp among variants of the step", max(self._ends - monotonic(), 1e-3)
-        osdp = OsdpPlanner(OsdpConfig(memory_bytes=self.limit_bytes, time_limit_s=left_s))
+        osdp = OsdpPlanner(
+            OsdpConfig(
+                memory_bytes=self.limit_bytes, time_limit_s=left_s, offload=self.config.offload
+            )
+        )
         try:
             strategy = osdp.plan(replace(self.request, progress=None))
             assert strategy.variant is not None, "the step has variants"
@@ -237,8 +248,9 @@ class _Search:
 
     def look_at_offload(self) -> None:
         """Look at plans that do not fit with some of their states in the memory of the host."""
-        is_asked = self.request.cluster.device.host_memory_bytes is not None
-        if not is_asked or (self.fits and not self.is_short_of_memory):
+        has_host = self.request.cluster.device.host_memory_bytes is not None
+        is_chosen = self.config.offload == "auto" and not self.request.offloaded
+        if not (has_host and is_chosen) or (self.fits and not self.is_short_of_memory):
             return
         own = graph_hash(self.request.graph)
         plans = {
@@ -371,21 +383,28 @@ class _Search:
             yield _Candidate(name=f"{name} on {_mesh_words(mesh)}", plan=plan)
 
     def _searches(self, mesh: Placement) -> Iterator[_Candidate]:
+        # Host memory is looked at where all of them are known (`look_at_offload`).
         limit, seconds = self.limit_bytes, self.config.time_limit_s
-        ilp = IlpPlanner(IlpConfig(memory_bytes=limit, time_limit_s=seconds / 4, gap=0.01))
+        ilp = IlpPlanner(
+            IlpConfig(offload=(), memory_bytes=limit, time_limit_s=seconds / 4, gap=0.01)
+        )
         yield _Candidate(name=f"ilp on {_mesh_words(mesh)}", plan=ilp.plan)
-        osdp = OsdpPlanner(OsdpConfig(memory_bytes=limit))
+        osdp = OsdpPlanner(OsdpConfig(offload=(), memory_bytes=limit))
         yield _Candidate(name=f"osdp on {_mesh_words(mesh)}", plan=osdp.plan)
-        dlplacer = DlplacerPlanner(DlplacerConfig(memory_bytes=limit, time_limit_s=seconds / 8))
+        dlplacer = DlplacerPlanner(
+            DlplacerConfig(offload=(), memory_bytes=limit, time_limit_s=seconds / 8)
+        )
         yield _Candidate(name="dlplacer", plan=dlplacer.plan)
         if mesh.mesh_shape[0] > 1:
-            stanza = StanzaPlanner(StanzaConfig(memory_bytes=limit, time_limit_s=seconds / 8))
+            stanza = StanzaPlanner(
+                StanzaConfig(offload=(), memory_bytes=limit, time_limit_s=seconds / 8)
+            )
             yield _Candidate(name="stanza", plan=stanza.plan)
         yield from self._stage_searches(mesh)
-        yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig()).plan)
-        yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig()).plan)
+        yield _Candidate(name="optcnn", plan=OptcnnPlanner(OptcnnConfig(offload=())).plan)
+        yield _Candidate(name="tofu", plan=TofuPlanner(TofuConfig(offload=())).plan)
         if len(mesh.axes) <= 2:  # on three it prices so many conversions that minutes go by
-            yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig()).plan)
+            yield _Candidate(name="greedy", plan=GreedyPlanner(GreedyConfig(offload=())).plan)
 
     def _stage_searches(self, mesh: Placement) -> Iterator[_Candidate]:
         """Yield the planners that cut the model into stages, for which it takes micro-batches."""
@@ -397,9 +416,9 @@ class _Search:
         seconds = self.config.time_limit_s / 4
         planners: dict[str, Planner] = {
             "galvatron": GalvatronPlanner(
-                GalvatronConfig(memory_bytes=limit, time_limit_s=seconds)
+                GalvatronConfig(offload=(), memory_bytes=limit, time_limit_s=seconds)
             ),
-            "alpa": AlpaPlanner(AlpaConfig(memory_bytes=limit, time_limit_s=seconds)),
+            "alpa": AlpaPlanner(AlpaConfig(offload=(), memory_bytes=limit, time_limit_s=seconds)),
         }
         for name, planner in planners.items():
 

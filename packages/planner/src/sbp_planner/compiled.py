@@ -136,3 +136,13 @@ class Compilation:
         except (SbpLookupError, PlanError):
             return bound, host_bytes, False
         return float(found.peak), float(found.host_peak), True
+
+    def by_rank(self, plan: PhysicalPlan) -> dict[int, float]:
+        """Return what each rank holds on its device, in bytes; a bound where no more is known."""
+        try:
+            self._layouts = self._layouts or call_layouts()
+            found = self._kept.memory(plan, self._layouts).ranks
+        except (SbpLookupError, PlanError):
+            bound = memory_bound(plan, self.request.graph)
+            return {part.rank: float(bound) for part in plan.ranks}
+        return {rank: float(one.peak) for rank, one in found.items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
+from sbp_planner.offload_setting import Offload, Offloads, check_host, check_offload
 
 if TYPE_CHECKING:
     from sbp_core.placement import Placement
@@ -147,7 +148,7 @@ class ManualConfig:
         vertical_sync: With the pipeline `pipedream`: all stages compute a micro-batch with the
             parameters of one update.
         offload: Patterns of states that lie in the memory of the host, `optimizer_states` for all
-            that can; see `sbp_planner.offloading`.
+            that can; `auto` for as few as it takes to fit. See `sbp_planner.offload_search`.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
     """
@@ -159,11 +160,12 @@ class ManualConfig:
     chunks: int | None = None
     stage_ranks: tuple[int, ...] = ()
     vertical_sync: bool = False
-    offload: tuple[str, ...] = ()
+    offload: Offload = ()
     needs_axes: tuple[str, ...] = ()
     fits: str = ""
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)
         for axis, names in self.patterns.items():
             for name in names:
@@ -190,6 +192,7 @@ class ManualConfig:
         cluster = others.get("cluster")
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
         check_axes(self.needed_axes, mesh, axes)
+        check_host(self.offload, others)
         if mesh and self.pins:
             # Here and not above: hook modules are imported for every command, and these take a
             # while.
@@ -224,7 +227,7 @@ def _check_pins(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InferConfig:
+class InferConfig(Offloads):
     """Settings of `sbp_planner.infer`.
 
     Args:
@@ -242,9 +245,10 @@ class InferConfig:
     chunks: int | None = None
     stage_ranks: tuple[int, ...] = ()
     vertical_sync: bool = False
-    offload: tuple[str, ...] = ()
+    offload: Offload = ()
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_stages(self.pipeline, self.chunks, self.stage_patterns)
         if not self.tries:
             raise ConfigError("tries={} tries nothing", accepted="pins by name, one set or more")
@@ -283,6 +287,7 @@ class OsdpConfig:
             `auto` for those twice as large, and so on, while they fit. Empty: none.
         time_limit_s: After which no further variant of the step is looked at, in seconds.
         stage_patterns, pipeline, chunks, stage_ranks: Of the stages, as of `ManualConfig`.
+        offload: As of `ManualConfig`.
     """
 
     axis: str | None = None
@@ -294,8 +299,10 @@ class OsdpConfig:
     pipeline: str = "1f1b"
     chunks: int | None = None
     stage_ranks: tuple[int, ...] = ()
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         if self.axis == "":
             raise ConfigError("axis='' names no mesh axis", accepted="a name, such as data")
         if self.memory_bytes is not None and not self.memory_bytes > 0:
@@ -328,6 +335,7 @@ class OsdpConfig:
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
         if mesh:
             check_split_axis(self.axis, mesh, axes)
+        check_host(self.offload, others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,12 +345,16 @@ class FileConfig:
     Args:
         path: The strategy, as YAML or, where the name ends in `.json`, as JSON.
         other_graph: Whether it may have been made for a graph that differs in more than its names.
+        offload: States beside those that the file has in the memory of the host, as of
+            `ManualConfig`.
     """
 
     path: str = "strategy.yaml"
     other_graph: bool = False
+    offload: Offload = ()
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         if not self.path:
             raise ConfigError("path='' names no file", accepted="a .yaml or .json file")
         try:
@@ -366,6 +378,7 @@ class FileConfig:
         from sbp_core.placement import Placement
         from sbp_planner.strategy_file import check_form
 
+        check_host(self.offload, others)
         cluster = others.get("cluster")
         mesh, axes = getattr(cluster, "mesh", ()), getattr(cluster, "axes", ())
         if mesh:

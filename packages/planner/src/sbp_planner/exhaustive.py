@@ -7,9 +7,10 @@ Depth first over the storage of each input and the signature of each operator on
 the order of the graph. A branch ends where what is decided, and the cheapest that each open
 variable can be by itself, cost no less than the best so far. Where the plan of the cheapest does
 not fit, a second search compiles all that it comes to, and ends branches by the best that fits.
-Variants of the step that are left open are looked at in
-turn, each for what costs less than the best so far. Nothing else is pruned: this is what other
-planners are tested against, on graphs of a few operators. The time grows with the product of the
+Variants of the step that are left open are looked at in turn, each for what costs less than the
+best so far. States in the memory of the host are chosen as by all planners (`offload_search`);
+where these are, this is exact. Nothing else is pruned: this is what other planners are tested
+against, on graphs of a few operators. The time grows with the product of the
 numbers of options; `max_assignments` bounds how many are looked at of a variant.
 """
 
@@ -28,6 +29,7 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.compiled import Compilation, Compiled
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import ExhaustiveConfig
 from sbp_planner.variants import variant_words, variants_of
 
@@ -60,6 +62,15 @@ class ExhaustivePlanner:
             ConfigError: there are more assignments than `max_assignments`.
             PlanError: nothing fits, or nothing fulfils the pins.
         """
+        return plan_with_offload(
+            request,
+            self.config.offload,
+            lambda asked, _: self._plan(asked),
+            limit_bytes=self.config.memory_bytes or request.cluster.device.memory_bytes,
+            gain=lambda planned: 1 - planned.report["unlimited_s"] / planned.report["cost_s"],
+        )
+
+    def _plan(self, request: PlanRequest) -> Strategy:
         limit = self.config.memory_bytes or request.cluster.device.memory_bytes
         best: _Found | None = None
         looked_at: list[_Variant] = []
@@ -91,6 +102,7 @@ class ExhaustivePlanner:
             "cost_s": best.seconds,
             "bound_s": best.seconds,
             "gap": 0.0,
+            "unlimited_s": min(best.seconds, *(one.cheapest_s for one in looked_at)),
             "num_looked_at": num_looked_at,
             "explanation": [
                 f"exhaustive: the cheapest of all assignments that fit{of}, "
@@ -142,6 +154,8 @@ class _Variant:
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
         self.search = _Search(self.problem, config.max_assignments)
         self.least_bytes = inf
+        #: Of what was looked at, whatever it holds.
+        self.cheapest_s = inf
 
     def run(self, below_s: float) -> tuple[float, Compiled] | None:
         """Return (seconds, plan) of the cheapest that fits; None if none takes less than `below_s`.
@@ -159,6 +173,7 @@ class _Variant:
             if below_s >= FORBIDDEN_S:
                 raise PlanError("no assignment fulfils the pins", todo="remove a pin")
             return None
+        self.cheapest_s = cheapest[0]
         first = self._compiled(cheapest[1])
         if first.fits:
             return cheapest[0], first

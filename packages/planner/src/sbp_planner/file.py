@@ -18,6 +18,8 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
+from sbp_planner.offload_search import plan_with_offload
+from sbp_planner.offloading import offloaded_states, with_states
 from sbp_planner.strategy_file import check_mesh, naming, read, read_variant
 
 #: Most names that a message lists.
@@ -40,6 +42,9 @@ class FilePlanner:
             ConfigError: the file cannot be read, its strategy is for another graph or mesh, or not
                 legal: see `check_strategy`.
         """
+        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
+
+    def _plan(self, request: PlanRequest) -> Strategy:
         path = Path(self.config.path)
         with naming(path):
             # The graph that names are looked up in is that of the variant that the file is for.
@@ -50,12 +55,16 @@ class FilePlanner:
             strategy = replace(
                 found, planner="file", graph_hash=graph_hash(request.graph), report={}
             )
+            on_host = request.offloaded | offloaded_states(strategy)
+            strategy = with_states(request, strategy, on_host)
             # Nothing can be predicted of a strategy that is not legal.
             check_strategy(request.graph, strategy, lines)
             predicted = predict_cost(request.graph, strategy, request.cluster, request.options)
         strategy = replace(strategy, variant=variant if request.family is None else None)
-        explanation = [f"as {path} says, made by planner {found.planner}"]
-        return replace(strategy, report={**predicted, "explanation": explanation})
+        told = strategy.report.get("explanation", ())
+        explanation = [f"as {path} says, made by planner {found.planner}", *told]
+        report = {**strategy.report, **predicted, "explanation": explanation}
+        return replace(strategy, report=report)
 
     def _check(self, read: Strategy, request: PlanRequest, lines: Lines) -> None:
         """Check that a strategy is for the mesh, the micro-batches and the graph of a request.

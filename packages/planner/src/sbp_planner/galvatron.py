@@ -42,6 +42,7 @@ from sbp_planner.compiled import Compiled, limit_key
 from sbp_planner.layer_search import AXES
 from sbp_planner.layer_wise import LayerWise, on_each
 from sbp_planner.model_blocks import model_blocks
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import GalvatronConfig
 from sbp_planner.segments import StepSegments, grouped, merged
@@ -71,8 +72,18 @@ class GalvatronPlanner:
             ConfigError: the mesh has several axes beside `pipe`, or a pin cannot be meant.
             PlanError: modules do not tell blocks apart, or nothing that was found fits.
         """
+        config = self.config
+        return plan_with_offload(
+            request,
+            config.offload,
+            self._plan,
+            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+            time_limit_s=config.time_limit_s,
+        )
+
+    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
         request = replace(request, mesh=pipe_first(request.mesh))
-        ends = monotonic() + self.config.time_limit_s
+        ends = monotonic() + time_limit_s
         searches = [
             (search, variant)
             for asked, variant in _variants(request)
@@ -121,6 +132,7 @@ class GalvatronPlanner:
             pins=resolve_pins(request.graph, AXES, on_each(request.pins, AXES)),
             cluster=request.cluster,
             bucket_bytes=request.options.bucket_bytes if request.options else None,
+            offloaded=request.offloaded,
         )
         degrees = [p for p in range(1, len(groups) + 1) if mesh.size % p == 0]
         several = request.graph.num_updates > 1

@@ -23,6 +23,7 @@ from sbp_core.infer import FORBIDDEN_S, PINS, joint_problem, start_greedily, str
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import GreedyConfig
 
 
@@ -39,6 +40,9 @@ class GreedyPlanner:
             ConfigError: a pin cannot be meant.
             PlanError: the choices of earlier operators leave a later one nothing that is legal.
         """
+        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
+
+    def _plan(self, request: PlanRequest) -> Strategy:
         quiet = replace(request, progress=None)
         problem = joint_problem(quiet, pins=self.config.pins, from_axes=False)
         start_greedily(problem)

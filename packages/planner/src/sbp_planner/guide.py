@@ -5,9 +5,11 @@ the other axes leave of it), M micro-batches in a step:
 
     resident     replicated   parameter + gradient + optimizer states (4 S for AdamW)        [B]
                  sharded      the same of the first rank's shard, ceil(n / N) of n rows
+                 a state that is offloaded, of either, is not there
     transient    sharded      2 S while it is used: the gathered parameter and its gradient  [B]
     seconds      either       its gathers, the boxing of its gradient and new values, and its
-                              update, priced by `sbp_core.cost` as the strategies do them    [s]
+                              update, priced by `sbp_core.cost` as the strategies do them;
+                              copies of states that are offloaded, in one direction          [s]
 
 The sums over parameters say in which order choices are worth looking at. They are no predictions:
 boxing that travels together shares its latency, and memory is a matter of lifetimes.
@@ -23,7 +25,7 @@ from dataclasses import replace
 
 from sbp_core.cluster import Cluster
 from sbp_core.compile import lower
-from sbp_core.cost import boxing_step_time_s, op_time_s
+from sbp_core.cost import boxing_step_time_s, host_copy_time_s, op_time_s
 from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Phase
 from sbp_core.sbp import local_shape
 from sbp_core.signatures import OpCall
@@ -144,7 +146,11 @@ def parameter_options(
 
 def _resident_bytes(graph: LogicalGraph, strategy: Strategy, name: str) -> int:
     """Return what a rank holds of a parameter, its states and, if it is trained, its gradient."""
-    states = sum(shard_bytes(graph, strategy, entry.name) for entry in states_of(graph, name))
+    states = sum(
+        shard_bytes(graph, strategy, entry.name)
+        for entry in states_of(graph, name)
+        if not strategy.storage[entry.name].offloaded
+    )
     copies = 2 if name in graph.new_states else 1
     return copies * shard_bytes(graph, strategy, name) + states
 
@@ -177,4 +183,8 @@ def _seconds(
             seconds = op_time_s(OpCall.of(graph, node), assigned.signature, mesh, cluster)
         repeats = graph.repetitions[item.rate]
         found[name] = found.get(name, 0.0) + repeats * seconds
+    for state, stored in strategy.storage.items():
+        if stored.offloaded and state in owner:
+            copy_s = host_copy_time_s(shard_bytes(graph, strategy, state), cluster.device)
+            found[owner[state]] = found.get(owner[state], 0.0) + copy_s
     return found

@@ -14,6 +14,9 @@ estimate (`joint.lifetime`) that is corrected by exact memory (`joint.search`).
 Of the variants of the step that are left open (micro-batches, recomputation, slices), each is
 solved unless its bound says that it is no faster than the best plan so far (`joint.family`).
 
+If no plan fits, or memory costs more than a little, all of that is done again with states of the
+optimizer in the memory of the host, whose copies are part of t_v (`offload_search`).
+
 Complexity: that of integer programming, for each variant that is solved; `time_limit_s` ends it
 with the best assignment so far, its bound and its gap.
 
@@ -30,6 +33,7 @@ from sbp_core.strategy import Strategy
 from sbp_planner.compiled import limit_key
 from sbp_planner.joint.family import plan_family
 from sbp_planner.joint.search import JointSettings
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import IlpConfig
 
 
@@ -50,11 +54,22 @@ class IlpPlanner:
             PlanError: nothing that was found fits; says what was.
         """
         config = self.config
+        return plan_with_offload(
+            request,
+            config.offload,
+            self._plan,
+            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+            time_limit_s=config.time_limit_s,
+            gain=lambda planned: float(planned.report["gap"]),
+        )
+
+    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
+        config = self.config
         return plan_family(
             request,
             JointSettings(
                 planner="ilp",
-                time_limit_s=config.time_limit_s,
+                time_limit_s=time_limit_s,
                 gap=config.gap,
                 tied=config.tied,
                 limit_key=limit_key(config.memory_bytes),

@@ -23,7 +23,7 @@ from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.compiled import Compilation
 from sbp_planner.configs import InferConfig
-from sbp_planner.offloading import offloading
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.schedules import with_schedule
 
 
@@ -62,6 +62,9 @@ class InferPlanner:
             ConfigError: a pin or a stage pattern cannot be meant.
             SbpError: no set of pins leads to a plan; that of the first.
         """
+        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
+
+    def _plan(self, request: PlanRequest) -> Strategy:
         limit = request.cluster.device.memory_bytes
         compilation = Compilation(request=replace(request, progress=None), limit_bytes=limit)
         made: dict[str, Strategy] = {}
@@ -102,7 +105,7 @@ class InferPlanner:
 
     def _infer(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
         def infer(stages: Pipelined) -> Strategy:
-            inferred = infer_strategy(
+            return infer_strategy(
                 request,
                 planner="infer",
                 pins=pins,
@@ -112,7 +115,6 @@ class InferPlanner:
                 orders=stages.orders,
                 staleness=stages.staleness,
             )
-            return offloading(request, inferred, self.config.offload)
 
         return with_schedule(request, self.config, infer)
 

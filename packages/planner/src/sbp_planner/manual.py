@@ -16,7 +16,7 @@ from sbp_core.infer import PINS, PinValue, Pipelined, infer_strategy, is_pin_wor
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig, check_axes, fit_any
-from sbp_planner.offloading import offloading
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.pattern_pins import pattern_pins
 from sbp_planner.schedules import with_schedule
 
@@ -36,14 +36,18 @@ class ManualPlanner:
                 none for the mesh.
             PlanError: nothing fulfils the stages.
         """
-        mesh, fits = request.mesh, self.config.fits
+        mesh = request.mesh
         check_axes(self.config.needed_axes, mesh.mesh_shape, mesh.axes)
+        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
+
+    def _plan(self, request: PlanRequest) -> Strategy:
+        mesh, fits = request.mesh, self.config.fits
         config = self.config
         found = pattern_pins(request.graph, mesh, config.patterns)
         pins = _joined(found.pins, config.pins)
 
         def infer(stages: Pipelined) -> Strategy:
-            inferred = infer_strategy(
+            return infer_strategy(
                 request,
                 planner="manual",
                 pins=pins,
@@ -53,7 +57,6 @@ class ManualPlanner:
                 orders=stages.orders,
                 staleness=stages.staleness,
             )
-            return offloading(request, inferred, config.offload)
 
         try:
             planned = with_schedule(request, config, infer)

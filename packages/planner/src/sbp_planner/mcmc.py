@@ -33,6 +33,7 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated
 from sbp_planner.joint.near import limited
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import McmcConfig
 
 
@@ -49,6 +50,16 @@ class McmcPlanner:
             ConfigError: a pin cannot be meant.
             PlanError: no state of the walk fits the memory, or nothing fulfils the pins.
         """
+        config = self.config
+        return plan_with_offload(
+            request,
+            config.offload,
+            self._plan,
+            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+            time_limit_s=config.time_limit_s,
+        )
+
+    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
         config, quiet = self.config, replace(request, progress=None)
         problem = joint_problem(quiet, pins=config.pins)
         limited(problem)
@@ -62,7 +73,7 @@ class McmcPlanner:
         walk, random = _Walk(problem), Random(config.seed)
         now = list(problem.start)
         present = best = first = compiled(now)
-        ends, accepted, count = monotonic() + config.time_limit_s, 0, 0
+        ends, accepted, count = monotonic() + time_limit_s, 0, 0
         for count in range(1, config.proposals + 1):
             if monotonic() > ends:
                 break

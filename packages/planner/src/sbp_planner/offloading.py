@@ -1,16 +1,6 @@
-"""States in the memory of the host: by the patterns of a setting, or as many as it takes to fit.
+"""States in the memory of the host: which ones a setting names, and what that comes to.
 
-    choose      offloaded, states that only the optimizer uses, all of one parameter together
-    such that   exact memory of each rank of the compiled plan <= limit              [B]
-                exact memory of its host <= the rank's share of that                 [B]
-
-Each costs two copies over the link to the host in every step, latency and bytes; the most bytes for
-a second of copies come off the device by the largest. So the parameters with the largest states go
-first, and the fewest of these that fit are searched by halves, as more of them need less of the
-device, but for copies on their way. Its time is that of the compiled plan, in which copies go on
-beside compute.
-
-Source: Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 4 (which states to offload).
+Which are worth it is chosen in `offload_search`, as few as fit in `offload_fit`.
 """
 
 from __future__ import annotations
@@ -27,10 +17,31 @@ from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.compiled import Compilation, Compiled
+from sbp_planner.offload_setting import no_host
 
 #: Stands for all states of the optimizer, as in pins.
 ALL_STATES = "optimizer_states"
+
+#: The beginning of the line that says what is offloaded.
+_TOLD = "offloaded:"
+
+
+def states_named(request: PlanRequest, patterns: Sequence[str]) -> frozenset[str]:
+    """Return the states that the patterns of a setting name, for the memory of the host.
+
+    Args:
+        request: What is planned.
+        patterns: Of names of states; `optimizer_states` for all of them that can be.
+
+    Raises:
+        ConfigError: a pattern names no state; the devices have no host memory beside their own.
+    """
+    names: dict[str, None] = {}
+    for pattern in patterns:
+        names |= dict.fromkeys(_meant(request.graph, pattern))
+    if names and request.cluster.device.host_memory_bytes is None:
+        raise no_host(tuple(patterns), request.cluster.name)
+    return frozenset(names)
 
 
 def offloading(request: PlanRequest, strategy: Strategy, patterns: Sequence[str]) -> Strategy:
@@ -39,26 +50,14 @@ def offloading(request: PlanRequest, strategy: Strategy, patterns: Sequence[str]
     Args:
         request: What is planned.
         strategy: For its graph.
-        patterns: Of names of states; `optimizer_states` for all of them that can be.
+        patterns: See `states_named`.
 
     Raises:
-        ConfigError: a pattern names no state; the devices have no host memory beside their own.
+        ConfigError: see `states_named`.
     """
     if not patterns:
         return strategy
-    names: dict[str, None] = {}
-    for pattern in patterns:
-        names |= dict.fromkeys(_meant(request.graph, pattern))
-    if request.cluster.device.host_memory_bytes is None:
-        raise ConfigError(
-            f"planner.offload={list(patterns)}, and the devices of cluster "
-            f"{request.cluster.name!r} have no memory of a host beside their own",
-            accepted="a cluster whose devices have host_memory_bytes and host_link, such as "
-            "cluster=a100 and other profiles of GPUs",
-            todo="set planner.offload=[], or cluster.host_memory_bytes with cluster=local, or give "
-            "these two in the cluster file",
-        )
-    return _with(strategy, names, request)
+    return with_states(request, strategy, states_named(request, patterns))
 
 
 def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
@@ -87,71 +86,47 @@ def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
     return found
 
 
-def _with(strategy: Strategy, names: Collection[str], request: PlanRequest) -> Strategy:
-    """Return a strategy with some states offloaded, and with what this comes to in its report."""
-    chosen = set(names)
+def with_states(request: PlanRequest, strategy: Strategy, names: Collection[str]) -> Strategy:
+    """Return a strategy with these states offloaded and no others; its report says what that takes.
+
+    Args:
+        request: What is planned.
+        strategy: For a graph that has the states of its graph.
+        names: Of the states.
+    """
+    chosen = frozenset(names)
     storage = {
-        name: replace(one, offloaded=True) if name in chosen else one
+        name: one if one.offloaded == (name in chosen) else replace(one, offloaded=name in chosen)
         for name, one in strategy.storage.items()
     }
-    device = request.cluster.device
-    sizes = _sizes_by_stage(request.graph, strategy, chosen)
-    most_bytes = max(map(sum, sizes), default=0)
-    # Each is fetched and, at the same time as others are, stored.
-    copy_s = max((sum(host_copy_time_s(one, device) for one in of) for of in sizes), default=0.0)
-    told = (
-        f"offloaded: {len(chosen)} states, {format_bytes(most_bytes)} of a rank, lie in the memory "
-        f"of its host; copies take {format_seconds(copy_s)} a step in each direction"
-    )
-    report = {
-        **strategy.report,
-        "offload": {"states": len(chosen), "bytes_per_rank": most_bytes, "copy_s": copy_s},
-        "explanation": [*strategy.report.get("explanation", ()), told],
-    }
+    report = {**strategy.report}
+    told = [line for line in report.get("explanation", ()) if not line.startswith(_TOLD)]
+    if chosen:
+        device = request.cluster.device
+        sizes = sizes_by_stage(request.graph, strategy, chosen)
+        most_bytes = max(map(sum, sizes), default=0)
+        # Each is fetched and, at the same time as others are, stored.
+        copy_s = max((sum(host_copy_time_s(one, device) for one in of) for of in sizes), default=0)
+        told.append(
+            f"{_TOLD} {len(chosen)} of {len(offloadable(request.graph))} states, "
+            f"{format_bytes(most_bytes)} of a rank, lie in the memory of its host; copies take "
+            f"{format_seconds(copy_s)} a step in each direction"
+        )
+        what = {"states": len(chosen), "bytes_per_rank": most_bytes, "copy_s": copy_s}
+        report["offload"] = what
+    else:
+        report.pop("offload", None)
+    if told or "explanation" in report:
+        report["explanation"] = told
     return replace(strategy, storage=storage, report=report)
 
 
-def until_it_fits(compilation: Compilation, strategy: Strategy) -> Compiled | None:
-    """Return a strategy with the fewest of its largest states offloaded so that it fits.
-
-    Returns:
-        None if it does not fit with as many as the host has memory for either, or nothing can be
-        offloaded.
-
-    Raises:
-        PlanError: it cannot be compiled.
-    """
-    request = compilation.request
-    if request.cluster.device.host_memory_bytes is None:
-        return None
-    order = _largest_first(request.graph, strategy)
-    held = [0] * len(strategy.stages)
-    most = 0
-    for names in order:
-        for stage, sizes in enumerate(_sizes_by_stage(request.graph, strategy, names)):
-            held[stage] += sum(sizes)
-        most += max(held) <= compilation.host_limit_bytes
-    if not most:
-        return None
-
-    def tried(count: int) -> Compiled:
-        names = [name for names in order[:count] for name in names]
-        return compilation.compiled(_with(strategy, names, request), exact=True)
-
-    least, best = 0, tried(most)
-    if not best.fits:
-        return None
-    while most - least > 1:
-        middle = (least + most) // 2
-        found = tried(middle)
-        if found.fits:
-            most, best = middle, found
-        else:
-            least = middle
-    return best
+def offloaded_states(strategy: Strategy) -> frozenset[str]:
+    """Return the states that a strategy has in the memory of the host."""
+    return frozenset(name for name, one in strategy.storage.items() if one.offloaded)
 
 
-def _sizes_by_stage(
+def sizes_by_stage(
     graph: LogicalGraph, strategy: Strategy, names: Collection[str]
 ) -> list[list[int]]:
     """Return the bytes of a rank of each of some states, by the stage that they are on."""
@@ -163,13 +138,9 @@ def _sizes_by_stage(
     return found
 
 
-def _largest_first(graph: LogicalGraph, strategy: Strategy) -> list[list[str]]:
-    """Return the states that can be offloaded, those of one parameter together, by their bytes."""
+def by_parameter(graph: LogicalGraph) -> list[list[str]]:
+    """Return the states that can be offloaded, those of one parameter together."""
     owners: dict[str, list[str]] = defaultdict(list)
     for name in offloadable(graph):
         owners[owner_of(name)].append(name)
-
-    def size(owner: str) -> int:
-        return sum(map(sum, _sizes_by_stage(graph, strategy, owners[owner])))
-
-    return [owners[one] for one in sorted(owners, key=lambda owner: -size(owner))]
+    return list(owners.values())

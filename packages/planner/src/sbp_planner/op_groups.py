@@ -280,3 +280,47 @@ def _sorted(edges: Mapping[str, Iterable[str]]) -> list[str]:
         for user in edges[group]:
             missing[user] -= 1
     return order
+
+
+def stages_on(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return the stages as (place, groups): groups on the same ranks are one where nobody waits.
+
+    A stage sends what it makes when all of it is done, and begins when all that it takes is there.
+    So a group joins the stage of what it uses if all of that is on the same ranks, and the stage
+    has nothing to send to others; or if it is all that the stage is used for.
+    """
+    if len(set(chosen)) == 1:
+        return [(chosen[0], list(range(len(chosen))))]
+    makers: list[set[int]] = [set() for _ in chosen]
+    users: list[set[int]] = [set() for _ in chosen]
+    for flow in groups.flows:
+        makers[flow.consumer].add(flow.producer)
+        users[flow.producer].add(flow.consumer)
+    stages: list[tuple[int, list[int]]] = []
+    stage_of: dict[int, int] = {}
+
+    def sends(stage: int) -> bool:
+        place, members = stages[stage]
+        return any(chosen[user] != place for member in members for user in users[member])
+
+    def joins(stage: int, group: int) -> bool:
+        if stages[stage][0] != chosen[group] or any(
+            chosen[maker] != chosen[group] for maker in makers[group]
+        ):
+            return False
+        if len(makers[group]) == 1 and users[next(iter(makers[group]))] == {group}:
+            return True
+        # Behind it, a stage that it waits for would wait for it, too.
+        behind = {stage_of[user] for member in stages[stage][1] for user in users[member]
+                  if user in stage_of} - {stage}  # fmt: skip
+        return not sends(stage) and not behind
+
+    for group, place in enumerate(chosen):
+        last = max((stage_of[maker] for maker in makers[group]), default=len(stages) - 1)
+        if last >= 0 and joins(last, group):
+            stage_of[group] = last
+            stages[last][1].append(group)
+        else:
+            stage_of[group] = len(stages)
+            stages.append((place, [group]))
+    return stages

@@ -30,6 +30,7 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.joint.near import limited
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import OptcnnConfig
 
 
@@ -46,6 +47,9 @@ class OptcnnPlanner:
             ConfigError: a pin cannot be meant.
             PlanError: nothing fulfils the pins.
         """
+        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
+
+    def _plan(self, request: PlanRequest) -> Strategy:
         problem = joint_problem(replace(request, progress=None), pins=self.config.pins)
         is_near = limited(problem, tied=False)
         before = problem.cost(problem.start)

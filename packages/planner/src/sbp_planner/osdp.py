@@ -1,6 +1,7 @@
 """The planner `osdp`: each parameter replicated (DP) or sharded (ZDP), fastest that fits.
 
-    choose      sharded, a subset of the parameters; a variant of the step
+    choose      sharded, a subset of the parameters; a variant of the step; states that lie in the
+                memory of the host, if memory is short
     minimise    predicted time of a step, of the compiled plan                              [s]
     such that   exact memory of each rank of the compiled plan <= limit                     [B]
 
@@ -32,6 +33,11 @@ parameter both fits and is faster. Parameters that the guide cannot tell apart, 
 equal layers, are taken to change the time alike (with a thread for boxing they nearly do), but are
 tried one by one for memory. Choices that differ in several parameters at once may be better.
 
+If nothing fits, or the fastest choice without a limit is faster by more than a little, all of that
+is done again with states of the optimizer in the memory of the host (`offload_search`): with all of
+them there, then with as few of the largest as the choice needs. Their copies are in the guide and
+in the plans that are compared, and what the host holds keeps to its limit.
+
 With `batch_sizes` the same is done for other numbers of samples, and samples per second compared.
 What is trained is the user's to say: the plan is for `trainer.batch_size`, and the report says
 which would be faster.
@@ -55,7 +61,14 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit
-from sbp_planner.osdp_report import Batch, batch_report, explanation, storage_report
+from sbp_planner.offload_search import plan_with_offload
+from sbp_planner.osdp_report import (
+    Batch,
+    batch_report,
+    explanation,
+    memory_gain,
+    storage_report,
+)
 from sbp_planner.osdp_variants import Tried, VariantSearch
 from sbp_planner.sharding import Ends, ends_of
 from sbp_planner.storage_search import Learned, improve
@@ -81,7 +94,18 @@ class OsdpPlanner:
                 looked at fits `memory_bytes`, or the memory of the device: says what that needs, of
                 which kinds of memory, and what would make it fit.
         """
-        search = self._search(request, monotonic() + self.config.time_limit_s, Learned())
+        config = self.config
+        return plan_with_offload(
+            request,
+            config.offload,
+            self._plan,
+            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+            time_limit_s=config.time_limit_s,
+            gain=memory_gain,
+        )
+
+    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
+        search = self._search(request, monotonic() + time_limit_s, Learned())
         best = search.run()
         if request.progress:
             request.progress("choosing what to shard", 0.6)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.osdp_variants import Tried, VariantSearch
 from sbp_planner.storage_search import Choice, StorageSearch
@@ -60,6 +61,7 @@ def storage_report(search: StorageSearch, best: Choice, variants: VariantSearch)
     return {
         "limit_bytes": search.limit_bytes,
         "binds": _binding(search, best),
+        "unlimited_step_s": min(one.unlimited_s for one in variants.tried),
         "memory_is_exact": search.is_exact,
         "num_compiled": sum(one.search.num_compiled for one in variants.tried),
         "modes": {
@@ -98,6 +100,13 @@ def storage_report(search: StorageSearch, best: Choice, variants: VariantSearch)
             for cell in search.cells
         ],
     }
+
+
+def memory_gain(planned: Strategy) -> float:
+    """Return the share of a step that its fastest choice takes less if memory has no limit."""
+    found = planned.report["osdp"]
+    chosen_s = found["chosen"]["plan_step_s"]
+    return 1 - float(found["unlimited_step_s"] / chosen_s) if chosen_s else 0.0
 
 
 def batch_report(batches: Sequence[Batch]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from sbp_core.units import format_seconds
 from sbp_planner.compiled import Compilation
 from sbp_planner.configs import check_stage_axes
 from sbp_planner.model_blocks import machine_levels, model_blocks
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import GpipeConfig, PipedreamConfig
 from sbp_planner.stages import FlushedPlan, FlushedProblem, InFlight, cut_flushed
 
@@ -63,7 +64,11 @@ class GpipePlanner:
             PlanError: the model has fewer blocks than stages.
         """
         num_stages = pipe_positions(request) or request.mesh.size
-        return _planned(request, "gpipe", schedule="gpipe", num_stages=num_stages)
+
+        def plan(asked: PlanRequest, _: float) -> Strategy:
+            return _planned(asked, "gpipe", schedule="gpipe", num_stages=num_stages)
+
+        return plan_with_offload(request, self.config.offload, plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,12 @@ class PipedreamPlanner:
         """
         several = request.graph.num_updates > 1
         schedule = "pipedream" if several else "1f1b"
-        return _planned(request, "pipedream", schedule=schedule, num_stages=pipe_positions(request))
+        num_stages = pipe_positions(request)
+
+        def plan(asked: PlanRequest, _: float) -> Strategy:
+            return _planned(asked, "pipedream", schedule=schedule, num_stages=num_stages)
+
+        return plan_with_offload(request, self.config.offload, plan)
 
 
 def pipe_positions(request: PlanRequest) -> int | None:

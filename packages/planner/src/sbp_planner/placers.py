@@ -42,7 +42,8 @@ from sbp_core.sbp import B, NdSbp, P, S
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.compiled import Compilation, Compiled, limit_key
-from sbp_planner.op_groups import OpGroups, op_groups
+from sbp_planner.offload_search import PlanWithin, plan_with_offload
+from sbp_planner.op_groups import OpGroups, op_groups, stages_on
 from sbp_planner.pipelines import samples_of_micro_batch
 from sbp_planner.placement_program import (
     PlacedFlow,
@@ -66,8 +67,9 @@ _PINS: Mapping[str, PinValue] = {
 #: Places that groups may be put on, more than which make the program slow.
 _MOST_PLACES = 16
 
-#: Parameter, gradient and two states of Adam; a guess, which the compiled plan corrects.
-_COPIES = 4
+#: Parameter, gradient and two states of Adam, or without these, where states are in host memory; a
+#: guess, which the compiled plan corrects.
+_COPIES, _COPIES_OFFLOADED = 4, 2
 
 
 def nested_ranges(num: int, most: int = _MOST_PLACES) -> list[tuple[int, int]]:
@@ -102,6 +104,9 @@ class DlplacerPlanner:
             ConfigError: the mesh has an axis of stages, or a pin cannot be meant.
             PlanError: no placement is known that fits.
         """
+        return _offloading(request, self.config, self._plan)
+
+    def _plan(self, request: PlanRequest, _: float) -> Strategy:
         placer = _Placer(request=request, planner="dlplacer", config=self.config)
         # More ranks than samples cannot share them.
         ranges = [
@@ -134,6 +139,9 @@ class StanzaPlanner:
                 as `few` takes; or a pin cannot be meant.
             PlanError: the model has one group, or no separation is known that fits.
         """
+        return _offloading(request, self.config, self._plan)
+
+    def _plan(self, request: PlanRequest, _: float) -> Strategy:
         placer = _Placer(request=request, planner="stanza", config=self.config)
         num, few = placer.num_positions, self.config.few
         if num < 2 or (few is not None and few >= num):
@@ -155,6 +163,11 @@ class StanzaPlanner:
             if solved is not None:
                 placer.look_at(ranges, problem, solved.chosen, solved)
         return placer.result()
+
+
+def _offloading(request: PlanRequest, config: DlplacerConfig, plan: PlanWithin) -> Strategy:
+    limit = config.memory_bytes or request.cluster.device.memory_bytes
+    return plan_with_offload(request, config.offload, plan, limit_bytes=limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +267,8 @@ class _Placer:
         meshes = [self.placement(positions) for positions in ranges]
         groups, graph = self.groups, self.request.graph
         updated = graph.new_states
-        copies = _COPIES if updated else 1
+        kept = _COPIES_OFFLOADED if self.request.offloaded else _COPIES
+        copies = kept if updated else 1
         shares = [self.share(mesh.size) for mesh in meshes]
         in_flight = graph.num_micro_batches
         return PlacementProblem(
@@ -330,7 +344,7 @@ class _Placer:
         solved: PlacementSolution | None,
     ) -> None:
         """Compile a placement; of the two usual quotas, with the better."""
-        stages = _stages(self.groups, chosen)
+        stages = stages_on(self.groups, chosen)
         placements = tuple(self.placement(ranges[option]) for option, _ in stages)
         stage_of = {
             node: number
@@ -430,50 +444,6 @@ class _Placer:
             else f"{_counted(count, 'group')} on position {begin}"
             for (begin, end), count in sorted(sizes.items())
         )
-
-
-def _stages(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the stages as (place, groups): groups on the same ranks are one where nobody waits.
-
-    A stage sends what it makes when all of it is done, and begins when all that it takes is there.
-    So a group joins the stage of what it uses if all of that is on the same ranks, and the stage
-    has nothing to send to others; or if it is all that the stage is used for.
-    """
-    if len(set(chosen)) == 1:
-        return [(chosen[0], list(range(len(chosen))))]
-    makers: list[set[int]] = [set() for _ in chosen]
-    users: list[set[int]] = [set() for _ in chosen]
-    for flow in groups.flows:
-        makers[flow.consumer].add(flow.producer)
-        users[flow.producer].add(flow.consumer)
-    stages: list[tuple[int, list[int]]] = []
-    stage_of: dict[int, int] = {}
-
-    def sends(stage: int) -> bool:
-        place, members = stages[stage]
-        return any(chosen[user] != place for member in members for user in users[member])
-
-    def joins(stage: int, group: int) -> bool:
-        if stages[stage][0] != chosen[group] or any(
-            chosen[maker] != chosen[group] for maker in makers[group]
-        ):
-            return False
-        if len(makers[group]) == 1 and users[next(iter(makers[group]))] == {group}:
-            return True
-        # Behind it, a stage that it waits for would wait for it, too.
-        behind = {stage_of[user] for member in stages[stage][1] for user in users[member]
-                  if user in stage_of} - {stage}  # fmt: skip
-        return not sends(stage) and not behind
-
-    for group, place in enumerate(chosen):
-        last = max((stage_of[maker] for maker in makers[group]), default=len(stages) - 1)
-        if last >= 0 and joins(last, group):
-            stage_of[group] = last
-            stages[last][1].append(group)
-        else:
-            stage_of[group] = len(stages)
-            stages.append((place, [group]))
-    return stages
 
 
 def _counted(count: int, what: str) -> str:

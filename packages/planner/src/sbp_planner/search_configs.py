@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
 from sbp_planner.configs import check_stage_axes
+from sbp_planner.offload_setting import Offload, Offloads, check_offload
 
 #: Pattern -> SBP, as of `ManualConfig`.
 PinMap = Mapping[str, str | Mapping[str, str]]
@@ -42,7 +43,7 @@ def _check_gap(gap: float) -> None:
         )
 
 
-class _CutsStages:
+class _CutsStages(Offloads):
     """What settings of planners that make stages of their own have in common."""
 
     __slots__ = ()
@@ -51,14 +52,15 @@ class _CutsStages:
         """Refuse a mesh that says neither its stages nor that there is one axis to cut.
 
         Raises:
-            ConfigError: so it is; see `check_stage_axes`.
+            ConfigError: so it is; see `check_stage_axes`. Or see `Offloads`.
         """
+        super().check_beside(others)
         cluster = others.get("cluster")
         check_stage_axes(getattr(cluster, "mesh", ()), getattr(cluster, "axes", ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IlpConfig:
+class IlpConfig(Offloads):
     """Settings of `sbp_planner.ilp`.
 
     Args:
@@ -70,6 +72,7 @@ class IlpConfig:
             variants
             that can be no better by more than that are not looked at.
         tied: Whether equal layers are decided alike, which makes the program that much smaller.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
@@ -77,71 +80,83 @@ class IlpConfig:
     time_limit_s: float = 60.0
     gap: float = 0.0
     tied: bool = True
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s)
         _check_gap(self.gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExhaustiveConfig:
+class ExhaustiveConfig(Offloads):
     """Settings of `sbp_planner.exhaustive`.
 
     Args:
         pins: What is decided before, as of `ManualConfig`.
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
         max_assignments: Branches of the search that may be looked at.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
     memory_bytes: float | None = None
     max_assignments: int = 2_000_000
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(self.memory_bytes, max_assignments=self.max_assignments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GreedyConfig:
+class GreedyConfig(Offloads):
     """Settings of `sbp_planner.greedy`.
 
     Args:
         pins: What is decided before, as of `ManualConfig`.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=lambda: {"batch": "S(0)"})
+    offload: Offload = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TofuConfig:
+class TofuConfig(Offloads):
     """Settings of `sbp_planner.tofu`.
 
     Args:
         pins: What is decided before, as of `ManualConfig`; of a mesh axis, it holds for all of its
             factors.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
+    offload: Offload = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptcnnConfig:
+class OptcnnConfig(Offloads):
     """Settings of `sbp_planner.optcnn`.
 
     Args:
         pins: What is decided before, as of `ManualConfig`.
         max_entries: Of the largest table that elimination may make.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
     max_entries: int = 1 << 18
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(None, max_entries=self.max_entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class McmcConfig:
+class McmcConfig(Offloads):
     """Settings of `sbp_planner.mcmc`.
 
     Args:
@@ -152,6 +167,7 @@ class McmcConfig:
         temperature: Share of the best time of a step by which a step that is slower is accepted
             with probability 1 / e.
         seed: Of the walk.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     pins: PinMap = field(default_factory=dict)
@@ -160,8 +176,10 @@ class McmcConfig:
     time_limit_s: float = 60.0
     temperature: float = 0.02
     seed: int = 0
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(
             self.memory_bytes,
             proposals=self.proposals,
@@ -171,7 +189,7 @@ class McmcConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoConfig:
+class AutoConfig(Offloads):
     """Settings of `sbp_planner.auto`.
 
     Args:
@@ -179,14 +197,17 @@ class AutoConfig:
         time_limit_s: After which no further candidate is looked at, in seconds.
         pipeline: Schedule of candidates with several stages, see `ManualConfig`.
         num_shown: How many of the candidates are listed.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None
     time_limit_s: float = 60.0
     pipeline: str = "1f1b"
     num_shown: int = 8
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s)
         if self.pipeline not in SCHEDULES:
             raise ConfigError(
@@ -198,12 +219,24 @@ class AutoConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpipeConfig(_CutsStages):
-    """`sbp_planner.pipelines.GpipePlanner` has no settings."""
+    """Settings of `sbp_planner.pipelines.GpipePlanner`.
+
+    Args:
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+    """
+
+    offload: Offload = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipedreamConfig(_CutsStages):
-    """`sbp_planner.pipelines.PipedreamPlanner` has no settings."""
+    """Settings of `sbp_planner.pipelines.PipedreamPlanner`.
+
+    Args:
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
+    """
+
+    offload: Offload = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,20 +249,23 @@ class AlpaConfig(_CutsStages):
         time_limit_s: After which no further stage is priced, in seconds.
         gap: Relative distance to the bound over stages at which no further stage is priced, in
             [0, 1).
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None
     max_blocks: int = 16
     time_limit_s: float = 120.0
     gap: float = 0.01
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(self.memory_bytes, max_blocks=self.max_blocks, time_limit_s=self.time_limit_s)
         _check_gap(self.gap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DlplacerConfig:
+class DlplacerConfig(Offloads):
     """Settings of `sbp_planner.placers.DlplacerPlanner`.
 
     Args:
@@ -237,14 +273,17 @@ class DlplacerConfig:
         time_limit_s: For the integer program, in seconds.
         gap: Relative distance to the bound at which it counts as solved, in [0, 1).
         max_groups: Of operators; neighbours in a chain are placed as one while there are more.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None
     time_limit_s: float = 30.0
     gap: float = 0.01
     max_groups: int = 32
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(self.memory_bytes, time_limit_s=self.time_limit_s, max_groups=self.max_groups)
         _check_gap(self.gap)
 
@@ -274,11 +313,14 @@ class GalvatronConfig(_CutsStages):
         max_layers: How many parts of the model, of about equal work, have a way of their own.
         time_limit_s: After which no further number of stages or micro-batches is looked at, in
             seconds.
+        offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
     """
 
     memory_bytes: float | None = None
     max_layers: int = 64
     time_limit_s: float = 60.0
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         _check_limits(self.memory_bytes, max_layers=self.max_layers, time_limit_s=self.time_limit_s)

@@ -127,6 +127,7 @@ class SegmentSearch:
             stages=StageMap(nodes=dict.fromkeys(segment.nodes, 0), inputs={**tensors, **away}),
             cluster=segments.cluster,
             bucket_bytes=segments.bucket_bytes,
+            offloaded=segments.offloaded,
             tables=segments.tables,
             whole=segments.companions,
         )

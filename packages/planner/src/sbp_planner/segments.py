@@ -94,6 +94,7 @@ class StepSegments:
         pins: Of the user and the planner, which tell segments apart.
         cluster: Whose devices run it.
         bucket_bytes: Of the plan, as `CompileOptions` has it.
+        offloaded: States that lie in the memory of the host.
     """
 
     graph: LogicalGraph
@@ -101,6 +102,7 @@ class StepSegments:
     pins: Pins
     cluster: Cluster
     bucket_bytes: int | None = None
+    offloaded: frozenset[str] = frozenset()
     #: Prices and options that are known, for all segments.
     tables: SharedTables = field(default_factory=SharedTables)
     #: What each value could travel with, whatever the stages are.
@@ -137,12 +139,12 @@ class StepSegments:
         return sum(max(time / num_ranks, min(time, launch_s)) for time in self._times[block])
 
     def state_bytes(self, block: int) -> int:
-        """Return the bytes of parameters, buffers and optimizer states of a block."""
+        """Return the bytes of what a block has of parameters, buffers and states on the device."""
         kinds = self.graph.input_kinds
         return sum(
             self.graph.tensor(name).size_bytes
             for name, at in self.blocks.inputs.items()
-            if at == block and kinds[name].kind.is_state
+            if at == block and kinds[name].kind.is_state and name not in self.offloaded
         )
 
     def segment(self, blocks: frozenset[int]) -> Segment:
@@ -241,7 +243,7 @@ class StepSegments:
             nodes.append((call, taken, made, node.phase, node.rate, node.tags))
         entries = tuple(
             (numbered(e.name.removesuffix(_LEAVING), len(number)), graph.types[e.name], e.kind,
-             e.name.endswith(_LEAVING), number.get(e.of, -1))
+             e.name.endswith(_LEAVING), number.get(e.of, -1), e.name in self.offloaded)
             for e in graph.inputs if graph.is_tensor(e.name)
         )  # fmt: skip
         results = tuple(

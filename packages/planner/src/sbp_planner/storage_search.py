@@ -24,7 +24,13 @@ from math import inf
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError, SbpLookupError
 from sbp_core.infer import predict_cost
-from sbp_core.memory import CallLayouts, RankMemory, call_layouts, predict_memory
+from sbp_core.memory import (
+    CallLayouts,
+    RankMemory,
+    call_layouts,
+    offloaded_bytes,
+    predict_memory,
+)
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
@@ -92,6 +98,7 @@ class StorageSearch:
     is_exact: bool = True
     _step_s: dict[Choice, float] = field(default_factory=dict)
     _memory: dict[Choice, dict[int, int]] = field(default_factory=dict)
+    _host_bytes: dict[Choice, int] = field(default_factory=dict)
     #: The choice that was compiled last, and its plan: plans are too large to keep them all.
     _compiled: tuple[Choice, PhysicalPlan] | None = None
 
@@ -161,6 +168,11 @@ class StorageSearch:
         """Return what the fullest rank holds at its peak, of the compiled plan, in bytes."""
         return max(self.memory_by_rank(choice).values())
 
+    def host_bytes(self, choice: Choice) -> int:
+        """Return what no rank exceeds in the memory of its host, in bytes."""
+        self.memory_by_rank(choice)
+        return self._host_bytes[choice]
+
     def cell_memory(self, choice: Choice, cell: Cell) -> int:
         """Return what the fullest rank of a cell holds at its peak, in bytes."""
         return max(self.memory_by_rank(choice)[rank] for rank in cell.ranks)
@@ -179,7 +191,9 @@ class StorageSearch:
                 )
                 bound = found["predicted_memory_bytes_per_rank"]
                 self._memory[choice] = dict.fromkeys(self.ends.replicated.ranks, bound)
-            self.step_s(choice)  # while its plan is there
+            # While its plan is there:
+            self.step_s(choice)
+            self._host_bytes[choice] = offloaded_bytes(self.plan(choice))
         return self._memory[choice]
 
     def peaks(self, choice: Choice) -> dict[int, RankMemory] | None:
@@ -193,7 +207,10 @@ class StorageSearch:
 
     def fits(self, choice: Choice) -> bool:
         """Whether a choice keeps to the limit; the best one that does is remembered."""
-        does = self.memory(choice) <= self.limit_bytes
+        host_limit_bytes = self.request.cluster.device.host_memory_bytes or 0
+        does = (
+            self.memory(choice) <= self.limit_bytes and self.host_bytes(choice) <= host_limit_bytes
+        )
         if does and (self.best is None or self._rank(choice) < self._rank(self.best)):
             self.best = choice
         return does

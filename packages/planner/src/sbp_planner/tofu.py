@@ -29,6 +29,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.meshes import reshaped
+from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import TofuConfig
 
 
@@ -45,6 +46,9 @@ class TofuPlanner:
             ConfigError: the mesh has pipeline stages, or a pin cannot be meant.
             PlanError: nothing fulfils the pins.
         """
+        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
+
+    def _plan(self, request: PlanRequest) -> Strategy:
         mesh = request.mesh
         if PIPE_AXIS in mesh.axes:
             raise ConfigError(

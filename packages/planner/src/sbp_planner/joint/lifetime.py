@@ -1,6 +1,7 @@
 """How long values are held, and how much each option of a variable makes of that.
 
-    states        stored all the time; replaced in place
+    states        stored all the time; replaced in place; nothing of those in host memory, whose
+                  copies are on the device for their update alone
     a value       from the node that makes it to the last that uses it, at the places that these
                   have in the graph; through views, which hold nothing themselves
 
@@ -116,6 +117,8 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
             usages[variable] = usages[variable] * in_flight[stage]
         intervals[variable] = (stage * length + start, stage * length + end)
     for entry in work.inputs:
+        if entry.name in work.offloaded:
+            continue
         variable, stage = problem.storage_variable[entry.name], work.stages.inputs[entry.name]
         tensor, mesh_shape = graph.tensor(entry.name), work.mesh_shape(stage)
         entries = problem.storage_entries[entry.name]
@@ -140,7 +143,7 @@ def stored_bytes(problem: StepProblem, values: Sequence[int]) -> int:
     work = problem.work
     by_stage = [0] * len(work.placements)
     for entry in work.inputs:
-        if entry.kind in _STATES:
+        if entry.kind in _STATES and entry.name not in work.offloaded:
             stage = work.stages.inputs[entry.name]
             sbp = problem.storage_entries[entry.name][values[problem.storage_variable[entry.name]]]
             by_stage[stage] += _bytes(work.graph.tensor(entry.name), sbp, work.mesh_shape(stage))
@@ -156,7 +159,7 @@ def least_stored_bytes(problem: StepProblem) -> int:
     work = problem.work
     by_stage = [0] * len(work.placements)
     for entry in work.inputs:
-        if entry.kind in _STATES:
+        if entry.kind in _STATES and entry.name not in work.offloaded:
             stage, tensor = work.stages.inputs[entry.name], work.graph.tensor(entry.name)
             by_stage[stage] += min(
                 _bytes(tensor, sbp, work.mesh_shape(stage))

@@ -57,6 +57,7 @@ def infer_placed(
         stages=placed_stages(request.graph, stage_of),
         cluster=request.cluster,
         bucket_bytes=None if request.options is None else request.options.bucket_bytes,
+        offloaded=request.offloaded,
     )
     resolved = resolve_pins(request.graph, work.axes, pins or {}, request.pins)
     decision = Decision()

@@ -11,6 +11,8 @@ Costs, in seconds of one step (a micro-batch's cost counts once for each micro-b
                 what it is made as; users that ask for the same share one. New states are asked for
                 as they are stored, loss and metrics as B. What the compiler lets travel in buckets
                 takes a share of one (`infer.companions`)
+    copies      of a state in host memory: its bytes over the link to the host, once, as what is
+                fetched and what is stored go on beside each other
     tie-break   so small that it only decides among equals: fewer bytes, then B, then low dims;
                 views of gradients rather pass partial values on
 
@@ -40,6 +42,7 @@ import numpy as np
 
 from sbp_core.compile.bucket_price import Companions
 from sbp_core.compile.levels import is_gathered_on_use
+from sbp_core.cost import host_copy_time_s
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import GraphInput, InputKind, Node, TensorType
 from sbp_core.graph.primitives import PIECE
@@ -228,6 +231,20 @@ class StepProblem:
             self.storage_variable[entry.name] = self._variable(
                 [sum(map(entry_tie_break, of)) for of in entries], start
             )
+        for entry in ordered:
+            if entry.name in self.work.offloaded:
+                self._add_copies(entry.name)
+
+    def _add_copies(self, name: str) -> None:
+        """Add to the storage of a state what it takes to fetch it from the host, and back."""
+        work, before = self.work, self._before(self._stored(name))
+        tensor, mesh_shape = work.graph.tensor(name), work.mesh_shape(work.stages.inputs[name])
+        seconds = []
+        for entries in self.storage_entries[name]:
+            shard = replace(tensor, shape=shard_shape(tensor, (*before, *entries), mesh_shape))
+            seconds.append(host_copy_time_s(shard.size_bytes, work.cluster.device))
+        variable = self.storage_variable[name]
+        self.unary[variable] = self.unary[variable] + np.array(seconds)
 
     def _stored(self, name: str) -> tuple[Sbp, ...]:
         return self.decision.storage.get(name, ())

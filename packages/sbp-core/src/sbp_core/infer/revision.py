@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sbp_core.infer.stages import StageMap
 from sbp_core.infer.work import Decision, StepWork
 from sbp_core.sbp import NdSbp
-from sbp_core.strategy import Assignment, Storage, Strategy
+from sbp_core.strategy import Assignment, Strategy
 
 if TYPE_CHECKING:
     from sbp_core.plugins.kinds import PlanRequest
@@ -25,6 +25,7 @@ def work_of(request: PlanRequest, strategy: Strategy) -> StepWork:
         ),
         cluster=request.cluster,
         bucket_bytes=None if request.options is None else request.options.bucket_bytes,
+        offloaded=frozenset(name for name, found in strategy.storage.items() if found.offloaded),
     )
 
 
@@ -38,7 +39,7 @@ def with_decision(strategy: Strategy, decision: Decision) -> Strategy:
             for name, found in strategy.nodes.items()
         },
         storage={
-            name: Storage(stage=found.stage, sbp=NdSbp(*decision.storage[name]))
+            name: replace(found, sbp=NdSbp(*decision.storage[name]))
             for name, found in strategy.storage.items()
         },
     )

@@ -171,6 +171,7 @@ def _work(
         stages=assign_stages(request.graph, len(placements), stage_patterns),
         cluster=request.cluster,
         bucket_bytes=None if request.options is None else request.options.bucket_bytes,
+        offloaded=request.offloaded,
         tables=tables or SharedTables(),
     )
     return work, resolve_pins(request.graph, work.axes, pins or {}, request.pins)
@@ -249,7 +250,9 @@ def _strategy(
         },
         storage={
             entry.name: Storage(
-                stage=work.stages.inputs[entry.name], sbp=NdSbp(*decision.storage[entry.name])
+                stage=work.stages.inputs[entry.name],
+                sbp=NdSbp(*decision.storage[entry.name]),
+                offloaded=entry.name in work.offloaded,
             )
             for entry in work.inputs
         },

@@ -67,6 +67,7 @@ class StepWork:
             for what the prices say.
         tables: Shared with other steps on the same cluster and with the same buckets, such as parts
             of one model.
+        offloaded: States that lie in the memory of the host.
         whole: What the values of a step could travel with of which this one is a part; None if it
             is a whole one.
     """
@@ -76,6 +77,7 @@ class StepWork:
     stages: StageMap
     cluster: Cluster
     bucket_bytes: int | None = None
+    offloaded: frozenset[str] = frozenset()
     tables: SharedTables = field(default_factory=SharedTables, repr=False, compare=False)
     whole: StepCompanions | None = field(default=None, repr=False, compare=False)
 

@@ -63,6 +63,8 @@ class PlanRequest:
         regather: Of the strategies that are made; see `Strategy`.
         family: The variants of the step, for planners that choose among them; None if `graph` is
             the only one. A strategy for another graph of it names its `variant`.
+        offloaded: States that lie in the memory of the host (`Storage.offloaded`), whoever decided
+            that: every strategy for the request has them there, and is priced with their copies.
         kept: Where planners that compile what they consider may leave their plans, so that what
             they choose need not be compiled again; None if nobody asks for them.
 
@@ -78,6 +80,7 @@ class PlanRequest:
     options: CompileOptions | None = None
     regather: tuple[str, ...] = ("*",)
     family: GraphFamily | None = None
+    offloaded: frozenset[str] = frozenset()
     kept: KeptPlans | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

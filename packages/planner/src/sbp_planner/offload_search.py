@@ -1,0 +1,264 @@
+"""States in the memory of the host, for any planner: those that are named, or as few as pay.
+
+    asked       planner.offload = patterns: every strategy has these states there, and no others
+    auto        1. plan with all states on the device
+                2. if nothing fits, or the fastest of any memory would be faster by more than a
+                   little: plan with all states of the optimizer in host memory, take back as many
+                   as fit (`offload_fit`), and plan again with those that stay there
+                3. take the faster of what fits, in simulated time; without offload among equals
+
+Where states lie is part of the request (`PlanRequest.offloaded`). So whatever planner it is counts
+their copies among its costs and nothing of them on the device, and its plans are compiled with
+them: it may share parameters out less, make fewer activations again, or take fewer micro-batches.
+
+Planners that know no limit of memory are asked once; if their plan does not fit, as few states as
+it takes are offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import TypeAlias
+
+from sbp_core.compile import offloadable
+from sbp_core.errors import SbpError
+from sbp_core.infer import predict_cost
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes, format_seconds
+from sbp_planner.compiled import Compilation, Compiled
+from sbp_planner.offload_fit import until_it_fits
+from sbp_planner.offload_setting import Offload
+from sbp_planner.offloading import (
+    by_parameter,
+    offloaded_states,
+    states_named,
+    with_states,
+)
+
+#: Plans a request within so many seconds.
+PlanWithin: TypeAlias = Callable[[PlanRequest, float], Strategy]
+
+#: Host memory is not looked at to save less than this share of a step.
+_LEAST_GAIN = 0.01
+
+#: Times that a planner is asked again, for a plan with the states that stay offloaded.
+_MAX_AGAIN = 2
+
+#: Of the time limit, what planning with states offloaded may take once it is up.
+_LATE_SHARE = 0.25
+
+
+def plan_with_offload(
+    request: PlanRequest,
+    offload: Offload,
+    plan: PlanWithin,
+    *,
+    limit_bytes: float | None = None,
+    time_limit_s: float = 0.0,
+    gain: Callable[[Strategy], float] | None = None,
+) -> Strategy:
+    """Return what a planner plans, with states in the memory of the host as that is asked for.
+
+    Args:
+        request: What is planned.
+        offload: The planner's setting.
+        plan: The planner.
+        limit_bytes: Memory of a rank that it keeps to; None if it looks at none.
+        time_limit_s: Of the planner, for all that it looks at together.
+        gain: Returns the share of a step that the fastest of any memory would save at most; None if
+            that is not known, so that host memory is looked at only where nothing fits.
+
+    Raises:
+        ConfigError: a pattern names no state, or there is no memory of a host.
+        SbpError: see `plan`; if nothing fits with states in host memory either, it says so.
+    """
+    if offload != "auto":
+        names = states_named(request, offload)
+        if not names:
+            return plan(request, time_limit_s)
+        planned = plan(replace(request, offloaded=names), time_limit_s)
+        return _told(request, planned, "as planner.offload asks for")
+    no_host = request.cluster.device.host_memory_bytes is None
+    if no_host or request.offloaded or not offloadable(request.graph):
+        return plan(request, time_limit_s)
+    if limit_bytes is None:
+        return _fitted(request, plan(request, time_limit_s))
+    return _OffloadSearch(
+        request=request, plan=plan, limit_bytes=limit_bytes, time_limit_s=time_limit_s
+    ).run(gain)
+
+
+def _fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
+    """Return a strategy with as few states offloaded as it takes to fit; as it is, if none do."""
+    of = _variant_of(request, strategy)
+    limit = request.cluster.device.memory_bytes
+    compilation = Compilation(request=of, limit_bytes=limit)
+    usual = compilation.compiled(strategy)
+    if usual.fits:
+        return strategy
+    found = until_it_fits(compilation, strategy)
+    if found is None:
+        return strategy
+    needs = format_bytes(usual.memory_bytes)
+    why = f"as the plan needs {needs} of {format_bytes(limit)} without"
+    return _told(request, found.strategy, why)
+
+
+@dataclass(slots=True, kw_only=True)
+class _OffloadSearch:
+    """The search for what pays; arguments as of `plan_with_offload`."""
+
+    request: PlanRequest
+    plan: PlanWithin
+    limit_bytes: float
+    time_limit_s: float
+    #: The plan with all states offloaded, whatever the host has room for.
+    roomy: Strategy | None = None
+    #: Why there is none, or none with some of them.
+    problem: SbpError | None = None
+    begun_s: float = field(default_factory=monotonic)
+
+    def run(self, gain: Callable[[Strategy], float] | None) -> Strategy:
+        try:
+            strategy = self.plan(self.request, self.time_limit_s)
+        except SbpError as failure:
+            found = self._best()
+            if found is None:
+                raise self._refusal(failure) from failure
+            why = f"{found}, and nothing that was found fits without"
+            return _told(self.request, found.strategy, why)
+        if gain is None or gain(strategy) < _LEAST_GAIN:
+            return strategy
+        usual, found = self._compilation(strategy).compiled(strategy), self._best()
+        without = format_seconds(usual.step_s)
+        if found is not None and found.step_s < usual.step_s:
+            why = f"{found}; without, {without} a step is the fastest that fits"
+            return _told(self.request, found.strategy, why)
+        takes = "nothing that was found fits" if found is None else f"a step takes {found}"
+        return _with_line(strategy, f"host memory: with states there {takes}; {without} without")
+
+    def _best(self) -> Compiled | None:
+        """Return the fastest plan that was found and fits with states in the memory of the host."""
+        # How they are cut is not known yet, so the host first has as much room as they may take.
+        self.roomy = self._planned(_with_larger_host(self.request), _all(self.request))
+        found = self._fitting(self.roomy)
+        if found is None and self.roomy is not None and (names := _largest(self.request)):
+            found = self._fitting(self._planned(self.request, names))
+        for _ in range(_MAX_AGAIN):
+            if found is None or self._left_s <= 0:
+                break
+            names = offloaded_states(found.strategy)
+            again = self._fitting(self._planned(self.request, names)) if names else None
+            if again is None or again.rank()[:2] > found.rank()[:2]:
+                break
+            # Of equals the later one, as its report is of what stays offloaded.
+            found = again
+            if offloaded_states(found.strategy) == names:
+                break
+        return found
+
+    def _planned(self, request: PlanRequest, names: frozenset[str]) -> Strategy | None:
+        """Return the plan with some states offloaded; None if there is none."""
+        if request.progress:
+            request.progress(f"planning with {len(names)} states in host memory", 0.0)
+        seconds = max(self._left_s, _LATE_SHARE * self.time_limit_s)
+        try:
+            return self.plan(replace(request, offloaded=names), seconds)
+        except SbpError as error:
+            self.problem = self.problem or error
+            return None
+
+    def _fitting(self, strategy: Strategy | None) -> Compiled | None:
+        """Return a plan with as few states offloaded as it takes; None if it does not fit."""
+        return None if strategy is None else until_it_fits(self._compilation(strategy), strategy)
+
+    def _with_larger_host(self) -> Compiled | None:
+        """Return what the roomy plan comes to with as few states offloaded as it takes."""
+        assert self.roomy is not None, "it is asked for where there is one"
+        request = _with_larger_host(_variant_of(self.request, self.roomy))
+        compilation = Compilation(request=request, limit_bytes=self.limit_bytes)
+        return until_it_fits(compilation, self.roomy)
+
+    def _compilation(self, strategy: Strategy) -> Compilation:
+        request = _variant_of(self.request, strategy)
+        return Compilation(request=request, limit_bytes=self.limit_bytes)
+
+    @property
+    def _left_s(self) -> float:
+        return self.begun_s + self.time_limit_s - monotonic()
+
+    def _refusal(self, failure: SbpError) -> SbpError:
+        """Return the error of what does not fit with states in host memory either."""
+        problem = self.problem
+        if problem is not None and problem.what == failure.what:
+            return failure  # of something else than memory
+        why = "" if problem is None else f": {problem.what}"
+        todo = f"states of the optimizer in the memory of the host are not enough{why}"
+        if self.roomy is not None and (found := self._with_larger_host()):
+            has = format_bytes(self.request.cluster.device.host_memory_bytes or 0)
+            todo = (
+                f"host_memory_bytes >= {found.host_bytes:.0f}, where a rank has {has} of its host: "
+                f"with so many bytes of states there, {found}"
+            )
+        both = ";\n    ".join(filter(None, (todo, failure.todo)))
+        return type(failure)(
+            failure.what, where=failure.where, accepted=failure.accepted, todo=both
+        )
+
+
+def _variant_of(request: PlanRequest, strategy: Strategy) -> PlanRequest:
+    """Return the request of the variant of the step that a strategy is for."""
+    quiet = replace(request, progress=None)
+    if quiet.family is None or strategy.variant is None:
+        return replace(quiet, family=None)
+    return quiet.of(strategy.variant)
+
+
+def _all(request: PlanRequest) -> frozenset[str]:
+    return frozenset(offloadable(request.graph))
+
+
+def _with_larger_host(request: PlanRequest) -> PlanRequest:
+    """Return the request for ranks whose hosts have room for all states of the whole step."""
+    device = request.cluster.device
+    host_bytes = max(device.host_memory_bytes or 0, _whole_bytes(request))
+    device = replace(device, host_memory_bytes=host_bytes)
+    return replace(request, cluster=replace(request.cluster, device=device))
+
+
+def _largest(request: PlanRequest) -> frozenset[str]:
+    """Return the largest states that a host has room for, however they are cut; not if for all."""
+    graph, left = request.graph, request.cluster.device.host_memory_bytes or 0
+    if _whole_bytes(request) <= left:
+        return frozenset()
+    largest = set[str]()
+    sizes = [(sum(graph.tensor(n).size_bytes for n in of), of) for of in by_parameter(graph)]
+    for size, names in sorted(sizes, key=lambda one: -one[0]):
+        if size <= left:
+            left -= size
+            largest.update(names)
+    return frozenset(largest)
+
+
+def _whole_bytes(request: PlanRequest) -> int:
+    """Return what all states that can be offloaded take on one rank that has all of them whole."""
+    return sum(request.graph.tensor(name).size_bytes for name in offloadable(request.graph))
+
+
+def _told(request: PlanRequest, strategy: Strategy, why: str) -> Strategy:
+    """Return a strategy whose report says what is offloaded, and why."""
+    names = offloaded_states(strategy)
+    found = with_states(request, strategy, names)
+    if not names:
+        return found
+    of = _variant_of(request, strategy)
+    predicted = predict_cost(of.graph, found, request.cluster, request.options)
+    return _with_line(replace(found, report={**found.report, **predicted}), f"  {why}")
+
+
+def _with_line(strategy: Strategy, line: str) -> Strategy:
+    lines = [*strategy.report.get("explanation", ()), line]
+    return replace(strategy, report={**strategy.report, "explanation": lines})

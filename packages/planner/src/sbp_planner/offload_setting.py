@@ -1,0 +1,76 @@
+"""The setting `planner.offload`, which all planners have: what lies in the memory of the host.
+
+Hook modules read it, so it imports nothing that takes a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from sbp_core.errors import ConfigError
+
+#: Patterns of states, or to choose them where memory is short; none for no states.
+Offload: TypeAlias = tuple[str, ...] | Literal["auto"]
+
+_ACCEPTED = "auto, [], or patterns of states, such as [optimizer_states]"
+
+
+def check_offload(offload: Offload) -> None:
+    """Refuse what names no states.
+
+    Raises:
+        ConfigError: so it does.
+    """
+    # What files and command lines say need not be of the type.
+    said: object = offload
+    is_list = not isinstance(said, str) and all(offload)
+    if said != "auto" and not is_list:
+        raise ConfigError(f"offload={offload!r}", accepted=_ACCEPTED)
+
+
+class Offloads:
+    """A config with the setting `offload`, that refuses it where there is no memory of a host."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_offload(getattr(self, "offload", ()))
+
+    def check_beside(self, others: Mapping[str, object]) -> None:
+        """Refuse states in host memory on a machine without any; see `ChecksOthers`.
+
+        Raises:
+            ConfigError: so it is asked for.
+        """
+        check_host(getattr(self, "offload", ()), others)
+
+
+def check_host(offload: Offload, others: Mapping[str, object]) -> None:
+    """Refuse states in host memory, if the config of the cluster says that there is none.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    cluster = others.get("cluster")
+    is_named = offload != "auto" and bool(offload)
+    if is_named and getattr(cluster, "host_memory_bytes", 0) is None:
+        raise no_host(offload)
+
+
+def no_host(offload: Offload, of: str = "") -> ConfigError:
+    """Return the error of states for a host that is not there.
+
+    Args:
+        offload: The setting.
+        of: The name of the cluster, if it is known.
+    """
+    named = f" {of!r}" if of else ""
+    return ConfigError(
+        f"planner.offload={list(offload)}, and the devices of cluster{named} have no memory of a "
+        "host beside their own",
+        accepted="a cluster whose devices have host_memory_bytes and host_link, such as "
+        "cluster=a100 and other profiles of GPUs",
+        todo="set planner.offload=[], or cluster.host_memory_bytes with cluster=local, or give "
+        "these two in the cluster file",
+    )
