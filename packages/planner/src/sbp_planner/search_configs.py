@@ -68,8 +68,7 @@ class IlpConfig(Offloads):
         memory_bytes: Memory of a rank that the plan may use; None takes the device's.
         time_limit_s: For each assignment that is searched, and for all variants of the step
             together, in seconds.
-        gap: Relative distance to the bound at which a program counts as solved, in [0, 1);
-            variants
+        gap: Relative distance to the bound at which a program counts as solved, in [0, 1); variants
             that can be no better by more than that are not looked at.
         tied: Whether equal layers are decided alike, which makes the program that much smaller.
         offload: States in the memory of the host, as of `sbp_planner.configs.ManualConfig`.
