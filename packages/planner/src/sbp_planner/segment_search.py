@@ -192,7 +192,7 @@ class SegmentSearch:
             free: The values of the fastest.
         """
         memory = replace(self.held(in_flight), limit_bytes=limit_bytes)
-        if len(self.problem.unary) > MAX_PROGRAM_VARIABLES:
+        if len(memory.usages) > MAX_PROGRAM_VARIABLES:
             priced = PricedMemory(self.problem, self.step, memory, free, max_entries=MAX_ENTRIES)
             values = priced.within(limit_bytes)
         else:
@@ -231,10 +231,10 @@ class SegmentSearch:
         usages, intervals = list(found.usages), list(found.intervals)
         whole = 0, len(segment.graph.nodes) + 1
         for name in segment.elsewhere:
-            variable = problem.storage_variable[name]
+            own = found.inputs[name]
             if name not in segment.arriving:
-                usages[variable] = np.zeros_like(usages[variable])
+                usages[own] = np.zeros_like(usages[own])
             elif is_saved(segment, name, self.segments.graph):
-                usages[variable] = usages[variable] * in_flight
-            intervals[variable] = whole
+                usages[own] = usages[own] * in_flight
+            intervals[own] = whole
         return replace(found, usages=tuple(usages), intervals=tuple(intervals))

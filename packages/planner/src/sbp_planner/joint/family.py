@@ -225,7 +225,13 @@ class FamilySearch:
         try:
             request = self.request.of(variant)
             quiet = replace(request, progress=None)
-            problem = joint_problem(quiet, pins=self.pins, from_axes=False, tables=self.tables)
+            problem = joint_problem(
+                quiet,
+                pins=self.pins,
+                from_axes=False,
+                tied=self.settings.tied,
+                tables=self.tables,
+            )
         except SbpError as error:
             self.problems.append(error)
             return None

@@ -2,18 +2,13 @@
 
     blocks.0.mlp.up (v7)   blocks.1.mlp.up (v31)   blocks.2.mlp.up (v55)     one group: 7, 31, 55
 
-What stands inside a numbered block is alike if the names differ in the number of the block alone,
-and the options are the same. What does not, such as the calls of a module that all blocks share, is
-alike if it has the same operator and options, takes what is alike, and is taken by what is alike:
-colours are refined by those of neighbours until no more of them appear. Names of blocks do not
-matter, so any model that numbers its layers has them.
-
-Source: Weisfeiler and Leman, "The reduction of a graph to canonical form", 1968 (refinement).
+Which nodes are alike, `sbp_core.infer.equal_layers` says. Where a step was posed with its equal
+layers as one (`joint_problem(tied=True)`), there is little left to be tied; what is posed layer by
+layer is tied here, and means and costs the same then.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -21,10 +16,13 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import ConversionGroup, Request, StepProblem
-
-#: The number of a block in a name: the first one behind a dot.
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+from sbp_core.infer import (
+    ConversionGroup,
+    Request,
+    StepProblem,
+    generic_name,
+    node_colours,
+)
 
 
 def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
@@ -34,54 +32,16 @@ def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
         problem: The step.
     """
     found: dict[Hashable, list[int]] = {}
-    for name, colour in _colours(problem).items():
+    # Equal options are one object, which lives as long as the problem.
+    options = {name: id(parts) for name, parts in problem.parts.items()}
+    for name, colour in node_colours(problem.work, options).items():
         found.setdefault(("node", colour), []).append(problem.node_variable[name])
     for name, variable in problem.storage_variable.items():
-        key = ("storage", _generic(name), problem.storage_entries[name])
+        key = ("storage", generic_name(name), problem.storage_entries[name])
         group = found.setdefault(key, [])
         if variable not in group:
             group.append(variable)
     return tuple(tuple(group) for group in _disjoint(list(found.values())) if len(group) > 1)
-
-
-def _colours(problem: StepProblem) -> dict[str, Hashable]:
-    """Return a colour for each node, equal for nodes that are alike."""
-    graph, work = problem.work.graph, problem.work
-    # Equal options are one object, which lives as long as the problem.
-    colours: dict[str, Hashable] = {}
-    others = []
-    for node in work.nodes:
-        options = id(problem.parts[node.name])
-        is_numbered = _NUMBER.search(node.name) is not None
-        name = _generic(node.name) if is_numbered else ""
-        colours[node.name] = (name, node.op, node.phase, options)
-        if not is_numbered:
-            others.append(node)
-    number = 0
-    while len(set(colours.values())) > number:
-        number = len(set(colours.values()))
-        refined: dict[str, Hashable] = {}
-        for node in others:
-            taken = tuple(
-                _generic(value) if (made := graph.producers.get(value)) is None
-                else colours.get(made.name, made.op)
-                for value in graph.tensor_inputs(node)
-            )  # fmt: skip
-            users = [
-                colours.get(user.name, user.op)
-                for value in node.outputs
-                for user in graph.users[value]
-            ]
-            refined[node.name] = (colours[node.name], taken, frozenset(users))
-        # Numbers for tuples, which would grow with every round.
-        numbers: dict[Hashable, int] = {}
-        for name, colour in refined.items():
-            colours[name] = numbers.setdefault(colour, len(numbers))
-    return colours
-
-
-def _generic(name: str) -> str:
-    return _NUMBER.sub("*", name, count=1)
 
 
 def _disjoint(groups: list[list[int]]) -> list[list[int]]:

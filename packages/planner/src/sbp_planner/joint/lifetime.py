@@ -12,7 +12,7 @@ flight and the buffers of runtimes are not in it. What a plan holds, its compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -36,14 +36,19 @@ class Held:
     """What the values of each variable hold.
 
     Args:
-        usages: For each variable the bytes of each of its values on the fullest rank.
-        intervals: For each variable from which place of the graph to which it holds them.
+        variables: The variable of each holding: those of the step in order, then, again, variables
+            of several equal layers, once for each other layer.
+        usages: For each holding the bytes of each value of its variable on the fullest rank.
+        intervals: For each holding from which place of the graph to which it lasts.
         limit_bytes: What all of them may hold at any place.
+        inputs: The holding of each tensor input.
     """
 
+    variables: tuple[int, ...]
     usages: tuple[NDArray[np.int64], ...]
     intervals: tuple[tuple[int, int], ...]
     limit_bytes: float
+    inputs: Mapping[str, int]
 
     def within(self, limit_bytes: float) -> Held:
         """Return the same under another limit."""
@@ -57,9 +62,12 @@ class Held:
         """Return what an assignment holds at each place, in bytes."""
         places = max((end for _, end in self.intervals), default=0)
         change = np.zeros(places + 1, dtype=np.int64)
-        for usage, (start, end), value in zip(self.usages, self.intervals, values, strict=True):
-            change[start] += usage[value]
-            change[end] -= usage[value]
+        for variable, usage, (start, end) in zip(
+            self.variables, self.usages, self.intervals, strict=True
+        ):
+            held = usage[values[variable]]
+            change[start] += held
+            change[end] -= held
         found: NDArray[np.int64] = np.cumsum(change)
         return found
 
@@ -80,8 +88,21 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
     place = {node.name: at for at, node in enumerate(graph.nodes)}
     length = len(graph.nodes) + 1
     last = _last_uses(problem, place)
+    variables = list(range(len(problem.unary)))
     usages = [np.zeros(len(table), dtype=np.int64) for table in problem.unary]
     intervals = [(0, 0)] * len(problem.unary)
+    taken: set[int] = set()
+
+    def holding(variable: int) -> int:
+        """Return the holding of one more node, or input, that a variable decides."""
+        if variable not in taken:
+            taken.add(variable)
+            return variable
+        variables.append(variable)
+        usages.append(np.zeros(len(problem.unary[variable]), dtype=np.int64))
+        intervals.append((0, 0))
+        return len(variables) - 1
+
     # Equal layers share their options, so ids tell what is alike.
     known: dict[object, NDArray[np.int64]] = {}
 
@@ -99,9 +120,10 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
         return known[key]
 
     for node in work.nodes:
-        variable, stage = problem.node_variable[node.name], work.stages.nodes[node.name]
+        stage = work.stages.nodes[node.name]
         if work.is_free(node):
             continue
+        own = holding(problem.node_variable[node.name])
         mesh_shape, start = work.mesh_shape(stage), place[node.name]
         for at, value in enumerate(node.outputs):
             tensor = graph.tensor(value)
@@ -110,24 +132,32 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
             def made(option: int, at: int = at, parts: Parts = parts) -> list[Sbp]:
                 return [part.outputs[at] for part in parts[option]]
 
-            usages[variable] = usages[variable] + sizes(tensor, parts, made, mesh_shape, at)
+            usages[own] = usages[own] + sizes(tensor, parts, made, mesh_shape, at)
         end = max((last[value] for value in node.outputs), default=start) + 1
         waits = node.phase is Phase.FORWARD and graph.nodes[end - 1].phase is Phase.BACKWARD
         if waits and in_flight:
-            usages[variable] = usages[variable] * in_flight[stage]
-        intervals[variable] = (stage * length + start, stage * length + end)
+            usages[own] = usages[own] * in_flight[stage]
+        intervals[own] = (stage * length + start, stage * length + end)
+    inputs: dict[str, int] = {}
+    for name in dict.fromkeys(problem.storage_owner[entry.name] for entry in work.inputs):
+        inputs[name] = holding(problem.storage_variable[name])
     for entry in work.inputs:
+        own = inputs[entry.name] = inputs[problem.storage_owner[entry.name]]
+        stage = work.stages.inputs[entry.name]
         if entry.name in work.offloaded:
             continue
-        variable, stage = problem.storage_variable[entry.name], work.stages.inputs[entry.name]
         tensor, mesh_shape = graph.tensor(entry.name), work.mesh_shape(stage)
         entries = problem.storage_entries[entry.name]
-        usages[variable] = usages[variable] + sizes(
-            tensor, entries, entries.__getitem__, mesh_shape
-        )
-        intervals[variable] = (stage * length, (stage + 1) * length)
+        usages[own] = usages[own] + sizes(tensor, entries, entries.__getitem__, mesh_shape)
+        intervals[own] = (stage * length, (stage + 1) * length)
     assert num_stages * length >= max(end for _, end in intervals)
-    return Held(usages=tuple(usages), intervals=tuple(intervals), limit_bytes=limit_bytes)
+    return Held(
+        variables=tuple(variables),
+        usages=tuple(usages),
+        intervals=tuple(intervals),
+        limit_bytes=limit_bytes,
+        inputs=inputs,
+    )
 
 
 def stored_bytes(problem: StepProblem, values: Sequence[int]) -> int:

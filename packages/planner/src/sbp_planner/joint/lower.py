@@ -33,14 +33,16 @@ class LoweredStep:
 
     Args:
         choice: Its first nodes are the variables of the step, in order; behind them come those of
-            shared conversions.
+            shared conversions, and copies.
         conversions: For each of the latter: the variables that ask for it, and for each of them
             which of its values do.
+        copies: The variables of the last nodes, which hold what other equal layers do.
     """
 
     choice: ChoiceProblem
     num_variables: int
     conversions: tuple[tuple[tuple[int, Floats], ...], ...]
+    copies: tuple[int, ...] = ()
 
     def values(self, assignment: Sequence[int]) -> tuple[int, ...]:
         """Return the values of the step's variables under an assignment of the nodes."""
@@ -52,7 +54,8 @@ class LoweredStep:
             int(any(asks[values[variable]] for variable, asks in users))
             for users in self.conversions
         )
-        return (*(int(value) for value in values), *made)
+        own = tuple(int(value) for value in values)
+        return (*own, *made, *(own[variable] for variable in self.copies))
 
 
 class _Lowering:
@@ -135,6 +138,19 @@ class _Lowering:
         # Equal layers have equal tables, of which one is kept.
         self.edge_costs.append(self._shared.setdefault((table.shape, table.tobytes()), table))
 
+    def add_copies(self, variables: Sequence[int]) -> None:
+        """Add nodes that take the values of variables, and cost nothing."""
+        copies: dict[int, list[int]] = {}
+        for variable in variables:
+            copies.setdefault(variable, []).append(len(self.costs))
+            self.costs.append(np.zeros(len(self.problem.unary[variable])))
+        for variable, nodes in copies.items():
+            number = self._tie_of.get(variable)
+            if number is None:
+                number = self._tie_of[variable] = len(self.ties)
+                self.ties.append((variable,))
+            self.ties[number] = (*self.ties[number], *nodes)
+
 
 def _without_forbidden(table: Floats) -> Floats:
     return np.where(table >= FORBIDDEN_S, np.inf, table)
@@ -151,20 +167,31 @@ def lower_step(
         held: What values hold while they live, and the limit; None if memory does not matter.
     """
     lowering = _Lowering(problem, ties)
-    num_conversions = len(lowering.conversions)
-    nothing = [np.zeros(2, dtype=np.int64)] * num_conversions
+    num_variables, num_conversions = len(problem.unary), len(lowering.conversions)
+    usages, intervals = None, None
+    repeated: tuple[int, ...] = ()
+    if held is not None:
+        # A node holds something once, so each further layer that a variable decides is a node more.
+        repeated = held.variables[num_variables:]
+        nothing = np.zeros(2, dtype=np.int64)
+        usages = [*held.usages[:num_variables], *[nothing] * num_conversions]
+        usages += held.usages[num_variables:]
+        intervals = [*held.intervals[:num_variables], *[(0, 0)] * num_conversions]
+        intervals += held.intervals[num_variables:]
+        lowering.add_copies(repeated)
     choice = ChoiceProblem(
         costs=lowering.costs,
         edges=lowering.edges,
         edge_costs=lowering.edge_costs,
         ties=lowering.ties,
-        usages=None if held is None else [*held.usages, *nothing],
-        intervals=None if held is None else [*held.intervals, *[(0, 0)] * num_conversions],
+        usages=usages,
+        intervals=intervals,
         usage_limit=None if held is None else held.limit_bytes,
         name="step",
     )
     return LoweredStep(
         choice=choice,
-        num_variables=len(problem.unary),
+        num_variables=num_variables,
         conversions=tuple(lowering.conversions),
+        copies=tuple(repeated),
     )

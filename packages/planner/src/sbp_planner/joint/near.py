@@ -57,7 +57,12 @@ def recentred(problem: StepProblem, values: Sequence[int], *, tied: bool) -> Ste
         tied: Whether equal layers are decided alike.
     """
     found = StepProblem(
-        problem.work, problem.decided(values), problem.axes, problem.pins, problem.kept
+        problem.work,
+        problem.decided(values),
+        problem.axes,
+        problem.pins,
+        problem.kept,
+        layers=problem.layers,
     )
     limited(found, tied=tied, max_prices=0)
     return found
@@ -80,6 +85,7 @@ def least_s(problem: StepProblem, cost_s: float, *, tied: bool, time_limit_s: fl
         problem.pins,
         problem.kept,
         prices=LeastPrices(work.placements, work.cluster),
+        layers=problem.layers,
     )
     priced = with_prices(whole, problem)
     step = tie(whole, priced) if tied else untied(whole, priced)

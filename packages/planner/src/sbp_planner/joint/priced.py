@@ -144,20 +144,23 @@ class PricedMemory:
         full = np.flatnonzero(memory.by_place(free) > memory.limit_bytes)
         found: list[Bytes] = [np.zeros(len(table)) for table in self.step.unary]
         shares = []
-        for variable, of in enumerate(self.step.tied):
-            start, end = memory.intervals[variable]
+        for variable, usage, (start, end) in zip(
+            memory.variables, memory.usages, memory.intervals, strict=True
+        ):
+            of = self.step.tied[variable]
             share = np.count_nonzero((full >= start) & (full < end)) / max(len(full), 1)
             shares.append(float(share))
             if share:
-                found[of] = found[of] + share * memory.usages[variable]
+                found[of] = found[of] + share * usage
         return shares, found
 
     def _noted(self, values: tuple[int, ...]) -> _Found:
-        usages = zip(self.shares, self.memory.usages, values, strict=True)
+        memory = self.memory
+        usages = zip(self.shares, memory.variables, memory.usages, strict=True)
         return _Found(
             values=values,
             cost_s=self.problem.cost(values),
-            priced_bytes=sum(share * float(usage[at]) for share, usage, at in usages),
+            priced_bytes=sum(share * float(usage[values[v]]) for share, v, usage in usages),
             peak_bytes=self.memory.peak_bytes(values),
         )
 

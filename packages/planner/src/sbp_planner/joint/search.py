@@ -158,6 +158,7 @@ class JointSearch:
             quiet,
             pins=pins,
             stages=stages.stages if stages is not None else None,
+            tied=settings.tied,
             tables=tables,
         )
         #: What plans take at least: the states, however they are stored.
@@ -344,7 +345,7 @@ class JointSearch:
         """
         flight = self.stages.in_flight if self.stages is not None else ()
         counted = held(self.problem, self.limit_bytes, flight)
-        is_large = len(self.problem.unary) > MAX_PROGRAM_VARIABLES
+        is_large = len(counted.usages) > MAX_PROGRAM_VARIABLES
         num_tries = MAX_LARGE_TRIES if is_large else MAX_TRIES
         above, below = float(counted.peak_bytes(free)), 0.0
         wanted = self.limit_bytes

@@ -12,6 +12,7 @@ Stability: provisional.
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.companions import StepCompanions
 from sbp_core.infer.conversion_group import ConversionGroup, Request
+from sbp_core.infer.equal_layers import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
 from sbp_core.infer.minsum import Factor, minimise, total_cost
@@ -50,6 +51,7 @@ __all__ = [
     "CostTables",
     "Costed",
     "Decision",
+    "EqualLayers",
     "Factor",
     "Kept",
     "LeastPrices",
@@ -68,7 +70,9 @@ __all__ = [
     "check_pin",
     "conversions",
     "decide_axis",
+    "equal_layers",
     "forward_blocks",
+    "generic_name",
     "infer_axis",
     "infer_nearby",
     "infer_placed",
@@ -76,6 +80,7 @@ __all__ = [
     "is_pin_word",
     "joint_problem",
     "minimise",
+    "node_colours",
     "one_forward_one_backward",
     "pipelined",
     "predict_cost",

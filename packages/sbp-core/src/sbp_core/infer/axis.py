@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sbp_core.errors import PlanError
+from sbp_core.infer.equal_layers import EqualLayers
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.minsum import minimise
 from sbp_core.infer.pins import PINS, Pins
@@ -16,7 +17,13 @@ _MAX_DIRECT_ENTRIES = 20_000
 
 
 def decide_axis(
-    work: StepWork, decision: Decision, axis: int, pins: Pins, kept: Kept | None = None
+    work: StepWork,
+    decision: Decision,
+    axis: int,
+    pins: Pins,
+    kept: Kept | None = None,
+    *,
+    layers: EqualLayers | None = None,
 ) -> bool:
     """Decide one mesh axis; return whether the choice is proved to be the best on that axis.
 
@@ -28,12 +35,13 @@ def decide_axis(
         axis: Which.
         pins: What must hold.
         kept: What stays as an earlier strategy has it, where pins allow; nothing if None.
+        layers: What is decided alike, on the axes before, too; nothing if None.
 
     Raises:
         PlanError: the pins leave nothing that can be boxed.
     """
     if work.has_ranks(axis):
-        return _solve(work, decision, axis, pins, kept or Kept())
+        return _solve(work, decision, axis, pins, kept or Kept(), layers)
     for node in work.nodes:
         part = replicated(work.calls[node.name])
         decision.nodes[node.name] = (*decision.nodes.get(node.name, ()), part)
@@ -42,8 +50,15 @@ def decide_axis(
     return True
 
 
-def _solve(work: StepWork, decision: Decision, axis: int, pins: Pins, kept: Kept) -> bool:
-    problem = StepProblem(work, decision, range(axis, axis + 1), pins, kept)
+def _solve(
+    work: StepWork,
+    decision: Decision,
+    axis: int,
+    pins: Pins,
+    kept: Kept,
+    layers: EqualLayers | None,
+) -> bool:
+    problem = StepProblem(work, decision, range(axis, axis + 1), pins, kept, layers=layers)
     start_greedily(problem)
     tables = CostTables(problem, max_entries=_MAX_DIRECT_ENTRIES)
     found = minimise(tables.sizes, tables.factors, tables.start)

@@ -34,8 +34,8 @@ Searches nothing.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -43,7 +43,6 @@ import numpy as np
 from sbp_core.compile.bucket_price import Companions
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.cost import host_copy_time_s
-from sbp_core.errors import PlanError
 from sbp_core.graph.ir import GraphInput, InputKind, Node, TensorType
 from sbp_core.graph.primitives import PIECE
 from sbp_core.infer.conversion_group import (
@@ -55,12 +54,15 @@ from sbp_core.infer.conversion_group import (
     Request,
     Table,
 )
+from sbp_core.infer.equal_layers import EqualLayers
 from sbp_core.infer.least_prices import PriceTable
-from sbp_core.infer.pins import PINS, Pin, Pins
+from sbp_core.infer.pinned_options import PinnedOptions
+from sbp_core.infer.pins import Pins
 from sbp_core.infer.tie_break import TIE_S_PER_BYTE, entry_tie_break, signature_tie_break
 from sbp_core.infer.work import (
     Decision,
     Kept,
+    Options,
     OptionTable,
     StepWork,
     shard_shape,
@@ -85,6 +87,8 @@ class StepProblem:
         pins: What is decided already.
         kept: What stays as an earlier strategy has it, where pins allow.
         prices: Of conversions; those of the router if None.
+        layers: What is alike, and posed once: one variable each, with the costs of all of them.
+            What is decided on the axes before is alike, too. Nothing if None.
 
     Raises:
         PlanError: a pin asks for what an operator cannot take.
@@ -99,12 +103,10 @@ class StepProblem:
         pins: Pins,
         kept: Kept | None = None,
         prices: PriceTable | None = None,
+        layers: EqualLayers | None = None,
     ) -> None:
         self.work, self.decision, self.axes, self.pins = work, decision, axes, pins
-        self.kept = kept or Kept()
-        self.use = [
-            {value: pin for (value, at), pin in pins.use.items() if at == axis} for axis in axes
-        ]
+        self.kept, self.layers = kept or Kept(), layers
         self.prices: PriceTable = work.prices(axes) if prices is None else prices
         #: Seconds of each value of each variable, by itself.
         self.unary: list[Table] = []
@@ -114,6 +116,8 @@ class StepProblem:
         self.parts: dict[str, tuple[tuple[Signature1d, ...], ...]] = {}
         self.node_variable: dict[str, int] = {}
         self.storage_variable: dict[str, int] = {}
+        #: The input that a variable is of; a state may share that of its parameter.
+        self.storage_owner: dict[str, str] = {}
         self.storage_entries: dict[str, tuple[Entries, ...]] = {}
         # Repeated layers ask for the same under other names, so what is made once is kept: options
         # by their call and pins, entries by options, costs and targets by entries. Ids tell these
@@ -130,22 +134,27 @@ class StepProblem:
     @cached_property
     def groups(self) -> list[ConversionGroup]:
         """The conversions, priced when they are first asked for."""
+        return [group for value, count in self._values for group in self._groups_of(value, count)]
+
+    @cached_property
+    def _values(self) -> Sequence[tuple[str, int]]:
+        """The tensors, of those that are alike the first, and how many are."""
         graph = self.work.graph
-        values = (value for value in graph.types if graph.is_tensor(value))
-        return [group for value in values for group in self._groups_of(value)]
+        if self.layers is not None:
+            return self.layers.values
+        return [(value, 1) for value in graph.types if graph.is_tensor(value)]
 
     @property
     def num_prices(self) -> int:
         """How many conversions of tensors that are alike there are to price, at most."""
         found: dict[object, int] = {}
-        for value in self.work.graph.types:
-            if self.work.graph.is_tensor(value):
-                source = self._source(value)
-                targets = {id(end.entries): end.entries for end in self._targets(value, source)}
-                key = (self.work.unsliced(value), id(source.entries), *targets)
-                if key not in found:
-                    asked = {entries for of in targets.values() for entries in of}
-                    found[key] = len(set(source.entries)) * len(asked)
+        for value, _ in self._values:
+            source = self._source(value)
+            targets = {id(end.entries): end.entries for end in self._targets(value, source)}
+            key = (self.work.unsliced(value), id(source.entries), *targets)
+            if key not in found:
+                asked = {entries for of in targets.values() for entries in of}
+                found[key] = len(set(source.entries)) * len(asked)
         return sum(found.values())
 
     def restrict(self, kept: Sequence[Numbers]) -> None:
@@ -215,13 +224,20 @@ class StepProblem:
         ordered = sorted(
             self.work.inputs, key=lambda entry: entry.name in self.work.parameter_of_state
         )
+        counts: Counter[str] = Counter()
+        like = self.layers.inputs if self.layers is not None else {}
         for entry in ordered:
             pinned = any((entry.name, axis) in self.pins.storage for axis in self.axes)
             parameter = self.work.parameter_of_state.get(entry.name)
             kept = entry.name in self.kept.storage
             if not pinned and not kept and parameter is not None:
-                self.storage_variable[entry.name] = self.storage_variable[parameter]
-                self.storage_entries[entry.name] = self.storage_entries[parameter]
+                self._store_as(entry.name, parameter)
+                self.storage_owner[entry.name] = parameter
+                continue
+            self.storage_owner[entry.name] = entry.name
+            if (first := like.get(entry.name, entry.name)) != entry.name:
+                self._store_as(entry.name, first)
+                counts[first] += 1
                 continue
             entries = tuple(self._storable(entry, self._before(self._stored(entry.name))))
             entries = self._storages.setdefault(entries, entries)
@@ -231,9 +247,15 @@ class StepProblem:
             self.storage_variable[entry.name] = self._variable(
                 [sum(map(entry_tie_break, of)) for of in entries], start
             )
+        for name, count in counts.items():
+            self.unary[self.storage_variable[name]] *= 1 + count
         for entry in ordered:
             if entry.name in self.work.offloaded:
                 self._add_copies(entry.name)
+
+    def _store_as(self, name: str, other: str) -> None:
+        self.storage_variable[name] = self.storage_variable[other]
+        self.storage_entries[name] = self.storage_entries[other]
 
     def _add_copies(self, name: str) -> None:
         """Add to the storage of a state what it takes to fetch it from the host, and back."""
@@ -277,90 +299,46 @@ class StepProblem:
 
     def _add_nodes(self) -> None:
         table = OptionTable(self.work, self.axes)
-        seconds: dict[tuple[int, tuple[int, ...], int, bool], list[float]] = {}
+        pinned = PinnedOptions(self.work, self.axes, self.pins, self.kept)
+        like = self.layers.nodes if self.layers is not None else {}
+        seconds: dict[tuple[int, tuple[int, ...], int, bool], Table] = {}
+        # What one node costs; of nodes that are alike by how many there are.
+        own: dict[int, Counter[tuple[int, tuple[int, ...], int, bool]]] = defaultdict(Counter)
+        options: dict[str, Options] = {}
+        chosen: dict[str, tuple[int, ...]] = {}
         for node in self.work.nodes:
-            decided = self.decision.nodes.get(node.name, ())
-            options = table.options(node, decided[: self.axes.start])
-            kept = self._unpinned(node, options.parts)
-            kept = self._as_kept(node, options.parts, kept) or kept
+            first = like.get(node.name, node.name)
+            if first == node.name:
+                decided = self.decision.nodes.get(first, ())
+                options[first] = table.options(node, decided[: self.axes.start])
+                chosen[first] = pinned.left(node, options[first].parts)
+                key = (id(options[first].parts), chosen[first])
+                if key not in self._kept:
+                    self._kept[key] = tuple(options[first].parts[at] for at in chosen[first])
+                parts, found = self._kept[key], self._decided(decided)
+                start = parts.index(found) if found in parts else 0
+                self.node_variable[first] = self._variable([0.0] * len(parts), start)
+            else:
+                pinned.follow(node, self.work.graph.by_name[first])
+                parts, key = self.parts[first], (id(options[first].parts), chosen[first])
+            self.parts[node.name] = parts
+            self.node_variable[node.name] = variable = self.node_variable[first]
             times = self.work.executions(node.rate)
             passes_on = node.name in self.work.views_of_gradients
-            key = (id(options.parts), tuple(kept))
-            if key not in self._kept:
-                self._kept[key] = tuple(options.parts[at] for at in kept)
-            parts = self.parts[node.name] = self._kept[key]
             if (*key, times, passes_on) not in seconds:
-                seconds[*key, times, passes_on] = [
-                    times * options.seconds[at]
-                    + sum(signature_tie_break(passes_on, part) for part in options.parts[at])
-                    for at in kept
-                ]
-            found = self._decided(decided)
-            self.node_variable[node.name] = self._variable(
-                seconds[*key, times, passes_on], parts.index(found) if found in parts else 0
+                seconds[*key, times, passes_on] = np.array(
+                    [
+                        times * options[first].seconds[at]
+                        + sum(signature_tie_break(passes_on, part) for part in parts[place])
+                        for place, at in enumerate(chosen[first])
+                    ],
+                    dtype=np.float64,
+                )
+            own[variable][*key, times, passes_on] += 1
+        for variable, counts in own.items():
+            self.unary[variable] = sum(
+                (count * seconds[key] for key, count in counts.items()), self.unary[variable]
             )
-
-    def _unpinned(self, node: Node, parts: Sequence[tuple[Signature1d, ...]]) -> list[int]:
-        """Return which options take the node's arguments as they are pinned."""
-        kept = list(range(len(parts)))
-        for axis, use in enumerate(self.use):
-            kept = self._unpinned_on(axis, use, node, parts, kept)
-        return kept
-
-    def _unpinned_on(
-        self,
-        axis: int,
-        use: dict[str, Pin],
-        node: Node,
-        parts: Sequence[tuple[Signature1d, ...]],
-        kept: list[int],
-    ) -> list[int]:
-        pinned = [
-            (at, value, use[value])
-            for at, value in enumerate(self.work.calls[node.name].tensor_names)
-            if value in use
-        ]
-        if not pinned:
-            return kept
-        # Firm pins first. A pin that is not firm then chooses among what they leave, and gives way
-        # where they leave nothing that it fits.
-        for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
-            fits = [index for index in kept if parts[index][axis].inputs[at] == pin.entry]
-            if not fits and pin.firm:
-                possible = {parts[index][axis].inputs[at] for index in kept}
-                raise self._untakable(self.axes[axis], node, value, pin, possible)
-            kept = fits or kept
-        # What a view of a pinned value must be is pinned for its users too.
-        left = dict.fromkeys(parts[index][axis] for index in kept)
-        if len(left) == 1 and self.work.is_free(node) and pinned[0][2].firm:
-            (only,) = left
-            for value, entry in zip(node.outputs, only.outputs, strict=True):
-                use.setdefault(value, replace(pinned[0][2], entry=entry))
-        return kept
-
-    def _as_kept(
-        self, node: Node, parts: Sequence[tuple[Signature1d, ...]], among: list[int]
-    ) -> list[int]:
-        """Return which options are what an earlier strategy has; none if it has nothing of it."""
-        found = self.kept.nodes.get(node.name)
-        if found is None:
-            return []
-        wanted = [
-            tuple(tuple(sbp[axis] for sbp in of) for of in (found.inputs, found.outputs))
-            for axis in self.axes
-        ]
-        return [at for at in among if [(p.inputs, p.outputs) for p in parts[at]] == wanted]
-
-    def _untakable(
-        self, axis: int, node: Node, value: str, pin: Pin, possible: set[Sbp]
-    ) -> PlanError:
-        return PlanError(
-            f"the pin '{pin.text}' asks that {value!r} is used as {pin.entry!r} on mesh axis "
-            f"{self.work.axes[axis]!r}, which {node.op} cannot take",
-            where=(*node.where(), PINS),
-            accepted=", ".join(sorted(map(repr, possible))),
-            todo="pin what is accepted, or pin another value on the way",
-        )
 
     # Ends of conversions
 
@@ -437,7 +415,7 @@ class StepProblem:
 
     # Conversions
 
-    def _groups_of(self, value: str) -> Iterator[ConversionGroup]:
+    def _groups_of(self, value: str, count: int) -> Iterator[ConversionGroup]:
         source = self._source(value)
         together: dict[tuple[int, tuple[Sbp, ...], str, bool], list[ConversionEnd]] = {}
         for end in self._targets(value, source):
@@ -450,7 +428,7 @@ class StepProblem:
             asked = (ends[0].stage, ends[0].before, ends[0].as_stored)
             companions = self.work.companions.of(value, ends[0].phase)
             alike = (
-                *(tensor, slices, times, companions, *made, *asked),
+                *(tensor, slices, times, count, companions, *made, *asked),
                 *(id(end.entries) for end in ends),
             )
             if alike not in self._costs:
@@ -460,7 +438,7 @@ class StepProblem:
                     np.array([number[of] for of in end.entries], dtype=np.int64) for end in ends
                 )
                 costs = self._target_costs(tensor, source, ends[0], tuple(targets), companions)
-                self._costs[alike] = times / slices * costs, numbers
+                self._costs[alike] = count * (times / slices * costs), numbers
             costs, numbers = self._costs[alike]
             if costs.any():
                 yield ConversionGroup(

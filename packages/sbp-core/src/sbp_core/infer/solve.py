@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sbp_core.errors import ConfigError, SignatureError
 from sbp_core.graph.serialize import graph_hash
 from sbp_core.infer.axis import decide_axis
+from sbp_core.infer.equal_layers import EqualLayers, equal_layers
 from sbp_core.infer.pins import PIPE_AXIS, Pins, PinValue, resolve_pins
 from sbp_core.infer.predict import predict_cost
 from sbp_core.infer.problem import StepProblem
@@ -88,6 +89,7 @@ def joint_problem(
     stages: tuple[Placement, ...] | None = None,
     stage_patterns: StagePatterns = (),
     from_axes: bool = True,
+    tied: bool = False,
     tables: SharedTables | None = None,
 ) -> StepProblem:
     """Return the problem of a step on all mesh axes at once.
@@ -100,6 +102,7 @@ def joint_problem(
         stages: Placement of each stage.
         stage_patterns: For each stage, patterns of module paths.
         from_axes: Whether it starts from what is found axis by axis, which takes a while.
+        tied: Whether equal layers are posed once, and decided alike.
         tables: Of other steps on the same cluster, such as variants of this one.
 
     Raises:
@@ -109,10 +112,11 @@ def joint_problem(
     """
     work, resolved = _work(request, pins, stages, stage_patterns, tables)
     progress = request.progress or (lambda what, fraction: None)
+    layers = equal_layers(work, resolved) if tied else None
     decision = Decision()
     if from_axes:
-        decision, _ = _decided_by_axis(work, resolved, progress)
-    return StepProblem(work, decision, range(len(work.axes)), resolved)
+        decision, _ = _decided_by_axis(work, resolved, progress, layers)
+    return StepProblem(work, decision, range(len(work.axes)), resolved, layers=layers)
 
 
 def strategy_of(
@@ -178,14 +182,17 @@ def _work(
 
 
 def _decided_by_axis(
-    work: StepWork, pins: Pins, progress: Callable[[str, float], None]
+    work: StepWork,
+    pins: Pins,
+    progress: Callable[[str, float], None],
+    layers: EqualLayers | None = None,
 ) -> tuple[Decision, dict[str, bool]]:
     """Decide one axis after the other; say of each whether its choice is proved to be the best."""
     decision = Decision()
     optimal: dict[str, bool] = {}
     for axis, name in enumerate(work.axes):
         progress(f"inferring mesh axis {name!r}", (1 + axis) / (2 + len(work.axes)))
-        optimal[name] = decide_axis(work, decision, axis, pins)
+        optimal[name] = decide_axis(work, decision, axis, pins, layers=layers)
     return decision, optimal
 
 

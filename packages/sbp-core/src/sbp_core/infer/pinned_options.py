@@ -1,0 +1,115 @@
+"""Which signatures of a node its pins leave, on some mesh axes.
+
+Pins remove values from the variables of `infer.problem`: the users of a pinned value keep only the
+signatures that take it so; a view of it is pinned to what it then must be. What is kept of an
+earlier strategy has one value, too, unless a pin says another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from sbp_core.errors import PlanError
+from sbp_core.graph.ir import Node
+from sbp_core.infer.pins import PINS, Pin, Pins
+from sbp_core.infer.work import Kept, StepWork
+from sbp_core.sbp import Sbp
+from sbp_core.signatures.signature import Signature1d
+
+#: The signatures of a node, each with an entry for each of the axes.
+Options: TypeAlias = Sequence[tuple[Signature1d, ...]]
+
+
+class PinnedOptions:
+    """The pins on some mesh axes; nodes are asked for in the order of the graph.
+
+    Args:
+        work: The step.
+        axes: Successive mesh axes.
+        pins: What is decided already.
+        kept: What stays as an earlier strategy has it, where pins allow.
+    """
+
+    def __init__(self, work: StepWork, axes: range, pins: Pins, kept: Kept) -> None:
+        self._work, self._axes, self._kept = work, axes, kept
+        self._use = [
+            {value: pin for (value, at), pin in pins.use.items() if at == axis} for axis in axes
+        ]
+
+    def left(self, node: Node, parts: Options) -> tuple[int, ...]:
+        """Return the places of the signatures of a node that may be chosen.
+
+        Raises:
+            PlanError: a pin asks for what the operator cannot take.
+        """
+        left = self._unpinned(node, parts)
+        return tuple(self._as_kept(node, parts, left) or left)
+
+    def follow(self, node: Node, first: Node) -> None:
+        """Pin what a node makes as it is of one that is like it, which was asked for before."""
+        for use in self._use:
+            for value, other in zip(node.outputs, first.outputs, strict=True):
+                if other in use:
+                    use.setdefault(value, use[other])
+
+    def _unpinned(self, node: Node, parts: Options) -> list[int]:
+        """Return which options take the node's arguments as they are pinned."""
+        kept = list(range(len(parts)))
+        for axis, use in enumerate(self._use):
+            kept = self._unpinned_on(axis, use, node, parts, kept)
+        return kept
+
+    def _unpinned_on(
+        self,
+        axis: int,
+        use: dict[str, Pin],
+        node: Node,
+        parts: Options,
+        kept: list[int],
+    ) -> list[int]:
+        pinned = [
+            (at, value, use[value])
+            for at, value in enumerate(self._work.calls[node.name].tensor_names)
+            if value in use
+        ]
+        if not pinned:
+            return kept
+        # Firm pins first. A pin that is not firm then chooses among what they leave, and gives way
+        # where they leave nothing that it fits.
+        for at, value, pin in sorted(pinned, key=lambda entry: not entry[2].firm):
+            fits = [index for index in kept if parts[index][axis].inputs[at] == pin.entry]
+            if not fits and pin.firm:
+                possible = {parts[index][axis].inputs[at] for index in kept}
+                raise self._untakable(self._axes[axis], node, value, pin, possible)
+            kept = fits or kept
+        # What a view of a pinned value must be is pinned for its users too.
+        left = dict.fromkeys(parts[index][axis] for index in kept)
+        if len(left) == 1 and self._work.is_free(node) and pinned[0][2].firm:
+            (only,) = left
+            for value, entry in zip(node.outputs, only.outputs, strict=True):
+                use.setdefault(value, replace(pinned[0][2], entry=entry))
+        return kept
+
+    def _as_kept(self, node: Node, parts: Options, among: list[int]) -> list[int]:
+        """Return which options are what an earlier strategy has; none if it has nothing of it."""
+        found = self._kept.nodes.get(node.name)
+        if found is None:
+            return []
+        wanted = [
+            tuple(tuple(sbp[axis] for sbp in of) for of in (found.inputs, found.outputs))
+            for axis in self._axes
+        ]
+        return [at for at in among if [(p.inputs, p.outputs) for p in parts[at]] == wanted]
+
+    def _untakable(
+        self, axis: int, node: Node, value: str, pin: Pin, possible: set[Sbp]
+    ) -> PlanError:
+        return PlanError(
+            f"the pin '{pin.text}' asks that {value!r} is used as {pin.entry!r} on mesh axis "
+            f"{self._work.axes[axis]!r}, which {node.op} cannot take",
+            where=(*node.where(), PINS),
+            accepted=", ".join(sorted(map(repr, possible))),
+            todo="pin what is accepted, or pin another value on the way",
+        )
