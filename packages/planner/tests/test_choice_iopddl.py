@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 from copy import deepcopy
+from itertools import product
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.choice import ChoiceProblem, evaluate
+from sbp_planner.choice import ChoiceProblem, evaluate, solve
 from sbp_planner.choice.__main__ import main
 from sbp_planner.choice.iopddl import read_problem, write_assignment, write_problem
 from sbp_planner.choice.synthetic import transformer_problem
@@ -95,6 +98,88 @@ def test_large_costs_forbid_and_the_limit_may_lack(tmp_path):
     assert problem.usage_limit is None
     assert np.isinf(problem.costs[1]).all()
     assert problem.edge_costs[2].tolist() == [[90, 10], [20, 80]]
+
+
+def test_costs_beyond_2_to_the_53_are_printed_with_all_their_digits(tmp_path, capsys):
+    data = deepcopy(EXAMPLE)
+    data["problem"]["nodes"]["costs"][0] = [10**17 + 1]
+    data["problem"]["nodes"]["costs"][4] = [2**53 - 1]
+    data["problem"]["edges"]["costs"][0] = [10**17 + 3, 10**17 + 5]
+    out = tmp_path / "assignment.json"
+
+    main([str(saved(tmp_path, data)), "--time-limit", "20", "--out", str(out)])
+
+    nodes, edges = data["problem"]["nodes"], data["problem"]["edges"]
+    chosen = json.loads(out.read_text())
+    cost = sum(own[s] for own, s in zip(nodes["costs"], chosen, strict=True))
+    for (u, v), table in zip(edges["nodes"], edges["costs"], strict=True):
+        cost += table[chosen[u] * len(nodes["costs"][v]) + chosen[v]]
+    printed = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert printed["cost"] == printed["bound"] == str(cost)
+    assert cost != int(float(cost))
+
+
+def test_fractions_of_costs_are_printed(tmp_path, capsys):
+    data = deepcopy(EXAMPLE)
+    data["problem"]["nodes"]["costs"][0] = [15.25]
+
+    main([str(saved(tmp_path, data)), "--time-limit", "20"])
+
+    assert "cost 445.25\nbound 445.25\n" in capsys.readouterr().out
+
+
+def odd_instance(random: np.random.Generator) -> dict[str, Any]:
+    """Return what a file may hold but rarely does: loops, equal edges, empty lives, no limit."""
+    count = int(random.integers(0, 6))
+    sizes = random.choice([1, 1, 2, 3], count).tolist()
+    most = int(random.choice([0, 10, 10**9, 10**15]))
+    pairs = random.integers(0, max(count, 1), (int(random.integers(0, 8)) if count else 0, 2))
+    limit = [None, 0, 40, 2**60, 10**20][int(random.integers(0, 5))]
+
+    def costs(number: int) -> list[int]:
+        drawn = random.integers(0, most + 1, number).tolist()
+        return [10**18 if random.random() < 0.2 else cost for cost in drawn]
+
+    def usage() -> int:
+        return int(random.choice([0, 3, int(random.integers(0, 20)), int(random.integers(2**60))]))
+
+    return {
+        "nodes": {
+            "intervals": random.integers(0, 7, (count, 2)).tolist(),
+            "costs": [costs(size) for size in sizes],
+            "usages": [[usage() for _ in range(size)] for size in sizes],
+        },
+        "edges": {
+            "nodes": pairs.tolist(),
+            "costs": [costs(sizes[u] * sizes[v]) for u, v in pairs.tolist()],
+        },
+        **({} if random.random() < 0.3 else {"usage_limit": limit}),
+    }
+
+
+def least_cost(data: dict[str, Any]) -> float:
+    """Return the least cost by the rules of the contest, of all assignments."""
+    nodes, edges, limit = data["nodes"], data["edges"], data.get("usage_limit")
+    best = inf
+    for chosen in product(*(range(len(own)) for own in nodes["costs"])):
+        costs = [own[s] for own, s in zip(nodes["costs"], chosen, strict=True)]
+        for (u, v), table in zip(edges["nodes"], edges["costs"], strict=True):
+            costs.append(table[chosen[u] * len(nodes["costs"][v]) + chosen[v]])
+        lives = list(zip(nodes["usages"], chosen, nodes["intervals"], strict=True))
+        held = [sum(own[s] for own, s, (a, b) in lives if a <= time < b) for time in range(7)]
+        if max(costs, default=0) < 10**18 and (limit is None or max(held) <= limit):
+            best = min(best, sum(costs))
+    return best
+
+
+def test_odd_files_are_solved_by_the_rules_of_the_contest(tmp_path):
+    for seed in range(60):
+        data = odd_instance(np.random.default_rng(seed))
+
+        problem = read_problem(saved(tmp_path, {"problem": data}, f"{seed}.json.gz"))
+        solution = solve(problem, time_limit_s=20)
+
+        assert (solution.cost, solution.proved) == (least_cost(data), True), seed
 
 
 def test_what_is_written_is_the_list_of_strategies(tmp_path):

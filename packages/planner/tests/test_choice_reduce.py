@@ -12,7 +12,7 @@ from choice_problems import brute_force, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_planner.choice import ChoiceProblem, evaluate
+from sbp_planner.choice import ChoiceProblem, evaluate, reduce
 from sbp_planner.choice.compact import compacted
 from sbp_planner.choice.dual import DualAscent
 from sbp_planner.choice.graph import NothingAllowedError
@@ -61,6 +61,45 @@ def test_reductions_keep_the_optimum_and_lead_back_to_it(problem, stopped):
         cost = compact.total(values) if compact.fits(values) else inf
         assert evaluate(problem, extended).cost == pytest.approx(cost)
         assert graph.project(extended) == dict(zip(nodes, chosen, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_what_is_beaten_is_what_comparing_everything_says(size, width, seed):
+    random = np.random.default_rng(seed)
+    better = random.random((size, size, width)) < 0.6
+    better[np.eye(size, dtype=bool)] = False
+    places = np.nonzero(better.any(axis=2) | (random.random((size, size)) < 0.3))
+
+    beaten = reduce._beaten(places, better[places], size)
+
+    # Of two that are as good as each other, the first stays.
+    expected = [
+        [
+            any(better[s, t, r] and not (t > s and better[t, s, r]) for t in range(size))
+            for r in range(width)
+        ]
+        for s in range(size)
+    ]
+    assert beaten.tolist() == expected
+
+
+def test_strategies_of_wide_nodes_that_others_beat_are_dropped():
+    count = 140
+    random = np.random.default_rng(0)
+    table = random.random((count, count)) * 10
+    dear = np.where(np.arange(count) < 5, 0.0, 30.0)
+    problem = ChoiceProblem(
+        costs=[dear, dear],
+        usages=[np.arange(1, count + 1)] * 2,
+        edges=[(0, 1)],
+        edge_costs=[table],
+        usage_limit=200,
+    )
+
+    _, compact, _ = left(problem)
+
+    assert compact.sizes.max(initial=0) <= 5
 
 
 def test_a_chain_without_memory_is_reduced_to_nothing():

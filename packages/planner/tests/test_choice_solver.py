@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import SbpValueError
 from sbp_planner.choice import ChoiceProblem, evaluate, solve, solver
+from sbp_planner.choice.problem import Floats, Ints
+from sbp_planner.choice.record import Part, Record
+from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.search import Search
 from sbp_planner.choice.synthetic import transformer_problem
 
 
@@ -124,6 +128,36 @@ def test_a_problem_without_edges_is_searched_too(monkeypatch: pytest.MonkeyPatch
     solution = solve(problem, time_limit_s=30)
 
     assert (solution.cost, solution.proved) == (expected.cost, True)
+
+
+def test_messages_are_made_to_fit_long_before_they_have_settled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = transformer_problem(6, seed=3, slack=0.05)
+    record = Record(problem, 100.0, 0.0, None)
+    part = Part(reduce_problem(problem, inf), record)
+    compact = part.compact
+    held = np.bincount(compact.held_column, compact.held_bytes, len(compact.cost))
+    most = np.array([own.argmax() for own in np.split(held, compact.first[1:-1])])
+    found = Search(record, part, most)
+    fitted, given_s, fits = found.penalties.fitted, [], []
+
+    def passed(until: float) -> None:
+        given_s.append(until - time.monotonic())
+
+    def fit(values: Ints, prices: Floats, until: float) -> Ints:
+        fits.append(1)
+        return most if len(fits) < 3 else fitted(values, prices, until)
+
+    monkeypatch.setattr(found, "_pass_messages", passed)
+    monkeypatch.setattr(found.penalties, "fitted", fit)
+    monkeypatch.setattr(found.trees, "improve", lambda values, prices: values)
+    assert not found.near.fits
+
+    found._find_first(time.monotonic() + 50)
+
+    assert found.near.fits
+    assert given_s == pytest.approx([1.5, 3.0, 6.0], abs=0.3)
 
 
 @pytest.mark.parametrize("limit_s", [0.01, 0.5])

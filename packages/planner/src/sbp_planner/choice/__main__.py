@@ -23,7 +23,8 @@ from math import inf
 from pathlib import Path
 
 from sbp_core.errors import SbpError
-from sbp_planner.choice.iopddl import read_problem, write_assignment
+from sbp_planner.choice.iopddl import Rounding, read_problem, write_assignment
+from sbp_planner.choice.problem import ChoiceProblem, whole_cost
 from sbp_planner.choice.record import ChoiceSolution
 from sbp_planner.choice.solver import solve
 
@@ -45,6 +46,8 @@ class _Best:
     def __init__(self, out: Path | None, began: float) -> None:
         self.out = out
         self.began = began
+        self.problem: ChoiceProblem | None = None
+        self.rounding = Rounding()
         self.assignment: tuple[int, ...] | None = None
         self.cost, self.bound = inf, -inf
         self._written: tuple[int, ...] | None = None
@@ -84,6 +87,15 @@ class _Best:
             seconds=time.monotonic() - self.began,
         )
 
+    def whole_cost(self, solution: ChoiceSolution) -> int | None:
+        """Return the cost with all digits that the file has, None if costs have fractions."""
+        if self.problem is None or solution.assignment is None:
+            return None
+        whole = whole_cost(self.problem, solution.assignment)
+        if whole is None:
+            return None
+        return whole + self.rounding.of(self.problem, solution.assignment)
+
 
 def main(arguments: Sequence[str] | None = None, began: float | None = None) -> int:
     """Run the command.
@@ -97,12 +109,12 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     best = _Best(options.out, began)
     try:
         with _stopped_by_signals(lambda: _stop(best)):
-            problem = read_problem(options.instance)
+            best.problem = read_problem(options.instance, best.rounding)
             took = time.monotonic() - began
             left = options.time_limit - took
             reserve = min(_RESERVE_S + _RESERVE_A_SECOND * took, _RESERVE_PART * left)
             solution = solve(
-                problem,
+                best.problem,
                 time_limit_s=max(left - reserve, 1e-3),
                 gap=options.gap,
                 progress=best.report,
@@ -112,7 +124,7 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     except SbpError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    _say(solution, time.monotonic() - began)
+    _say(best, solution)
     return 0 if solution.assignment is not None else 1
 
 
@@ -154,22 +166,25 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 def _stop(best: _Best) -> None:
     """Write and say what there is, and end; the second process sees that, and ends, too."""
     best.write()
-    _say(best.solution(), time.monotonic() - best.began)
+    _say(best, best.solution())
     sys.stdout.flush()
     os._exit(0 if best.assignment is not None else 1)
 
 
-def _say(solution: ChoiceSolution, seconds: float) -> None:
-    sys.stdout.write("\n".join(_lines(solution, seconds)) + "\n")
+def _say(best: _Best, solution: ChoiceSolution) -> None:
+    whole = best.whole_cost(solution)
+    seconds = time.monotonic() - best.began
+    sys.stdout.write("\n".join(_lines(solution, whole, seconds)) + "\n")
 
 
-def _lines(solution: ChoiceSolution, seconds: float) -> list[str]:
+def _lines(solution: ChoiceSolution, whole: int | None, seconds: float) -> list[str]:
     if solution.assignment is None:
         found = "infeasible" if solution.proved else "nothing found"
         return [f"cost {found}", f"bound {_number(solution.bound)}", f"seconds {seconds:.2f}"]
+    cost = _number(solution.cost) if whole is None else str(whole)
     return [
-        f"cost {_number(solution.cost)}",
-        f"bound {_number(solution.bound)}",
+        f"cost {cost}",
+        f"bound {cost if solution.bound >= solution.cost else _number(solution.bound)}",
         f"gap {solution.gap:.6g}",
         f"seconds {seconds:.2f}",
         f"proved {'yes' if solution.proved else 'no'}",

@@ -20,6 +20,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,64 @@ from sbp_planner.choice.problem import ChoiceProblem, Floats
 #: Costs from here on forbid.
 FORBIDDEN = 1e18
 
+#: Whole numbers beyond are rounded as float64.
+_EXACT = 1 << 53
 
-def read_problem(path: Path) -> ChoiceProblem:
+
+@dataclass(slots=True)
+class Rounding:
+    """What costs of a file lost as float64: whole numbers beyond 2^53.
+
+    Attributes:
+        nodes: What is to be added, by node and strategy.
+        edges: The same, by edge and place in its table, row by row.
+    """
+
+    nodes: dict[tuple[int, int], int] = field(default_factory=dict)
+    edges: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def of(self, problem: ChoiceProblem, assignment: Sequence[int]) -> int:
+        """Return what the cost of an assignment lost."""
+        lost = sum(self.nodes.get(chosen, 0) for chosen in enumerate(assignment))
+        if self.edges:
+            for number, (u, v) in enumerate(problem.edges):
+                width = len(problem.costs[v])
+                place = assignment[u] * width + assignment[v]
+                lost += self.edges.get((number, place), 0)
+        return lost
+
+
+def read_problem(path: Path, rounding: Rounding | None = None) -> ChoiceProblem:
     """Return the problem of a file, plain or gzipped (told by its first bytes, not its name).
+
+    Args:
+        path: The file.
+        rounding: Told what costs lose as float64.
 
     Raises:
         SbpValueError: If the file cannot be read, is no JSON, or lacks something.
     """
+    rounding = Rounding() if rounding is None else rounding
     data = _load(path)
     problem = _get(data, "problem", dict, path, "")
     nodes = _get(problem, "nodes", dict, path, "problem.")
     edges = problem.get("edges", {"nodes": [], "costs": []})
     if not isinstance(edges, dict):
         raise _wrong(path, "problem.edges", edges, "an object with nodes and costs")
-    costs = _tables(_get(nodes, "costs", list, path, "problem.nodes."), path, "problem.nodes.costs")
+    costs = _tables(
+        _get(nodes, "costs", list, path, "problem.nodes."),
+        path,
+        "problem.nodes.costs",
+        rounding.nodes,
+    )
     pairs, tables = _edges(
         _get(edges, "nodes", list, path, "problem.edges."),
-        _tables(_get(edges, "costs", list, path, "problem.edges."), path, "problem.edges.costs"),
+        _tables(
+            _get(edges, "costs", list, path, "problem.edges."),
+            path,
+            "problem.edges.costs",
+            rounding.edges,
+        ),
         costs,
         path,
     )
@@ -163,8 +205,10 @@ def _wrong(path: Path, key: str, value: object, accepted: str) -> SbpValueError:
     return SbpValueError(f"{key} is {value!r:.80}", where=str(path), accepted=accepted)
 
 
-def _tables(lists: list[Any], path: Path, key: str) -> list[Floats]:
-    """Return the lists of costs as arrays, `inf` where forbidden."""
+def _tables(
+    lists: list[Any], path: Path, key: str, lost: dict[tuple[int, int], int]
+) -> list[Floats]:
+    """Return the lists of costs as arrays, `inf` where forbidden; tell what rounding lost."""
     for i, own in enumerate(lists):
         if not isinstance(own, list):
             raise _wrong(path, f"{key}[{i}]", own, "a list of costs")
@@ -176,8 +220,13 @@ def _tables(lists: list[Any], path: Path, key: str) -> list[Floats]:
             if not all(isinstance(value, int | float) for value in own):
                 raise _wrong(path, f"{key}[{i}]", own, "a list of numbers") from None
         raise _wrong(path, key, "with a number too large", "numbers below 1e308") from None
-    flat[flat >= FORBIDDEN] = np.inf
     ends = np.cumsum([0, *map(len, lists)])
+    for place in np.flatnonzero((np.abs(flat) > _EXACT) & (flat < FORBIDDEN)).tolist():
+        number = int(np.searchsorted(ends, place, side="right")) - 1
+        value = lists[number][place - int(ends[number])]
+        if isinstance(value, int) and value != int(flat[place]):
+            lost[number, place - int(ends[number])] = value - int(flat[place])
+    flat[flat >= FORBIDDEN] = np.inf
     return [flat[a:b] for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
 
 

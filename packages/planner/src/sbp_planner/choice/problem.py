@@ -274,6 +274,28 @@ def evaluate(problem: ChoiceProblem, assignment: Sequence[int]) -> Evaluation:
     return Evaluation(cost=cost, peak_usage=usage, peak_time=time, reason=reason)
 
 
+def whole_cost(problem: ChoiceProblem, assignment: Sequence[int]) -> int | None:
+    """Return the cost of an allowed assignment with all of its digits, if costs are whole.
+
+    Sums beyond 2^53 are not rounded, as those of `evaluate` are; None if some cost has a fraction.
+
+    Args:
+        problem: The problem.
+        assignment: A strategy index for each node; nothing forbidden among them.
+    """
+    total = 0
+    for cost, strategy in zip(problem.costs, assignment, strict=True):
+        if not cost[strategy].is_integer():
+            return None
+        total += int(cost[strategy])
+    for (u, v), table in zip(problem.edges, problem.edge_costs, strict=True):
+        cost_of_pair = table[assignment[u], assignment[v]]
+        if not cost_of_pair.is_integer():
+            return None
+        total += int(cost_of_pair)
+    return total
+
+
 def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
     """Return the first time of the most usage, and that usage."""
     if problem.usages is None or not problem.costs:

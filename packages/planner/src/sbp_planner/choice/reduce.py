@@ -36,6 +36,9 @@ from numpy.typing import NDArray
 from sbp_planner.choice.graph import Graph, Indices
 from sbp_planner.choice.problem import ChoiceProblem, Floats
 
+#: The s and t of pairs of strategies of one node.
+Places = tuple[Indices, ...]
+
 #: Beyond these, dominance is not looked for: the comparison would cost more than it brings.
 _MAX_DEGREE = 24
 _MAX_PAIR_DEGREE = 4
@@ -260,7 +263,7 @@ class _Reduction:
         graph = self.graph
         cost, tables = graph.cost[node], graph.tables[node]
         size = len(cost)
-        if size * size * max((t.shape[1] for t in tables.values()), default=1) > _MAX_COMPARED:
+        if size * size > _MAX_COMPARED:
             return
         # fits[s, t]: t holds no more bytes than s at any time.
         fits = ~np.eye(size, dtype=bool)
@@ -268,27 +271,49 @@ class _Reduction:
             fits &= usage[None, :] <= usage[:, None]
         if not fits.any():
             return
-        # added[s, t]: the most that t in place of s may add.
-        differences = {other: _differences(table) for other, table in tables.items()}
-        most = {other: difference.max(axis=2) for other, difference in differences.items()}
+        # least[s, t]: what t in place of s adds at least, by what it adds where s is cheapest.
         own = cost[None, :] - cost[:, None]
-        with np.errstate(invalid="ignore"):  # NaN, as of inf - inf, is not below 0: nothing is lost
-            added = own + sum(most.values())
-        beaten = _beaten(fits & (added <= 0))
-        if beaten.any():
-            self._keep(node, np.flatnonzero(~beaten))
-            return
+        least = {other: _least_differences(table) for other, table in tables.items()}
+        places = np.nonzero(fits & (own + sum(least.values()) <= 0))
+        if self._is_small(places, tables):
+            # added: the most that t in place of s may add.
+            most = [_differences(table, places).max(axis=1) for table in tables.values()]
+            added = own[places] + sum(most)
+            beaten = _beaten(places, (added <= 0)[:, None], size)[:, 0]
+            if beaten.any():
+                self._keep(node, np.flatnonzero(~beaten))
+                return
         if len(tables) > _MAX_PAIR_DEGREE:
             return
+        near = np.zeros_like(fits)
+        for other, table in tables.items():
+            # Beside one strategy of the neighbour, t may save as much as s costs there at most.
+            saved = np.where(table < np.inf, table, -np.inf).max(axis=1) - table.min()
+            near |= (
+                own + sum(low for beside, low in least.items() if beside != other)
+                <= (saved[:, None])
+            )
+        places = np.nonzero(fits & near)
+        if not self._is_small(places, tables):
+            return
+        differences = {other: _differences(table, places) for other, table in tables.items()}
+        highest = {other: difference.max(axis=1) for other, difference in differences.items()}
         for other, table in list(tables.items()):
-            with np.errstate(invalid="ignore"):
-                rest = own + sum(m for neighbour, m in most.items() if neighbour != other)
-                better = fits[:, :, None] & (rest[:, :, None] + differences[other] <= 0)
-            pairs = _beaten(better & (table < np.inf)[:, None, :]) & (table < np.inf)
-            if pairs.any():
-                graph.set_edge(node, other, np.where(pairs, np.inf, table))
-                self._push_all((node, other))
-                return
+            rest = own[places] + sum(high for beside, high in highest.items() if beside != other)
+            allowed = table < np.inf
+            with np.errstate(invalid="ignore"):  # NaN, as of inf - inf, is not below 0
+                better = (rest[:, None] + differences[other] <= 0) & allowed[places[0]]
+            if not better.any():
+                continue
+            pairs = _beaten(places, better, size)
+            graph.set_edge(node, other, np.where(pairs, np.inf, table))
+            self._push_all((node, other))
+            return
+
+    def _is_small(self, places: Places, tables: dict[int, Floats]) -> bool:
+        """Return whether there is something to compare, and not too much."""
+        widest = max((table.shape[1] for table in tables.values()), default=1)
+        return 0 < len(places[0]) * widest <= _MAX_COMPARED
 
 
 def _decided(table: Floats) -> Indices | None:
@@ -297,19 +322,41 @@ def _decided(table: Floats) -> Indices | None:
     return allowed.argmax(axis=0) if (allowed.sum(axis=0) == 1).all() else None
 
 
-def _differences(table: Floats) -> Floats:
-    """Return at [s, t, r] what t in place of s adds beside r; -inf where s is forbidden."""
+def _least_differences(table: Floats) -> Floats:
+    """Return at [s, t] what t in place of s adds beside the strategy that is cheapest with s."""
+    cheapest = table.argmin(axis=1)
+    least: Floats = table[:, cheapest].T - table[np.arange(len(table)), cheapest][:, None]
+    return least
+
+
+def _differences(table: Floats, places: Places) -> Floats:
+    """Return at [n, r] what t in place of s adds beside r, for the n-th (s, t) of `places`.
+
+    It is -inf where s is forbidden.
+    """
+    before = table[places[0]]
     with np.errstate(invalid="ignore"):
-        difference = table[None, :, :] - table[:, None, :]
-    forbidden = np.broadcast_to((table == np.inf)[:, None, :], difference.shape)
-    result: Floats = np.where(forbidden, -np.inf, difference)
-    return result
+        difference = table[places[1]] - before
+    difference[before == np.inf] = -np.inf
+    return difference
 
 
-def _beaten(better: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which s some t beats, `better[s, t]` (and more axes); of equals the first stays."""
-    count = len(better)
-    later = np.arange(count)[None, :] > np.arange(count)[:, None]
-    later = later.reshape(count, count, *[1] * (better.ndim - 2))
-    strictly = better & ~(better.swapaxes(0, 1) & later)
-    return np.asarray(strictly.any(axis=1))
+def _beaten(places: Places, better: NDArray[np.bool_], size: int) -> NDArray[np.bool_]:
+    """Return at [s, r] whether some t beats s beside r; of equals the first stays.
+
+    Args:
+        places: The s, rising, and t that are compared.
+        better: Whether t does as well, of shape (places, r).
+        size: Number of strategies.
+    """
+    beaten = np.zeros((size, better.shape[1]), dtype=bool)
+    if not len(places[0]):
+        return beaten
+    number = np.full((size, size), -1, dtype=np.int64)
+    number[places] = np.arange(len(places[0]))
+    back = number[places[1], places[0]]
+    equal = better & (back >= 0)[:, None] & better[back]
+    better = better & ~(equal & (places[1] > places[0])[:, None])
+    starts = np.flatnonzero(np.diff(places[0], prepend=-1))
+    beaten[places[0][starts]] = np.logical_or.reduceat(better, starts, axis=0)
+    return beaten

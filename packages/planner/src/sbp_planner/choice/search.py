@@ -74,10 +74,12 @@ _SETTLING_SWEEPS = 3
 _LITTLE = 0.003
 _LITTLE_ROUNDS = 4
 
-#: Part of the time that messages may have first; their part later, compared to the search between
-#: two rounds of them, at least and at most; the rise, as a part of the gap, for the most; seconds
-#: of the search at least.
+#: Part of the time that messages may have first; the part of that after which what they say is made
+#: to fit, while nothing does, and again after twice as long; their part later, compared to the
+#: search between two rounds of them, at least and at most; the rise, as a part of the gap, for the
+#: most; seconds of the search at least.
 _MESSAGES_PART = 0.35
+_FIRST_MESSAGES = 0.03
 _MESSAGES_SHARES = (0.1, 1.0)
 _MUCH = 0.03
 _NEAR_S = 2.0
@@ -165,7 +167,9 @@ class Search:
                 self._fit(self.near.values, self.record.after(_FIRST_PART))
             if self.near.merit.forbidden:
                 self._avoid_forbidden(self.record.after(_FIRST_PART))
-            self._pass_messages(self.record.after(_MESSAGES_PART))
+            settled = self.record.after(_MESSAGES_PART)
+            self._find_first(settled)
+            self._pass_messages(settled)
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             self._move_trees()
             if self.near.merit.forbidden:
@@ -188,6 +192,15 @@ class Search:
             self._offer_near(force=True)
             if self.worker is not None:
                 self.worker.end()
+
+    def _find_first(self, until: float) -> None:
+        """Pass messages for longer and longer, until what they say can be made to fit."""
+        now = time.monotonic()
+        seconds = _FIRST_MESSAGES * (until - now)
+        while not self.near.fits and not self.record.done and now < until:
+            self._pass_messages(min(until, now + seconds))
+            self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
+            now, seconds = time.monotonic(), 2 * seconds
 
     def _search_near(self, until: float) -> None:
         """Search by trees, then by neighbourhoods or annealing, once or more."""
