@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from sbp_core.compile import check_strategy
+from sbp_core.graph import InputKind
 from sbp_core.infer import infer_axis, infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
@@ -40,3 +41,16 @@ def test_the_other_axis_stays_as_it_is_and_the_plan_is_legal():
     for name, node in found.nodes.items():
         inputs = zip(node.signature.inputs, BASE.nodes[name].signature.inputs, strict=True)
         assert all(one[1] == other[1] for one, other in inputs)
+
+
+def test_states_in_host_memory_stay_there():
+    states = frozenset(e.name for e in GRAPH.inputs if e.kind is InputKind.OPTIMIZER_STATE)
+    base = infer_strategy(
+        replace(REQUEST, offloaded=states), planner="test", pins=DATA | REPLICATED
+    )
+
+    found = infer_axis(REQUEST, base, axis="data", pins=DATA | REPLICATED)
+
+    assert states
+    for one in (base, found):
+        assert {name for name, stored in one.storage.items() if stored.offloaded} == states

@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.check import check
+from sbp_core.cluster import Link
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.infer import conversions, infer_strategy, predict_cost, stage_placements
+from sbp_core.graph import InputKind
+from sbp_core.infer import (
+    conversions,
+    infer_strategy,
+    joint_problem,
+    predict_cost,
+    stage_placements,
+)
 from sbp_core.placement import Placement
 from sbp_core.plugins.kinds import PlanRequest
 from sbp_core.sbp import B, NdSbp, S, all_entries
@@ -295,3 +303,29 @@ def test_a_mesh_of_more_ranks_than_the_cluster_has_devices_is_refused():
         infer(chain(), (4,), machine=machine)
     with pytest.raises(ConfigError, match="has rank 3"):
         infer(chain(), (2,), machine=machine, stages=(Placement([2, 3], ["data"]),))
+
+
+@pytest.mark.parametrize("stored", ["B", "S(0)"])
+def test_copies_of_states_in_host_memory_are_part_of_the_cost(stored):
+    machine = cluster()
+    link = Link(latency_s=0.5, bytes_per_s=16.0)
+    device = replace(machine.device, launch_s=0.0, host_memory_bytes=1 << 30, host_link=link)
+    graph = mlp((8, 8), batch=16)
+    states = [e.name for e in graph.inputs if e.kind is InputKind.OPTIMIZER_STATE]
+    request = PlanRequest(
+        graph=graph,
+        mesh=Placement.grid((2,), ("data",)),
+        cluster=replace(machine, device=device),
+        pins={"parameters": stored, "optimizer_states": stored},
+    )
+
+    here, there = (
+        joint_problem(replace(request, offloaded=frozenset(names))) for names in ((), states)
+    )
+
+    more = [a - b for a, b in zip(there.unary, here.unary, strict=True)]
+    copied = sum(graph.tensor(name).size_bytes for name in states)
+    share = 1 if stored == "B" else 0.5
+    wanted = len(states) * 0.5 + share * copied / 16.0
+    assert states
+    assert sum(float(table[0]) for table in more) == pytest.approx(wanted)
