@@ -10,6 +10,7 @@ import pytest
 import torch
 from actor_plans import DATA, PIPELINE, SharedBackend, assert_states, run_step, start, training_step
 
+from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.session import ActorSession, build
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError
@@ -185,6 +186,8 @@ def test_torn_states_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
         build(ActorConfig()).start(plan, training) as other,
     ):
         monkeypatch.setattr(training, "_is_partially_updated", lambda: True)
+        # Nothing has told its threads to end, for which it waits.
+        monkeypatch.setattr(session_module, "GRACE_S", 0.1)
 
         with pytest.raises(RunError, match="belong to two steps"):
             other.step(training_step("data parallel").batches[0], {"lr": 0.1})

@@ -112,7 +112,7 @@ def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
 
 
 def test_one_rank_measures_only_itself(tmp_path: Path) -> None:
-    done = calibrate(tmp_path, "ranks=1")
+    done = calibrate(tmp_path, "ranks=1", "time_s=4")
 
     assert done.returncode == 0, done.stderr
     assert "measuring boxing=local on 1 rank on this machine" in done.stdout
