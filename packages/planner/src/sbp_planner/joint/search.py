@@ -71,6 +71,9 @@ MAX_PAIRS = 4_000_000
 #: of less than this share.
 MAX_ROUNDS, _LEAST_GAIN = 3, 1e-4
 
+#: A gap of less than this share is none: sums in another order differ.
+_ROUNDING = 1e-9
+
 #: Share of the time for the proof; the rest is for the integer program.
 _PROOF_SHARE = 0.5
 
@@ -316,7 +319,7 @@ class JointSearch:
         # What it started from is not alike in layers that inference decided apart.
         if problem.cost(problem.start) < cost:
             values, cost = tuple(problem.start), problem.cost(problem.start)
-        if proof.gap <= gap or bound >= wanted or monotonic() > ends:
+        if proof.gap <= max(gap, _ROUNDING) or bound >= wanted or monotonic() > ends:
             return self._allowed(Assigned(values=values, bound_s=min(bound, cost)))
         lowered = lower_step(step)
         pairs = sum(table.size for table in lowered.choice.edge_costs)
