@@ -1,5 +1,6 @@
 """What a step is brought into, for searches over all mesh axes at once."""
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -15,10 +16,12 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.choice import evaluate
+from sbp_planner.joint import search
 from sbp_planner.joint.bound import DualBound
 from sbp_planner.joint.layers import repeated, tie
 from sbp_planner.joint.lifetime import held
 from sbp_planner.joint.lower import lower_step
+from sbp_planner.joint.search import JointSearch, JointSettings
 
 
 def posed(seed):
@@ -192,3 +195,28 @@ def test_states_are_held_all_the_time_and_values_until_their_last_use():
     assert found.peak_bytes(whole) > sum(
         graph.tensor(entry.name).size_bytes for entry in problem.work.inputs
     )
+
+
+@pytest.mark.parametrize(("gap", "count"), [(1e-15, 0), (1e-3, 1)])
+def test_a_gap_of_rounding_alone_needs_no_integer_program(monkeypatch, gap, count):
+    asked = request((2,), ("data",))
+    problem = JointSearch(asked, JointSettings(planner="test"), 1e12, {})
+    wanted = problem.cheapest()
+    prove, solved = search.prove, []
+
+    def nearly(*arguments, **more):
+        proof = prove(*arguments, **more)
+        return replace(proof, bound=proof.cost * (1 - gap))
+
+    def noted(*arguments, **more):
+        solved.append(arguments)
+        return solve(*arguments, **more)
+
+    solve = search.solve
+    monkeypatch.setattr(search, "prove", nearly)
+    monkeypatch.setattr(search, "solve", noted)
+    found = problem.free()
+
+    assert found.values == wanted.values
+    assert found.bound_s == pytest.approx(wanted.bound_s)
+    assert len(solved) == count

@@ -16,6 +16,8 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import Builder
 from sbp_planner import exhaustive, ilp
 from sbp_planner.compiled import Compilation
+from sbp_planner.joint import family
+from sbp_planner.joint.family import BoundedVariant, FamilySearch
 from sbp_planner.joint.search import JointSearch
 from sbp_planner.search_configs import ExhaustiveConfig, IlpConfig
 
@@ -94,6 +96,57 @@ def test_without_a_limit_the_variants_that_are_slower_are_struck_by_their_bounds
     assert report["gap"] == pytest.approx(0, abs=1e-9)
     assert "of 3 variants of the step the best is 1 micro-batch" in report["explanation"][1]
     assert "2 take no less, by their bounds: 2 micro-batches; 4" in report["explanation"][2]
+
+
+def test_a_variant_that_a_proof_strikes_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, searched = asked(0), []
+    begun = JointSearch.__init__
+
+    def noted(search: JointSearch, one: PlanRequest, *arguments: Any, **more: Any) -> None:
+        searched.append(one.graph.num_micro_batches)
+        begun(search, one, *arguments, **more)
+
+    monkeypatch.setattr(JointSearch, "__init__", noted)
+    # Nothing is known of operators: only what is proved of all costs strikes anything.
+    posed = family.FamilySearch._posed
+
+    def without_floor(search: FamilySearch, variant: GraphVariant) -> BoundedVariant | None:
+        found = posed(search, variant)
+        return found and replace(found, bound_s=0.0)
+
+    monkeypatch.setattr(FamilySearch, "_posed", without_floor)
+    report = ilp.build(IlpConfig()).plan(request).report
+
+    assert [one["outcome"] for one in report["variants"]] == ["best", *["struck by its bound"] * 2]
+    assert searched == [1]
+    assert report["gap"] == pytest.approx(0, abs=1e-9)
+
+
+def test_of_very_large_steps_what_gains_little_is_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Four(Product):
+        variant = GraphVariant(num_micro_batches=4)
+
+    request = replace(asked(0), family=Four(4, 16, micro_batches=(4, 1)))
+    request = replace(request, graph=request.family.graph(Four.variant))
+    whole = ilp.build(IlpConfig()).plan(request).report
+    monkeypatch.setattr(family, "_MAX_NODES", 1)
+    monkeypatch.setattr(family, "_NEAR_SHARE", 0.999)
+    found = ilp.build(IlpConfig()).plan(request).report
+
+    assert [one["outcome"] for one in whole["variants"]] == [
+        "slower",
+        "best",
+    ]
+    assert [one["outcome"] for one in found["variants"]] == [
+        "best",
+        "gains too little by its bound",
+    ]
+    # What it might have gained is said.
+    assert found["bound_s"] <= whole["cost_s"] < found["cost_s"]
+    assert found["gap"] == pytest.approx(1 - found["bound_s"] / found["cost_s"])
+    assert any("1 gain no more than" in line for line in found["explanation"])
 
 
 @pytest.mark.parametrize("count", [2, 4])

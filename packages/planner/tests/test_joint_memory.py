@@ -1,18 +1,21 @@
 """A limit of memory in the search over all mesh axes: what is counted, and a price on it."""
 
+from random import Random
+
 import pytest
 from plan_requests import request
 
 from sbp_core.graph import InputKind
-from sbp_core.infer import joint_problem
+from sbp_core.infer import FORBIDDEN_S, joint_problem
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.choice import solve
 from sbp_planner.joint.layers import repeated, tie
-from sbp_planner.joint.lifetime import held, stored_bytes
+from sbp_planner.joint.lifetime import held, waiting_bytes
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.priced import PricedMemory
+from sbp_planner.joint.search import JointSearch, JointSettings
 
 
 def slow_mlp():
@@ -49,13 +52,56 @@ def test_states_are_a_part_of_what_is_held():
     counted = held(problem, 1e12)
 
     for values in ([0] * len(problem.unary), problem.start):
-        states = stored_bytes(problem, values)
-        assert 0 < states <= counted.peak_bytes(values)
-    assert stored_bytes(problem, [0] * len(problem.unary)) == sum(
+        states = waiting_bytes(problem, values, (0,))
+        assert 0 < states <= waiting_bytes(problem, values, (1,)) <= counted.peak_bytes(values)
+    assert waiting_bytes(problem, [0] * len(problem.unary), (0,)) == sum(
         problem.work.graph.tensor(entry.name).size_bytes
         for entry in problem.work.inputs
         if entry.kind is not InputKind.BATCH
     )
+
+
+def staged_search(seed: int, limit: float = 1e12) -> JointSearch:
+    """Return the search for a step of four micro-batches on two stages of two ranks."""
+    mesh = Placement.grid((2, 2), ("pipe", "data"))
+    graph = mlp((8, 16, 32, 16, 8), batch=16 << seed, num_micro_batches=4)
+    machine = cluster(num_devices=4, bytes_per_s=1e9)
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
+    return JointSearch(request, JointSettings(planner="test"), limit, {})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_compiled_plan_holds_no_less_than_what_waits(seed: int) -> None:
+    search, random = staged_search(seed), Random(seed)
+    problem = search.problem
+    free, sizes = search.cheapest().values, problem.sizes
+    tried = [free]
+    for _ in range(8):
+        # Another signature of a few operators.
+        at = random.sample(range(len(free)), 3)
+        tried.append(
+            tuple(random.randrange(sizes[v]) if v in at else x for v, x in enumerate(free))
+        )
+    possible = [values for values in tried if problem.cost(values) < FORBIDDEN_S]
+
+    for values in possible:
+        waits = waiting_bytes(problem, values, search.in_flight)
+        plan = search.compilation.plan(search.strategy(values, is_predicted=False))
+        held_bytes, _, is_exact = search.compilation.memory(plan, exact=True)
+        assert is_exact
+        assert waiting_bytes(problem, values, (0, 0)) < waits <= held_bytes
+    assert len(possible) > 2
+
+
+def test_what_cannot_fit_with_what_waits_is_not_compiled() -> None:
+    search = staged_search(2)
+    free = search.cheapest()
+    waits = waiting_bytes(search.problem, free.values, search.in_flight)
+
+    search.limit_bytes = search.compilation.limit_bytes = waits - 1
+    search.fitting(free)
+
+    assert free.values not in search.plans
 
 
 def test_a_limit_that_nothing_keeps_to_has_no_price():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sbp_aten.pass_options import LossMeaning
-from sbp_aten.passes import prepare_step
+from sbp_aten.passes import batch_meaning, prepare_step
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, Phase, Rate
 from sbp_torch.capture import UpdateOptions, capture, initial_states
@@ -210,6 +210,23 @@ def test_micro_batches_train_on_the_loss_of_the_whole_batch(name, count, samples
     batch = make_batch(masks_of(samples))
 
     assert deviation(RATIOS[name], count, batch) < 1e-9
+
+
+def test_only_of_constants_is_it_asked_what_they_are_made_of(monkeypatch):
+    asked, numbers_samples = set(), batch_meaning._numbers_samples
+
+    def noted(graph: LogicalGraph, value: str) -> bool:
+        asked.add(value)
+        return numbers_samples(graph, value)
+
+    monkeypatch.setattr(batch_meaning, "_numbers_samples", noted)
+    graph = captured(masked_squares, 4)
+
+    meanings = batch_meaning.batch_meanings(graph)
+
+    samples = {value for value, one in meanings.items() if one.kind is batch_meaning.Kind.SAMPLES}
+    assert asked and len(samples) > 5
+    assert not asked & samples
 
 
 def test_the_mean_of_micro_batches_is_another_number():

@@ -7,7 +7,7 @@ leaves, and what travels around it. The rows of ops are the file `plan.txt`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from sbp_core.boxing import BoxingStep, StepKind
@@ -137,15 +137,15 @@ def module_rows(
             parameters[key].append((entry.name.rpartition(".")[2], f"({stored.sbp})"))
     for move in moves(graph, lowered, cluster):
         found.setdefault((move.stage, move.module), []).append(move)
-    paths = {module for _, module in found}
-    parents = {path for path in paths if any(other.startswith(f"{path}.") for other in paths)}
+    parents = {parent for _, module in found for parent in _parents(module)}
+    results = {out.value for out in graph.outputs if out.kind is not OutputKind.STATE}
     rows = [
         ModuleRow(
             stage=stage,
             module=module,
             is_parent=not module or module in parents,
             parameters=tuple(parameters[stage, module]),
-            output=_output(graph, strategy, nodes[stage, module], own),
+            output=_output(graph, strategy, nodes[stage, module], own, results),
             moves=tuple(sorted(_together(own), key=lambda move: move.order)),
         )
         for (stage, module), own in found.items()
@@ -158,8 +158,19 @@ def _only_views(nodes: Sequence[Node]) -> bool:
     return all(is_view(node.op) for node in nodes)
 
 
+def _parents(module: str) -> Iterator[str]:
+    """Yield the paths of what a module is inside of, but the root."""
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
 def _output(
-    graph: LogicalGraph, strategy: Strategy, nodes: Sequence[Node], own: Sequence[Move]
+    graph: LogicalGraph,
+    strategy: Strategy,
+    nodes: Sequence[Node],
+    own: Sequence[Move],
+    results: Container[str],
 ) -> str:
     """Return the SBP of the largest tensor that leaves a module in the forward phase; the last one.
 
@@ -168,9 +179,9 @@ def _output(
         strategy: How.
         nodes: Those of the module.
         own: What travels around it.
+        results: The values that a step returns beside its states.
     """
     names = {node.name for node in nodes}
-    results = {out.value for out in graph.outputs if out.kind is not OutputKind.STATE}
     boxed = {
         move.value: f"({move.target})"
         for move in own

@@ -2,8 +2,14 @@
 
     for each number of micro-batches, for each variant with it, the least floor first
         floor    its operators alone, each at its fastest       no less than the best plan:  struck
+        proof    from anywhere, that nothing takes less         no less than the best plan:  struck
         bound    no assignment takes less, whatever it holds    no less than the best plan:  struck
         plan     the fastest that was found and fits the exact memory of a rank
+
+The proof goes as far as the best plan, and so comes before what is only worth it for a variant that
+may be better: a search axis by axis, plans that are compiled. Of very large steps, of which a plan
+takes a while to find and its memory is kept to by a price, not exactly, a variant that could gain
+very little is not planned either (`_NEAR_SHARE`); the bound that is reported says how little.
 
 What makes activations again, or works in slices, has the same operators, some twice or in parts. It
 needs less memory and no less time, so it is only looked at where the fastest plan of the same form
@@ -30,11 +36,17 @@ from typing import Any
 
 from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph_variant import GraphFamily, GraphVariant
-from sbp_core.infer import PinValue, SharedTables, joint_problem
+from sbp_core.infer import PinValue, SharedTables, StepProblem, joint_problem
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
-from sbp_planner.joint.search import Assigned, JointSearch, JointSettings, Values
+from sbp_planner.joint.search import (
+    Assigned,
+    JointSearch,
+    JointSettings,
+    Values,
+    bound_from_below,
+)
 from sbp_planner.variants import forms_of, leaner_forms, smaller_variants, variant_words
 
 #: Of the time that is left, what one variant may take.
@@ -46,6 +58,10 @@ _LATE_SHARE, _LEAST_S = 0.1, 1.0
 #: Times that differ by less than this share are equal.
 _TIE = 1e-9
 
+#: Steps of more nodes than this are very large; of these, what gains less than this share of the
+#: time of the best plan is not planned.
+_MAX_NODES, _NEAR_SHARE = 10_000, 0.01
+
 #: Variants that are named in a line of the report.
 _NUM_NAMED = 3
 
@@ -56,6 +72,7 @@ class Outcome(StrEnum):
     BEST = "best"
     SLOWER = "slower"
     STRUCK = "struck by its bound"
+    NEAR = "gains too little by its bound"
     NO_FIT = "no plan fits"
     UNSOLVED = "not solved in time"
 
@@ -68,6 +85,7 @@ class BoundedVariant:
         variant: Which.
         request: To plan it.
         bound_s: No assignment takes less, in seconds of a step.
+        problem: All of its operators and mesh axes, until it is settled.
         outcome: What became of it.
         is_fastest: Whether its fastest plan of all fits.
     """
@@ -75,13 +93,14 @@ class BoundedVariant:
     variant: GraphVariant
     request: PlanRequest
     bound_s: float
+    problem: StepProblem | None = None
     outcome: Outcome = Outcome.UNSOLVED
     is_fastest: bool = False
 
     @property
     def may_gain_by_less(self) -> bool:
         """Whether a form of it that needs less memory could take less time than its plan."""
-        return self.outcome is not Outcome.STRUCK and not self.is_fastest
+        return self.outcome not in (Outcome.STRUCK, Outcome.NEAR) and not self.is_fastest
 
     @property
     def words(self) -> str:
@@ -237,12 +256,12 @@ class FamilySearch:
             return None
         # What operators take at least, whatever is boxed.
         floor_s = float(sum(table.min() for table in problem.unary))
-        return BoundedVariant(variant=variant, request=request, bound_s=floor_s)
+        return BoundedVariant(variant=variant, request=request, bound_s=floor_s, problem=problem)
 
     def _settle(self, entry: BoundedVariant, *, is_last: bool = False) -> None:
         """Strike a variant out, or solve it."""
-        if entry.bound_s >= self.wanted_s:
-            entry.outcome = Outcome.STRUCK
+        problem, entry.problem = entry.problem, None
+        if self._is_struck(entry):
             return
         left = self.ends_at - monotonic()
         if left <= 0 and not is_last and self.seen[0] is not entry:
@@ -250,6 +269,12 @@ class FamilySearch:
         limit_s = self.settings.time_limit_s
         seconds = max(_SHARE * left, _LATE_SHARE * limit_s, _LEAST_S)
         settings = replace(self.settings, time_limit_s=min(seconds, limit_s))
+        if problem is not None and self.best is not None:
+            # What the bound of the best plan proves of all is enough to prove of this one.
+            enough_s = max(self.wanted_of(entry), min(self.best.entry.bound_s, self.wanted_s))
+            entry.bound_s = max(entry.bound_s, bound_from_below(problem, settings, enough_s))
+            if self._is_struck(entry):
+                return
         request = replace(entry.request, progress=self._progress(entry))
         try:
             search = JointSearch(request, settings, self.limit_bytes, self.pins, tables=self.tables)
@@ -259,8 +284,7 @@ class FamilySearch:
                 return
             free = search.cheapest(self.best_s)
             entry.bound_s = max(entry.bound_s, search.bound_s(free))
-            if entry.bound_s >= self.wanted_s:
-                entry.outcome = Outcome.STRUCK
+            if self._is_struck(entry):
                 return
             if free.bound_s >= self.wanted_s:
                 # Of all signatures less may be known than of those that were looked at.
@@ -284,6 +308,19 @@ class FamilySearch:
                 self.best.entry.outcome = Outcome.SLOWER
             entry.outcome = Outcome.BEST
             self.best = _Best(entry=entry, search=search, values=values, free=free, cost_s=cost_s)
+
+    def wanted_of(self, entry: BoundedVariant) -> float:
+        """Return what a variant has to take less than at least, to be looked at further."""
+        is_large = len(entry.request.graph.nodes) > _MAX_NODES
+        return min(self.wanted_s, self.best_s * (1 - _NEAR_SHARE) if is_large else inf)
+
+    def _is_struck(self, entry: BoundedVariant) -> bool:
+        """Say, and note, whether the bound of a variant is reason enough to look no further."""
+        if entry.bound_s >= self.wanted_s:
+            entry.outcome = Outcome.STRUCK
+        elif entry.bound_s >= self.wanted_of(entry):
+            entry.outcome = Outcome.NEAR
+        return entry.outcome is not Outcome.UNSOLVED
 
     def _try_the_leanest(self) -> None:
         """Try the variant that needs least memory, if it has not been."""
@@ -364,6 +401,7 @@ class FamilySearch:
         )
         words = {
             Outcome.STRUCK: "take no less, by their bounds",
+            Outcome.NEAR: f"gain no more than {_NEAR_SHARE:.0%}, by their bounds",
             Outcome.SLOWER: "have no faster plan that was found and fits",
             Outcome.NO_FIT: "have no plan that was found and fits",
             Outcome.UNSOLVED: f"were not solved within {self.settings.time_limit_s:g} s",

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.graph import ITEMSIZE, InputKind, Phase, TensorType
+from sbp_core.graph import ITEMSIZE, InputKind, Node, Phase, Rate, TensorType
 from sbp_core.infer import StepProblem
 from sbp_core.sbp import NdSbp, Sbp, local_shape
 from sbp_core.signatures import Signature1d
@@ -160,16 +160,7 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
     )
 
 
-def stored_bytes(problem: StepProblem, values: Sequence[int]) -> int:
-    """Return what the states of an assignment take on the fullest rank, in bytes.
-
-    Whatever else a plan holds, it holds these: the first rank of a stage has the largest shard of
-    each of them.
-
-    Args:
-        problem: The step.
-        values: Of its variables.
-    """
+def _stored_by_stage(problem: StepProblem, values: Sequence[int]) -> list[int]:
     work = problem.work
     by_stage = [0] * len(work.placements)
     for entry in work.inputs:
@@ -177,6 +168,67 @@ def stored_bytes(problem: StepProblem, values: Sequence[int]) -> int:
             stage = work.stages.inputs[entry.name]
             sbp = problem.storage_entries[entry.name][values[problem.storage_variable[entry.name]]]
             by_stage[stage] += _bytes(work.graph.tensor(entry.name), sbp, work.mesh_shape(stage))
+    return by_stage
+
+
+def waiting_bytes(problem: StepProblem, values: Sequence[int], in_flight: Sequence[int]) -> int:
+    """Return what states and values that wait for the backward phase take at least, in bytes.
+
+    On the fullest rank, once each stage has as many micro-batches in flight as it may have. A value
+    may be kept as what its users take, if that is less; what is recomputed or made once a step does
+    not wait, and views are what they look at.
+
+    Args:
+        problem: The step.
+        values: Of its variables.
+        in_flight: For each stage, of how many micro-batches values wait.
+    """
+    work = problem.work
+    graph = work.graph
+    known: dict[object, int] = {}
+
+    def size(value: str, sbp: Sequence[Sbp], stage: int) -> int:
+        tensor, mesh_shape = graph.tensor(value), work.mesh_shape(stage)
+        key = (tensor, tuple(sbp), mesh_shape)
+        if key not in known:
+            known[key] = _bytes(tensor, sbp, mesh_shape)
+        return known[key]
+
+    def chosen(node: Node) -> Sequence[Signature1d]:
+        return problem.parts[node.name][values[problem.node_variable[node.name]]]
+
+    by_stage = _stored_by_stage(problem, values)
+
+    def kept_for(user: Node) -> float:
+        """Return the most that a user may need to be kept; below 0 if it needs nothing."""
+        if user.phase is Phase.BACKWARD:
+            return inf
+        if not work.is_free(user):
+            return -1
+        return min((waits[made] for made in user.outputs if made in waits), default=-1)
+
+    # Of each value, the least that is kept of it for the backward phase; none if it is not.
+    waits: dict[str, int] = {}
+    for node in reversed(work.nodes):
+        if node.phase is not Phase.FORWARD or node.rate is not Rate.MICRO:
+            continue
+        stage = work.stages.nodes[node.name]
+        for at, value in enumerate(node.outputs):
+            taken: list[float] = []
+            for user in graph.users[value]:
+                if user.is_host or work.stages.nodes[user.name] != stage:
+                    continue
+                kept = kept_for(user)
+                names = work.calls[user.name].tensor_names if kept >= 0 else ()
+                for place, name in enumerate(names):
+                    if name == value:
+                        sbp = [part.inputs[place] for part in chosen(user)]
+                        taken.append(min(kept, size(value, sbp, stage)))
+            if taken:
+                made = size(value, [part.outputs[at] for part in chosen(node)], stage)
+                waits[value] = int(min(made, *taken))
+                if not work.is_free(node):
+                    by_stage[stage] += in_flight[stage] * waits[value]
     return max(by_stage)
 
 

@@ -33,8 +33,10 @@ from sbp_core.infer import (
     PinValue,
     Pipelined,
     SharedTables,
+    StepProblem,
     joint_problem,
     minimise,
+    one_forward_one_backward,
     strategy_of,
 )
 from sbp_core.plugins import PlanRequest
@@ -43,9 +45,9 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
 from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated, tie, untied
-from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, stored_bytes
+from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step
-from sbp_planner.joint.near import least_s, limited, recentred
+from sbp_planner.joint.near import MAX_PRICES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
 from sbp_planner.joint.prove import prove
 
@@ -68,6 +70,9 @@ MAX_PAIRS = 4_000_000
 #: Rounds around what was found, where not all signatures are looked at, and what ends them: a gain
 #: of less than this share.
 MAX_ROUNDS, _LEAST_GAIN = 3, 1e-4
+
+#: A gap of less than this share is none: sums in another order differ.
+_ROUNDING = 1e-9
 
 #: Share of the time for the proof; the rest is for the integer program.
 _PROOF_SHARE = 0.5
@@ -133,6 +138,26 @@ def plan_jointly(
     return JointSearch(request, settings, limit_bytes, pins or {}, stages).run()
 
 
+def bound_from_below(problem: StepProblem, settings: JointSettings, enough_s: float) -> float:
+    """Return what no assignment of a step takes less than, without looking for a good one.
+
+    Args:
+        problem: The step, with all of its signatures.
+        settings: How; a part of the time limit is for the proof.
+        enough_s: There is no more to prove than this, in seconds of a step.
+
+    Returns:
+        At most `enough_s`; 0 if there are so many signatures that not all are priced.
+    """
+    if problem.num_prices > MAX_PRICES:
+        return 0.0
+    step = tie(problem) if settings.tied else untied(problem)
+    tables = CostTables(step, max_entries=MAX_DIRECT_ENTRIES)
+    deadline = monotonic() + _PROOF_SHARE * settings.time_limit_s
+    start = tuple(tables.start)
+    return prove(tables.sizes, tables.factors, start, deadline=deadline, cutoff=enough_s).bound
+
+
 class JointSearch:
     """The search for one graph; arguments as of `plan_jointly`.
 
@@ -179,6 +204,14 @@ class JointSearch:
     def is_hopeless(self) -> bool:
         """Whether not even the states fit, however they are stored."""
         return self.least_stored_bytes > self.limit_bytes
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage, of how many micro-batches it may hold what waits for their backward."""
+        if self.stages is not None:
+            return self.stages.in_flight
+        work = self.problem.work
+        return one_forward_one_backward(len(work.placements), work.graph.num_micro_batches)
 
     def run(self) -> Strategy:
         """Return the fastest strategy that was found and fits.
@@ -230,9 +263,9 @@ class JointSearch:
         """
         if self.is_hopeless:
             return None
-        # What does not fit with its states alone need not be compiled.
-        stored = stored_bytes(self.problem, free.values)
-        first = self.compiled(free.values) if stored <= self.limit_bytes else None
+        # What does not fit with what surely stays need not be compiled.
+        kept = waiting_bytes(self.problem, free.values, self.in_flight)
+        first = self.compiled(free.values) if kept <= self.limit_bytes else None
         if first is not None and first.fits:
             return free.values
         return self.within_memory(free.values, first, cutoff_s)
@@ -269,7 +302,8 @@ class JointSearch:
         gap = settings.gap
         deadline = ends - (1 - _PROOF_SHARE) * settings.time_limit_s
         wanted = cutoff_s * (1 - gap)
-        if wanted < inf:
+        if wanted < inf and self.is_limited:
+            # Of all signatures there is a proof before (`bound_from_below`).
             proof = prove(
                 tables.sizes, tables.factors, start, gap=gap, deadline=deadline, cutoff=cutoff_s
             )
@@ -286,7 +320,7 @@ class JointSearch:
         # What it started from is not alike in layers that inference decided apart.
         if problem.cost(problem.start) < cost:
             values, cost = tuple(problem.start), problem.cost(problem.start)
-        if proof.gap <= gap or bound >= wanted or monotonic() > ends:
+        if proof.gap <= max(gap, _ROUNDING) or bound >= wanted or monotonic() > ends:
             return self._allowed(Assigned(values=values, bound_s=min(bound, cost)))
         lowered = lower_step(step)
         pairs = sum(table.size for table in lowered.choice.edge_costs)
@@ -343,8 +377,7 @@ class JointSearch:
             first: Its plan, which does not fit; None if it was not compiled.
             cutoff_s: What costs no less need not be compiled.
         """
-        flight = self.stages.in_flight if self.stages is not None else ()
-        counted = held(self.problem, self.limit_bytes, flight)
+        counted = held(self.problem, self.limit_bytes, self.in_flight)
         is_large = len(counted.usages) > MAX_PROGRAM_VARIABLES
         num_tries = MAX_LARGE_TRIES if is_large else MAX_TRIES
         above, below = float(counted.peak_bytes(free)), 0.0

@@ -190,9 +190,10 @@ def _of_samples(graph: LogicalGraph, node: Node, given: Sequence[Meaning]) -> li
     if node.kind in RESHAPES and micro_batch_size(graph) == 1:
         return _of_one_sample(graph, node, samples) or mixed
     names = graph.tensor_inputs(node)
+    # Of constants alone, as what samples are made of may reach far back.
     fixed = [
-        one.is_reduced or _numbers_samples(graph, name)
-        for name, one in zip(names, given, strict=True)
+        sbp is None and (one.is_reduced or _numbers_samples(graph, name))
+        for name, one, sbp in zip(names, given, samples, strict=True)
     ]
     for signature in _signatures(graph, node):
         fits = all(
