@@ -154,3 +154,36 @@ def test_many_blocks_are_grouped_to_about_equal_work():
     assert sum(block.compute_s for block in found.blocks) == pytest.approx(
         sum(block.compute_s for block in blocks.graph.blocks)
     )
+
+
+def test_segments_of_more_equal_layers_are_posed_as_ones_of_few():
+    segments = segments_of(mlp((16,) * 10, num_micro_batches=2))
+
+    few, many = (search(segments, range(1, end), (2, 1), start=2, size=6).problem for end in (4, 8))
+
+    assert few.sizes == many.sizes
+    assert len(few.groups) == len(many.groups)
+    assert len(many.work.nodes) > 2 * len(few.work.nodes)
+
+
+def test_a_segment_with_very_much_to_price_is_split_near_what_is_found_axis_by_axis(monkeypatch):
+    segments = segments_of(mlp((16, 16, 16, 16, 16), num_micro_batches=2))
+
+    def posed():
+        return search(segments, range(1, 3), (2, 2), start=4, size=12)
+
+    whole = posed()
+    monkeypatch.setattr(SegmentSearch, "max_prices", 0)
+    near = posed()
+
+    best, found = whole.free()[0], near.free()[0]
+    assert (whole.is_limited, near.is_limited) == (False, True)
+    assert sum(near.problem.sizes) < 0.8 * sum(whole.problem.sizes)
+    assert near.problem.num_prices < whole.problem.num_prices
+    # What crosses to other stages may still come, and go, in as many parts as can be.
+    for name in near.segment.elsewhere:
+        stored = [one.problem.storage_entries[name] for one in (near, whole)]
+        assert stored[0] == stored[1]
+    started_s = near.problem.cost(near.problem.start)
+    assert best.cost_s * (1 - 1e-9) <= found.cost_s <= started_s * (1 + 1e-9)
+    assert not found.is_exact

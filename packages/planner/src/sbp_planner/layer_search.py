@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 import numpy as np
 
@@ -122,6 +123,9 @@ class LayerSearch(SegmentSearch):
     Raises:
         PlanError: nothing fulfils the pins.
     """
+
+    #: A way may ask for what is far from what inference finds, of a single layer.
+    max_prices = inf
 
     def __init__(
         self,

@@ -11,7 +11,9 @@ by what the compiled plan holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ from sbp_core.infer import (
     StepProblem,
     StepWork,
     decide_axis,
+    equal_layers,
     minimise,
 )
 from sbp_core.sbp import NdSbp, Sbp, Split
@@ -37,12 +40,17 @@ from sbp_planner.choice import solve
 from sbp_planner.joint.layers import repeated, tie
 from sbp_planner.joint.lifetime import Held, held
 from sbp_planner.joint.lower import lower_step
+from sbp_planner.joint.near import near
 from sbp_planner.joint.priced import PricedMemory
 from sbp_planner.joint.search import MAX_DIRECT_ENTRIES, MAX_ENTRIES, MAX_PROGRAM_VARIABLES
 from sbp_planner.segments import Segment, StepSegments, is_saved
 from sbp_planner.submeshes import StageRanks
 
 Bytes = NDArray[np.int64]
+
+#: Conversions to be priced on one mesh, of which there are many, above which signatures are left
+#: out (`joint.near`).
+MAX_SEGMENT_PRICES = 100_000
 
 #: For each integer program with memory in it.
 _PROGRAM_S = 5.0
@@ -108,6 +116,9 @@ class SegmentSearch:
         PlanError: nothing fulfils the pins.
     """
 
+    #: Conversions to be priced above which signatures are left out.
+    max_prices: ClassVar[float] = MAX_SEGMENT_PRICES
+
     def __init__(
         self,
         segments: StepSegments,
@@ -132,14 +143,33 @@ class SegmentSearch:
             whole=segments.companions,
         )
         pins = segment.pins(pins or segments.pins)
+        # A segment of many equal layers is posed as one of few.
+        layers = equal_layers(work, pins)
         decision = Decision()
         for axis in range(axes):
-            decide_axis(work, decision, axis, pins)
-        self.problem = StepProblem(work, decision, range(axes), pins)
+            decide_axis(work, decision, axis, pins, layers=layers)
+        self.problem = StepProblem(work, decision, range(axes), pins, layers=layers)
+        #: Whether only what is near the choice axis by axis is looked at.
+        self.is_limited = self._limited(away)
         for name in away:
             self._send_in_parts(name)
         self.step = tie(self.problem)
         self._held: dict[int, Held] = {}
+
+    def _limited(self, away: Iterable[str]) -> bool:
+        """Leave out signatures far from the choice axis by axis, if there is very much to price.
+
+        Of what crosses to other stages all ways to store it stay.
+        """
+        problem = self.problem
+        if problem.num_prices <= self.max_prices:
+            return False
+        kept = near(problem, repeated(problem))
+        for name in away:
+            variable = problem.storage_variable[name]
+            kept[variable] = np.arange(problem.sizes[variable])
+        problem.restrict(kept)
+        return True
 
     def _send_in_parts(self, name: str) -> None:
         """Count of what crosses to another stage only what is beyond the cheapest way to send it.
@@ -171,7 +201,8 @@ class SegmentSearch:
         """
         tables = CostTables(self.step, max_entries=MAX_DIRECT_ENTRIES)
         found = minimise(tables.sizes, tables.factors, tables.start, max_entries=MAX_ENTRIES)
-        values, exact = self.step.expanded(found.values), found.exact
+        values = self.step.expanded(found.values)
+        exact = found.exact and not self.is_limited
         if self.problem.cost(self.problem.start) < self.problem.cost(values):
             values, exact = tuple(self.problem.start), False
         if self.problem.cost(values) >= FORBIDDEN_S:

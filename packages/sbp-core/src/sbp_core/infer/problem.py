@@ -59,7 +59,7 @@ from sbp_core.infer.equal_layers import EqualLayers
 from sbp_core.infer.least_prices import PriceTable
 from sbp_core.infer.pinned_options import PinnedOptions
 from sbp_core.infer.pins import Pins
-from sbp_core.infer.tie_break import TIE_S_PER_BYTE, entry_tie_break, signature_tie_break
+from sbp_core.infer.tie_break import TIE_S_PER_BYTE, SignatureTieBreaks, entry_tie_break
 from sbp_core.infer.work import (
     Decision,
     Kept,
@@ -301,6 +301,7 @@ class StepProblem:
     def _add_nodes(self) -> None:
         table = OptionTable(self.work, self.axes)
         pinned = PinnedOptions(self.work, self.axes, self.pins, self.kept)
+        breaks = SignatureTieBreaks()
         like = self.layers.nodes if self.layers is not None else {}
         seconds: dict[tuple[int, tuple[int, ...], int, bool], Table] = {}
         # What one node costs; of nodes that are alike by how many there are.
@@ -329,8 +330,7 @@ class StepProblem:
             if (*key, times, passes_on) not in seconds:
                 seconds[*key, times, passes_on] = np.array(
                     [
-                        times * options[first].seconds[at]
-                        + sum(signature_tie_break(passes_on, part) for part in parts[place])
+                        times * options[first].seconds[at] + breaks.of(parts[place], passes_on)
                         for place, at in enumerate(chosen[first])
                     ],
                     dtype=np.float64,

@@ -6,6 +6,8 @@ values on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sbp_core.sbp import Broadcast, Partial, Sbp, Split
 from sbp_core.signatures.signature import Signature1d
 
@@ -28,6 +30,27 @@ def signature_tie_break(passes_on: bool, part: Signature1d) -> float:
     return sum(
         0.0 if isinstance(e, Partial) else _TIE_S_PER_RANK + entry_tie_break(e) for e in entries
     )
+
+
+class SignatureTieBreaks:
+    """`signature_tie_break` of signatures on several axes, which are made of few on one.
+
+    Signatures are told apart by their ids, so they live as long as this.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], float] = {}
+
+    def of(self, parts: Sequence[Signature1d], passes_on: bool) -> float:
+        """Return the sum over the axes; see `signature_tie_break`."""
+        found = 0.0
+        for part in parts:
+            key = (id(part), passes_on)
+            known = self._known.get(key)
+            if known is None:
+                known = self._known[key] = signature_tie_break(passes_on, part)
+            found += known
+        return found
 
 
 def entry_tie_break(entry: Sbp) -> float:

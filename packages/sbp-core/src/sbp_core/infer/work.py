@@ -116,8 +116,16 @@ class StepWork:
 
     def is_free(self, node: Node) -> bool:
         """Return whether a node takes no time, as views do."""
-        call = self.calls[node.name]
-        return is_free(call, work_flop(call))
+        kind = self.kinds[node.name]
+        if kind not in self._free:
+            call = self.calls[node.name]
+            self._free[kind] = is_free(call, work_flop(call))
+        return self._free[kind]
+
+    @cached_property
+    def _free(self) -> dict[str, bool]:
+        """By kind, whether nodes are free, as far as that was asked."""
+        return {}
 
     @cached_property
     def views_of_gradients(self) -> frozenset[str]:
