@@ -1,7 +1,8 @@
-"""What `sbp-plan` says beside a plan: why it is so, how another one compares, and a page."""
+"""What `sbp-plan` says beside a plan: why it is so, how another one compares; and its files."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +14,13 @@ from sbp_core.infer import PinValue
 from sbp_launch.console import say
 from sbp_launch.explaining.alternatives import Replan
 from sbp_launch.explaining.compare import compare_lines
+from sbp_launch.explaining.figures_file import figures_json
 from sbp_launch.explaining.other_plan import read_strategy, strategy_of
 from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.why import Asked, why_lines
 from sbp_launch.planning.flow import Planned
+from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.trainer.other_plan import planned_as
 from sbp_launch.trainer.planned import StepPlanner
 from sbp_launch.trainer.program import Program
@@ -85,4 +88,28 @@ def draw_page(planned: Planned, model: str, path: str) -> None:
         path: The file.
     """
     Path(path).write_text(plan_page(planned, model), encoding="utf-8")
+    sys.stdout.write(f"wrote {path}\n")
+
+
+def write_trace(planned: Planned, path: str) -> None:
+    """Write the simulated step of a plan as a trace; say what opens it.
+
+    Args:
+        planned: The plan.
+        path: The file.
+    """
+    traced = Traced(plan=planned.plan, graph=planned.graph, spans=(), simulation=planned.simulation)
+    Path(path).write_text(json.dumps(trace_json(traced)), encoding="utf-8")
+    sys.stdout.write(f"wrote {path}, for https://ui.perfetto.dev or chrome://tracing\n")
+
+
+def write_figures(planned: Planned, path: str) -> None:
+    """Write what a plan costs as JSON; say so.
+
+    Args:
+        planned: The plan.
+        path: The file.
+    """
+    text = json.dumps(figures_json(planned), indent=2)
+    Path(path).write_text(f"{text}\n", encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")

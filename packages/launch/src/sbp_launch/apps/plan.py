@@ -1,7 +1,8 @@
 """The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
 
 With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
-it draws the simulated step, with `page=FILE` all of the plan. `why=...` asks what another SBP would
+it draws the simulated step, with `trace=FILE` it writes it for Perfetto, with `page=FILE` all of
+the plan, and with `figures=FILE` what it costs, for scripts. `why=...` asks what another SBP would
 cost, and `compare=...` puts another plan beside this one; both print their answer in place of the
 plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
 """
@@ -41,7 +42,9 @@ class PlanConfig:
     Args:
         out: File to write the strategy to; None for none.
         timeline: Where drawings of the simulated step go, without ending; None for none.
+        trace: File to write the simulated step to as a trace, `.json`; None for none.
         page: File to write the plan to as a page, `.html`; None for none.
+        figures: File to write what the plan costs to, `.json`; None for none.
         why: Tensors, and how they might be cut, of which is asked what that would cost; None to
             ask nothing.
         compare: A strategy file or a run folder, whose plan is put beside this one; None for none.
@@ -50,7 +53,9 @@ class PlanConfig:
 
     out: str | None = None
     timeline: str | None = None
+    trace: str | None = None
     page: str | None = None
+    figures: str | None = None
     why: str | None = None
     compare: str | None = None
     overwrite: bool = False
@@ -65,10 +70,17 @@ class PlanConfig:
             Question.parse(self.why)
         if self.compare is not None:
             strategy_of(self.compare)
-        if self.page is not None:
-            if Path(self.page).suffix != ".html":
-                raise ConfigError(f"page={self.page!r} does not end in .html", accepted="plan.html")
-            check_writable("page", self.page, example="plan.html")
+        for key, path, example in (
+            ("page", self.page, "plan.html"),
+            ("trace", self.trace, "step.json"),
+            ("figures", self.figures, "plan.json"),
+        ):
+            if path is None:
+                continue
+            ending = Path(example).suffix
+            if Path(path).suffix != ending:
+                raise ConfigError(f"{key}={path!r} does not end in {ending}", accepted=example)
+            check_writable(key, path, example=f"{key}={example}")
         if self.timeline is not None:
             for ending in ENDINGS:
                 check_writable("timeline", self.timeline + ending, example="timeline=step")
@@ -150,7 +162,13 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
-    from sbp_launch.apps.answers import answer_compare, answer_why, draw_page
+    from sbp_launch.apps.answers import (
+        answer_compare,
+        answer_why,
+        draw_page,
+        write_figures,
+        write_trace,
+    )
     from sbp_launch.apps.feasible import is_of_memory, recomposing, told_what_fits
     from sbp_launch.planning.draw import draw_plan
     from sbp_launch.trainer.planning_only import PlanningOnly
@@ -175,8 +193,12 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         answer_compare(settings.compare, planned, planner, desk.program)
     if settings.timeline is not None:
         draw_plan(planned, settings.timeline)
+    if settings.trace is not None:
+        write_trace(planned, settings.trace)
     if settings.page is not None:
         draw_page(planned, config.run.model.name, settings.page)
+    if settings.figures is not None:
+        write_figures(planned, settings.figures)
     if (path := settings.out) is not None:
         save_strategy(planned.strategy, path)
         sys.stdout.write(f"wrote {path}: how every tensor and op is split; edit it, then\n")
