@@ -50,8 +50,8 @@ def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s
     say(console, lines)
 
 
-def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> None:
-    """Print another plan beside a plan.
+def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> Planned:
+    """Print another plan beside a plan, and return it.
 
     Args:
         place: What `compare=` names.
@@ -67,6 +67,7 @@ def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: 
         other = planned_as(read_strategy(strategy_of(place)), planner, program)
     for line in compare_lines(planned, other, place):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return other
 
 
 def _replanning(planner: StepPlanner) -> Replan:
@@ -79,15 +80,18 @@ def _replanning(planner: StepPlanner) -> Replan:
     return replan
 
 
-def draw_page(planned: Planned, model: str, path: str) -> None:
+def draw_page(
+    planned: Planned, model: str, path: str, other: tuple[str, Planned] | None = None
+) -> None:
     """Write a plan as one page; say so.
 
     Args:
         planned: The plan.
         model: What the model is called.
         path: The file.
+        other: What `compare=` names, and its plan; None if nothing is compared.
     """
-    Path(path).write_text(plan_page(planned, model), encoding="utf-8")
+    Path(path).write_text(plan_page(planned, model, other), encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")
 
 

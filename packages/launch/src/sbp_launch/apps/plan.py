@@ -189,14 +189,15 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         desk.show()
     if settings.why is not None:
         answer_why(settings.why, planned, planner, desk.planning_s)
+    other = None
     if settings.compare is not None:
-        answer_compare(settings.compare, planned, planner, desk.program)
+        other = settings.compare, answer_compare(settings.compare, planned, planner, desk.program)
     if settings.timeline is not None:
         draw_plan(planned, settings.timeline)
     if settings.trace is not None:
         write_trace(planned, settings.trace)
     if settings.page is not None:
-        draw_page(planned, config.run.model.name, settings.page)
+        draw_page(planned, config.run.model.name, settings.page, other)
     if settings.figures is not None:
         write_figures(planned, settings.figures)
     if (path := settings.out) is not None:
