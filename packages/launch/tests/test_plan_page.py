@@ -21,6 +21,7 @@ from sbp_core.placement import Placement
 from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_launch.apps.answers import draw_page
 from sbp_launch.apps.plan import PlanConfig
+from sbp_launch.explaining.compare import figure_rows
 from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.plan_page.colours import MEMORY, STAGES, chips
 from sbp_launch.explaining.plan_page.memory_chart import memory_chart, peaks_of, tick_times_s
@@ -28,6 +29,8 @@ from sbp_launch.explaining.plan_page.mesh import mesh_drawing
 from sbp_launch.explaining.plan_page.ticks import round_ticks
 from sbp_launch.explaining.plan_page.timeline_chart import timeline_chart
 from sbp_launch.explaining.plan_page.tree import model_tree
+from sbp_launch.planning.table import groups_of
+from sbp_launch.timelines.style import looks_of
 
 #: Elements without an end.
 _EMPTY = {"meta", "link", "input"}
@@ -210,6 +213,54 @@ def test_a_page_is_written_and_its_name_said(
 
     assert capsys.readouterr().out == f"wrote {path}\n"
     assert "bigram on 2 ranks" in path.read_text("utf-8")
+
+
+def test_another_plan_stands_beside_it_with_what_is_printed_of_both() -> None:
+    this, other = found_plan("replicated"), found_plan("sharded")
+
+    text = plan_page(this, "bigram", ("runs/<other>", other))
+
+    page = _Page(text)
+    assert page.open == []
+    words = {word.strip() for word in page.words}
+    for cells in figure_rows(this, other):
+        assert {cell.strip() for cell in cells} <= words | {""}
+    assert "runs/<other>" in words and "Beside another plan" in words
+    assert "Beside another plan" not in page_of("replicated")
+
+
+def test_a_page_says_how_fast_the_plan_is_and_sets_details_of_reasons_apart() -> None:
+    planned = found_plan("replicated")
+    report = {"explanation": ["auto: one of two", "  the other: 3 ms <slower>"]}
+    strategy = replace(planned.strategy, report=report)
+
+    text = plan_page(replace(planned, strategy=strategy), "bigram")
+
+    assert re.search(
+        r"<span class=\"speed\">[\d.,]+ samples/s, MFU [\d.]+% of the rates of cluster=", text
+    )
+    assert "<li>auto: one of two</li>" in text
+    assert "<li class=inner>the other: 3 ms &lt;slower&gt;</li>" in text
+
+
+def test_layers_of_one_stage_are_told_by_their_numbers() -> None:
+    planned = found_plan("pipeline of meshes")
+    rows = planned.module_rows
+    assert len({row.stage for row in rows}) > 1
+    named = [group.name.partition(" ")[0] for group in groups_of(rows) if group.name]
+
+    tree = model_tree(rows, planned.strategy.stages)
+
+    assert named
+    assert all(f'<span class="name">{name}' in tree for name in named)
+    assert "blocks.*" not in tree
+
+
+def test_kinds_of_bars_look_alike_on_all_pages() -> None:
+    few, many = looks_of(["F", "transfer", "other"]), looks_of(["other", "update", "transfer", "F"])
+
+    assert few["transfer"] == many["transfer"]
+    assert len({look.fill for look in many.values()}) == 4
 
 
 @pytest.mark.parametrize("name", ["plan.txt", "missing/plan.html"])

@@ -8,13 +8,13 @@ import pytest
 from trainable import run_config, run_of
 
 from sbp_aten.pass_options import PassOptions
-from sbp_core.cluster import Device
+from sbp_core.cluster import Cluster, Device
 from sbp_core.passes import RecomputeOptions
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.utilization import ModelWork, samples_of_step, speed_line
 from sbp_launch.settings.config import PluginChoice
 from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import make_program
-from sbp_launch.trainer.utilization import ModelWork
 
 DEVICE = Device(memory_bytes=10**9, flop_per_s={"float32": 1e6}, memory_bytes_per_s=1e9)
 
@@ -76,3 +76,17 @@ def test_it_is_told_with_what_it_rests_on() -> None:
     assert work.line(0.5, "local") == (
         "MFU 50.0% of the rates of cluster=local (forward and backward: 8 GFLOP a step)"
     )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_plan_is_told_in_samples_of_all_micro_batches(micro_batches: int) -> None:
+    graph = wide(micro_batches=micro_batches).graph
+    cluster = replace(Cluster.nominal(2), device=DEVICE)
+    work = ModelWork.of(graph, DEVICE, 2)
+
+    line = speed_line(graph, cluster, 2, 2 * work.rank_s)
+    fast = speed_line(graph, cluster, 2, 1e-3)
+
+    assert samples_of_step(graph) == 8
+    assert line.startswith(f"{8 / (2 * work.rank_s):.4g} samples/s, MFU 25.0% of the rates of ")
+    assert fast.startswith("8,000 samples/s, MFU ")

@@ -1,7 +1,8 @@
-"""What `sbp-plan` says beside a plan: why it is so, how another one compares, and a page."""
+"""What `sbp-plan` says beside a plan: why it is so, how another one compares; and its files."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,11 +15,13 @@ from sbp_core.infer import PinValue
 from sbp_launch.console import say
 from sbp_launch.explaining.alternatives import Replan
 from sbp_launch.explaining.compare import compare_lines
+from sbp_launch.explaining.figures_file import figures_json
 from sbp_launch.explaining.other_plan import read_strategy, strategy_of
 from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.why import Asked, why_lines
 from sbp_launch.planning.flow import Planned
+from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.trainer.other_plan import planned_as
 from sbp_launch.trainer.planned import StepPlanner
 from sbp_launch.trainer.program import Program
@@ -48,8 +51,8 @@ def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s
     say(console, lines)
 
 
-def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> None:
-    """Print another plan beside a plan.
+def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> Planned:
+    """Print another plan beside a plan, and return it.
 
     Args:
         place: What `compare=` names.
@@ -65,6 +68,7 @@ def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: 
         other = planned_as(read_strategy(strategy_of(place)), planner, program)
     for line in compare_lines(planned, other, place):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return other
 
 
 def _replanning(planner: StepPlanner) -> Replan:
@@ -97,13 +101,40 @@ def list_calls(planned: Planned, planner: StepPlanner, path: str) -> None:
     )
 
 
-def draw_page(planned: Planned, model: str, path: str) -> None:
+def draw_page(
+    planned: Planned, model: str, path: str, other: tuple[str, Planned] | None = None
+) -> None:
     """Write a plan as one page; say so.
 
     Args:
         planned: The plan.
         model: What the model is called.
         path: The file.
+        other: What `compare=` names, and its plan; None if nothing is compared.
     """
-    Path(path).write_text(plan_page(planned, model), encoding="utf-8")
+    Path(path).write_text(plan_page(planned, model, other), encoding="utf-8")
+    sys.stdout.write(f"wrote {path}\n")
+
+
+def write_trace(planned: Planned, path: str) -> None:
+    """Write the simulated step of a plan as a trace; say what opens it.
+
+    Args:
+        planned: The plan.
+        path: The file.
+    """
+    traced = Traced(plan=planned.plan, graph=planned.graph, spans=(), simulation=planned.simulation)
+    Path(path).write_text(json.dumps(trace_json(traced)), encoding="utf-8")
+    sys.stdout.write(f"wrote {path}, for https://ui.perfetto.dev or chrome://tracing\n")
+
+
+def write_figures(planned: Planned, path: str) -> None:
+    """Write what a plan costs as JSON; say so.
+
+    Args:
+        planned: The plan.
+        path: The file.
+    """
+    text = json.dumps(figures_json(planned), indent=2)
+    Path(path).write_text(f"{text}\n", encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")

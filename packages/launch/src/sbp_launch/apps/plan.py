@@ -1,8 +1,9 @@
 """The command `sbp-plan`: check the config, plan, and print the plan. Runs no step of training.
 
 With `out=FILE` it writes the strategy, to edit and to use with `planner=file`; with `timeline=NAME`
-it draws the simulated step, with `page=FILE` all of the plan, and with `calls=FILE` it lists what
-ranks may be asked to call, to be measured. `why=...` asks what another SBP would
+it draws the simulated step, with `trace=FILE` it writes it for Perfetto, with `page=FILE` all of
+the plan, with `figures=FILE` what it costs, for scripts, and with `calls=FILE` what ranks may be
+asked to call, to be measured. `why=...` asks what another SBP would
 cost, and `compare=...` puts another plan beside this one; both print their answer in place of the
 plan. With `pipeline=NAME` it plans nothing, and shows a schedule.
 """
@@ -42,9 +43,11 @@ class PlanConfig:
     Args:
         out: File to write the strategy to; None for none.
         timeline: Where drawings of the simulated step go, without ending; None for none.
+        trace: File to write the simulated step to as a trace, `.json`; None for none.
         page: File to write the plan to as a page, `.html`; None for none.
         calls: File for a list of what ranks may be asked to call, `.json`, which `sbp-calibrate
             ops=FILE` measures; None for none.
+        figures: File to write what the plan costs to, `.json`; None for none.
         why: Tensors, and how they might be cut, of which is asked what that would cost; None to
             ask nothing.
         compare: A strategy file or a run folder, whose plan is put beside this one; None for none.
@@ -53,8 +56,10 @@ class PlanConfig:
 
     out: str | None = None
     timeline: str | None = None
+    trace: str | None = None
     page: str | None = None
     calls: str | None = None
+    figures: str | None = None
     why: str | None = None
     compare: str | None = None
     overwrite: bool = False
@@ -69,14 +74,18 @@ class PlanConfig:
             Question.parse(self.why)
         if self.compare is not None:
             strategy_of(self.compare)
-        if self.page is not None:
-            if Path(self.page).suffix != ".html":
-                raise ConfigError(f"page={self.page!r} does not end in .html", accepted="plan.html")
-            check_writable("page", self.page, example="plan.html")
-        if self.calls is not None:
-            if Path(self.calls).suffix != ".json":
-                raise ConfigError(f"calls={self.calls!r} does not end in .json", accepted="a.json")
-            check_writable("calls", self.calls, example="calls.json")
+        for key, path, example in (
+            ("page", self.page, "plan.html"),
+            ("trace", self.trace, "step.json"),
+            ("calls", self.calls, "calls.json"),
+            ("figures", self.figures, "plan.json"),
+        ):
+            if path is None:
+                continue
+            ending = Path(example).suffix
+            if Path(path).suffix != ending:
+                raise ConfigError(f"{key}={path!r} does not end in {ending}", accepted=example)
+            check_writable(key, path, example=f"{key}={example}")
         if self.timeline is not None:
             for ending in ENDINGS:
                 check_writable("timeline", self.timeline + ending, example="timeline=step")
@@ -158,7 +167,14 @@ def save_strategy(strategy: Strategy, path: str) -> None:
 
 def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
-    from sbp_launch.apps.answers import answer_compare, answer_why, draw_page, list_calls
+    from sbp_launch.apps.answers import (
+        answer_compare,
+        answer_why,
+        draw_page,
+        list_calls,
+        write_figures,
+        write_trace,
+    )
     from sbp_launch.apps.feasible import is_of_memory, recomposing, told_what_fits
     from sbp_launch.planning.draw import draw_plan
     from sbp_launch.trainer.planning_only import PlanningOnly
@@ -179,12 +195,17 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         desk.show()
     if settings.why is not None:
         answer_why(settings.why, planned, planner, desk.planning_s)
+    other = None
     if settings.compare is not None:
-        answer_compare(settings.compare, planned, planner, desk.program)
+        other = settings.compare, answer_compare(settings.compare, planned, planner, desk.program)
     if settings.timeline is not None:
         draw_plan(planned, settings.timeline)
+    if settings.trace is not None:
+        write_trace(planned, settings.trace)
     if settings.page is not None:
-        draw_page(planned, config.run.model.name, settings.page)
+        draw_page(planned, config.run.model.name, settings.page, other)
+    if settings.figures is not None:
+        write_figures(planned, settings.figures)
     if settings.calls is not None:
         list_calls(planned, planner, settings.calls)
     if (path := settings.out) is not None:

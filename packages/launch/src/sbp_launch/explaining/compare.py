@@ -39,22 +39,33 @@ def compare_lines(this: Planned, other: Planned, name: str) -> Iterator[str]:
     yield f"{name}: {plan_text(other.strategy)}"
     if other.strategy.graph_hash != graph_hash(other.graph):
         yield f"{name} was made for other sizes or settings; both are priced for the step of now"
-    yield from columns([["", "this plan", _shortened(name), "change"], *_rows(this, other)])
+    yield from columns([["", "this plan", _shortened(name), "change"], *figure_rows(this, other)])
+    said, *lines = changed_rows(this, other, name)
+    yield said[0]
+    yield from columns([[f"  {head}", what, text] for head, what, text in lines], left=2)
+
+
+def changed_rows(this: Planned, other: Planned, name: str) -> Iterator[list[str]]:
+    """Yield how many modules are cut otherwise, then of each its name, what of it, and how.
+
+    Args:
+        this: The plan.
+        other: The other one.
+        name: What the other one is called.
+    """
     changed, num_modules = changes(this.module_rows, other.module_rows)
     if not changed:
-        yield f"all {num_modules} modules are cut alike"
+        yield [f"all {num_modules} modules are cut alike"]
         return
-    yield f"{len(changed)} of {num_modules} modules are cut otherwise (this plan{_ARROW}{name}):"
-    lines = []
+    yield [f"{len(changed)} of {num_modules} modules are cut otherwise (this plan{_ARROW}{name}):"]
     for group in groups_of(changed):
         for row in group.rows:
             head = ".".join(filter(None, (group.name.partition(" ")[0], row.module))) or "(root)"
             head += f" x{group.count}" if group.count > 1 else ""
             for what, text in (*row.parameters, ("output", row.output)):
                 if text:
-                    lines.append([f"  {head}", what, text])
+                    yield [head, what, text]
                     head = ""
-    yield from columns(lines, left=2)
 
 
 def plan_text(strategy: Strategy) -> str:
@@ -72,7 +83,7 @@ def plan_text(strategy: Strategy) -> str:
     )
 
 
-def _rows(this: Planned, other: Planned) -> Iterator[list[str]]:
+def figure_rows(this: Planned, other: Planned) -> Iterator[list[str]]:
     """Yield the rows of figures, those that are zero in both left out."""
     before, after = figures_of(this), figures_of(other)
 

@@ -1,10 +1,10 @@
 """From a one-device step to a checked plan, and what is said of a plan to people.
 
 `flow` is the way: capture, passes, planner, compiler, check, memory. Of a plan, `rows` has a row
-for each module and op, `moves` the boxing around them, `table` prints both; `pipeline`, `savings`
-and `report` say the rest; `output` writes all of it on a console and into a folder; `source_lines`
-finds the model's line of an operator that failed. Knows no config of a run: `sbp_launch.trainer`
-and `sbp_launch.parallelize` both plan through this room.
+for each module and op, `moves` the boxing around them, `table` prints both; `pipeline`, `savings`,
+`utilization` and `report` say the rest; `output` writes all of it on a console and into a folder;
+`source_lines` finds the model's line of an operator that failed. Knows no config of a run:
+`sbp_launch.trainer` and `sbp_launch.parallelize` both plan through this room.
 
 Stability: provisional.
 """

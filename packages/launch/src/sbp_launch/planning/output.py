@@ -17,6 +17,7 @@ from sbp_launch.planning.report import memory_lines, summary
 from sbp_launch.planning.rows import plan_text
 from sbp_launch.planning.savings import saving_lines
 from sbp_launch.planning.table import legend, plan_table
+from sbp_launch.planning.utilization import speed_line
 
 
 def print_plan(
@@ -38,7 +39,8 @@ def print_plan(
     plan, graph, strategy = planned.plan, planned.graph, planned.strategy
     rows, num_steps = planned.module_rows, planned.num_steps
     checked, step_s = planned.checked, planned.simulation.step_s
-    say(console, summary(plan, graph, strategy, rows, num_steps, checked, step_s))
+    speed = speed_line(graph, planned.settings.cluster, len(plan.ranks), step_s) if step_s else ""
+    say(console, summary(plan, graph, strategy, rows, num_steps, checked, step_s, speed))
     say(console, saving_lines(graph, strategy))
     say(console, memory_lines(plan, planned.memory))
 

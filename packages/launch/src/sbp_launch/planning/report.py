@@ -142,6 +142,7 @@ def summary(
     num_steps: Mapping[StepKind, int],
     checked: CheckReport,
     step_s: float,
+    speed: str = "",
 ) -> list[str]:
     """Return the lines under the table: what the plan is and moves, and the planner's why.
 
@@ -155,6 +156,7 @@ def summary(
         num_steps: Boxing steps of each kind between ranks, before small tensors are merged.
         checked: What the check of the plan showed.
         step_s: The predicted time of a step, in seconds.
+        speed: What that comes to, see `speed_line`; empty if nothing can be said.
     """
     return [
         f"planner {strategy.planner}: {counted(len(plan.ranks), 'rank')}, "
@@ -164,6 +166,7 @@ def summary(
         *_boxing_lines(plan, num_steps),
         "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
         f"predicted time of a step: {format_seconds(step_s)}",
+        *([f"  {speed}"] if speed else []),
         *period_lines(checked),
         *strategy.report.get("explanation", ()),
     ]

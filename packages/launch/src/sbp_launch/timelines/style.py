@@ -30,11 +30,15 @@ _KNOWN: Mapping[str, Look] = MappingProxyType(
         "B": Look(fill="#f2994a", ink=_DARK, name="backward"),
         "I": Look(fill="#f2c14e", ink=_DARK, name="input gradient"),
         "W": Look(fill="#5fb58c", ink=_DARK, name="weight gradient"),
+        # Of plans: the same in all of them, whatever else there is.
+        "update": Look(fill="#f4a6a6", ink=_DARK, name="update"),
+        "collective": Look(fill="#8ecae6", ink=_DARK, name="collective"),
+        "transfer": Look(fill="#c9a7eb", ink=_DARK, name="transfer"),
     }
 )
 
 #: For other kinds, in the order in which they first begin.
-_FILLS = ("#8ecae6", "#c9a7eb", "#f4a6a6", "#b5c99a", "#d9d9d9", "#e9c46a")
+_FILLS = ("#b5c99a", "#d9d9d9", "#8fb8a8", "#d8a48f", "#e9c46a", "#a3a1d6")
 
 _FADING = 0.22
 """So much closer to white each further chunk of a rank is drawn."""

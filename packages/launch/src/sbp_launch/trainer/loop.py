@@ -28,6 +28,7 @@ from sbp_core.plugins import (
 from sbp_core.runtime import Session
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.utilization import ModelWork
 from sbp_launch.run.folder import writing
 from sbp_launch.run.metrics import metric_sink
 from sbp_launch.run.progress import StepProgress
@@ -44,7 +45,6 @@ from sbp_launch.trainer.phases import PhaseTimes
 from sbp_launch.trainer.program import EagerReference, Program
 from sbp_launch.trainer.step import StepTaker
 from sbp_launch.trainer.team import Team, fail_together, stop_together, vote_deadline_s
-from sbp_launch.trainer.utilization import ModelWork
 
 #: Seconds that processes agree on are sent as whole numbers of these.
 _TICK_S = 1e-6

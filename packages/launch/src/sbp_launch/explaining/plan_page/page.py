@@ -12,6 +12,7 @@ from sbp_core.placement import Placement
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.compare import plan_text
 from sbp_launch.explaining.figures import Figures, figures_of
+from sbp_launch.explaining.plan_page.beside import beside
 from sbp_launch.explaining.plan_page.colours import chips
 from sbp_launch.explaining.plan_page.memory_chart import memory_chart, memory_legend
 from sbp_launch.explaining.plan_page.mesh import mesh_drawing, mesh_text
@@ -21,6 +22,7 @@ from sbp_launch.explaining.plan_page.tree import model_tree
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import arithmetic_lines, period_lines
 from sbp_launch.planning.timeline import coarse, plan_timeline
+from sbp_launch.planning.utilization import speed_line
 from sbp_launch.timelines.style import looks_of
 
 #: Bars, lanes and drawings of memory: more make a page that is large and no clearer.
@@ -69,12 +71,13 @@ _ZOOM = (
 )
 
 
-def plan_page(planned: Planned, model: str) -> str:
+def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = None) -> str:
     """Return the page of a plan.
 
     Args:
         planned: The plan.
         model: What the model is called.
+        other: A plan that is put beside it, and what that is called; None for none.
     """
     figures, stages = figures_of(planned), planned.strategy.stages
     cluster = planned.settings.cluster
@@ -86,6 +89,9 @@ def plan_page(planned: Planned, model: str) -> str:
         "memory": ("Memory over time", _memory(planned)),
         "bytes": ("Bytes by collective and link", traffic_chart(figures, cluster)),
     }
+    if other is not None:
+        name, beside_it = other
+        parts["beside"] = ("Beside another plan", beside(planned, beside_it, name))
     ranks = len(planned.plan.ranks)
     here = files("sbp_launch.explaining.plan_page")
     return _PAGE.substitute(
@@ -107,7 +113,11 @@ def _tiles(planned: Planned, figures: Figures) -> str:
     step_s = figures.step_s
     together = any(len(part.orders) > 1 for part in planned.plan.ranks)
     tiles = [
-        ("predicted step", format_seconds(step_s), _share_bar(figures, together=together)),
+        (
+            "predicted step",
+            format_seconds(step_s),
+            _share_bar(figures, together=together) + _speed(planned, step_s),
+        ),
         (
             "a rank sends in a step",
             format_bytes(figures.sent_bytes / figures.num_ranks),
@@ -133,6 +143,13 @@ def _tiles(planned: Planned, figures: Figures) -> str:
     return f'<dl class="tiles">{made}</dl>'
 
 
+def _speed(planned: Planned, step_s: float) -> str:
+    """Return samples a second and MFU, as a line of their own."""
+    cluster, num_ranks = planned.settings.cluster, len(planned.plan.ranks)
+    told = speed_line(planned.graph, cluster, num_ranks, step_s) if step_s else ""
+    return f'<span class="speed">{escape(told.partition(" (")[0])}</span>' if told else ""
+
+
 def _share_bar(figures: Figures, *, together: bool) -> str:
     """Return which shares of the step a rank computes, boxes and waits, as a bar and in words.
 
@@ -154,7 +171,7 @@ def _share_bar(figures: Figures, *, together: bool) -> str:
         told += " at the same time"
     else:
         told += f", {100 * max(0.0, 1 - computing - boxing):.0f}% waiting"
-    return f'<span class="shares">{bar}</span>{escape(told)}, a rank in the mean'
+    return f'<span class="shares">{bar}</span>{escape(told)}: the mean of all ranks'
 
 
 def _bound_tiles(report: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
@@ -186,7 +203,9 @@ def _why(planned: Planned) -> str:
             )
     period, *cycle = period_lines(planned.checked)
     waits = "".join(f"<li>{escape(line.strip())}</li>" for line in cycle)
-    said = "".join(f"<li>{escape(line.strip())}</li>" for line in lines)
+    said = "".join(
+        f"<li{' class=inner' * line.startswith(' ')}>{escape(line.strip())}</li>" for line in lines
+    )
     return (
         f'<div class="why"><ul>{said}</ul><details><summary>{escape(period)}</summary>'
         f"<ul>{waits}</ul></details></div>"

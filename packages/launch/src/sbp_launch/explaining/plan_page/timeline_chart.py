@@ -36,6 +36,8 @@ def timeline_chart(timeline: Timeline) -> str:
             _bar(bar, faded(looks[bar.kind], bar.chunk), timeline.end_s, top) for bar in lane.bars
         ]
     told = legend({look.name: look.fill for look in looks.values()})
+    if any(bar.label for lane in timeline.lanes for bar in lane.bars):
+        told += "<p><small>The number in a bar is that of its micro-batch.</small></p>"
     return (
         f'<div class="lanes"><ul class="lane-names">{names}</ul>'
         '<div class="scroll" tabindex="0" role="region" aria-label="timeline">'

@@ -20,7 +20,7 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.plan_page.colours import chips
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
-from sbp_launch.planning.table import groups_of, move_text
+from sbp_launch.planning.table import Group, groups_of, move_text
 
 #: Branches are open at first down to the depth, of these, that shows no more rows than this.
 _OPEN_DEPTHS, _MOST_ROWS = (1, 0), 40
@@ -60,7 +60,8 @@ def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
         stages: Placement of each stage.
     """
     axes = stages[0].axes
-    roots = [_tree_of(rows, stage) for stage in range(len(stages))]
+    groups = groups_of(rows)  # of all stages, so that layers of one are told by their numbers
+    roots = [_tree_of(groups, stage) for stage in range(len(stages))]
     most = max((root.bytes_of_a_rank for root in roots), default=0.0)
     shown = {depth: sum(_num_rows(root, depth) for root in roots) for depth in _OPEN_DEPTHS}
     opens = next((depth for depth in _OPEN_DEPTHS if shown[depth] <= _MOST_ROWS), -1)
@@ -79,10 +80,10 @@ def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
     return f'<div class="tree" id="tree">{"".join(parts)}</div>'
 
 
-def _tree_of(rows: Sequence[ModuleRow], stage: int) -> _Branch:
+def _tree_of(groups: Sequence[Group], stage: int) -> _Branch:
     """Return the modules of one stage below a branch of no module."""
     top = _Branch("")
-    for group in groups_of([row for row in rows if row.stage == stage]):
+    for group in (group for group in groups if group.stage == stage):
         for row in group.rows:
             at = top
             if group.name:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sbp_core.cluster import Device
+from sbp_core.cluster import Cluster, Device
 from sbp_core.errors import SignatureError
-from sbp_core.graph import LogicalGraph, Phase
+from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.passes import REMATERIALIZED
 from sbp_core.signatures import OpCall, work_flop
 from sbp_core.units import format_flop
@@ -72,7 +72,7 @@ class ModelWork:
         return self.rank_s / (step_s * self.num_ranks)
 
     def line(self, step_s: float, cluster: str) -> str:
-        """Return what is told of a run.
+        """Return what is told of a run, or of a plan.
 
         Args:
             step_s: A typical step, in seconds.
@@ -83,3 +83,31 @@ class ModelWork:
             f"MFU {self.mfu(step_s):.1%} of the rates of cluster={cluster} (forward and backward: "
             f"{flop} a step)"
         )
+
+
+def samples_of_step(graph: LogicalGraph) -> int:
+    """Return how many samples a step takes: dim 0 of what a micro-batch brings; 0 if none has dims.
+
+    Args:
+        graph: The step.
+    """
+    batch = (entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH)
+    shapes = (graph.tensor(name).shape for name in batch if graph.is_tensor(name))
+    return graph.num_micro_batches * min((shape[0] for shape in shapes if shape), default=0)
+
+
+def speed_line(graph: LogicalGraph, cluster: Cluster, num_ranks: int, step_s: float) -> str:
+    """Return how fast a plan is, in samples a second and as a part of what its ranks could do.
+
+    Args:
+        graph: The step.
+        cluster: Whose rates are counted on.
+        num_ranks: Of the plan.
+        step_s: Predicted time of a step, in seconds, above 0.
+    """
+    work = ModelWork.of(graph, cluster.device, num_ranks)
+    parts = [work.line(step_s, cluster.name)] if work.flop else []
+    if samples := samples_of_step(graph):
+        rate = samples / step_s
+        parts.insert(0, f"{f'{rate:,.0f}' if rate >= 1000 else f'{rate:.4g}'} samples/s")
+    return ", ".join(parts)
