@@ -89,6 +89,7 @@ def joint_problem(
     stage_patterns: StagePatterns = (),
     from_axes: bool = True,
     tables: SharedTables | None = None,
+    known: StepWork | None = None,
 ) -> StepProblem:
     """Return the problem of a step on all mesh axes at once.
 
@@ -101,6 +102,7 @@ def joint_problem(
         stage_patterns: For each stage, patterns of module paths.
         from_axes: Whether it starts from what is found axis by axis, which takes a while.
         tables: Of other steps on the same cluster, such as variants of this one.
+        known: The work of an earlier problem of the same request, with all that was found of it.
 
     Raises:
         ConfigError: a pin or stage pattern cannot be meant.
@@ -108,6 +110,7 @@ def joint_problem(
         SignatureError: an operator has no signatures.
     """
     work, resolved = _work(request, pins, stages, stage_patterns, tables)
+    work = known or work
     progress = request.progress or (lambda what, fraction: None)
     decision = Decision()
     if from_axes:
