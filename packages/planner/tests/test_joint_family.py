@@ -105,6 +105,8 @@ def test_a_variant_that_a_proof_strikes_is_not_searched(monkeypatch: pytest.Monk
     def noted(search: JointSearch, one: PlanRequest, *arguments: Any, **more: Any) -> None:
         searched.append(one.graph.num_micro_batches)
         begun(search, one, *arguments, **more)
+        # What was found out for the floor is not found out again.
+        assert search.problem.work is more["known"]
 
     monkeypatch.setattr(JointSearch, "__init__", noted)
     # Nothing is known of operators: only what is proved of all costs strikes anything.

@@ -7,6 +7,7 @@ from plan_requests import request
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.memory import KeptPlans, call_layouts, predict_memory
+from sbp_core.simulate import simulate
 from sbp_planner.configs import ManualConfig
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.manual import ManualPlanner
@@ -24,6 +25,8 @@ def test_the_plan_of_what_was_chosen_is_kept_with_its_memory():
     plan = kept.plan(asked.graph, strategy, options)
     assert plan.hash == compile_plan(asked.graph, strategy, options).hash
     assert kept.known_memory(plan) == predict_memory(plan)
+    assert kept.asked(simulate, plan) is kept.asked(simulate, plan)
+    assert kept.asked(simulate, plan).step_s == simulate(plan).step_s
     assert kept.plan(asked.graph, strategy, replace(options)) is plan
 
 

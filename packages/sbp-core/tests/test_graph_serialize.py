@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sbp_core.errors import GraphError, SbpValueError
-from sbp_core.graph import LogicalGraph, from_json, graph_hash, to_json
+from sbp_core.graph import LogicalGraph, from_json, graph_hash, serialize, to_json
 from sbp_core.graph.ir import Argument, GraphInput, InputKind, Ref, ScalarType, Symbol
 from sbp_core.serialize import dump, load
 from sbp_core.testing.graphs import Builder, chain, mlp
@@ -129,3 +129,19 @@ def test_arguments_of_one_and_one_point_nought_differ() -> None:
         return b.graph()
 
     assert graph_hash(scaled(1)) != graph_hash(scaled(1.0))
+
+
+def test_a_graph_is_hashed_once_and_another_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[LogicalGraph] = []
+
+    def noted(graph: LogicalGraph) -> object:
+        hashed.append(graph)
+        return to_json(graph)
+
+    monkeypatch.setattr(serialize, "to_json", noted)
+    graph = mlp()
+    other = replace(graph, num_micro_batches=2)
+
+    assert graph_hash(graph) == graph_hash(graph) != graph_hash(other)
+
+    assert len(hashed) == 2 and hashed[0] is graph and hashed[1] is other

@@ -376,7 +376,7 @@ def compiled(
     """
     kept = kept or KeptPlans()
     plan = kept.plan(graph, strategy, settings.options)
-    checked, simulation = check(plan, types=False), simulate(plan)
+    checked, simulation = check(plan, types=False), kept.asked(simulate, plan)
     report = {**strategy.report, "predicted_step_s": simulation.step_s}
     return Planned(
         settings=settings,

@@ -277,7 +277,14 @@ class FamilySearch:
                 return
         request = replace(entry.request, progress=self._progress(entry))
         try:
-            search = JointSearch(request, settings, self.limit_bytes, self.pins, tables=self.tables)
+            search = JointSearch(
+                request,
+                settings,
+                self.limit_bytes,
+                self.pins,
+                tables=self.tables,
+                known=None if problem is None else problem.work,
+            )
             if search.is_hopeless:
                 entry.outcome, entry.bound_s = Outcome.NO_FIT, inf
                 self.refused.append(search)

@@ -34,6 +34,7 @@ from sbp_core.infer import (
     Pipelined,
     SharedTables,
     StepProblem,
+    StepWork,
     joint_problem,
     minimise,
     one_forward_one_backward,
@@ -163,6 +164,7 @@ class JointSearch:
 
     Args:
         tables: Shared with searches for other variants of the step.
+        known: The work of an earlier problem of this variant, to be posed again.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class JointSearch:
         stages: Pipelined | None = None,
         *,
         tables: SharedTables | None = None,
+        known: StepWork | None = None,
     ) -> None:
         self.request, self.settings, self.limit_bytes = request, settings, limit_bytes
         self.stages = stages
@@ -185,6 +188,7 @@ class JointSearch:
             stages=stages.stages if stages is not None else None,
             tied=settings.tied,
             tables=tables,
+            known=known,
         )
         #: What plans take at least: the states, however they are stored.
         self.least_stored_bytes = least_stored_bytes(self.problem)

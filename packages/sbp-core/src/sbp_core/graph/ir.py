@@ -348,6 +348,11 @@ class LogicalGraph:
         }
 
     @cached_property
+    def found(self) -> dict[object, object]:
+        """What functions have found of this very graph, by function, such as its hash."""
+        return {}
+
+    @cached_property
     def loss(self) -> str:
         """The value that is the loss.
 

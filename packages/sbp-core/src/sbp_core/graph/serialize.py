@@ -40,6 +40,12 @@ def from_json(value: object) -> LogicalGraph:
 
 def graph_hash(graph: LogicalGraph) -> str:
     """Return 16 hex digits that change with what the graph computes, not with source lines."""
+    if graph_hash not in graph.found:
+        graph.found[graph_hash] = _hash(graph)
+    return str(graph.found[graph_hash])
+
+
+def _hash(graph: LogicalGraph) -> str:
     value = to_json(graph)
     for node in value["nodes"]:
         node.pop("source", None)

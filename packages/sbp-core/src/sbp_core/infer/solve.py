@@ -91,6 +91,7 @@ def joint_problem(
     from_axes: bool = True,
     tied: bool = False,
     tables: SharedTables | None = None,
+    known: StepWork | None = None,
 ) -> StepProblem:
     """Return the problem of a step on all mesh axes at once.
 
@@ -104,6 +105,7 @@ def joint_problem(
         from_axes: Whether it starts from what is found axis by axis, which takes a while.
         tied: Whether equal layers are posed once, and decided alike.
         tables: Of other steps on the same cluster, such as variants of this one.
+        known: The work of an earlier problem of the same request, with all that was found of it.
 
     Raises:
         ConfigError: a pin or stage pattern cannot be meant.
@@ -111,6 +113,7 @@ def joint_problem(
         SignatureError: an operator has no signatures.
     """
     work, resolved = _work(request, pins, stages, stage_patterns, tables)
+    work = known or work
     progress = request.progress or (lambda what, fraction: None)
     layers = equal_layers(work, resolved) if tied else None
     decision = Decision()

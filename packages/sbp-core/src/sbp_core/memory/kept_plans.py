@@ -1,4 +1,4 @@
-"""The last plans that were compiled while one was looked for, and what is known of their memory.
+"""The last plans that were compiled while one was looked for, and what is known of them.
 
 A planner that keeps to a limit compiles what it considers. What it answers is a strategy, which is
 compiled to be executed: to the very plan that is kept here.
@@ -7,7 +7,9 @@ compiled to be executed: to the very plan that is kept here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
 
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph.ir import LogicalGraph
@@ -16,19 +18,22 @@ from sbp_core.memory.prediction import predict_memory
 from sbp_core.memory.report import MemoryReport
 from sbp_core.strategy import Strategy
 
+_FoundT = TypeVar("_FoundT")
+
 #: Plans that are kept; a search that compiles more takes one of its last, or compiles it again.
 _MOST_PLANS = 6
 
 
 @dataclass(slots=True, kw_only=True)
 class _Kept:
-    """A plan, what it was compiled from, and its memory if that is known."""
+    """A plan, what it was compiled from, its memory if that is known, and what else was found."""
 
     graph: LogicalGraph
     strategy: Strategy
     options: CompileOptions
     plan: PhysicalPlan
     memory: MemoryReport | None = None
+    found: dict[Callable[[PhysicalPlan], object], object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -79,6 +84,20 @@ class KeptPlans:
                 if one.plan is plan:
                     one.memory = known
         return known
+
+    def asked(self, ask: Callable[[PhysicalPlan], _FoundT], plan: PhysicalPlan) -> _FoundT:
+        """Return what a function finds of a plan, such as `simulate`; asked again, the same.
+
+        Args:
+            ask: The function.
+            plan: Any; what is found of one that `plan` returned is kept.
+        """
+        kept = next((one for one in self._kept if one.plan is plan), None)
+        if kept is None:
+            return ask(plan)
+        if ask not in kept.found:
+            kept.found[ask] = ask(plan)
+        return cast(_FoundT, kept.found[ask])
 
     def known_memory(self, plan: PhysicalPlan) -> MemoryReport | None:
         """Return what a plan holds, if that was predicted."""
