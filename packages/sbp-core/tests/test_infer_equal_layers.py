@@ -6,14 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.graph import Phase
-from sbp_core.infer import StepWork, assign_stages, equal_layers, infer_strategy, resolve_pins
+from sbp_core.graph import GraphOutput, InputKind, OutputKind, Phase, Ref
+from sbp_core.infer import (
+    StepWork,
+    assign_stages,
+    equal_layers,
+    infer_strategy,
+    joint_problem,
+    resolve_pins,
+)
 from sbp_core.infer.tie_break import SignatureTieBreaks, signature_tie_break
 from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures.signature import Signature1d
-from sbp_core.testing.graphs import cluster, mlp
+from sbp_core.testing.graphs import Builder, cluster, mlp
 
 
 def found(widths, pins=None, shape=(2,), axes=("data",)):
@@ -124,3 +131,33 @@ def test_known_tie_breaks_are_those_of_each_signature(options):
         for parts in options:
             wanted = sum(signature_tie_break(passes_on, part) for part in parts)
             assert breaks.of(parts, passes_on) == wanted
+
+
+def two_blocks():
+    """Return two blocks that transpose their weights, and a head that takes the second again."""
+    b = Builder()
+    value = b.add_input("x", InputKind.BATCH, (8, 16))
+    for at in range(2):
+        weight = b.add_input(f"blocks.{at}.weight", InputKind.PARAMETER, (16, 16))
+        turned = b.op(f"blocks.{at}.t", "t.default", (Ref(weight),), (16, 16))
+        value = b.op(f"blocks.{at}.mm", "mm.default", (Ref(value), Ref(turned)), (8, 16))
+    last = b.op("head.mm", "mm.default", (Ref(value), Ref(turned)), (8, 16))
+    b.op("sum", "sum.default", (Ref(last),), ())
+    b.outputs.append(GraphOutput(name="loss", kind=OutputKind.LOSS, value="sum"))
+    return b.graph("two_blocks")
+
+
+def test_what_a_view_of_a_pinned_value_is_holds_for_users_that_only_one_layer_has():
+    request = PlanRequest(
+        graph=two_blocks(),
+        mesh=Placement.grid((2,), ("data",)),
+        cluster=cluster(),
+        pins={"use:blocks.*.weight": "S(0)"},
+    )
+
+    once, each = (joint_problem(request, from_axes=False, tied=tied) for tied in (True, False))
+
+    assert len(once.unary) < len(each.unary)
+    for name in ("head.mm", "blocks.1.mm"):
+        assert [part.inputs[1] for (part,) in once.parts[name]] == [S(1)] * len(once.parts[name])
+        assert once.parts[name] == each.parts[name]
