@@ -135,7 +135,11 @@ def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[Conv
             Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
             for one in first.requests
         )
-        costs = [counts[key][id(one.costs)] * one.costs for one in members]
+        times = counts[key]
+        costs = [
+            one.costs if times[id(one.costs)] == 1 else times[id(one.costs)] * one.costs
+            for one in members
+        ]
         found.append(
             replace(
                 first,

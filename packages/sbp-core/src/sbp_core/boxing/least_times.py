@@ -394,6 +394,8 @@ def _shortest(
     alone = (elements // unit << bits) + (collective_s[number] * scale).astype(np.int64)
     both[before, after] = np.minimum(both[before, after], alone)
     np.fill_diagonal(both, 0)
+    by_way = np.empty_like(both)
     for between in range(len(both)):
-        np.minimum(both, both[:, [between]] + both[between], out=both)
+        np.add(both[:, between, None], both[between], out=by_way)
+        np.minimum(both, by_way, out=both)
     return (both >> bits) * unit, (both & ((1 << bits) - 1)) / scale

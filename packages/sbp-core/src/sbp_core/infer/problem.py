@@ -128,6 +128,7 @@ class StepProblem:
         self._kept: dict[tuple[int, tuple[int, ...]], tuple[tuple[Signature1d, ...], ...]] = {}
         self._restricted: list[object] = []
         self._found_entries: dict[tuple[int, str, int], tuple[Entries, ...]] = {}
+        self._distinct: dict[int, tuple[object, tuple[Entries, ...], Numbers]] = {}
         self._costs: dict[object, tuple[Table, tuple[Numbers, ...]]] = {}
         self._add_storage()
         self._add_nodes()
@@ -154,8 +155,8 @@ class StepProblem:
             targets = {id(end.entries): end.entries for end in self._targets(value, source)}
             key = (self.work.unsliced(value), id(source.entries), *targets)
             if key not in found:
-                asked = {entries for of in targets.values() for entries in of}
-                found[key] = len(set(source.entries)) * len(asked)
+                asked = {one for of in targets.values() for one in self._different(of)[0]}
+                found[key] = len(self._different(source.entries)[0]) * len(asked)
         return sum(found.values())
 
     def restrict(self, kept: Sequence[Numbers]) -> None:
@@ -354,6 +355,16 @@ class StepProblem:
             )
         return self._found_entries[key]
 
+    def _different(self, entries: tuple[Entries, ...]) -> tuple[tuple[Entries, ...], Numbers]:
+        """Return the different ones of some SBPs, in order, and the place of each among these."""
+        found = self._distinct.get(id(entries))
+        if found is None:
+            number: dict[Entries, int] = {}
+            places = [number.setdefault(one, len(number)) for one in entries]
+            found = entries, tuple(number), np.array(places, dtype=np.int64)
+            self._distinct[id(entries)] = found
+        return found[1], found[2]
+
     def _source(self, value: str) -> ConversionEnd:
         work = self.work
         node = work.graph.producers.get(value)
@@ -433,12 +444,15 @@ class StepProblem:
                 *(id(end.entries) for end in ends),
             )
             if alike not in self._costs:
-                targets = {entries: 0 for end in ends for entries in end.entries}
-                number = {target: index for index, target in enumerate(targets)}
+                different = [self._different(end.entries) for end in ends]
+                number: dict[Entries, int] = {}
                 numbers = tuple(
-                    np.array([number[of] for of in end.entries], dtype=np.int64) for end in ends
+                    np.array([number.setdefault(one, len(number)) for one in of], dtype=np.int64)[
+                        at
+                    ]
+                    for of, at in different
                 )
-                costs = self._target_costs(tensor, source, ends[0], tuple(targets), companions)
+                costs = self._target_costs(tensor, source, ends[0], tuple(number), companions)
                 self._costs[alike] = count * (times / slices * costs), numbers
             costs, numbers = self._costs[alike]
             if costs.any():
@@ -466,7 +480,7 @@ class StepProblem:
             shard_shape(tensor, before, self.work.mesh_shape(stage)),
         )
         # By SBP, as many signatures of a node differ in its arguments only and make the same.
-        sources = list(dict.fromkeys(source.entries))
+        sources, places = self._different(source.entries)
         prices = self.prices.table(
             shape,
             tensor.dtype,
@@ -474,12 +488,11 @@ class StepProblem:
             [(stage, target) for target in targets],
             companions,
         )
-        rows: dict[Entries, Table] = {}
-        for entry, row in zip(sources, prices, strict=True):
-            costs = np.array(row, dtype=np.float64).reshape(-1, 2)
-            found = costs[:, 0] + TIE_S_PER_BYTE * costs[:, 1]
-            found[np.isinf(found)] = FORBIDDEN_S
-            if end.as_stored and entry in targets:
-                found[[target != entry for target in targets]] = FORBIDDEN_S
-            rows[entry] = found
-        return np.array([rows[entry] for entry in source.entries], dtype=np.float64)
+        both = np.array(prices, dtype=np.float64).reshape(len(sources), len(targets), 2)
+        found: Table = both[..., 0] + TIE_S_PER_BYTE * both[..., 1]
+        found[np.isinf(found)] = FORBIDDEN_S
+        if end.as_stored:
+            for row, entry in enumerate(sources):
+                if entry in targets:
+                    found[row, [target != entry for target in targets]] = FORBIDDEN_S
+        return found[places]

@@ -25,7 +25,7 @@ from sbp_core.infer.work import Decision, SharedTables, StepWork
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures.axes import conflict
-from sbp_core.strategy import Assignment, Storage, Strategy
+from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 
 if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
@@ -233,9 +233,14 @@ def check_legal(work: StepWork, decision: Decision) -> None:
     Raises:
         SignatureError: they do.
     """
+    # Equal layers have the same signatures, which are the same objects.
+    checked: dict[tuple[int, ...], str] = {}
     for node in work.nodes:
-        reason = conflict(decision.nodes[node.name], work.mesh_shape_of(node))
-        if reason:
+        parts, mesh_shape = decision.nodes[node.name], work.mesh_shape_of(node)
+        key = (*map(id, parts), *mesh_shape)
+        if key not in checked:
+            checked[key] = conflict(parts, mesh_shape)
+        if reason := checked[key]:
             raise SignatureError(
                 f"{decision.signature(node.name)} is not legal: {reason}", where=node.where()
             )
@@ -247,6 +252,14 @@ def _strategy(
     planner: str,
     in_flight: tuple[int, ...],
 ) -> Strategy:
+    combined: dict[tuple[int, ...], Signature] = {}
+
+    def signature(node: str) -> Signature:
+        key = tuple(map(id, decision.nodes[node]))
+        if key not in combined:
+            combined[key] = decision.signature(node)
+        return combined[key]
+
     return Strategy(
         planner=planner,
         graph_hash=graph_hash(work.graph),
@@ -254,7 +267,7 @@ def _strategy(
         num_micro_batches=work.graph.num_micro_batches,
         nodes={
             node.name: Assignment(
-                stage=work.stages.nodes[node.name], signature=decision.signature(node.name)
+                stage=work.stages.nodes[node.name], signature=signature(node.name)
             )
             for node in work.nodes
         },
