@@ -118,6 +118,19 @@ def test_an_option_of_a_group_that_nobody_else_knows_sets_what_it_says(tmp_path:
     assert caught.value.todo == "did you mean experiment=short?"
 
 
+def test_the_name_of_a_folder_of_options_is_answered_with_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "experiment" / "gpt").mkdir(parents=True)
+    for name in ("long", "short"):
+        text = "# @package _global_\ntrainer: {steps: 7}\n"
+        (tmp_path / "experiment" / "gpt" / f"{name}.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "own.yaml").write_text("defaults: [trainer: default]\n", encoding="utf-8")
+
+    with pytest.raises(ConfigError, match="experiment=gpt") as caught:
+        composed("+experiment=gpt", config_name="own", config_dir=tmp_path)
+
+    assert caught.value.todo == "say which of them: experiment=gpt/long, or another of gpt/..."
+
+
 @pytest.mark.parametrize("override", ["trainer=5", "trainer=null", "trainer=[1]", "=5"])
 def test_what_is_no_name_of_an_option_is_refused_without_a_traceback(override: str) -> None:
     with pytest.raises(ConfigError, match="the config cannot be composed"):

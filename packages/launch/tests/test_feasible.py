@@ -130,6 +130,15 @@ def test_what_fits_is_told_with_its_cost_and_else_what_is_nearest() -> None:
     assert len(nothing) == 1 and "none fits; the nearest: " in nothing[0]
 
 
+def test_a_single_attempt_is_not_called_several() -> None:
+    search = search_of(1.0)
+    del search.attempts[1:]
+
+    assert [line.partition("(")[0] for line in feasible_lines(search)] == [
+        f"not enough: {search.attempts[0].overrides[0]} "
+    ]
+
+
 def test_of_a_step_whose_plans_take_long_nothing_is_tried_and_planners_are_named() -> None:
     limit = peak_of("planner=manual/zero")
     searching = ("planner=ilp", "planner=auto")
@@ -138,8 +147,8 @@ def test_of_a_step_whose_plans_take_long_nothing_is_tried_and_planners_are_named
 
     assert search.attempts == [] and search.is_cut_short
     assert list(feasible_lines(search)) == [
-        "others were not tried, as each takes long; planner=ilp and planner=auto look for a plan "
-        "that fits, and with trainer.micro_batches=auto for how many of them it takes"
+        "other settings were not tried, as each takes long; planner=ilp and planner=auto look for "
+        "a plan that fits, and with trainer.micro_batches=auto for how many of them it takes"
     ]
 
 

@@ -6,10 +6,12 @@ from trainable import run_config
 
 from sbp_core.memory import predict_memory
 from sbp_core.memory.kinds import MemoryKind
+from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.planning.report import arithmetic_lines, counted, crowding, memory_lines, summary
+from sbp_launch.planning.utilization import samples_of_step
 
 B = NdSbp.parse("B")
 
@@ -98,6 +100,21 @@ def test_the_arithmetic_of_a_rank_is_told_as_a_share_of_the_step():
     assert 50 <= share < 90
     assert alike[0] == "arithmetic: a rank does 100% of the step's; an even share is 50%"
     assert "2 ranks gain nothing" in alike[1]
+
+
+def test_samples_that_ranks_cannot_share_evenly_are_told():
+    # 8 samples on 3 ranks: every rank computes all of them, and the size of the batch is why.
+    found = found_plan("replicated")
+    whole = whole_on_every_rank(found)
+    three = replace(whole, stages=(Placement.grid((3,), ("data",)),))
+
+    lines = arithmetic_lines(found.graph, three)
+    even = arithmetic_lines(found.graph, whole)
+
+    assert samples_of_step(found.graph) % 3
+    assert "cannot be shared evenly by the 3 ranks of mesh axis 'data'" in lines[1]
+    assert "a multiple of 3 as batch size can" in lines[1]
+    assert not any("evenly" in line for line in even)
 
 
 def test_of_one_rank_no_share_is_told():

@@ -174,8 +174,10 @@ def test_a_flushed_pipeline_that_does_not_fit_is_an_answer(capsys, path):
         (["--topology", "4", "--bandwidth", "1e9", "--micro-batches", "0"], "micro-batches"),
         (["--topology", "4", "--bandwidth", "1e9", "--micro-batches", "2", "--idle"], "--idle"),
         (["--topology", "4", "--bandwidth", "1e9", "1e9"], "one bandwidth for each level"),
-        (["--topology", "0", "--bandwidth", "1e9"], "no level"),
-        (["--topology", "4", "--bandwidth", "0"], "no level"),
+        (["--topology", "0", "--bandwidth", "1e9"], "--topology 0"),
+        (["--topology", "4", "--bandwidth", "0"], "--bandwidth 0"),
+        (["--topology", "4", "2", "--bandwidth", "1e9", "nan"], "--bandwidth nan"),
+        (["--topology", "4", "--bandwidth", "1e9", "--memory", "4 apples"], "is no size"),
         (["--topology", "4", "--bandwidth", "1e9", "--memory", "-1"], "memory"),
         (["--topology", "x", "--bandwidth", "1e9"], "invalid int"),
         (["--bandwidth", "1e9"], "--topology"),
@@ -187,6 +189,17 @@ def test_settings_that_cannot_be_are_refused(capsys, path, words, said):
     assert code == 2
     assert out == ""
     assert said in err
+
+
+def test_memory_may_have_a_unit(capsys, path):
+    words = ["--topology", "4", "--bandwidth", "1e9", "--memory"]
+
+    plain = json.loads(run(capsys, path, *words, "1e9")[1])
+    other = json.loads(run(capsys, path, *words, "1GB")[1])
+
+    for answer in (plain, other):
+        answer.get("search", {}).pop("seconds", None)
+    assert plain == other
 
 
 def test_a_bad_line_is_named_without_a_traceback(tmp_path):

@@ -13,7 +13,7 @@ from sbp_planner.ways import ways
     ("mesh_shape", "axes", "name"),
     [
         ((2,), ("data",), "tensor parallel"),
-        ((2, 2), ("data", "tensor"), "tensor parallel on tensor"),
+        ((2, 2), ("data", "tensor"), "tensor parallel over tensor"),
     ],
 )
 def test_columns_and_rows_that_the_graph_shows_are_a_way(mesh_shape, axes, name):

@@ -125,6 +125,14 @@ def test_a_pin_that_matches_nothing_names_the_nearest_names():
     assert "layers.0.weight" in caught.value.todo
 
 
+def test_a_pattern_of_all_layers_that_matches_nothing_is_answered_with_such_a_pattern():
+    with pytest.raises(ConfigError, match="matches no tensor") as caught:
+        resolve_pins(mlp(), AXES, {"layers.*.wieght": "B"})
+
+    assert "layers.*.weight" in caught.value.todo
+    assert "layers.0.weight" not in caught.value.todo
+
+
 def test_an_unknown_axis_is_named():
     with pytest.raises(ConfigError, match="'tensr'") as caught:
         resolve_pins(mlp(), AXES, {"x": {"tensr": "B"}})

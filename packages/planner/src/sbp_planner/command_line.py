@@ -6,6 +6,7 @@ import argparse
 from typing import NoReturn
 
 from sbp_core.errors import SbpValueError
+from sbp_core.units import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,3 +19,23 @@ class Parser(argparse.ArgumentParser):
             SbpValueError: always.
         """
         raise SbpValueError(message, todo="--help lists the options")
+
+
+def size_bytes(text: str) -> float:
+    """Return the bytes that an option says: a number, or text with a unit.
+
+    Raises:
+        argparse.ArgumentTypeError: it says none.
+
+    >>> size_bytes("1.6e10"), size_bytes("16GB"), size_bytes("16 GiB")
+    (16000000000.0, 16000000000.0, 17179869184.0)
+    """
+    found = parse_bytes(text)
+    if found is not None:
+        return float(found)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size: a number of bytes, or text with a unit, such as 16GB or 16GiB"
+        ) from error

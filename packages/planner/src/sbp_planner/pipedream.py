@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
-from sbp_planner.command_line import Parser
+from sbp_planner.command_line import Parser, size_bytes
 from sbp_planner.stages import (
     FlushedPlan,
     FlushedProblem,
@@ -124,7 +124,10 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         help="of the link of one such component, level by level",
     )
     parser.add_argument(
-        "--memory", type=float, metavar="BYTES", help="of one device; without it, all fits"
+        "--memory",
+        type=size_bytes,
+        metavar="BYTES",
+        help="of one device, such as 1.6e10 or 16GB; without it, all fits",
     )
     parser.add_argument(
         "--straight", action="store_true", help="no replicas: each device is a stage"
@@ -171,6 +174,14 @@ def _levels(options: argparse.Namespace) -> tuple[Level, ...]:
             f"{len(options.bandwidth)}",
             accepted="one bandwidth for each level, innermost first",
         )
+    for option, numbers in (("--topology", options.topology), ("--bandwidth", options.bandwidth)):
+        if wrong := [number for number in numbers if not number > 0]:
+            raise SbpValueError(
+                f"{option} {wrong[0]:g}",
+                accepted="at least 1 component in each level"
+                if option == "--topology"
+                else "bytes a second, above 0, for each level",
+            )
     pairs = zip(options.topology, options.bandwidth, strict=True)
     return tuple(Level(components=n, bytes_per_s=rate) for n, rate in pairs)
 

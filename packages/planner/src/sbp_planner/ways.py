@@ -68,7 +68,7 @@ def ways(mesh: Placement) -> Mapping[str, Way]:
         return found | {"tensor parallel": Way(pins={"batch": "B"}, patterns=tensor)}
     split = {first: "S(0)"}
     pins = {**dict.fromkeys(_DATA, split), "batch": {**split, last: "B"}}
-    return found | {f"tensor parallel on {last}": Way(pins=pins, patterns=tensor)}
+    return found | {f"tensor parallel over {last}": Way(pins=pins, patterns=tensor)}
 
 
 def _without_patterns(mesh: Placement) -> Mapping[str, Mapping[str, PinValue]]:
@@ -83,10 +83,10 @@ def _without_patterns(mesh: Placement) -> Mapping[str, Mapping[str, PinValue]]:
     first = mesh.axes[0]
     split, whole = {first: "S(0)"}, {first: "B"}
     return {
-        "data parallel on all axes": dict.fromkeys(_DATA, "S(0)"),
-        f"data parallel on {first}": dict.fromkeys(_DATA, split),
-        f"ZeRO-1 on {first}": dict.fromkeys((*_DATA, *_UPDATES), split) | {"parameters": whole},
-        f"ZeRO-3 on {first}": dict.fromkeys((*_DATA, *_UPDATES, "parameters"), split),
-        "ZeRO-3 on all axes": dict.fromkeys((*_DATA, *_UPDATES, "parameters"), "S(0)"),
+        "data parallel over all axes": dict.fromkeys(_DATA, "S(0)"),
+        f"data parallel over {first}": dict.fromkeys(_DATA, split),
+        f"ZeRO-1 over {first}": dict.fromkeys((*_DATA, *_UPDATES), split) | {"parameters": whole},
+        f"ZeRO-3 over {first}": dict.fromkeys((*_DATA, *_UPDATES, "parameters"), split),
+        "ZeRO-3 over all axes": dict.fromkeys((*_DATA, *_UPDATES, "parameters"), "S(0)"),
         "free": {},
     }

@@ -227,7 +227,7 @@ def feasible_lines(search: Search) -> Iterator[str]:
     told = ", ".join(
         f"{' '.join(one.overrides)} ({format_bytes(one.peak_bytes)})" for one in short[:_MOST_SHORT]
     )
-    if short and found:
+    if short and (found or len(search.attempts) == 1):
         yield f"not enough: {told}"
     elif short:
         yield f"of {len(search.attempts)} settings that were tried none fits; the nearest: {told}"
@@ -236,8 +236,9 @@ def feasible_lines(search: Search) -> Iterator[str]:
         look = "look" if len(searching) > 1 else "looks"
         counts = search.setup.micro_batches and _more_micro_batches(search.setup)
         also = ", and with trainer.micro_batches=auto for how many of them it takes" * bool(counts)
+        others = "others" if search.attempts else "other settings"
         yield (
-            f"others were not tried, as each takes long; {' and '.join(searching)} {look} for a "
+            f"{others} were not tried, as each takes long; {' and '.join(searching)} {look} for a "
             f"plan that fits{also}"
         )
 

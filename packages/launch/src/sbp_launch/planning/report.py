@@ -11,12 +11,14 @@ from sbp_core.check import CheckReport
 from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import LogicalGraph
 from sbp_core.memory import MemoryReport
+from sbp_core.placement import Placement
 from sbp_core.sbp import Split
 from sbp_core.signatures import OpCall, work_flop
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.planning.pipeline import pipeline_lines
 from sbp_launch.planning.rows import ModuleRow
+from sbp_launch.planning.utilization import samples_of_step
 
 #: From this share of a step's arithmetic on, a rank does nearly all of it.
 _ALIKE = 0.9
@@ -26,6 +28,10 @@ _LEAST_SHARE = 0.01
 
 #: Waits of a critical cycle that are printed.
 _MOST_WAITS = 3
+
+
+#: A share of the arithmetic that is so many times an even one is worth a word.
+_UNEVEN = 1.2
 
 
 def crowding(num_ranks: int, cores: int) -> list[str]:
@@ -102,12 +108,27 @@ def arithmetic_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
         f"arithmetic: a rank does {_percent(share)} of the step's; an even share is "
         f"{_percent(even)}"
     ]
+    if share > _UNEVEN * even:
+        lines += _uneven_samples(graph, strategy.stages[0])
     if share >= _ALIKE:
         lines.append(
             f"  every rank computes nearly the whole step, so {num_ranks} ranks gain nothing: this "
             "model and batch are too small to split, or too much is pinned to B"
         )
     return lines
+
+
+def _uneven_samples(graph: LogicalGraph, stage: Placement) -> list[str]:
+    """Return that the first axis of a stage, mostly that of samples, cannot share a micro-batch."""
+    samples, ranks = samples_of_step(graph) // graph.num_micro_batches, stage.mesh_shape[0]
+    if samples % ranks == 0:
+        return []
+    batches = graph.num_micro_batches
+    times = f" times the {batches} micro-batches" if batches > 1 else ""
+    return [
+        f"  {counted(samples, 'sample')} of a micro-batch cannot be shared evenly by the {ranks} "
+        f"ranks of mesh axis {stage.axes[0]!r}; a multiple of {ranks}{times} as batch size can"
+    ]
 
 
 def _percent(share: float) -> str:

@@ -115,8 +115,11 @@ def missing_option(
         return ConfigError(what, where=place, accepted=accepted, todo=todo)
     brought = {entry.distribution for entry in catalog.registry.entries}
     homes = [home for home in HOMES.get(group, ()) if home not in brought]
+    inside = [one for one in options if one.startswith(f"{option}/")]
     if misplaced := catalog.misplaced(config):
         todo = misplaced
+    elif inside:
+        todo = f"say which of them: {group}={inside[0]}, or another of {option}/..."
     elif near:
         todo = f"did you mean {group}={near}?"
     elif homes:

@@ -62,6 +62,9 @@ PINS = "pins"
 #: Before a pattern of inputs: how they are used, not how they are stored.
 USE = "use:"
 
+#: The number of a layer in a name.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
 _FROM_BACK = re.compile(r"S\(\s*-\s*(\d+)\s*\)")
 
 
@@ -349,6 +352,9 @@ class _Names:
 
     def _unmatched(self, pattern: str, text: str) -> ConfigError:
         known = [*INPUT_WORDS, *VALUE_WORDS, *self.inputs, *self.modules, *self.values]
+        if "*" in pattern:
+            # Of all layers was spoken, so the answer does, too.
+            known = list(dict.fromkeys(_NUMBER.sub("*", name) for name in known))
         near = difflib.get_close_matches(pattern.strip("*."), known, n=4, cutoff=0.3)
         return ConfigError(
             f"the pin '{text}' matches no tensor and no module of {self.graph.name!r}",

@@ -153,7 +153,8 @@ def split_evenly(graph: LogicalGraph, num_stages: int) -> dict[str, int]:
         raise PlanError(
             f"the forward pass has {len(runs)} blocks for {num_stages} stages",
             accepted="at least one block for each stage",
-            todo="use fewer stages, or name the modules of each stage in stage_patterns",
+            todo="use fewer stages, such as fewer positions of the mesh axis 'pipe', or name the "
+            "modules of each stage in planner.stage_patterns",
         )
     work = [sum(work_flop(OpCall.of(graph, node)) for node in run) for run in runs]
     cuts = balanced_cuts(work, num_stages)
