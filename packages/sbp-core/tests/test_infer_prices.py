@@ -91,3 +91,28 @@ def test_stages_that_lie_alike_have_one_price_and_others_their_own():
         assert seconds == boxing_time_s(route((8, 16), "float32", *states), machine)
     assert found[0, 0] == found[1, 1] != found[2, 2]
     assert found[0, 1] == found[1, 0] != found[0, 0]
+
+
+def test_a_table_is_made_once_for_pairs_of_stages_that_are_alike(monkeypatch):
+    mesh = Placement.grid((4, 2), ("pipe", "data"))
+    stages = tuple(mesh.submesh(0, at) for at in range(4))
+    prices = Prices(stages, range(1), cluster(num_devices=8))
+    entries = [(entry,) for entry in (B, P, S(0), S(1))]
+
+    def table(first, second):
+        ends = ([(stage, entry) for entry in entries] for stage in (first, second))
+        return prices.table((8, 6), "float32", *ends)
+
+    within, across = table(0, 0), table(0, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(prices, "_priced_table", None)  # nothing is priced again
+        assert table(2, 2) is within
+        assert table(1, 2) is across
+
+    assert within != across
+    for made, pair in ((within, (2, 2)), (across, (1, 2))):
+        new = Prices(stages, range(1), cluster(num_devices=8))
+        for row, source in zip(made, entries, strict=True):
+            for price, target in zip(row, entries, strict=True):
+                ends = (pair[0], source), (pair[1], target)
+                assert new.price((8, 6), "float32", *ends) == price

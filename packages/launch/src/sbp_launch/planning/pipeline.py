@@ -14,15 +14,16 @@ SOSP 2019 (1F1B).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from sbp_core.compile import Accumulate, Compute, PhysicalPlan
+from sbp_core.compile import Accumulate, Compute, PhysicalPlan, RankPlan
 from sbp_core.infer import one_forward_one_backward
 from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.moves import ranks_text
 from sbp_launch.planning.rows import ModuleRow
-from sbp_launch.planning.table import groups_of
+from sbp_launch.planning.table import Group, groups_of
 
 _NAMES = {"pipedream": "PipeDream", "2bw": "2BW"}
 
@@ -44,12 +45,12 @@ def pipeline_lines(
     count, micro_batches = len(plan.stages), plan.num_micro_batches
     if count == 1:
         return []
-    busy = [_busy_s(plan, stage) / step_s for stage in plan.stages]
+    busy, groups = [_busy_s(plan, stage) / step_s for stage in plan.stages], groups_of(rows)
     batches = f"{micro_batches} micro-batch" + "es" * (micro_batches != 1)
     lines = [f"pipeline: {count} stages, {batches}, schedule {_schedule(plan, strategy)}"]
     for index, stage in enumerate(plan.stages):
         lines.append(
-            f"  stage {index} ({ranks_text(stage)}): {_modules(rows, index)}; "
+            f"  stage {index} ({ranks_text(stage)}): {_modules(groups, index)}; "
             f"busy {busy[index]:.0%}, {strategy.in_flight[index]} in flight"
             f"{_stale(strategy, index)}"
         )
@@ -91,20 +92,26 @@ def _stale(strategy: Strategy, stage: int) -> str:
 
 def _busy_s(plan: PhysicalPlan, stage: Placement) -> float:
     """Return the seconds of a step that a rank of a stage computes, in the mean of its ranks."""
+    alike: Counter[int] = Counter()  # ranks share their actors
+    first: dict[int, RankPlan] = {}
+    for rank in stage.rank_list:
+        part = plan.by_rank[rank]
+        alike[id(part.actors)] += 1
+        first.setdefault(id(part.actors), part)
     total = sum(
-        actor.time_s * actor.num_firings(plan.repetitions)
-        for rank in stage.rank_list
-        for actor in plan.by_rank[rank].actors
+        alike[number] * actor.time_s * actor.num_firings(plan.repetitions)
+        for number, part in first.items()
+        for actor in part.actors
         if isinstance(actor, Compute | Accumulate)
     )
     return total / stage.size
 
 
-def _modules(rows: Sequence[ModuleRow], stage: int) -> str:
+def _modules(groups: Sequence[Group], stage: int) -> str:
     """Return the modules of a stage, those in the middle left out where there are many."""
     names = [
         group.name.partition(" ")[0] or group.rows[0].module
-        for group in groups_of(rows)
+        for group in groups
         if group.stage == stage and (group.name or not group.rows[0].is_parent)
     ]
     if len(names) > _MOST_NAMES:

@@ -90,6 +90,7 @@ class Prices:
         #: Evenly divided by every placement that a route may take part on.
         self._parts = lcm(*(group.size for group in self._groups))
         self._found: dict[_Key, Price] = {}
+        self._tables: dict[_Key, list[list[Price]]] = {}
         self._ends: dict[tuple[int, Entries], _End] = {}
         self._rests: dict[tuple[Sbp | None, ...], int] = {}
         self._pairs: dict[tuple[int, int], int] = {}
@@ -137,7 +138,29 @@ class Prices:
             sources: (stage, SBP on these axes) of each.
             targets: Likewise.
             companions: What could travel with it; None for nothing.
+
+        Returns:
+            Not to be changed: layers, and stages that are alike, ask for the same.
         """
+        first, second = {stage for stage, _ in sources}, {stage for stage, _ in targets}
+        if len(first) != 1 or len(second) != 1:
+            return self._priced_table(shape, dtype, sources, targets, companions)
+        key = (
+            *(shape, dtype, companions, self._pair(*first, *second)),
+            *(tuple(entries for _, entries in ends) for ends in (sources, targets)),
+        )
+        if key not in self._tables:
+            self._tables[key] = self._priced_table(shape, dtype, sources, targets, companions)
+        return self._tables[key]
+
+    def _priced_table(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        sources: Sequence[tuple[int, Entries]],
+        targets: Sequence[tuple[int, Entries]],
+        companions: Companions | None,
+    ) -> list[list[Price]]:
         # Of a dim that is divided evenly the extent does not matter.
         extents = [0 if extent and extent % self._parts == 0 else 1 + extent for extent in shape]
         is_even = bool(shape) and not any(extents)
