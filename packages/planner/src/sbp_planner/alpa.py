@@ -7,10 +7,11 @@
 
 t_s is the serial time of a stage for one micro-batch: operators, boxing inside, gradients and
 update in its share; or the transfer to the next stage. Inside a stage, equal layers are decided
-alike, as in `ilp`. Equal segments on ranks that lie alike are solved once. The inter-op program is
-that of `sbp_planner.stages.table`, exact, and asks only for stages that may be in the best
-pipeline; the paper prices all. `pipedream`'s stages are priced first, so that no plan is slower by
-this objective than its.
+alike, and posed once, as in `ilp`; where there is very much to price, signatures near the choice
+axis by axis are looked at. Equal segments on ranks that lie alike are solved once. The inter-op
+program is that of `sbp_planner.stages.table`, exact, and asks only for stages that may be in the
+best pipeline; the paper prices all. `pipedream`'s stages are priced first, so that no plan is
+slower by this objective than its.
 
 A model of very many blocks is cut between groups of about equal work (`max_blocks`), as the paper
 clusters operators into layers.
