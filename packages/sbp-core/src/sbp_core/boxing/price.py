@@ -142,10 +142,13 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
     return tuple(dict.fromkeys(alike))
 
 
+@lru_cache(maxsize=_CACHED)
 def rank_groups(
     groups: tuple[tuple[int, ...], ...], group_sizes: tuple[int, ...]
-) -> list[RankGroup]:
+) -> tuple[RankGroup, ...]:
     """Return how groups lie on a machine that do a collective at the same time.
+
+    Tensors of all shapes ask for those of the same few groups.
 
     Args:
         groups: The ranks of each.
@@ -175,7 +178,7 @@ def rank_groups(
                 )
             )
         found.append(RankGroup.of(memberships))
-    return found
+    return tuple(found)
 
 
 def _sizes(step: BoxingStep, groups: tuple[tuple[int, ...], ...]) -> list[int]:
