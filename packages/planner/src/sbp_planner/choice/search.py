@@ -31,14 +31,14 @@ from math import inf
 import numpy as np
 
 from sbp_planner.choice.consistent import consistent
+from sbp_planner.choice.core import Core, near
 from sbp_planner.choice.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.moves import TreeMoves
 from sbp_planner.choice.neighbourhood import Neighbourhoods, Proposal
-from sbp_planner.choice.penalties import Penalties
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
-from sbp_planner.choice.record import Mask, Part, Record
+from sbp_planner.choice.pruning import masks, room_for
+from sbp_planner.choice.record import Part, Record
 from sbp_planner.choice.worker import Bound, Task, Values, Worker
 
 _log = logging.getLogger(__name__)
@@ -107,6 +107,9 @@ _DRAWS = (100, 3200)
 _MORE_DRAWS = 1.5
 _DRAWS_PART = 0.1
 
+#: Part of all strategies that trees move in, at least and at most; from 1 on all of them.
+_CORE_PARTS = (0.05, 1.5)
+
 #: Part of the time left that one oscillation may take.
 _OSCILLATION_PART = 0.05
 
@@ -124,14 +127,18 @@ class Search:
         self.dual = DualAscent(part.compact)
         self.dual.sweep()
         self.near = Neighbourhoods(part.compact, self.dual.decode() if begin is None else begin)
-        self.trees = TreeMoves(part.compact, self.near.forbidden)
         capacity = np.maximum(part.compact.capacity, 1)
         usual = abs(self.dual.bound) / max(part.compact.num_nodes, 1)
-        usual /= capacity.mean() if len(capacity) else 1.0
-        self.penalties = Penalties(part.compact, self.trees, usual)
+        self.usual = usual / (capacity.mean() if len(capacity) else 1.0)
         self.random = np.random.default_rng(0)
+        # All strategies; those that trees move in now, and which part of all these are.
+        self.whole = Core(part.compact, self.near.forbidden, self.usual)
+        self.core = self.whole
+        self.core_part = 1.0
         # Cost a second that neighbourhoods, annealing, and oscillation have brought of late.
         self.gains = np.zeros(3)
+        # Seconds that each of them took of late; 0 until it has had a turn.
+        self.seconds = np.zeros(3)
         self.draws = float(_DRAWS[0])
         self.pairs = _PAIRS
         self.blocks = 0
@@ -206,9 +213,7 @@ class Search:
         """Search by trees, then by neighbourhoods or annealing, once or more."""
         while not self.record.done:
             self._move_trees()
-            weights = self.gains / self.gains.sum() if self.gains.any() else np.ones(3)
-            weights = np.maximum(weights, _LEAST_WEIGHT)
-            way = int(self.random.choice(3, p=weights / weights.sum()))
+            way = self._drawn_way()
             before, began = self.near.merit, time.monotonic()
             if not self.near.fits:
                 self._fit(self.near.values, self.record.after(_FIRST_PART))
@@ -219,13 +224,24 @@ class Search:
             else:
                 self._oscillate()
             gain = before.cost - self.near.merit.cost if before.excess == 0 else 0.0
-            rate = max(gain, 0.0) / max(time.monotonic() - began, 0.05)
-            self.gains[way] = _MEMORY * self.gains[way] + (1 - _MEMORY) * rate
+            took = max(time.monotonic() - began, 0.05)
+            memory = _MEMORY if self.seconds[way] else 0.0
+            self.seconds[way] = memory * self.seconds[way] + (1 - memory) * took
+            self.gains[way] = memory * self.gains[way] + (1 - memory) * max(gain, 0.0) / took
             self._offer_near()
             self._listen()
             self._feed_worker()
             if time.monotonic() >= until:
                 return
+
+    def _drawn_way(self) -> int:
+        """Draw what comes next: each way once, then mostly what brings most in its time."""
+        if not self.seconds.all():
+            return int(self.seconds.argmin())
+        weights = self.gains / self.gains.sum() if self.gains.any() else np.ones(3)
+        # Of the time, not of the turns: some ways are many times as quick as others.
+        weights = np.maximum(weights, _LEAST_WEIGHT) / self.seconds
+        return int(self.random.choice(3, p=weights / weights.sum()))
 
     def _move_trees(self) -> None:
         """Improve the present assignment by trees, until some forests bring nothing."""
@@ -236,7 +252,7 @@ class Search:
             before = self.near.merit
             factor = np.exp(self.random.uniform(-1, 1) * _PRICE_SPREAD)
             self.near.replace_values(
-                self.trees.improve(self.near.values, factor * self.dual.prices)
+                self._moves(self.near.values).improve(self.near.values, factor * self.dual.prices)
             )
             better = before.cost - self.near.merit.cost > 1e-7 * abs(before.cost)
             vain = 0 if better or self.near.merit.excess < before.excess else vain + 1
@@ -250,15 +266,16 @@ class Search:
         unit = max(self.near.merit.cost - self.dual.bound, 0.0) / self.part.compact.num_nodes
         first = unit * np.exp(self.random.uniform(*np.log(_TEMPERATURES)))
         values, done = self.near.values, 0.0
+        moves = self._moves(values)
         draws = 0
         while done < 1 and not self.record.done:
-            values = self.trees.drawn(values, self.dual.prices, first * _COOLED**done)
+            values = moves.drawn(values, self.dual.prices, first * _COOLED**done)
             draws += 1
             done = max(draws / self.draws, (time.monotonic() - began) / max(until - began, 1e-9))
         for _ in range(_VAIN_FORESTS):
             if self.record.done:
                 break
-            values = self.trees.improve(values, self.dual.prices)
+            values = moves.improve(values, self.dual.prices)
         before = self.near.merit
         self.near.replace_values(values)
         more = 1.0 if self.near.merit < before else _MORE_DRAWS
@@ -303,18 +320,20 @@ class Search:
     def _fit(self, values: Ints, until: float) -> None:
         """Make an assignment fit by penalties, and then better by trees; keep it if it is good."""
         before = self.near.merit
-        fitted = self.penalties.fitted(values, self.dual.prices, until)
+        moves = self._moves(values)
+        fitted = moves.fitted(values, self.dual.prices, until)
         for _ in range(_VAIN_FORESTS):
             if time.monotonic() >= until:
                 break
-            fitted = self.trees.improve(fitted, self.dual.prices)
+            fitted = moves.improve(fitted, self.dual.prices)
         self.near.replace_values(fitted)
         self._offer_near(force=before.excess > 0 and self.near.fits)
 
     def _oscillate(self) -> None:
         """Let the present assignment exceed capacities for a while."""
         until = self.record.after(_OSCILLATION_PART)
-        self._fit(self.penalties.oscillated(self.near.values, self.dual.prices, until), until)
+        values = self.near.values
+        self._fit(self._moves(values).oscillated(values, self.dual.prices, until), until)
 
     def _guide(self) -> None:
         """Have the messages settle at the best prices; neighbourhoods follow what they say."""
@@ -323,6 +342,28 @@ class Search:
             self.dual.sweep()
         self.record.raise_bound(self.dual.bound)
         self.near.follow(self.dual.reduced_costs(), self.dual.prices)
+        self.core_part = float(np.exp(self.random.uniform(*np.log(_CORE_PARTS))))
+        self.core = self._drawn_core(self.near.values)
+        self._settled = None
+
+    def _drawn_core(self, values: Ints) -> Core:
+        """Return the strategies that the guide has best, and those of an assignment."""
+        if self.near.guide is None or self.core_part >= 1:
+            return self.whole
+        compact = self.part.compact
+        kept = near(compact, values, self.near.guide.nodes, self.core_part)
+        if kept is None:
+            return self.whole
+        seed = int(self.random.integers(1 << 31))
+        core = Core(compact, self.near.forbidden, self.usual, seed, kept)
+        core.penalties.penalty = self.core.penalties.penalty
+        return core
+
+    def _moves(self, values: Ints) -> Core:
+        """Return what moves an assignment: the present core, or one with its strategies."""
+        if not self.core.holds(values):
+            self.core = self._drawn_core(values)
+        return self.core
 
     def _feed_worker(self) -> None:
         """Give the second process something to do, if there is reason to."""
@@ -358,13 +399,16 @@ class Search:
 
     def _begin_program(self, guide: ReducedCosts, running: bool) -> bool:
         """Begin a program unless a running one is as good; False if reductions solved it."""
-        below, room, count = self._room(guide)
+        below, room, count = room_for(guide, self.record.cost, int(self.pairs))
         if running and self.worker_part is not None:
             smaller = count <= _MUCH_SMALLER * self.worker_part.num_pairs
             if not smaller or below <= min(self.worker_below, self.record.cost * (1 - 1e-9)):
                 return True
         try:
-            part = self.part.pruned(*self._pruned(guide, room), self.record.after(_PRUNE_PART))
+            part = self.part.pruned(
+                *masks(self.part.compact, guide, room, self.near.values),
+                self.record.after(_PRUNE_PART),
+            )
         except NothingAllowedError:
             self._close(below, inf)
             return False
@@ -395,37 +439,6 @@ class Search:
             # No process can be had: neighbourhoods and messages go on without one.
             _log.warning("no second process for the integer program", exc_info=True)
             self.worker_failed = True
-
-    def _room(self, guide: ReducedCosts) -> tuple[float, float, int]:
-        """Return the largest c with few enough pairs, the reduced cost for it, and the pairs."""
-        cost, few = self.record.cost, int(self.pairs)
-        every = guide.pairs[guide.pairs < inf]
-        room = cost - guide.bound
-        if few < len(every):
-            room = min(room, float(np.partition(every, few)[few]))
-        below = min(guide.bound + room, cost)
-        # Rounding may not forbid what costs just so much.
-        room += 1e-9 * (abs(guide.bound) + abs(room)) if room < inf else 0.0
-        return below, room, int((every <= room).sum())
-
-    def _pruned(self, guide: ReducedCosts, room: float) -> tuple[list[Mask], list[Mask]]:
-        """Return which strategies and pairs are left for some reduced cost.
-
-        What the present assignment takes is left, too, so that the program has a solution.
-        """
-        compact, values = self.part.compact, self.near.values
-        nodes, pairs = guide.nodes <= room, guide.pairs <= room
-        nodes[compact.first[:-1] + values] = True
-        pairs[compact.flat.chosen(values)] = True
-        return (
-            np.split(nodes, compact.first[1:-1]),
-            [
-                own.reshape(table.shape)
-                for own, table in zip(
-                    np.split(pairs, compact.flat.first[1:-1]), compact.tables, strict=False
-                )
-            ],
-        )
 
     def _close(self, below: float, cost: float) -> None:
         """Take in that all assignments cost at least `cost`, or more than `below`."""
