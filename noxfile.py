@@ -234,7 +234,7 @@ def beside(session: nox.Session, folder: Path, *command: str) -> Iterator[None]:
     found = shutil.which(command[0], path=os.pathsep.join(session.virtualenv.bin_paths or ()))
     if found is None:
         session.error(f"{command[0]} is not installed")
-    patient = ("nice", "-n", "19") if shutil.which("nice") else ()
+    patient = ("nice", "-n", "10") if shutil.which("nice") else ()
     session.log(f"beside what follows: {' '.join(command)}")
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
