@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,8 @@ nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
-EXAMPLE = ROOT / "integration" / "example-plugin"
+INTEGRATION = ROOT / "integration"
+EXAMPLE = INTEGRATION / "example-plugin"
 
 #: One exact version: pip then takes a CPU build where it is configured for one.
 TORCH = os.environ.get("SBP_TORCH", "torch==2.13.0")
@@ -33,6 +37,7 @@ RUFF = "ruff==0.17.5"
 IMPORT_LINTER = "import-linter>=2.5,<3"
 MYPY = "mypy>=2.4,<2.5"
 BUILD = "build>=1.2"
+HATCHLING = "hatchling>=1.25"
 GRIFFE = "griffe>=2.4,<3"
 TRANSFORMERS = "transformers>=5.0,<6"
 
@@ -148,7 +153,8 @@ def pip_install(
     """Install, with PyTorch held to the version above, or others to theirs."""
     file = Path(session.virtualenv.location, "constraints.txt")
     file.write_text("".join(f"{line}\n" for line in constraints), "utf-8")
-    session.install("--constraint", str(file), *arguments)
+    # What is imported is compiled then; all of PyTorch would take half a minute.
+    session.install("--no-compile", "--constraint", str(file), *arguments)
 
 
 def lowest_of(requirements: Iterable[str]) -> list[str]:
@@ -166,7 +172,10 @@ def install_all(session: nox.Session, *more: str, with_tests: bool = False) -> N
     # Not as `folder[test]`: pip would then look for the folder's package elsewhere, when another
     # package requires it with other extras.
     needed = {entry for package in PACKAGES for entry in package.test_dependencies if with_tests}
-    pip_install(session, *(str(package.folder) for package in PACKAGES), *sorted(needed), *more)
+    # One for all folders, in place of an environment for each.
+    session.install(HATCHLING)
+    folders = (str(package.folder) for package in PACKAGES)
+    pip_install(session, "--no-build-isolation", *folders, *sorted(needed), *more)
 
 
 def run_pytest(
@@ -195,18 +204,53 @@ def build_wheel(session: nox.Session, folder: Path) -> str:
 
 
 def check_style(session: nox.Session) -> None:
-    """Check lint, format, the direction of imports, and that they keep to the declared API."""
+    """Check lint, format and the direction of imports."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
-    with session.chdir(ROOT / "integration"):
-        session.run("python", "-m", "api", "check")
-        session.run("python", "-m", "api", "document", "--check")
 
 
-def check_types(session: nox.Session) -> None:
-    """Check the types of every package."""
-    session.run("mypy", "--config-file", "pyproject.toml", *SOURCES, str(EXAMPLE / "src"))
+#: What checks that imports keep to the declared API, in the folder `integration`.
+API = (("python", "-m", "api", "check"), ("python", "-m", "api", "document", "--check"))
+
+#: What checks the types of every package, at the root.
+TYPES = ("mypy", "--config-file", "pyproject.toml", *SOURCES, str(EXAMPLE / "src"))
+
+
+def check_api(session: nox.Session) -> None:
+    """Check that imports keep to the declared API, and that its page is of today."""
+    with session.chdir(INTEGRATION):
+        for command in API:
+            session.run(*command)
+
+
+@contextmanager
+def beside(session: nox.Session, folder: Path, *command: str) -> Iterator[None]:
+    """Run a command of the environment while the block runs; the session fails if it does.
+
+    It takes what is left of the cores, so that what the block runs is hardly slower: tests of
+    backends wait for each other and for deadlines much of the time.
+    """
+    found = shutil.which(command[0], path=os.pathsep.join(session.virtualenv.bin_paths or ()))
+    if found is None:
+        session.error(f"{command[0]} is not installed")
+    patient = ("nice", "-n", "10") if shutil.which("nice") else ()
+    session.log(f"beside what follows: {' '.join(command)}")
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [*patient, found, *command[1:]], cwd=folder, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            yield
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            code = process.wait()
+            output.seek(0)
+            session.log(f"{' '.join(command)}\n{output.read().rstrip()}")
+    if code:
+        session.error(f"{' '.join(command)} ended with exit code {code}")
 
 
 def check_links(session: nox.Session) -> None:
@@ -240,7 +284,7 @@ def try_example_plugin(session: nox.Session) -> None:
 
 def run_integration(session: nox.Session, *arguments: str, may_be_empty: bool = False) -> None:
     """Run the tests that know several packages."""
-    folder = ROOT / "integration"
+    folder = INTEGRATION
     run_pytest(session, folder, "--ignore=example-plugin", *arguments, may_be_empty=may_be_empty)
 
 
@@ -256,9 +300,16 @@ def tests(session: nox.Session) -> None:
     """Everything that CI needs, in one environment."""
     install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
     check_style(session)
-    check_types(session)
+    waiting = [package for package in PACKAGES if package.name.startswith("boxing-")]
+    with ExitStack() as checks:
+        checks.enter_context(beside(session, ROOT, *TYPES))
+        for command in API:
+            checks.enter_context(beside(session, INTEGRATION, *command))
+        for package in waiting:
+            run_pytest(session, package.folder, *package.quick, *session.posargs)
     for package in PACKAGES:
-        run_pytest(session, package.folder, *package.quick, *session.posargs)
+        if package not in waiting:
+            run_pytest(session, package.folder, *package.quick, *session.posargs)
     run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
     try_example_plugin(session)
     check_links(session)
@@ -310,7 +361,7 @@ def alone(session: nox.Session, package: Package) -> None:
     own = build_wheel(session, package.folder)
 
     pip_install(session, own, *declared)
-    script = ROOT / "integration" / "import_all_modules.py"
+    script = INTEGRATION / "import_all_modules.py"
     session.run("python", "-I", str(script), package.module, *package.extra_modules)
     if package.extras:
         pip_install(session, f"{own}[{','.join(package.extras)}]", *declared)
@@ -333,7 +384,7 @@ def lowest(session: nox.Session, package: Package) -> None:
     others = [entry for entry in package.test_dependencies if not entry.startswith("sbp-")]
 
     pip_install(session, *wheels, *others, constraints=held)
-    script = ROOT / "integration" / "import_all_modules.py"
+    script = INTEGRATION / "import_all_modules.py"
     session.run("python", "-I", str(script), package.module, *package.extra_modules)
     run_pytest(session, package.folder, *package.quick, *session.posargs)
 
@@ -342,7 +393,7 @@ def lowest(session: nox.Session, package: Package) -> None:
 def api(session: nox.Session) -> None:
     """What changed in the API since the last releases, and which versions that asks for."""
     session.install(GRIFFE)
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         session.run("python", "-m", "api", "compare", *session.posargs)
 
 
@@ -351,13 +402,14 @@ def lint(session: nox.Session) -> None:
     """Lint, format, the direction of imports, and the declared API."""
     session.install(RUFF, IMPORT_LINTER)
     check_style(session)
+    check_api(session)
 
 
 @nox.session(reuse_venv=True)
 def typecheck(session: nox.Session) -> None:
     """Strict types in every package."""
     install_all(session, MYPY, with_tests=True)
-    check_types(session)
+    session.run(*TYPES)
 
 
 @nox.session(reuse_venv=True)
@@ -384,7 +436,7 @@ def plugin(session: nox.Session) -> None:
 
 def survey_signatures(session: nox.Session, *arguments: str) -> None:
     """Run the survey of the algebra over PyTorch's operator samples."""
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         session.run("python", "-m", "signatures", *arguments, env=TEST_ENVIRONMENT)
 
 
@@ -401,7 +453,7 @@ def box_everything(session: nox.Session, *arguments: str) -> None:
 
 def train_models(session: nox.Session, *arguments: str) -> None:
     """Run real models under every layout, and print how far each is from plain PyTorch."""
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         session.run("python", "-m", "models", *arguments, env=TEST_ENVIRONMENT)
 
 
@@ -409,7 +461,7 @@ def kill_ranks(session: nox.Session, *arguments: str) -> None:
     """Kill ranks of every backend and launcher, those that train, and processes that save."""
     kinds = [("--training",), ("--saves", "--count", "100")]
     kinds = [()] if {"--training", "--saves"} & {*arguments} else [(), *kinds]
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         for kind in kinds:
             command = ("python", "-m", "kills", *kind, *arguments)
             session.run(*command, env=TEST_ENVIRONMENT)
@@ -417,13 +469,13 @@ def kill_ranks(session: nox.Session, *arguments: str) -> None:
 
 def soak(session: nox.Session, *arguments: str) -> None:
     """Train for many steps in processes; nothing that they hold may grow."""
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         session.run("python", "-m", "soak", *arguments, env=TEST_ENVIRONMENT)
 
 
 def fuzz(session: nox.Session, *arguments: str) -> None:
     """Edit files of every kind at random, a million times; they are used or refused."""
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         session.run("python", "-m", "fuzz", *arguments, env=TEST_ENVIRONMENT)
 
 
@@ -479,14 +531,14 @@ def exhaustive(session: nox.Session) -> None:
 def stories(session: nox.Session) -> None:
     """What users expect: each criterion, its proof, and whether it holds; `-- NUMBER` for one."""
     install_all(session, "rich>=13.7", "nox", with_tests=True)
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         session.run("python", "-m", "stories", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True)
 def benchmarks(session: nox.Session) -> None:
     """Every program in integration/benchmarks; `-- NAME ARGUMENTS` for one of them."""
-    folder = ROOT / "integration" / "benchmarks"
+    folder = INTEGRATION / "benchmarks"
     programs = {path.stem: path for path in sorted(folder.glob("*.py"))}
     programs |= {path.parent.name: path.parent for path in sorted(folder.glob("*/__main__.py"))}
     name, *arguments = session.posargs or [""]
@@ -502,7 +554,7 @@ def docs(session: nox.Session) -> None:
     """Links between the documents, and all commands and examples; `-- PAGE` for those of a page."""
     install_all(session, with_tests=True)  # with what data sets of files need
     check_links(session)
-    with session.chdir(ROOT / "integration"):
+    with session.chdir(INTEGRATION):
         session.run("python", "-m", "documents", *session.posargs, env=TEST_ENVIRONMENT)
 
 

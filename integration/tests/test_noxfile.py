@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -55,3 +55,49 @@ def test_what_all_share_touches_all(noxfile: ModuleType) -> None:
     assert touched(noxfile, "docs/pins.md", "noxfile.py") == [
         package.name for package in noxfile.PACKAGES
     ]
+
+
+class _Session(SimpleNamespace):
+    """What `beside` asks of a session of nox."""
+
+    def __init__(self) -> None:
+        bin_paths = [str(Path(sys.executable).parent)]
+        super().__init__(virtualenv=SimpleNamespace(bin_paths=bin_paths), logged=[])
+
+    def log(self, text: str) -> None:
+        self.logged.append(text)
+
+    def error(self, text: str) -> None:
+        raise RuntimeError(text)
+
+
+def test_what_runs_beside_others_is_waited_for_and_printed(
+    noxfile: ModuleType, tmp_path: Path
+) -> None:
+    session = _Session()
+    wait = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\nprint(7)"
+
+    with noxfile.beside(session, tmp_path, "python", "-c", wait):
+        (tmp_path / "go").touch()  # it runs while the block does
+
+    assert session.logged[-1].endswith("\n7")
+
+
+def test_what_fails_beside_others_fails_the_session(noxfile: ModuleType, tmp_path: Path) -> None:
+    session = _Session()
+
+    with (
+        pytest.raises(RuntimeError, match="exit code 3"),
+        noxfile.beside(session, tmp_path, "python", "-c", "print('why'); raise SystemExit(3)"),
+    ):
+        pass
+
+    assert session.logged[-1].endswith("\nwhy")
+
+
+def test_what_runs_beside_a_block_that_fails_is_ended(noxfile: ModuleType, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        noxfile.beside(_Session(), tmp_path, "python", "-c", "import time; time.sleep(600)"),
+    ):
+        raise ZeroDivisionError
