@@ -199,7 +199,7 @@ def test_states_are_offloaded_where_that_is_faster_than_what_fits_without() -> N
     assert slow.report["explanation"][-1].startswith("host memory: ")
 
 
-@pytest.mark.parametrize("planner", ["osdp", "ilp"])
+@pytest.mark.parametrize("planner", ["osdp", pytest.param("ilp", marks=pytest.mark.exhaustive)])
 def test_a_host_that_is_too_small_is_told_with_what_would_do(planner: str) -> None:
     _, limit = limits(planner)
     with pytest.raises(SbpError, match="fits") as refused:
@@ -254,3 +254,42 @@ def test_a_planner_is_asked_once_if_memory_is_not_short() -> None:
     assert len(calls) == 1
     plan_with_offload(request, "auto", plan, limit_bytes=1e9, gain=lambda _: 0.011)
     assert len(calls) > 1 and calls[2].offloaded == set(offloadable(request.graph))
+
+
+@pytest.mark.exhaustive
+def test_variants_of_the_step_compete_with_host_memory() -> None:
+    family = replace(_FAMILY, micro_batches=(1, 2), _graphs={})
+    request = replace(asked(bytes_per_s=1e6), family=family, graph=family.graph(family.variant))
+    limit = 0.95 * peak(request, _PLANNERS["osdp"](offload=()).plan(request))
+
+    plain = _PLANNERS["osdp"](memory_bytes=limit, offload=()).plan(request)
+    strategy = _PLANNERS["osdp"](memory_bytes=limit).plan(request)
+
+    steps = []
+    for one in (strategy, plain):
+        assert one.variant is not None
+        variant = request.of(one.variant)
+        assert_legal(variant.graph, one)
+        assert peak(variant, one) <= limit
+        steps.append(simulate(compiled(variant, one)).step_s)
+    assert offloaded_states(strategy)
+    assert steps[0] < steps[1]
+
+
+def test_what_memory_costs_by_a_program_is_what_was_struck_for_it() -> None:
+    request = asked(bytes_per_s=1e7)
+    best = _PLANNERS["ilp"](offload=()).plan(request)
+    limit = 0.95 * peak(request, best)
+
+    short = _PLANNERS["ilp"](memory_bytes=limit, offload=()).plan(request)
+
+    assert ilp.memory_gain(best) == 0
+    wanted = 1 - best.report["cost_s"] / short.report["cost_s"]
+    assert ilp.memory_gain(short) == pytest.approx(wanted)
+    assert wanted > 0
+    variants = [
+        {"variant": "", "bound_s": 0.25 * best.report["cost_s"], "outcome": "struck by its bound"},
+        {"variant": "", "bound_s": 0.5 * best.report["cost_s"], "outcome": "no plan fits"},
+    ]
+    told = replace(best, report={**best.report, "variants": variants})
+    assert ilp.memory_gain(told) == pytest.approx(0.5)
