@@ -276,7 +276,8 @@ def test_variants_of_the_step_compete_with_host_memory() -> None:
     assert steps[0] < steps[1]
 
 
-def test_what_memory_costs_by_a_program_is_what_was_struck_for_it() -> None:
+@pytest.mark.exhaustive
+def test_what_memory_costs_by_a_program_is_what_the_fastest_of_any_memory_takes_less() -> None:
     request = asked(bytes_per_s=1e7)
     best = _PLANNERS["ilp"](offload=()).plan(request)
     limit = 0.95 * peak(request, best)
@@ -287,9 +288,22 @@ def test_what_memory_costs_by_a_program_is_what_was_struck_for_it() -> None:
     wanted = 1 - best.report["cost_s"] / short.report["cost_s"]
     assert ilp.memory_gain(short) == pytest.approx(wanted)
     assert wanted > 0
-    variants = [
-        {"variant": "", "bound_s": 0.25 * best.report["cost_s"], "outcome": "struck by its bound"},
-        {"variant": "", "bound_s": 0.5 * best.report["cost_s"], "outcome": "no plan fits"},
-    ]
-    told = replace(best, report={**best.report, "variants": variants})
-    assert ilp.memory_gain(told) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("unlimited_s", "outcome", "wanted"),
+    [
+        (1.0, "struck by its bound", 0.0),
+        (0.75, "struck by its bound", 0.25),
+        (1.0, "no plan fits", 0.5),
+        (1.0, "slower", 0.5),
+    ],
+)
+def test_what_memory_costs_is_known_from_variants_that_do_not_fit(
+    unlimited_s: float, outcome: str, wanted: float
+) -> None:
+    variants = [{"variant": "2 micro-batches", "bound_s": 0.5, "outcome": outcome}]
+    report = {"cost_s": 1.0, "unlimited_s": unlimited_s, "variants": variants}
+    planned = infer_strategy(asked(), planner="test", pins={"batch": "S(0)"}, report=report)
+
+    assert ilp.memory_gain(planned) == pytest.approx(wanted)
