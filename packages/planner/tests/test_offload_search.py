@@ -19,12 +19,15 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import check_memory, predict_memory
+from sbp_core.placement import Placement
 from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
+from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner import (
     alpa,
     auto,
+    exhaustive,
     galvatron,
     greedy,
     ilp,
@@ -307,3 +310,26 @@ def test_what_memory_costs_is_known_from_variants_that_do_not_fit(
     planned = infer_strategy(asked(), planner="test", pins={"batch": "S(0)"}, report=report)
 
     assert ilp.memory_gain(planned) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("host_bytes_per_s", [1e4, 1e6, 1e10])
+def test_a_program_with_states_in_host_memory_costs_what_the_truth_does(
+    host_bytes_per_s: float,
+) -> None:
+    link = Link(latency_s=1e-6, bytes_per_s=host_bytes_per_s)
+    machine = cluster()
+    device = replace(machine.device, host_memory_bytes=1 << 30, host_link=link)
+    request = PlanRequest(
+        graph=mlp((4, 4), batch=4),
+        mesh=Placement.grid((2,), ("data",)),
+        cluster=replace(machine, device=device),
+    )
+    named = ("optimizer_states",)
+
+    truth = exhaustive.build(search_configs.ExhaustiveConfig(offload=named)).plan(request)
+    found = _PLANNERS["ilp"](offload=named).plan(request)
+    without = _PLANNERS["ilp"]().plan(request)
+
+    assert offloaded_states(truth) == offloaded_states(found) == set(offloadable(request.graph))
+    assert found.report["cost_s"] == pytest.approx(truth.report["cost_s"], rel=1e-9)
+    assert found.report["cost_s"] > without.report["cost_s"]
