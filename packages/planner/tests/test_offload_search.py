@@ -19,12 +19,15 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import check_memory, predict_memory
+from sbp_core.placement import Placement
 from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
+from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner import (
     alpa,
     auto,
+    exhaustive,
     galvatron,
     greedy,
     ilp,
@@ -199,7 +202,7 @@ def test_states_are_offloaded_where_that_is_faster_than_what_fits_without() -> N
     assert slow.report["explanation"][-1].startswith("host memory: ")
 
 
-@pytest.mark.parametrize("planner", ["osdp", "ilp"])
+@pytest.mark.parametrize("planner", ["osdp", pytest.param("ilp", marks=pytest.mark.exhaustive)])
 def test_a_host_that_is_too_small_is_told_with_what_would_do(planner: str) -> None:
     _, limit = limits(planner)
     with pytest.raises(SbpError, match="fits") as refused:
@@ -254,3 +257,79 @@ def test_a_planner_is_asked_once_if_memory_is_not_short() -> None:
     assert len(calls) == 1
     plan_with_offload(request, "auto", plan, limit_bytes=1e9, gain=lambda _: 0.011)
     assert len(calls) > 1 and calls[2].offloaded == set(offloadable(request.graph))
+
+
+@pytest.mark.exhaustive
+def test_variants_of_the_step_compete_with_host_memory() -> None:
+    family = replace(_FAMILY, micro_batches=(1, 2), _graphs={})
+    request = replace(asked(bytes_per_s=1e6), family=family, graph=family.graph(family.variant))
+    limit = 0.95 * peak(request, _PLANNERS["osdp"](offload=()).plan(request))
+
+    plain = _PLANNERS["osdp"](memory_bytes=limit, offload=()).plan(request)
+    strategy = _PLANNERS["osdp"](memory_bytes=limit).plan(request)
+
+    steps = []
+    for one in (strategy, plain):
+        assert one.variant is not None
+        variant = request.of(one.variant)
+        assert_legal(variant.graph, one)
+        assert peak(variant, one) <= limit
+        steps.append(simulate(compiled(variant, one)).step_s)
+    assert offloaded_states(strategy)
+    assert steps[0] < steps[1]
+
+
+@pytest.mark.exhaustive
+def test_what_memory_costs_by_a_program_is_what_the_fastest_of_any_memory_takes_less() -> None:
+    request = asked(bytes_per_s=1e7)
+    best = _PLANNERS["ilp"](offload=()).plan(request)
+    limit = 0.95 * peak(request, best)
+
+    short = _PLANNERS["ilp"](memory_bytes=limit, offload=()).plan(request)
+
+    assert ilp.memory_gain(best) == 0
+    wanted = 1 - best.report["cost_s"] / short.report["cost_s"]
+    assert ilp.memory_gain(short) == pytest.approx(wanted)
+    assert wanted > 0
+
+
+@pytest.mark.parametrize(
+    ("unlimited_s", "outcome", "wanted"),
+    [
+        (1.0, "struck by its bound", 0.0),
+        (0.75, "struck by its bound", 0.25),
+        (1.0, "no plan fits", 0.5),
+        (1.0, "slower", 0.5),
+    ],
+)
+def test_what_memory_costs_is_known_from_variants_that_do_not_fit(
+    unlimited_s: float, outcome: str, wanted: float
+) -> None:
+    variants = [{"variant": "2 micro-batches", "bound_s": 0.5, "outcome": outcome}]
+    report = {"cost_s": 1.0, "unlimited_s": unlimited_s, "variants": variants}
+    planned = infer_strategy(asked(), planner="test", pins={"batch": "S(0)"}, report=report)
+
+    assert ilp.memory_gain(planned) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("host_bytes_per_s", [1e4, 1e6, 1e10])
+def test_a_program_with_states_in_host_memory_costs_what_the_truth_does(
+    host_bytes_per_s: float,
+) -> None:
+    link = Link(latency_s=1e-6, bytes_per_s=host_bytes_per_s)
+    machine = cluster()
+    device = replace(machine.device, host_memory_bytes=1 << 30, host_link=link)
+    request = PlanRequest(
+        graph=mlp((4, 4), batch=4),
+        mesh=Placement.grid((2,), ("data",)),
+        cluster=replace(machine, device=device),
+    )
+    named = ("optimizer_states",)
+
+    truth = exhaustive.build(search_configs.ExhaustiveConfig(offload=named)).plan(request)
+    found = _PLANNERS["ilp"](offload=named).plan(request)
+    without = _PLANNERS["ilp"]().plan(request)
+
+    assert offloaded_states(truth) == offloaded_states(found) == set(offloadable(request.graph))
+    assert found.report["cost_s"] == pytest.approx(truth.report["cost_s"], rel=1e-9)
+    assert found.report["cost_s"] > without.report["cost_s"]

@@ -12,6 +12,7 @@ from sbp_core.compile import CompileOptions, compile_plan, offloadable, owner_of
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict_memory
+from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
@@ -160,3 +161,19 @@ def test_auto_offloads_what_does_not_fit_otherwise(
     assert "with offload is the fastest" in strategy.report["explanation"][0]
     with pytest.raises(PlanError, match="nothing that was tried fits"):
         auto.build(config).plan(_request(None))
+
+
+def test_each_stage_offloads_what_its_own_ranks_need() -> None:
+    asked = replace(_request(), mesh=Placement.grid((2,), ("pipe",)))
+    strategy = infer_strategy(asked, planner="test", pins={"batch": "S(0)"})
+    compilation = Compilation(request=asked, limit_bytes=1)
+    held = compilation.by_rank(compilation.plan(strategy))
+    fuller = max(held, key=lambda rank: held[rank])
+    limit = held[fuller] - 1
+    assert min(held.values()) <= limit, "the stages need different amounts"
+
+    found = until_it_fits(Compilation(request=asked, limit_bytes=limit), strategy)
+
+    assert found is not None and found.fits and _offloaded(found.strategy)
+    for name in _offloaded(found.strategy):
+        assert strategy.stages[strategy.storage[name].stage].rank_list == (fuller,)

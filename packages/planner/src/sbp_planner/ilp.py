@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.compiled import limit_key
-from sbp_planner.joint.family import plan_family
+from sbp_planner.joint.family import Outcome, plan_family
 from sbp_planner.joint.search import JointSettings
 from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import IlpConfig
@@ -60,7 +60,7 @@ class IlpPlanner:
             self._plan,
             limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
             time_limit_s=config.time_limit_s,
-            gain=lambda planned: float(planned.report["gap"]),
+            gain=memory_gain,
         )
 
     def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
@@ -77,6 +77,21 @@ class IlpPlanner:
             limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
             pins=config.pins,
         )
+
+
+def memory_gain(planned: Strategy) -> float:
+    """Return the share of a step that a plan of any memory may take less, without overlap.
+
+    It is what the fastest of its own variant takes less, or the bound of a variant of which what
+    was found and fits is slower.
+    """
+    report = planned.report
+    cost_s = float(report["cost_s"])
+    less = [cost_s, float(report["unlimited_s"])]
+    for one in report.get("variants", ()):
+        if one["outcome"] in (Outcome.SLOWER, Outcome.NO_FIT):
+            less.append(float(one["bound_s"]))
+    return 1 - min(less) / cost_s if cost_s else 0.0
 
 
 def build(config: IlpConfig) -> IlpPlanner:

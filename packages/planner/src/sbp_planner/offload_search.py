@@ -173,7 +173,17 @@ class _OffloadSearch:
 
     def _fitting(self, strategy: Strategy | None) -> Compiled | None:
         """Return a plan with as few states offloaded as it takes; None if it does not fit."""
-        return None if strategy is None else until_it_fits(self._compilation(strategy), strategy)
+        if strategy is None:
+            return None
+        found = until_it_fits(self._compilation(strategy), strategy)
+        planned = offloaded_states(strategy)
+        if found is None or offloaded_states(found.strategy) == planned:
+            return found
+        # What the planner says is of its own plan.
+        first = f"planned with {len(planned)} states in the memory of the host, of which some stay:"
+        told = [first, *found.strategy.report.get("explanation", ())]
+        report = {**found.strategy.report, "explanation": told}
+        return replace(found, strategy=replace(found.strategy, report=report))
 
     def _with_larger_host(self) -> Compiled | None:
         """Return what the roomy plan comes to with as few states offloaded as it takes."""

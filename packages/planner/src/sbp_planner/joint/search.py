@@ -498,6 +498,7 @@ class JointSearch:
         report: dict[str, Any] = {
             **({"bound_near_s": min(free.bound_s, cost)} if self.is_limited else {}),
             "cost_s": cost,
+            "unlimited_s": problem.cost(free.values),
             "cost_by_axis_s": by_axis,
             "bound_s": bound,
             "gap": gap,
