@@ -164,8 +164,20 @@ def test_what_cannot_fit_is_refused_with_the_least_that_states_need():
 
 
 def test_looking_at_everything_ends_where_there_is_too_much():
-    with pytest.raises(ConfigError, match="more than 1000 branches"):
+    with pytest.raises(ConfigError, match="more than 1,000 branches"):
         exhaustive.build(ExhaustiveConfig(max_assignments=1000)).plan(request((2,), ("data",)))
+
+
+def test_exhaustive_tells_how_far_it_is_and_how_many_assignments_there_are():
+    told: list[float] = []
+    asked = replace(request((2,), ("data",)), progress=lambda what, part: told.append(part))
+    planner = exhaustive.build(ExhaustiveConfig(max_assignments=50_000))
+
+    with pytest.raises(ConfigError, match=r"50,000 branches .* some 10\^\d+ assignments"):
+        planner.plan(asked)
+
+    assert told == sorted(told)
+    assert len(told) >= 2 and 0 < told[0] < 0.5
 
 
 def test_a_walk_is_the_same_for_the_same_seed():

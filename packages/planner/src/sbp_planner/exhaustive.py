@@ -16,9 +16,9 @@ numbers of options; `max_assignments` bounds how many are looked at of a variant
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log10
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from sbp_planner.variants import variant_words, variants_of
 
 #: Sums in another order differ by less than this share.
 _TIE = 1e-12
+
+#: After so many branches more, progress is told.
+_TELL = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +155,7 @@ class _Variant:
         self.request, self.limit_bytes = quiet, limit_bytes
         self.problem = joint_problem(quiet, pins=pins)
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
-        self.search = _Search(self.problem, config.max_assignments)
+        self.search = _Search(self.problem, config.max_assignments, request.progress)
         self.least_bytes = inf
         #: Of what was looked at, whatever it holds.
         self.cheapest_s = inf
@@ -199,10 +202,18 @@ class _Search:
     Args:
         problem: The step.
         max_assignments: Branches that may be looked at.
+        progress: Is told which part of these was.
     """
 
-    def __init__(self, problem: StepProblem, max_assignments: int) -> None:
+    def __init__(
+        self,
+        problem: StepProblem,
+        max_assignments: int,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> None:
         self.problem, self.max_assignments = problem, max_assignments
+        self.progress = progress
+        self._told = 0
         #: Only what costs less is yielded.
         self.bound_s = FORBIDDEN_S
         self.num_looked_at = 0
@@ -240,11 +251,16 @@ class _Search:
             values[variable] = value
             self.num_looked_at += 1
             steps.append((float(costs[value]) + self._conversions(at, values), value))
+        if self.progress and self.num_looked_at >= self._told + _TELL:
+            self._told = self.num_looked_at
+            self.progress("looking at assignments", self.num_looked_at / self.max_assignments)
         if self.num_looked_at > self.max_assignments:
+            power = sum(log10(len(self.problem.unary[one])) for one in self.order)
             raise ConfigError(
-                f"more than {self.max_assignments} branches of {len(self.order)} operators and "
-                f"states were looked at",
+                f"more than {self.max_assignments:,} branches were looked at, and "
+                f"{len(self.order)} operators and states have some 10^{power:.0f} assignments",
                 where="planner.max_assignments",
+                accepted="a step of a handful of operators",
                 todo="choose planner=ilp, which proves the same without looking at all of them; "
                 "or pin more, or take a smaller graph or mesh",
             )
