@@ -172,6 +172,7 @@ def test_messages_are_made_to_fit_long_before_they_have_settled(
     found._find_first(time.monotonic() + 50)
 
     assert found.near.fits
+    assert not found.whole.penalties.penalty.any()
     assert given_s == pytest.approx([1.5, 3.0, 6.0], abs=0.3)
 
 

@@ -208,6 +208,8 @@ class Search:
             self._pass_messages(min(until, now + seconds))
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             now, seconds = time.monotonic(), 2 * seconds
+        # What rose at early prices would stand in the way of better ones.
+        self.whole.penalties.penalty = np.zeros_like(self.whole.penalties.penalty)
 
     def _search_near(self, until: float) -> None:
         """Search by trees, then by neighbourhoods or annealing, once or more."""
