@@ -31,8 +31,8 @@ from sbp_planner.choice.solver import solve
 #: Seconds of the limit that are kept for writing the answer and ending, and for each second that
 #: reading took; the part of the time left that this is at most.
 _RESERVE_S = 1.0
-_RESERVE_A_SECOND = 0.1
-_RESERVE_PART = 0.1
+_RESERVE_A_SECOND = 0.25
+_RESERVE_PART = 0.25
 
 #: Part of the time that writing assignments may take.
 _WRITE_PART = 0.05
