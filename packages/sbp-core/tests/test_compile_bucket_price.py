@@ -55,6 +55,41 @@ def test_reductions_that_fill_a_bucket_cost_together_what_it_does(kind: StepKind
     assert number * one_s == pytest.approx(boxing_step_time_s(bucket, _MACHINE) + copies_s)
 
 
+@given(st.sampled_from([*_KINDS]), st.lists(st.integers(1, 1 << 18), min_size=1, max_size=20))
+def test_all_that_could_travel_together_cost_no_more_than_their_buckets(
+    kind: StepKind, halves: list[int]
+) -> None:
+    """However few or many they are; so what is proved with these prices is true of plans."""
+    steps = [_step(kind, 2 * one) for one in halves]
+    limit = most_bucket_bytes(steps[0], _MACHINE)
+    prices, companions = BucketPrices(_MACHINE), _companions(kind, *(8 * one for one in halves))
+
+    together_s = sum(prices.step_time_s(step, companions) for step in steps)
+
+    small = [8 * one for one in halves if 8 * one <= limit]
+    large_s = sum(
+        boxing_step_time_s(step, _MACHINE)
+        for step, one in zip(steps, halves, strict=True)
+        if 8 * one > limit
+    )
+    rows = 2 if kind is StepKind.ALL_GATHER else 1
+    buckets: list[int] = []
+    for size in small:  # in turn, as the compiler forms them
+        if buckets and buckets[-1] + size <= limit:
+            buckets[-1] += size
+        else:
+            buckets.append(size)
+    device = _MACHINE.device
+    formed_s = sum(
+        boxing_step_time_s(flat_step(kind, _PAIR, (0,), "float32", size // 4), _MACHINE)
+        + copy_time_s(2 * size // rows, 1, device)
+        for size in buckets
+    )
+    if kind is StepKind.ALL_GATHER:
+        formed_s += copy_time_s(2 * sum(small), len(small), device)
+    assert together_s <= (large_s + formed_s) * (1 + 1e-3)
+
+
 def test_gathers_are_copied_out_of_the_bucket_one_by_one() -> None:
     kind = StepKind.ALL_GATHER
     step = _step(kind, 256)

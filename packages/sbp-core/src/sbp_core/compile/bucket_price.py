@@ -4,11 +4,11 @@
                               + copying b bytes out of it, where they are gathered               [s]
 
 b are the bytes that a rank has of the tensor in the buffer, F those of the bucket that it finds a
-place in: as many as `most_bucket_bytes` says, or half of all that could travel with it, if that is
-less. So tensors that fill buckets cost together what the buckets do, latency and starting once for
-each; and none costs more than it would alone. What else travels is not known when one is priced. It
-matters only where all together would not fill two buckets: there all of them cost one latency more
-than they take, and few of them less, by a latency at most.
+place in: if all travel that could travel with it, they are shared out to as few buckets as
+`most_bucket_bytes` leaves, F each. So tensors that fill buckets cost together what the buckets do,
+latency and starting once for each; and none costs more than it would alone. What else travels is
+not known when one is priced: if only few of them do, they take up to one latency more than this
+says, and never less.
 
 `buckets` forms them.
 """
@@ -123,7 +123,9 @@ class BucketPrices:
         # Of the others a rank has the same part in the buffer as of this one.
         whole_bytes = prod(step.shape) * itemsize(step.dtype)
         together = companions.bytes_within(limit * whole_bytes // own_bytes)
-        full_bytes = max(own_bytes, min(limit, together * own_bytes // whole_bytes // 2))
+        together_bytes = max(own_bytes, together * own_bytes // whole_bytes)
+        num_buckets = -(-together_bytes // limit)
+        full_bytes = max(own_bytes, together_bytes // num_buckets)
         share_s = own_bytes / full_bytes * self._bucket_s(step, full_bytes)
         if step.kind is StepKind.ALL_GATHER:  # of other kinds views come out
             share_s += copy_time_s(2 * own_bytes, 1, self._cluster.device)

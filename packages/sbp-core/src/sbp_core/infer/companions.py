@@ -3,9 +3,10 @@
     gradients            what only the optimizer takes of the backward phase
     new values           of states that are stored in shards, or whole while their updates are not
     parameters           of one block, gathered for their use in one phase
+    results              of one node that one node takes, such as a sum and what it is divided by
 
-Several arguments of one node travel together, too; that is not looked at here, since most nodes
-take one partial sum.
+Any arguments of one node travel together; of different makers one may be partial and the other not,
+which is not looked at here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StepCompanions:
                     sizes[group].append(graph.tensor(value).size_bytes)
         self._found: dict[_Group, Companions] = {}
         for group, of in sizes.items():
-            kinds = _REDUCTIONS if group[0] == "gradient" else _GATHERS
+            kinds = _REDUCTIONS if group[0] in ("gradient", "result") else _GATHERS
             key = kinds, tuple(sorted(of))
             self._found[group] = known.setdefault(key, Companions(*key))
 
@@ -88,3 +89,6 @@ class StepCompanions:
             yield "new value", home, *what
         elif node.phase is Phase.BACKWARD and users and is_late:
             yield "gradient", home, *what
+        elif len(node.outputs) > 1 and users:
+            # The first user has them converted, and waits for all that it takes.
+            yield "result", node.name, users[0].name, *what
