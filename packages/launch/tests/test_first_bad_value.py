@@ -73,9 +73,10 @@ class OneSegment:
             if isinstance(actor, Compute) and "head.weight" in actor.reads
         )
         self.graph: LogicalGraph = made.graph
-        hidden, targets = torch.ones(8, 6), torch.zeros(8, dtype=torch.int64)
+        batch = {name: torch.zeros(2, 4, dtype=torch.int64) for name in ("tokens", "targets")}
+        assert not actor.inputs, "it takes what it computes with from the batch and the states"
         self.states = states
-        self.taken = [hidden, targets, *(states[name] for name in actor.reads)]
+        self.taken = [(states | batch)[name] for name in actor.reads]
         self.run = segment_function(actor, 0, made.plan.steps)
 
     def pieces(self) -> Iterator[SimpleNamespace]:
@@ -113,7 +114,7 @@ def test_the_line_names_the_module_its_source_and_what_it_took() -> None:
         "module 'head'" in line
         and "trainable.py:" in line
         and "makes the first infinity, on rank 0, micro-batch 0, of float32" in line
-        and "(8, 6) from 1 to 1; float32 (6, 8) from 3e+38 to 3e+38" in line
+        and "(8, 6) from 3e+38 to 3e+38; float32 (6, 8) from 3e+38 to 3e+38" in line
         for line in lines
     ), lines
 

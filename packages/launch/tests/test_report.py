@@ -64,9 +64,9 @@ def test_the_summary_says_what_a_rank_sends_and_how_many_tensors_travel_together
         found.simulation.step_s,
     )
 
-    # 4 bytes of a rank say that it is ready to commit the step.
-    assert "boxing in a step: a rank sends 452 B, the 2 ranks together 904 B" in lines
-    assert "1000 all-reduces (sent as 1); small tensors travel together" in " ".join(merged)
+    # 104 gradients, the loss and what it is divided by, and that a rank is ready to commit.
+    assert "boxing in a step: a rank sends 428 B, the 2 ranks together 856 B" in lines
+    assert "1000 all-reduces (sent as 2); small tensors travel together" in " ".join(merged)
     assert "sent as" not in " ".join(lines)
 
 
