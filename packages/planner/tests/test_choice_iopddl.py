@@ -289,3 +289,14 @@ def test_what_a_file_cannot_say_is_refused(tmp_path):
 
     with pytest.raises(SbpValueError, match="it has ties"):
         write_problem(tmp_path / "tied.json", tied)
+
+
+@pytest.mark.parametrize("name", ["missing/best.json", "."])
+def test_a_place_where_nothing_can_be_written_is_refused_before_anything_is_read(
+    tmp_path, capsys, name
+):
+    with pytest.raises(SystemExit) as caught:
+        main(["nothing.json", "--out", str(tmp_path / name)])
+
+    assert caught.value.code == 2
+    assert "folder" in capsys.readouterr().err

@@ -142,6 +142,7 @@ def test_the_authors_plan_of_48_layers_is_printed(capsys):
 
     code, out, _ = run(capsys, PATH, *words, "--limit-mb", 8192)
     _, in_bytes, _ = run(capsys, PATH, *words, "--limit", 8192 * 2**20)
+    assert run(capsys, PATH, *words, "--limit", "8GiB")[1] == in_bytes
 
     answer = json.loads(out)
     assert code == 0

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
-from sbp_planner.command_line import Parser
+from sbp_planner.command_line import Parser, size_bytes
 from sbp_planner.knapsack import KnapsackOption, choose
 
 #: Rows that the released scheduler compares.
@@ -312,7 +312,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, nargs="+", metavar="SIZE", help="hidden sizes")
     limits = parser.add_mutually_exclusive_group()
     limits.add_argument(
-        "--limit", type=float, nargs="+", metavar="BYTES", help="memory of a rank in bytes"
+        "--limit", type=size_bytes, nargs="+", metavar="SIZE", help="memory of a rank: bytes, 16GB"
     )
     limits.add_argument(
         "--limit-mb", type=float, nargs="+", metavar="MB", help="the same in MB of the tables"

@@ -139,6 +139,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.time_limit > 0 or not options.gap >= 0:
         parser.error("--time-limit must be above 0, and --gap not below")
+    # Here, so that nobody solves for minutes what then cannot be written.
+    out = options.out
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        what = f"{out} is a folder" if out.is_dir() else f"{out.parent} is no folder"
+        parser.error(f"--out {out}: {what}")
     return options
 
 
