@@ -97,7 +97,7 @@ def sbp_signatures() -> Mapping[str, Factory]:
 
 
 def build(config: EmptyConfig) -> RuleSet:
-    views = frozenset({"alias", "expand", "t", "view"})
+    views = frozenset({"alias", "expand", "t", "reshape", "split_with_sizes", "view"})
     traits = OperatorTraits(
         views=views,
         copies=frozenset({"clone"}),
