@@ -153,8 +153,7 @@ def pip_install(
     """Install, with PyTorch held to the version above, or others to theirs."""
     file = Path(session.virtualenv.location, "constraints.txt")
     file.write_text("".join(f"{line}\n" for line in constraints), "utf-8")
-    # What is imported is compiled then; all of PyTorch would take half a minute.
-    session.install("--no-compile", "--constraint", str(file), *arguments)
+    session.install("--constraint", str(file), *arguments)
 
 
 def lowest_of(requirements: Iterable[str]) -> list[str]:
