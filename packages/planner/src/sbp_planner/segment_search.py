@@ -40,9 +40,9 @@ from sbp_planner.choice import solve
 from sbp_planner.joint.layers import repeated, tie
 from sbp_planner.joint.lifetime import Held, held
 from sbp_planner.joint.lower import lower_step
-from sbp_planner.joint.near import near
+from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, near
 from sbp_planner.joint.priced import PricedMemory
-from sbp_planner.joint.search import MAX_DIRECT_ENTRIES, MAX_ENTRIES, MAX_PROGRAM_VARIABLES
+from sbp_planner.joint.search import MAX_ENTRIES, MAX_PROGRAM_VARIABLES
 from sbp_planner.segments import Segment, StepSegments, is_saved
 from sbp_planner.submeshes import StageRanks
 

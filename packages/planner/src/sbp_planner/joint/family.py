@@ -40,13 +40,8 @@ from sbp_core.infer import PinValue, SharedTables, StepProblem, joint_problem
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
-from sbp_planner.joint.search import (
-    Assigned,
-    JointSearch,
-    JointSettings,
-    Values,
-    bound_from_below,
-)
+from sbp_planner.joint.near import bound_from_below
+from sbp_planner.joint.search import Assigned, JointSearch, JointSettings, Values
 from sbp_planner.variants import forms_of, leaner_forms, smaller_variants, variant_words
 
 #: Of the time that is left, what one variant may take.
@@ -272,7 +267,10 @@ class FamilySearch:
         if problem is not None and self.best is not None:
             # What the bound of the best plan proves of all is enough to prove of this one.
             enough_s = max(self.wanted_of(entry), min(self.best.entry.bound_s, self.wanted_s))
-            entry.bound_s = max(entry.bound_s, bound_from_below(problem, settings, enough_s))
+            proved_s = bound_from_below(
+                problem, tied=settings.tied, time_limit_s=settings.proof_s, enough_s=enough_s
+            )
+            entry.bound_s = max(entry.bound_s, proved_s)
             if self._is_struck(entry):
                 return
         request = replace(entry.request, progress=self._progress(entry))

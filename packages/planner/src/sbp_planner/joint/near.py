@@ -21,11 +21,15 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import ConversionGroup, LeastPrices, StepProblem
+from sbp_core.infer import ConversionGroup, CostTables, LeastPrices, StepProblem
 from sbp_core.sbp import Partial
 from sbp_core.signatures import Signature1d
 from sbp_planner.joint.group_bound import GroupBound
 from sbp_planner.joint.layers import repeated, tie, untied
+from sbp_planner.joint.prove import prove
+
+#: Of the largest table of one value with its users.
+MAX_DIRECT_ENTRIES = 1 << 20
 
 #: Conversions to be priced, above which signatures are left out.
 MAX_PRICES = 1_000_000
@@ -91,6 +95,27 @@ def least_s(problem: StepProblem, cost_s: float, *, tied: bool, time_limit_s: fl
     step = tie(whole, priced) if tied else untied(whole, priced)
     bound = GroupBound(step)
     return bound.raised(cost_s, deadline=monotonic() + time_limit_s)
+
+
+def bound_from_below(
+    problem: StepProblem, *, tied: bool, time_limit_s: float, enough_s: float
+) -> float:
+    """Return what no assignment of a step takes less than, without looking for a good one.
+
+    Args:
+        problem: The step, with all of its signatures.
+        tied: Whether equal layers are decided alike.
+        time_limit_s: For the proof, in seconds.
+        enough_s: There is no more to prove than this, in seconds of a step.
+
+    Returns:
+        At most `enough_s`; 0 if there are so many signatures that not all are priced.
+    """
+    if problem.num_prices > MAX_PRICES:
+        return 0.0
+    tables = CostTables(tie(problem) if tied else untied(problem), max_entries=MAX_DIRECT_ENTRIES)
+    deadline, start = monotonic() + time_limit_s, tuple(tables.start)
+    return prove(tables.sizes, tables.factors, start, deadline=deadline, cutoff=enough_s).bound
 
 
 def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:

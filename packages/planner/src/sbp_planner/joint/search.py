@@ -33,7 +33,6 @@ from sbp_core.infer import (
     PinValue,
     Pipelined,
     SharedTables,
-    StepProblem,
     StepWork,
     joint_problem,
     minimise,
@@ -48,7 +47,7 @@ from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated, tie, untied
 from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step
-from sbp_planner.joint.near import MAX_PRICES, least_s, limited, recentred
+from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
 from sbp_planner.joint.prove import prove
 
@@ -59,8 +58,8 @@ MAX_TRIES, MAX_LARGE_TRIES = 8, 4
 #: Steps of more variables than this have a price on memory instead of a program with it.
 MAX_PROGRAM_VARIABLES = 600
 
-#: Of the largest table of the first elimination, and of one value with its users.
-MAX_ENTRIES, MAX_DIRECT_ENTRIES = 1 << 16, 1 << 20
+#: Of the largest table of the first elimination.
+MAX_ENTRIES = 1 << 16
 
 #: Of the largest table of an elimination at a price on memory, of which there are many.
 MAX_PRICED_ENTRIES = 1 << 14
@@ -96,6 +95,11 @@ class JointSettings:
     gap: float = 0.0
     tied: bool = True
     limit_key: str = "cluster.memory_bytes"
+
+    @property
+    def proof_s(self) -> float:
+        """Seconds for the proof of one assignment."""
+        return _PROOF_SHARE * self.time_limit_s
 
 
 #: A value of each variable of the step.
@@ -137,26 +141,6 @@ def plan_jointly(
         PlanError: nothing that was found fits; says what was.
     """
     return JointSearch(request, settings, limit_bytes, pins or {}, stages).run()
-
-
-def bound_from_below(problem: StepProblem, settings: JointSettings, enough_s: float) -> float:
-    """Return what no assignment of a step takes less than, without looking for a good one.
-
-    Args:
-        problem: The step, with all of its signatures.
-        settings: How; a part of the time limit is for the proof.
-        enough_s: There is no more to prove than this, in seconds of a step.
-
-    Returns:
-        At most `enough_s`; 0 if there are so many signatures that not all are priced.
-    """
-    if problem.num_prices > MAX_PRICES:
-        return 0.0
-    step = tie(problem) if settings.tied else untied(problem)
-    tables = CostTables(step, max_entries=MAX_DIRECT_ENTRIES)
-    deadline = monotonic() + _PROOF_SHARE * settings.time_limit_s
-    start = tuple(tables.start)
-    return prove(tables.sizes, tables.factors, start, deadline=deadline, cutoff=enough_s).bound
 
 
 class JointSearch:
@@ -304,7 +288,7 @@ class JointSearch:
         tables = CostTables(step, max_entries=MAX_DIRECT_ENTRIES)
         start: Values = tuple(tables.start)
         gap = settings.gap
-        deadline = ends - (1 - _PROOF_SHARE) * settings.time_limit_s
+        deadline = ends - (settings.time_limit_s - settings.proof_s)
         wanted = cutoff_s * (1 - gap)
         if wanted < inf and self.is_limited:
             # Of all signatures there is a proof before (`bound_from_below`).
