@@ -60,7 +60,7 @@ def plan_program(
         sizes = zip(settings.mesh.axes, settings.mesh.mesh_shape, strict=True)
         degree = prod(size for axis, size in sizes if axis not in _SHARING)
     for _ in range(2):
-        example = micro_batch(batch, settings.micro_batches, degree)
+        example = micro_batch(batch, settings.micro_batches, degree, settings.captured_parts)
         given = (program.model, program.loss, example, program.optimizer)
         captured = capture_training(*given, settings)
         graph, strategy = captured.planned(lambda graph: _strategy(graph, planner, pins, settings))

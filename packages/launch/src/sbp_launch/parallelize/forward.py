@@ -73,7 +73,7 @@ class Forwards:
             if len(self._sessions) >= _MOST_FORMS:
                 oldest, _ = self._sessions.pop(next(iter(self._sessions)))
                 oldest.close()
-            example = micro_batch(batch, 1, self._degree if batch_is == "local" else 1)
+            example = micro_batch(batch, 1, self._degree if batch_is == "local" else 1, 1)
             self._sessions[key] = self._start(training, example, in_evaluation=in_evaluation)
         session, graph = self._sessions[key]
         with naming_source_lines(graph):

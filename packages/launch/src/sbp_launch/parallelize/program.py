@@ -110,13 +110,14 @@ class OneDeviceProgram:
         )
 
 
-def micro_batch(batch: Any, count: int, degree: int) -> Any:
-    """Return an example of one micro-batch over all ranks, of the form of the batch.
+def micro_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
+    """Return an example of what is captured of a step over all ranks, of the form of the batch.
 
     Args:
         batch: An example of what one process gives in one step.
         count: Micro-batches of a step.
-        degree: How many such parts a step takes over all ranks.
+        degree: How many such batches a step takes over all ranks.
+        parts: Of how many parts of a step one is captured: `count`, or 1 for the whole.
 
     Raises:
         ConfigError: a tensor of the batch does not divide into micro-batches.
@@ -135,7 +136,7 @@ def micro_batch(batch: Any, count: int, degree: int) -> Any:
                 todo="take another size of batch, or other micro-batches",
             )
     parts = {
-        name: torch.cat([value[: len(value) // count]] * degree) if value.dim() else value
+        name: torch.cat([value[: len(value) // parts]] * degree) if value.dim() else value
         for name, value in found.items()
     }
     return rebuild_batch(batch, parts)

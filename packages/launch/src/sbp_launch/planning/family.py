@@ -28,7 +28,7 @@ class StepFamily:
 
     Args:
         settings: Those that the user has chosen.
-        captured: Returns the step as it is captured of a micro-batch of that many samples.
+        captured: Returns the step as it is captured on so many samples.
         batch_size: Samples of a step.
         chooses_micro_batches: Whether their number is left to the planner.
         known: The graph of `variant`, if it is made already.
@@ -112,6 +112,7 @@ class StepFamily:
         if self.known is not None and variant == self.variant:
             return self.known
         if variant not in self._graphs:
-            captured = self.captured(self.batch_size // variant.num_micro_batches)
-            self._graphs[variant] = prepared(captured, self.settings_of(variant))
+            settings = self.settings_of(variant)
+            captured = self.captured(self.batch_size // settings.captured_parts)
+            self._graphs[variant] = prepared(captured, settings)
         return self._graphs[variant]

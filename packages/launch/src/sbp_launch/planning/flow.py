@@ -132,6 +132,14 @@ class PlanSettings:
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 
     @property
+    def captured_parts(self) -> int:
+        """Into how many parts a step is cut before it is captured.
+
+        One: it is captured on its whole batch, which says what its micro-batches have to compute.
+        """
+        return 1 if self.loss is LossMeaning.WHOLE_BATCH else self.micro_batches
+
+    @property
     def options(self) -> CompileOptions:
         """What the compiler takes."""
         return CompileOptions(
@@ -254,7 +262,7 @@ def capture_step(
     Args:
         model: See `capture`.
         loss: See `capture`.
-        batch: An example of one micro-batch.
+        batch: An example of the whole batch, or of one of `settings.captured_parts` parts of it.
         optimizer: See `capture`.
         settings: How.
 
@@ -319,7 +327,7 @@ def prepared(captured: LogicalGraph, settings: PlanSettings) -> LogicalGraph:
     """Return a captured step in the form that is planned.
 
     Args:
-        captured: At the size of one micro-batch.
+        captured: See `capture_step`.
         settings: How it is planned.
 
     Raises:

@@ -86,14 +86,13 @@ def step_planner(run: Run, program: Program) -> StepPlanner:
     """Capture the training step, and return what plans it."""
     settings, trainer = plan_settings(run, program), run.config.trainer
     with run.stage("capturing the step"):
-        original = _captured(run, program, settings, trainer.micro_batch_size)
+        whole = trainer.batch_size // settings.captured_parts
+        original = _captured(run, program, settings, whole)
         graph = prepared(original, settings)
 
     @cache
     def captured(size: int) -> LogicalGraph:
-        if size == trainer.micro_batch_size:
-            return original
-        return _captured(run, program, settings, size)
+        return original if size == whole else _captured(run, program, settings, size)
 
     family = StepFamily(
         settings=settings,
@@ -140,7 +139,7 @@ def plan_settings(run: Run, program: Program) -> PlanSettings:
 
 
 def _captured(run: Run, program: Program, settings: PlanSettings, size: int) -> LogicalGraph:
-    """Capture the training step, of micro-batches of so many samples.
+    """Capture the training step on so many samples.
 
     Raises:
         CaptureError: it cannot be captured.

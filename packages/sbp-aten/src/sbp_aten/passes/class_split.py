@@ -43,7 +43,9 @@ _AS_GIVEN = ("view", "_unsafe_view", "_to_copy")
 _MOST_BETWEEN = 16
 
 
-def split_classes(graph: LogicalGraph, how: ClassSplit | None = None) -> LogicalGraph:
+def split_classes(
+    graph: LogicalGraph, how: ClassSplit | None = None, num_micro_batches: int = 1
+) -> LogicalGraph:
     """Write cross-entropies so that split classes need only a maximum and a sum of parts.
 
     before: y = _log_softmax(x, 1); dx = _log_softmax_backward_data(nll_loss_backward(.., y, t), y)
@@ -54,7 +56,7 @@ def split_classes(graph: LogicalGraph, how: ClassSplit | None = None) -> Logical
     chosen = {
         node.outputs[0]: node
         for node in graph.nodes
-        if node.op == _SOFTMAX and _is_wanted(graph, node, how)
+        if node.op == _SOFTMAX and _is_wanted(graph, node, how, num_micro_batches)
     }
     if not chosen:
         return graph
@@ -69,14 +71,17 @@ def split_classes(graph: LogicalGraph, how: ClassSplit | None = None) -> Logical
     return drop_dead(graph.with_nodes(tuple(writer.nodes), types=writer.types))
 
 
-def _is_wanted(graph: LogicalGraph, node: Node, how: ClassSplit) -> bool:
+def _is_wanted(
+    graph: LogicalGraph, node: Node, how: ClassSplit, num_micro_batches: int
+) -> bool:
     shape = graph.tensor(node.args[0].name).shape
     if not shape:
         return False
     dim = node.args[1] % len(shape)
     at = int(len(shape) > 1)
     losses = [user for user in graph.users[node.outputs[0]] if user.op in _LOSSES]
-    classes, samples = shape[dim], prod(shape) // max(shape[dim], 1)
+    classes = shape[dim]
+    samples = prod(shape) // max(classes, 1) // num_micro_batches
     if dim != at or not losses or classes < how.min_classes:
         return False
     return how.when == "always" or (classes > samples and _is_product(graph, node.args[0].name))

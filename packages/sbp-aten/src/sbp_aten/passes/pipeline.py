@@ -75,10 +75,15 @@ def chosen_passes(
     if options.place_casts is not None:
         yield "place_casts", partial(place_casts, how=options.place_casts)
     if options.split_classes is not None:
-        yield "split_classes", partial(split_classes, how=options.split_classes)
+        yield (
+            "split_classes",
+            partial(split_classes, how=options.split_classes, num_micro_batches=whole_batch_of),
+        )
     if options.sum_losses:
         yield "sum_losses", sum_losses
     if whole_batch_of > 1:
+        if options.expose_batch_dim:
+            yield "expose_batch_dim", expose_batch_dim
         yield "whole_batch_loss", partial(whole_batch_loss, num_micro_batches=whole_batch_of)
     if options.split_batch_norm:
         yield "split_batch_norm", split_batch_norm

@@ -1,0 +1,115 @@
+"""How the parts of micro-batches make a value of the whole batch.
+
+Micro-batches are the ranks of one more mesh axis, in time. So what ranks may compute apart,
+micro-batches may, and a value of the whole batch is made of parts as a tensor of that axis is made
+of shards. One more freedom: nobody has to send these parts, so that samples need not lie next to
+each other.
+
+    layout             SBP     the whole batch of two micro-batches
+    `Samples(0)`       S(0)    aaaabbbb: the samples of one, and then those of the other
+    `Samples(0, 2)`            aabbaabb: two views of every sample, one view behind the other
+    `Total("sum")`     P       the sum of both
+    `SAME`             B       what either has
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from sbp_core.graph import TensorType
+from sbp_core.sbp import B, Partial, S, Sbp, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The elements of a dim belong to samples.
+
+    Args:
+        dim: Which.
+        blocks: So many blocks of equal length make the dim; each has all samples in their order.
+    """
+
+    dim: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The whole is the elementwise sum, maximum or minimum of the parts."""
+
+    reduction: str = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Each part is the whole."""
+
+
+SAME = Same()
+
+Layout = Samples | Total | Same
+
+
+def sbp_of(layout: Layout) -> Sbp:
+    """Return what a layout is called on a mesh axis."""
+    if isinstance(layout, Samples):
+        return S(layout.dim)
+    return Partial(layout.reduction) if isinstance(layout, Total) else B
+
+
+def layout_of(sbp: Sbp, blocks: int) -> Layout:
+    """Return the layout of what an operator makes of samples that lie in so many blocks."""
+    if isinstance(sbp, Split):
+        return Samples(sbp.dim, blocks)
+    return Total(sbp.reduction) if isinstance(sbp, Partial) else SAME
+
+
+def part_type(kind: TensorType, layout: Layout, num_parts: int) -> TensorType:
+    """Return the type of one part of a tensor."""
+    return TensorType(part_shape(kind.shape, layout, num_parts), kind.dtype)
+
+
+def part_shape(shape: tuple[int, ...], layout: Layout, num_parts: int) -> tuple[int, ...]:
+    """Return the shape of one part of a tensor."""
+    if not isinstance(layout, Samples):
+        return shape
+    at = layout.dim
+    return (*shape[:at], shape[at] // num_parts, *shape[at + 1 :])
+
+
+def divides(shape: tuple[int, ...], layout: Samples, num_parts: int) -> bool:
+    """Whether every block divides into equal parts."""
+    extent = shape[layout.dim]
+    return extent > 0 and extent % (layout.blocks * num_parts) == 0
+
+
+def reshaped(
+    layout: Samples, before: tuple[int, ...], after: tuple[int, ...], num_parts: int
+) -> Samples | None:
+    """Return the layout of samples in another shape of the same elements in the same order.
+
+    In their order the elements are so many blocks of equal length, each cut into parts; there is at
+    most one dim along which they still are:
+
+        before [2 * B, 6], 2 blocks      after [2, B, 6]: Samples(1)
+        elements: 2 blocks of 6 B        after [12 * B]: Samples(0, 2)
+
+    Args:
+        layout: In the shape `before`.
+        before: Shape of the whole tensor.
+        after: The other shape.
+        num_parts: Micro-batches.
+
+    Returns:
+        None if the parts are no parts of one dim there.
+    """
+    blocks = prod(before[: layout.dim]) * layout.blocks
+    for dim, extent in enumerate(after):
+        ahead = prod(after[:dim])
+        if ahead == 0 or blocks % ahead:
+            continue
+        inner = blocks // ahead
+        if extent and extent % (inner * num_parts) == 0:
+            return Samples(dim, inner)
+    return None

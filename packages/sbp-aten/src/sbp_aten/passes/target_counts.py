@@ -1,0 +1,103 @@
+"""Numbers of targets: what cross-entropies divide by, and others that count the same."""
+
+from __future__ import annotations
+
+from sbp_aten.passes.batch_calls import RESHAPES
+from sbp_aten.traits import TRAITS
+from sbp_core.graph import Argument, LogicalGraph, Ref, TensorType
+from sbp_core.passes import GraphWriter
+
+#: Losses whose output 1 is the total weight of the targets.
+_TOTAL_WEIGHTS = ("nll_loss_forward", "nll_loss2d_forward")
+_BACKWARDS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+_MEAN, _SUM = 1, 2
+
+
+def divide_losses_ahead(graph: LogicalGraph) -> LogicalGraph:
+    """Divide the gradient of a mean cross-entropy by its total weight, before it is that of a sum.
+
+    before: dx = nll_loss_backward(g, x, y, w, mean, ignored, D)
+    after:  dx = nll_loss_backward(div(g, D), x, y, w, sum, ignored, 0)     0 is not read
+
+    With weights of classes, D is 1 where no target counts: PyTorch then computes no gradients, and
+    not 0 / 0. Without them, D counts the targets, which is seen by `counted_targets`.
+    """
+    if not any(node.op in _BACKWARDS for node in graph.nodes):
+        return graph
+    writer = GraphWriter(graph)
+    for node in graph.nodes:
+        if node.op not in _BACKWARDS:
+            writer.nodes.append(node)
+            continue
+        gradient, scores, targets, weight, reduction, ignored, total = node.args
+        kind = graph.tensor(total.name)
+        unread = writer.call(node, "aten.new_zeros.default", (scores, ()), kind)
+        if reduction != _MEAN:
+            args = (gradient, scores, targets, weight, reduction, ignored, unread)
+            writer.call(node, node.op, args, graph.tensor(node.outputs[0]))
+            writer.rename_last(node)
+            continue
+        if weight is not None:
+            labels = graph.tensor(targets.name).shape
+            counts = writer.call(
+                node, "aten.ne.Scalar", (targets, ignored), TensorType(labels, "bool"),
+                pointwise=True,
+            )
+            number = TensorType((), "int64")
+            count = writer.call(node, "aten.sum.default", (counts,), number)
+            none = writer.call(
+                node, "aten.eq.Scalar", (count, 0), TensorType((), "bool"), pointwise=True
+            )
+            args = (total, none, 1)
+            total = writer.call(node, "aten.masked_fill.Scalar", args, kind, pointwise=True)
+        made = graph.tensor(gradient.name)
+        share = writer.call(node, "aten.div.Tensor", (gradient, total), made, pointwise=True)
+        args = (share, scores, targets, weight, _SUM, ignored, unread)
+        writer.call(node, node.op, args, graph.tensor(node.outputs[0]))
+        writer.rename_last(node)
+    return graph.with_nodes(tuple(writer.nodes), types=writer.types)
+
+
+def counted_targets(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:
+    """Return which targets a value counts, and which it leaves out; None if it does not.
+
+    Both `nll_loss_forward(.., target, None, sum, ignored)` and `sum(ne(target, ignored))` count,
+    the second only where a loss of the graph leaves out the same.
+    """
+    counted = _counted(graph, value)
+    if counted is None:
+        return None
+    losses = {
+        (_without_views(graph, node.args[1].name), node.args[4])
+        for node in graph.nodes
+        if node.kind in _TOTAL_WEIGHTS
+    }
+    return counted if counted in losses else None
+
+
+def _counted(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:
+    node = graph.producers.get(value)
+    while node is not None and node.kind in TRAITS.copies:
+        node = graph.producers.get(graph.tensor_inputs(node)[0])
+    if node is None:
+        return None
+    if node.kind in _TOTAL_WEIGHTS:
+        weight, ignored = node.args[2], node.args[4]
+        return None if weight is not None else (_without_views(graph, node.args[1].name), ignored)
+    if node.op != "aten.sum.default":
+        return None
+    mask, wanted = graph.producers.get(_without_views(graph, node.args[0].name)), "ne"
+    if mask is not None and mask.kind in ("bitwise_not", "logical_not"):
+        mask, wanted = graph.producers.get(_without_views(graph, mask.args[0].name)), "eq"
+    if mask is None or mask.op != f"aten.{wanted}.Scalar":
+        return None
+    return _without_views(graph, mask.args[0].name), mask.args[1]
+
+
+def _without_views(graph: LogicalGraph, value: str) -> str:
+    """Return what a value has the elements of, in another form or dtype."""
+    node = graph.producers.get(value)
+    while node is not None and (node.kind in RESHAPES or node.kind in TRAITS.copies):
+        value = graph.tensor_inputs(node)[0]
+        node = graph.producers.get(value)
+    return value
