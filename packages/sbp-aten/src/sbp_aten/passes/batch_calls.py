@@ -56,7 +56,9 @@ _FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 _RANDOM = "sbp.random_"
 
 _BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
-_BAG_GRADIENT = "_embedding_bag_dense_backward"
+
+#: Where their gradients are told to count how often a row is named, and the mode.
+_BAG_GRADIENTS = {"_embedding_bag_backward": (7, 8), "_embedding_bag_dense_backward": (6, 7)}
 
 #: The mode of a bag whose gradient is that of its largest rows.
 _LARGEST = 2
@@ -310,14 +312,13 @@ class PartCalls:
         if key not in self._cuts:
             shape = self.graph.tensor(value).shape
             node = self.graph.producers.get(value)
-            fits = node is not None and value in self.same and len(node.outputs) == 1
+            fits = node is not None and value in self.same
             self._cuts[key] = None
             if fits and node is not None and divides(shape, layout, self.num_parts):
-                self._cuts[key] = self._cut(node, layout, numbers)
+                self._cuts[key] = self._cut(node, value, layout, numbers)
         return self._cuts[key]
 
-    def _cut(self, node: Node, layout: Samples, numbers: bool) -> str | None:
-        (value,) = node.outputs
+    def _cut(self, node: Node, value: str, layout: Samples, numbers: bool) -> str | None:
         whole = self.graph.tensor(value).shape
         shape = part_shape(whole, layout, self.num_parts)
         if node.op.startswith(_RANDOM):
@@ -341,14 +342,16 @@ class PartCalls:
             found = _reshaped(self, node, [Part(part, inner)])
             view = None if found is None else self._write(node, *found, label)
             return view[0].name if view and view[0].layout == layout else None
+        at = node.outputs.index(value)
         for signature in signatures_of(self.graph, node, self.num_parts):
-            if signature.outputs != (sbp_of(layout),):
+            if signature.outputs[at] != sbp_of(layout):
                 continue
             refs = self._cut_arguments(node, signature, layout.blocks, numbers)
             program = None if refs is None else self._program(node, signature)
-            if refs is not None and program is not None:
-                parts = self._write(node, program, refs, [layout], label)
-                return parts[0].name if parts else None
+            layouts = [layout_of(sbp, layout.blocks) for sbp in signature.outputs]
+            if refs is not None and program is not None and self._divide(node, layouts):
+                parts = self._write(node, program, refs, layouts, label)
+                return parts[at].name if parts else None
         return None
 
     def _cut_arguments(
@@ -388,15 +391,10 @@ class PartCalls:
         return name
 
     def _numbers_part(self, node: Node, layout: Samples, shape: tuple[int, ...]) -> str | None:
-        """Number the samples of a micro-batch as those of the whole batch: from the first on."""
-        call = OpCall.of(self.graph, node)
-        start, step = 0, 1
-        if node.op != "aten.arange.default":
-            start = argument(call, 0, "start")
-        if node.op.endswith("start_step"):
-            step = argument(call, 2, "step", 1)
-        if layout.blocks > 1 or not isinstance(start, int) or not isinstance(step, int) or start:
+        """Number the samples of a micro-batch as those of the whole batch, from 0 on."""
+        if layout.blocks > 1:
             return None
+        step = node.args[2] if node.op.endswith("start_step") and len(node.args) > 2 else 1
         (value,) = node.outputs
         named = {"start", "end", "step"}
         name = self.fresh(f"{value}.part")
@@ -557,54 +555,66 @@ def _numbered(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | N
     shape = graph.tensor(names[-1]).shape
     at = made.dim - (len(graph.tensor(names[0]).shape) - len(places) + wide) + len(shape)
     alike = at < 0 or shape[at] == 1
-    if given[-1].layout != (SAME if alike else Samples(at)):
+    part = refs[-1].name
+    if given[-1].layout == SAME and not alike:
+        part = parts.cut(part, Samples(at))
+    elif given[-1].layout != (SAME if alike else Samples(at)):
         return None
-    return _single(node, node.args), refs, [layout]
+    if part is None:
+        return None
+    return _single(node, node.args), [*refs[:-1], Ref(part)], [layout]
 
 
-def _is_count(graph: LogicalGraph, value: str, extent: int) -> bool:
-    """Whether a value is 0, 1, 2, ... to an extent, in another form or dtype."""
+def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bool:
+    """Whether a value is 0, 1, 2, ... to an extent, times a number, in another form or dtype."""
     node = graph.producers.get(value)
     while node is not None and (node.kind in RESHAPES or node.kind in TRAITS.copies):
         value = graph.tensor_inputs(node)[0]
         node = graph.producers.get(value)
     if node is None or node.kind != "arange":
         return False
-    numbers = [one for one in node.args if one is not None]
-    return numbers in ([extent], [0, extent], [0, extent, 1]) or (
-        node.kwargs.get("end") == extent and not node.args
-    )
+    start, step = 0, 1
+    call = OpCall.of(graph, node)
+    if node.op != "aten.arange.default":
+        start = argument(call, 0, "start")
+    if node.op.endswith("start_step"):
+        step = argument(call, 2, "step", 1)
+    return start == 0 and step == each and graph.tensor(value).shape == (extent,)
 
 
 def _of_bags(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
     """Return bags of equally many places a sample, or the gradient of their table."""
-    graph = parts.graph
-    names = graph.tensor_inputs(node)
+    names = parts.graph.tensor_inputs(node)
+    shapes = [parts.graph.tensor(name).shape for name in names]
     if node.kind in _BAGS:
-        indices, offsets = given[1], names[2]
-        bags = graph.tensor(offsets).shape[0]
-        each, rest = divmod(graph.tensor(names[1]).shape[0], max(bags, 1))
-        fits = indices.layout == Samples(0) and given[0].layout == SAME and not rest
-        weights_fit = all(one.layout == Samples(0) for one in given[3:])
-        node_of = graph.producers.get(offsets)
-        if not (fits and weights_fit) or node_of is None or node_of.kind != "arange":
+        offsets, fixed = names[2], {0}
+        bags, places = shapes[2][0], shapes[1][0]
+    elif node.kind in _BAG_GRADIENTS:
+        scaled, mode = _BAG_GRADIENTS[node.kind]
+        if node.args[scaled] or node.args[mode] == _LARGEST:
             return None
-        if node_of.args not in ((0, bags * each, each), (bags,)[: 2 - min(each, 2)]):
-            return None
-        part = parts.cut(offsets, Samples(0), numbers=True)
+        offsets, fixed = names[2] if "dense" not in node.kind else "", set()
+        bags, places = shapes[0][0], shapes[1][0]
+    else:
+        return None
+    if not bags or places % bags:
+        return None
+    refs = []
+    for at, (name, one, shape) in enumerate(zip(names, given, shapes, strict=True)):
+        part: str | None = one.name
+        if name == offsets:
+            numbered = _is_count(parts.graph, name, bags, places // bags)
+            part = parts.cut(name, Samples(0), numbers=True) if numbered else None
+        elif one.layout != (SAME if at in fixed or not prod(shape) else Samples(0)):
+            part = None
         if part is None:
             return None
-        refs = [Ref(given[0].name), Ref(indices.name), Ref(part)]
-        refs += [Ref(one.name) for one in given[3:]]
-        shapes = [graph.tensor(value).shape for value in node.outputs]
-        made: list[Layout] = [Samples(0) if shape and shape[0] else SAME for shape in shapes]
-        return _single(node, node.args), refs, made
-    if node.kind != _BAG_GRADIENT or node.args[6] or node.args[7] == _LARGEST:
-        return None
-    for name, one in zip(names, given, strict=True):
-        if one.layout != Samples(0) and graph.tensor(name).shape[:1] != (0,):
-            return None
-    return _single(node, node.args), [Ref(one.name) for one in given], [Total()]
+        refs.append(Ref(part))
+    if node.kind in _BAG_GRADIENTS:
+        return _single(node, node.args), refs, [Total()]
+    made = [parts.graph.tensor(value).shape for value in node.outputs]
+    layouts: list[Layout] = [Samples(0) if prod(shape) else SAME for shape in made]
+    return _single(node, node.args), refs, layouts
 
 
 def _mesh(num_parts: int) -> Placement:

@@ -302,7 +302,7 @@ class _Rewriting:
                 self.values.update(zip(node.outputs, terms, strict=True))
                 return
         if samples:
-            unknown = _Unknown(_why(self.graph, node), node)
+            unknown = _Unknown(self._why(node, given), node)
             self.values.update(dict.fromkeys(node.outputs, unknown))
         else:
             self._once(node)
@@ -546,6 +546,20 @@ class _Rewriting:
             found[key] = Term(term.coefficient, Part(name, first.layout))
         return tuple(found.values())
 
+    def _why(self, node: Node, given: Sequence[_Value]) -> str:
+        """Return why what a node makes of samples is unknown."""
+        if node.kind in _BATCH_NORMS:
+            return "batch normalisation in training takes its statistics of all samples"
+        if not signatures_of(self.graph, node, self.num_parts):
+            return f"nothing is known of {node.op}"
+        if all(_single_part(one) is not None and not _is_total(one) or name in self.parts.same
+               for name, one in zip(self.graph.tensor_inputs(node), given, strict=True)):
+            return "here samples meet each other, or are told apart by their places"
+        return (
+            "here samples meet what is known of the whole batch only, such as a mean, and that is "
+            "no factor of what is made of them"
+        )
+
     # Late numbers as coefficients.
 
     def _lift(self, value: str) -> Terms | None:
@@ -776,15 +790,6 @@ def _multiplied(made: Sequence[Terms], factor: Coefficient) -> list[Terms]:
     return [
         tuple(Term(times(term.coefficient, factor), term.part) for term in terms) for terms in made
     ]
-
-
-def _why(graph: LogicalGraph, node: Node) -> str:
-    """Return why what a node makes is unknown."""
-    if node.kind in _BATCH_NORMS:
-        return "batch normalisation in training takes its statistics of all samples"
-    if not signatures_of(graph, node, 2):
-        return f"nothing is known of {node.op}"
-    return "here samples meet each other, or are told apart by their places"
 
 
 def _refusal(unknown: _Unknown) -> GraphError:

@@ -10,6 +10,10 @@ micro-batch, too, if they should differ), the site (one an operator), and its pl
 tensor (`philox`): the rule of these operators tells a shard its `start` and the `logical` shape.
 Integers are reduced with a bias below 2^-32 times the number of values.
 
+Of a step on a whole batch that is computed in micro-batches, `step` counts these. Each draws what
+the whole batch draws for its samples, which lie along `micro_batch_dim`: `start` and `logical` are
+then of the whole batch, but for the place of the micro-batch. Without such a dim all draw the same.
+
 With `per_shard` a shard draws from a generator of its own instead, seeded by (seed, step, site,
 `stream`): as fast as PyTorch draws, but other numbers on every mesh. Ranks that hold equal shards
 still hold equal numbers.
@@ -43,7 +47,8 @@ from sbp_torch.ops.philox import (
 
 _WHERE = (
     "SymInt[] size, int seed, int step, int site, *, SymInt[]? start=None, "
-    "SymInt[]? logical=None, bool per_shard=False, int stream=0, "
+    "SymInt[]? logical=None, bool per_shard=False, int stream=0, int micro_batches=1, "
+    "int micro_batch_dim=-1, "
 )
 
 
@@ -180,6 +185,8 @@ def _draw(
     logical: Sequence[int] | None = None,
     per_shard: bool = False,
     stream: int = 0,
+    micro_batches: int = 1,
+    micro_batch_dim: int = -1,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     **parameters: float,
@@ -196,6 +203,8 @@ def _draw(
         logical: Shape of the logical tensor; None: that of what is drawn.
         per_shard: Draw from a generator of its own.
         stream: Which one.
+        micro_batches: How many make a step, if `step` counts them.
+        micro_batch_dim: Along which dim of `logical` they have equal parts; -1: all draw the same.
         dtype: None: float32 for real numbers, bool for Bernoulli's, int64 for integers.
         device: None: the CPU.
         parameters: Of the distribution, such as `low` and `high`.
@@ -205,10 +214,15 @@ def _draw(
             its tensor.
     """
     distribution = distribution_of(dtype, **parameters)
+    first = [0] * len(size) if start is None else list(start)
+    if micro_batch_dim >= 0 and logical is not None:
+        first[micro_batch_dim] += step % micro_batches * (logical[micro_batch_dim] // micro_batches)
+    if micro_batch_dim < 0 or not per_shard:
+        step //= micro_batches
     source = Source(seed=seed, step=step, site=site)
     shard = Shard(
         size=tuple(size),
-        start=(0,) * len(size) if start is None else tuple(start),
+        start=tuple(first),
         logical=tuple(size if logical is None else logical),
     )
     if not (source.fits and shard.fits):
