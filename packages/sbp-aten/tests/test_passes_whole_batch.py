@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sbp_aten.pass_options import LossMeaning
-from sbp_aten.passes import batch_meaning, prepare_step
+from sbp_aten.passes import prepare_step
 from sbp_core.errors import GraphError
 from sbp_core.graph import LogicalGraph, Phase, Rate
 from sbp_torch.capture import UpdateOptions, capture, initial_states
@@ -139,6 +139,49 @@ RATIOS: Mapping[str, Loss] = {
     "metrics": with_metrics,
 }
 
+
+def of_the_root(model: Tagger, batch: Batch) -> Tensor:
+    return of_places(model, batch).mean().sqrt()
+
+
+def a_learned_divisor(model: Tagger, batch: Batch) -> Tensor:
+    gate = model.scale(model.trunk(batch["x"])).sigmoid().squeeze(-1)
+    return (of_places(model, batch) * gate).sum() / gate.sum()
+
+
+def of_two_masks(model: Tagger, batch: Batch) -> Tensor:
+    scores = model(batch["x"])
+    squares, mask = scores.square().mean(-1), mask_of(batch)
+    other = (batch["x"] > 2).double()
+    return (squares * mask).sum() / mask.sum() + (squares * other).sum() / (other.sum() + 1)
+
+
+def of_two_views(model: Tagger, batch: Batch) -> Tensor:
+    first, second = model(torch.cat([batch["x"], batch["x"].flip(1)])).chunk(2)
+    return (first - second).square().mean() + entropy(model, batch, reduction="sum") / 7
+
+
+def of_last_places(model: Tagger, batch: Batch) -> Tensor:
+    last = (batch["y"] != IGNORED).sum(1).clamp(min=1) - 1
+    return model(batch["x"])[torch.arange(len(last)), last].square().mean()
+
+
+#: Losses that are no mean of those of micro-batches, nor one ratio of sums.
+OTHERS: Mapping[str, Loss] = {
+    "a root of a mean": of_the_root,
+    "a learned divisor": a_learned_divisor,
+    "two masks": of_two_masks,
+    "a number of Python": lambda m, b: of_places(m, b).sum() / len(b["x"]),
+    "one sample less": lambda m, b: of_places(m, b).sum() / (len(b["x"]) - 1),
+    "a sum and a mean": lambda m, b: of_places(m, b).sum() + of_places(m, b).mean(),
+    "two views": of_two_views,
+    "last places": of_last_places,
+    "cross-entropy and a mean": lambda m, b: entropy(m, b) + 0.1 * m(b["x"]).square().mean(),
+    "scores over a number": lambda m, b: F.cross_entropy(
+        (m(b["x"]) / 30).tanh().flatten(0, 1) * 30, b["y"].flatten()
+    ),
+}
+
 MEANS: Mapping[str, Loss] = {
     "squares": lambda m, b: m(b["x"]).square().mean(),
     "a mean of means of samples": lambda m, b: (
@@ -183,7 +226,7 @@ def deviation(loss: Loss, count: int, batch: Batch, clip_norm: float | None = No
     parts = split_batch(batch, count)
     update = UpdateOptions(clip_norm=clip_norm)
     graph = prepare_step(
-        capture(model, loss, parts[0], optimizer, update=update), count, loss=WHOLE
+        capture(model, loss, batch, optimizer, update=update), count, loss=WHOLE
     )
     states: Any = graph_states(graph, initial_states(model, optimizer))
     worst = 0.0
@@ -205,28 +248,11 @@ def deviation(loss: Loss, count: int, batch: Batch, clip_norm: float | None = No
 
 @pytest.mark.parametrize("samples", [4, 8], ids="{} samples".format)
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize("name", [*RATIOS, *OTHERS])
 def test_micro_batches_train_on_the_loss_of_the_whole_batch(name, count, samples):
     batch = make_batch(masks_of(samples))
 
-    assert deviation(RATIOS[name], count, batch) < 1e-9
-
-
-def test_only_of_constants_is_it_asked_what_they_are_made_of(monkeypatch):
-    asked, numbers_samples = set(), batch_meaning._numbers_samples
-
-    def noted(graph: LogicalGraph, value: str) -> bool:
-        asked.add(value)
-        return numbers_samples(graph, value)
-
-    monkeypatch.setattr(batch_meaning, "_numbers_samples", noted)
-    graph = captured(masked_squares, 4)
-
-    meanings = batch_meaning.batch_meanings(graph)
-
-    samples = {value for value, one in meanings.items() if one.kind is batch_meaning.Kind.SAMPLES}
-    assert asked and len(samples) > 5
-    assert not asked & samples
+    assert deviation({**RATIOS, **OTHERS}[name], count, batch) < 1e-9
 
 
 def test_the_mean_of_micro_batches_is_another_number():
@@ -247,12 +273,7 @@ def test_the_mean_of_micro_batches_is_another_number():
 
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize("samples", [1, 2])
-def test_plain_means_leave_the_graph_as_it_is(name, samples):
-    graph = captured(MEANS[name], samples)
-
-    whole = prepare_step(graph, 4, loss=WHOLE)
-
-    assert whole == prepare_step(graph, 4)
+def test_means_are_those_of_the_whole_batch(name, samples):
     assert deviation(MEANS[name], 4, make_batch(masks_of(4 * samples))) < 1e-9
 
 
@@ -279,53 +300,30 @@ def test_random_masks_train_on_the_loss_of_the_whole_batch(data, count, name):
     assert deviation(RATIOS[name], count, make_batch(masks)) < 1e-9
 
 
-def test_a_batch_without_a_valid_token_has_no_loss_as_in_pytorch():
+def test_a_batch_without_a_valid_token_has_no_loss_and_changes_nothing_as_in_pytorch():
     batch = make_batch(torch.zeros(4, PLACES, dtype=torch.bool))
-    graph, model = prepare_step(captured(entropy, 2), 2, loss=WHOLE), make_model()
+    graph, model = prepare_step(captured(entropy, 4), 2, loss=WHOLE), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     states = graph_states(graph, initial_states(model, optimizer))
 
-    found, _ = run_graph(graph, states, split_batch(batch, 2), {"lr": RATE})
+    found, new = run_graph(graph, states, split_batch(batch, 2), {"lr": RATE})
 
     assert bool(found["loss"].isnan()) and bool(entropy(model, batch).isnan())
+    assert all(torch.equal(new[name], value) for name, value in model.named_parameters())
 
 
 def test_denominators_of_narrow_floats_do_not_make_gradients_larger():
-    graph = prepare_step(captured(entropy, 2), 2, loss=WHOLE)
+    graph = prepare_step(captured(entropy, 4), 2, loss=WHOLE)
 
-    filled = [node for node in graph.nodes if node.op == "aten.full_like.default"]
+    filled = [n.args[2] for n in graph.nodes if n.outputs[0].endswith(".nominal")]
 
-    # What a micro-batch divides by is its number of targets, and not one.
-    assert {node.args[1] for node in filled} == {2 * PLACES}
+    # What a micro-batch divides by is near the number of targets of the whole batch, and not one.
+    assert filled == [16] and 16 <= 4 * PLACES < 32
 
 
 def contrast(model: Tagger, batch: Batch) -> Tensor:
     found = model.trunk(batch["x"]).mean(1)
     return F.cross_entropy(found @ found.T, torch.arange(len(found)))
-
-
-def of_the_root(model: Tagger, batch: Batch) -> Tensor:
-    return of_places(model, batch).mean().sqrt()
-
-
-def a_learned_divisor(model: Tagger, batch: Batch) -> Tensor:
-    gate = model.scale(model.trunk(batch["x"])).sigmoid().squeeze(-1)
-    return (of_places(model, batch) * gate).sum() / gate.sum()
-
-
-def of_two_masks(model: Tagger, batch: Batch) -> Tensor:
-    scores = model(batch["x"])
-    squares, mask = scores.square().mean(-1), mask_of(batch)
-    other = (batch["x"] > 2).double()
-    return (squares * mask).sum() / mask.sum() + (squares * other).sum() / other.sum()
-
-
-def over_a_number(model: Tagger, batch: Batch) -> Tensor:
-    return of_places(model, batch).sum() / len(batch["x"])
-
-
-def a_sum_and_a_mean(model: Tagger, batch: Batch) -> Tensor:
-    return of_places(model, batch).sum() + of_places(model, batch).mean()
 
 
 def clipped_on_the_way(model: Tagger, batch: Batch) -> Tensor:
@@ -343,23 +341,30 @@ def later_samples_more(model: Tagger, batch: Batch) -> Tensor:
     return (of_places(model, batch).sum(1) * torch.arange(len(batch["x"]))).mean()
 
 
+def of_some(model: Tagger, batch: Batch) -> Tensor:
+    return of_places(model, batch)[: len(batch["x"]) // 2].mean()
+
+
+def normalised(model: Tagger, batch: Batch) -> Tensor:
+    return F.batch_norm(of_places(model, batch), None, None, training=True).square().mean()
+
+
+_MEET, _KNOWN = "samples meet each other", "known of the whole batch only"
+
 REFUSED: Mapping[str, tuple[Loss, str, str]] = {
-    "samples are compared": (contrast, "samples meet each other", "aten.mm.default"),
-    "a root of a mean": (of_the_root, "not linear in what it sums up", "aten.sqrt.default"),
-    "a learned divisor": (a_learned_divisor, "not linear in what it sums up", "aten.div.Tensor"),
-    "two masks": (of_two_masks, "divided by different sums over the batch meet", "mul.Tensor"),
-    "a number of Python": (over_a_number, "multiplied by a number", "aten.div.Tensor"),
-    "a sum and a mean": (a_sum_and_a_mean, "adds a sum over the samples", "aten.mean"),
-    "samples of which the mean is taken away": (centred, "samples meet", "aten.sub.Tensor"),
-    "numbers of samples": (later_samples_more, "samples meet", "aten.mul.Tensor"),
-    "a hook that is not linear": (clipped_on_the_way, "is not linear in them", "aten.clamp"),
+    "samples are compared": (contrast, _MEET, "aten.mm.default"),
+    "samples of which the mean is taken away": (centred, _KNOWN, "aten.pow"),
+    "numbers of samples": (later_samples_more, _MEET, "aten.mul.Tensor"),
+    "a hook that is not linear": (clipped_on_the_way, _KNOWN, "aten.clamp"),
+    "some samples": (of_some, _MEET, "aten.slice.Tensor"),
+    "batch normalisation": (normalised, "takes its statistics of all samples", "batch_norm"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_of_the_whole_batch_is_refused_with_its_line(name):
     loss, what, op = REFUSED[name]
-    graph = captured(loss, 2)
+    graph = captured(loss, 4)
 
     with pytest.raises(GraphError) as caught:
         prepare_step(graph, 2, loss=WHOLE)
@@ -372,15 +377,70 @@ def test_what_is_not_of_the_whole_batch_is_refused_with_its_line(name):
     assert prepare_step(graph, 1, loss=WHOLE).num_micro_batches == 1
 
 
-def test_a_sum_over_micro_batches_of_one_sample_may_have_been_divided_by_one():
-    graph = captured(over_a_number, 1)
+def test_a_metric_that_is_none_of_the_whole_batch_is_refused_by_name():
+    def loss(model: Tagger, batch: Batch) -> Any:
+        losses = of_places(model, batch)
+        return losses.mean(), {"spread": losses.std()}
 
-    with pytest.raises(GraphError, match="may be the size of a micro-batch"):
-        prepare_step(graph, 2, loss=WHOLE)
+    with pytest.raises(GraphError, match="^metric 'spread' of the whole batch does not follow"):
+        prepare_step(captured(loss, 4), 2, loss=WHOLE)
+
+
+def test_a_buffer_is_that_of_the_whole_batch():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("steps", torch.zeros(()))
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps = self.steps + 1
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return self.layer(x) * torch.exp(-self.steps)
+
+    model, batch = Counts().double(), {"x": torch.randn(6, 3, dtype=torch.float64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"]).square().mean()
+
+    graph = prepare_step(capture(model, loss, batch, optimizer), 3, loss=WHOLE)
+    states = graph_states(graph, initial_states(model, optimizer))
+    for _ in range(2):
+        _, states = run_graph(graph, states, split_batch(batch, 3), {"lr": RATE})
+        loss(model, batch)
+
+    assert float(states["steps"]) == 2.0
+    assert torch.allclose(states["mean"], model.mean, rtol=0, atol=1e-12)
+
+
+def test_micro_batches_draw_the_random_numbers_of_the_whole_batch():
+    def loss(model: Tagger, batch: Batch) -> Tensor:
+        noise = 1 + torch.rand(8, dtype=torch.float64)
+        return F.cross_entropy(
+            model.head(F.dropout(model.trunk(batch["x"]) * noise)).flatten(0, 1),
+            batch["y"].flatten(),
+        )
+
+    model, batch = make_model(), make_batch(masks_of(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    made = {}
+    for count in (1, 2, 8):
+        graph = prepare_step(capture(model, loss, batch, optimizer), count, loss=WHOLE)
+        states = graph_states(graph, initial_states(model, optimizer))
+        scalars = {"lr": RATE, "seed": 3, "step": 5}
+        made[count] = run_graph(graph, states, split_batch(batch, count), scalars)
+
+    whole, wanted = made.pop(1)
+    for found, states in made.values():
+        assert torch.allclose(found["loss"], whole["loss"], rtol=0, atol=1e-12)
+        for name, value in model.named_parameters():
+            assert torch.allclose(states[name], wanted[name], rtol=0, atol=1e-12), value.shape
 
 
 def test_counts_are_accumulated_as_integers():
-    graph = prepare_step(captured(with_metrics, 2), 2, loss=WHOLE)
+    graph = prepare_step(captured(with_metrics, 4), 2, loss=WHOLE)
 
     sums = [node for node in graph.nodes if node.op == "sbp.accumulate"]
     counts = [n.args[1] for n in sums if graph.tensor(n.outputs[0]).dtype == "int64"]
@@ -389,7 +449,7 @@ def test_counts_are_accumulated_as_integers():
 
 def test_what_corrects_the_gradients_is_computed_where_the_total_is_before_the_update():
     # On several stages all others would wait for the update of the one that computes it.
-    graph = prepare_step(captured(entropy, 2), 2, loss=WHOLE)
+    graph = prepare_step(captured(entropy, 4), 2, loss=WHOLE)
 
     ratios = {
         maker.name: maker
@@ -401,16 +461,3 @@ def test_what_corrects_the_gradients_is_computed_where_the_total_is_before_the_u
 
     (ratio,) = ratios.values()
     assert (ratio.phase, ratio.rate) == (Phase.FORWARD, Rate.STEP)
-
-
-def test_batch_normalisation_is_of_each_micro_batch():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    batch = {"x": torch.randn(4, 3, dtype=torch.float64)}
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-
-    def loss(model, batch):
-        return model(batch["x"]).square().mean()
-
-    graph = capture(model, loss, batch, optimizer)
-
-    assert prepare_step(graph, 2) == prepare_step(graph, 2, loss=WHOLE)
