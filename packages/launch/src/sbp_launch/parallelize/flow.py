@@ -13,7 +13,7 @@ from sbp_core.plugins import Planner
 from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
-from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
+from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.flow import (
     Planned,
     PlanSettings,
@@ -60,7 +60,7 @@ def plan_program(
         sizes = zip(settings.mesh.axes, settings.mesh.mesh_shape, strict=True)
         degree = prod(size for axis, size in sizes if axis not in _SHARING)
     for _ in range(2):
-        example = micro_batch(batch, settings.micro_batches, degree, settings.captured_parts)
+        example = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
         given = (program.model, program.loss, example, program.optimizer)
         captured = capture_training(*given, settings)
         graph, strategy = captured.planned(lambda graph: _strategy(graph, planner, pins, settings))

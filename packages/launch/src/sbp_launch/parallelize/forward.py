@@ -15,7 +15,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import BatchIs, Session, StepResult
 from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
-from sbp_launch.parallelize.program import OneDeviceProgram, micro_batch
+from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.flow import Planned, capture_forward, evaluating, plan_beside
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_torch.capture import flatten_batch
@@ -73,7 +73,7 @@ class Forwards:
             if len(self._sessions) >= _MOST_FORMS:
                 oldest, _ = self._sessions.pop(next(iter(self._sessions)))
                 oldest.close()
-            example = micro_batch(batch, 1, self._degree if batch_is == "local" else 1, 1)
+            example = captured_batch(batch, 1, self._degree if batch_is == "local" else 1, 1)
             self._sessions[key] = self._start(training, example, in_evaluation=in_evaluation)
         session, graph = self._sessions[key]
         with naming_source_lines(graph):

@@ -110,7 +110,7 @@ class OneDeviceProgram:
         )
 
 
-def micro_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
+def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
     """Return an example of what is captured of a step over all ranks, of the form of the batch.
 
     Args:
@@ -135,8 +135,8 @@ def micro_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
                 else "",
                 todo="take another size of batch, or other micro-batches",
             )
-    parts = {
+    taken = {
         name: torch.cat([value[: len(value) // parts]] * degree) if value.dim() else value
         for name, value in found.items()
     }
-    return rebuild_batch(batch, parts)
+    return rebuild_batch(batch, taken)

@@ -71,9 +71,7 @@ def split_classes(
     return drop_dead(graph.with_nodes(tuple(writer.nodes), types=writer.types))
 
 
-def _is_wanted(
-    graph: LogicalGraph, node: Node, how: ClassSplit, num_micro_batches: int
-) -> bool:
+def _is_wanted(graph: LogicalGraph, node: Node, how: ClassSplit, num_micro_batches: int) -> bool:
     shape = graph.tensor(node.args[0].name).shape
     if not shape:
         return False

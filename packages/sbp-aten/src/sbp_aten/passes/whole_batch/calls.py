@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
-from sbp_aten.passes.batch_layout import (
+from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
     Samples,
@@ -28,50 +27,19 @@ from sbp_aten.passes.batch_layout import (
     reshaped,
     sbp_of,
 )
+from sbp_aten.passes.whole_batch.rearranged import RESHAPES, WAYS, as_reshaped, is_zero
+from sbp_aten.passes.whole_batch.values import Part
 from sbp_aten.traits import TRAITS
 from sbp_core.errors import SignatureError
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType, map_refs
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Split
-from sbp_core.signatures import (
-    LocalCall,
-    LocalProgram,
-    OpCall,
-    Signature1d,
-    argument,
-    derive,
-    localize,
-    wrap_dim,
-)
+from sbp_core.signatures import LocalProgram, OpCall, Signature1d, derive, localize
 from sbp_core.strategy import Signature
-
-#: Operators that keep all elements, in their order.
-RESHAPES = ("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view")
-
-_ZEROS = ("new_zeros", "zeros", "zeros_like")
-
-#: Operators that fill a tensor with a number, and where they take it.
-_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 
 _RANDOM = "sbp.random_"
 
-_BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
-
-#: Where their gradients are told to count how often a row is named, and the mode.
-_BAG_GRADIENTS = {"_embedding_bag_backward": (7, 8), "_embedding_bag_dense_backward": (6, 7)}
-
-#: The mode of a bag whose gradient is that of its largest rows.
-_LARGEST = 2
-
 _SCALED = "aten.mul.Scalar"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A value of one micro-batch: its name in the graph that is written, and what it is part of."""
-
-    name: str
-    layout: Layout = SAME
 
 
 @dataclass(slots=True)
@@ -149,7 +117,7 @@ class PartCalls:
         """
         samples = [one.layout for one in given if isinstance(one.layout, Samples)]
         if len({layout.blocks for layout in samples}) == 1 or node.kind == "cat":
-            for way in (_reshaped, _in_blocks, _numbered, _of_bags):
+            for way in WAYS:
                 found = way(self, node, given)
                 if found is not None:
                     return self._write(node, *found, label)
@@ -164,7 +132,7 @@ class PartCalls:
         if len(blocks) > 1:
             return None
         count = next(iter(blocks), 1)
-        found = []
+        found: list[tuple[int, int, Signature1d]] = []
         for signature in signatures_of(self.graph, node, self.num_parts):
             cuts = sum(
                 isinstance(sbp, Split) and one.layout == SAME
@@ -196,7 +164,7 @@ class PartCalls:
         for one, sbp in zip(given, signature.inputs, strict=True):
             part: str | None = one.name
             if one.layout == SAME and isinstance(sbp, Split):
-                # A cut of what is the same is made last: it may be the only thing that does not fit.
+                # Made of numbers alone, so that a part of it can be made.
                 part = self.cut(one.name, Samples(sbp.dim, blocks))
             elif sbp_of(one.layout) != sbp and not (
                 one.layout == SAME and sbp == sbp_of(Total()) and is_zero(self.graph, one.name)
@@ -339,7 +307,7 @@ class PartCalls:
             part = None if inner is None else self.cut(source, inner, numbers=numbers)
             if part is None or inner is None:
                 return None
-            found = _reshaped(self, node, [Part(part, inner)])
+            found = as_reshaped(self, node, [Part(part, inner)])
             view = None if found is None else self._write(node, *found, label)
             return view[0].name if view and view[0].layout == layout else None
         at = node.outputs.index(value)
@@ -410,213 +378,6 @@ class PartCalls:
         return name
 
 
-_Found = tuple[LocalProgram, list[Ref], list[Layout]]
-
-
-def _single(node: Node, args: tuple[Argument, ...], op: str = "") -> LocalProgram:
-    return LocalProgram(calls=(LocalCall(op=op or node.op, args=args, kwargs=node.kwargs),))
-
-
-def _reshaped(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
-    """Return a view of samples: the same in the shape of a part."""
-    if node.kind not in RESHAPES or not isinstance(given[0].layout, Samples):
-        return None
-    (value,) = node.outputs
-    before = parts.graph.tensor(node.args[0].name).shape
-    after = parts.graph.tensor(value).shape
-    layout = reshaped(given[0].layout, before, after, parts.num_parts)
-    if layout is None:
-        return None
-    args = (node.args[0], part_shape(after, layout, parts.num_parts))
-    # A dim of a single sample looks like one that is to be squeezed, or was inserted.
-    op = "aten.reshape.default" if node.kind == "squeeze" else node.op
-    program = _single(node, node.args if node.kind == "unsqueeze" else args, op)
-    return program, [Ref(given[0].name)], [layout]
-
-
-def _in_blocks(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
-    """Return what puts blocks of all samples together, or takes them apart again.
-
-    cat([a, b]), repeat(a, 2)                 of a, b: one block each, to two blocks
-    slice(x, 0, B, 2 * B), split(x, B)        one block of two
-    slice_backward(g, [2 * B, ..], 0, B, 2 * B)
-    """
-    graph, count = parts.graph, parts.num_parts
-    layouts = [one.layout for one in given]
-    first = layouts[0]
-    if not isinstance(first, Samples) or node.kind not in _BLOCKS:
-        return None
-    refs = [Ref(one.name) for one in given]
-    shapes = [graph.tensor(value).shape for value in graph.tensor_inputs(node)]
-    shape, at = shapes[0], first.dim
-    run = shape[at] // first.blocks
-    call = OpCall.of(graph, node)
-    if node.kind == "cat":
-        dim = wrap_dim(argument(call, 1, "dim", 0), len(shape))
-        blocks = 0
-        for layout, one in zip(layouts, shapes, strict=True):
-            if not isinstance(layout, Samples) or layout.dim != at or one[at] % run:
-                return None
-            if one[at] // layout.blocks != run:
-                return None
-            blocks += layout.blocks
-        if dim != at:
-            return None
-        return _single(node, node.args), refs, [Samples(at, blocks)]
-    if node.kind == "repeat":
-        repeats = tuple(node.args[1])
-        dim = at + len(repeats) - len(shape)
-        return _single(node, node.args), refs, [Samples(dim, first.blocks * repeats[dim])]
-    if node.kind == "slice_backward":
-        sizes, dim, start, stop, step = node.args[1:]
-        dim = wrap_dim(dim, len(sizes))
-        bounds = _whole_runs(sizes[dim], start, stop, run)
-        if dim != at or step != 1 or bounds is None:
-            return None
-        local = part_shape(tuple(sizes), first, count)
-        args = (node.args[0], local, dim, *(one // count for one in bounds), step)
-        return _single(node, args), refs, [Samples(at, sizes[at] // run)]
-    dim = wrap_dim(argument(call, 1 if node.kind == "slice" else 2, "dim", 0), len(shape))
-    if dim != at or node.kwargs:
-        return None
-    if node.kind == "slice":
-        start, stop = argument(call, 2, "start", None), argument(call, 3, "end", None)
-        bounds = _whole_runs(shape[at], start, stop, run)
-        if bounds is None or argument(call, 4, "step", 1) != 1:
-            return None
-        args = (node.args[0], dim, *(one // count for one in bounds))
-        return _single(node, args), refs, [Samples(at, (bounds[1] - bounds[0]) // run)]
-    sizes = [graph.tensor(value).shape[at] for value in node.outputs]
-    if any(one % run for one in sizes):
-        return None
-    op = "aten.split_with_sizes.default"
-    args = (node.args[0], tuple(one // count for one in sizes), dim)
-    return _single(node, args, op), refs, [Samples(at, one // run) for one in sizes]
-
-
-_BLOCKS = ("cat", "repeat", "slice", "slice_backward", "split", "split_with_sizes")
-
-
-def _whole_runs(extent: int, start: int | None, stop: int | None, run: int) -> list[int] | None:
-    """Return the bounds of a slice; None if it cuts a block of samples."""
-    first, last, _ = slice(start, stop).indices(extent)
-    return [first, last] if first % run == 0 and last % run == 0 and first < last else None
-
-
-def _numbered(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
-    """Return indexing by the number of each sample: `x[arange(B), i]`, and writing in such places.
-
-    A part reads its own samples, whose numbers begin anew.
-    """
-    if node.kind not in ("index", "index_put", "_unsafe_index_put"):
-        return None
-    graph, count = parts.graph, parts.num_parts
-    names = graph.tensor_inputs(node)
-    layout = given[0].layout
-    writes = node.kind != "index"
-    places = [at for at, one in enumerate(node.args[1]) if one is not None]
-    indices = [node.args[1][at].name for at in places]
-    if writes and layout == SAME and is_zero(graph, names[0]):
-        layout = Samples(places[0])
-    if not isinstance(layout, Samples) or layout.blocks > 1 or layout.dim not in places:
-        return None
-    if any(graph.tensor(name).dtype == "bool" for name in indices):
-        return None
-    wide = max(len(graph.tensor(name).shape) for name in indices)
-    numbers = names[1 + places.index(layout.dim)]
-    extent = graph.tensor(names[0]).shape[layout.dim]
-    # The dim of the numbers among those of all indices, from behind: that with an entry a sample.
-    shape = graph.tensor(numbers).shape
-    found = [at - len(shape) for at, one in enumerate(shape) if one == extent and prod(shape) == one]
-    if len(found) != 1 or numbers not in parts.same or not _is_count(graph, numbers, extent):
-        return None
-    refs: list[Ref] = []
-    for name, one in zip(names, given, strict=True):
-        dims = len(graph.tensor(name).shape)
-        part: str | None = one.name
-        at = dims + found[0]
-        if name == numbers:
-            part = parts.cut(name, Samples(at), numbers=True)
-        elif name in indices and one.layout == SAME and at >= 0:
-            if graph.tensor(name).shape[at] != 1:
-                part = parts.cut(name, Samples(at))
-        elif name in indices and one.layout != SAME and one.layout != Samples(at):
-            return None
-        elif name == names[0] and one.layout == SAME:
-            part = parts.cut(name, layout)
-        if part is None:
-            return None
-        refs.append(Ref(part))
-    dense = places == list(range(places[0], places[-1] + 1))
-    made = Samples((places[0] if dense else 0) + wide + found[0])
-    if not writes:
-        return _single(node, node.args), refs, [made]
-    # Values may have fewer dims than the places that they go to, or one entry for all of them.
-    shape = graph.tensor(names[-1]).shape
-    at = made.dim - (len(graph.tensor(names[0]).shape) - len(places) + wide) + len(shape)
-    alike = at < 0 or shape[at] == 1
-    part = refs[-1].name
-    if given[-1].layout == SAME and not alike:
-        part = parts.cut(part, Samples(at))
-    elif given[-1].layout != (SAME if alike else Samples(at)):
-        return None
-    if part is None:
-        return None
-    return _single(node, node.args), [*refs[:-1], Ref(part)], [layout]
-
-
-def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bool:
-    """Whether a value is 0, 1, 2, ... to an extent, times a number, in another form or dtype."""
-    node = graph.producers.get(value)
-    while node is not None and (node.kind in RESHAPES or node.kind in TRAITS.copies):
-        value = graph.tensor_inputs(node)[0]
-        node = graph.producers.get(value)
-    if node is None or node.kind != "arange":
-        return False
-    start, step = 0, 1
-    call = OpCall.of(graph, node)
-    if node.op != "aten.arange.default":
-        start = argument(call, 0, "start")
-    if node.op.endswith("start_step"):
-        step = argument(call, 2, "step", 1)
-    return start == 0 and step == each and graph.tensor(value).shape == (extent,)
-
-
-def _of_bags(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
-    """Return bags of equally many places a sample, or the gradient of their table."""
-    names = parts.graph.tensor_inputs(node)
-    shapes = [parts.graph.tensor(name).shape for name in names]
-    if node.kind in _BAGS:
-        offsets, fixed = names[2], {0}
-        bags, places = shapes[2][0], shapes[1][0]
-    elif node.kind in _BAG_GRADIENTS:
-        scaled, mode = _BAG_GRADIENTS[node.kind]
-        if node.args[scaled] or node.args[mode] == _LARGEST:
-            return None
-        offsets, fixed = names[2] if "dense" not in node.kind else "", set()
-        bags, places = shapes[0][0], shapes[1][0]
-    else:
-        return None
-    if not bags or places % bags:
-        return None
-    refs = []
-    for at, (name, one, shape) in enumerate(zip(names, given, shapes, strict=True)):
-        part: str | None = one.name
-        if name == offsets:
-            numbered = _is_count(parts.graph, name, bags, places // bags)
-            part = parts.cut(name, Samples(0), numbers=True) if numbered else None
-        elif one.layout != (SAME if at in fixed or not prod(shape) else Samples(0)):
-            part = None
-        if part is None:
-            return None
-        refs.append(Ref(part))
-    if node.kind in _BAG_GRADIENTS:
-        return _single(node, node.args), refs, [Total()]
-    made = [parts.graph.tensor(value).shape for value in node.outputs]
-    layouts: list[Layout] = [Samples(0) if prod(shape) else SAME for shape in made]
-    return _single(node, node.args), refs, layouts
-
-
 def _mesh(num_parts: int) -> Placement:
     return Placement(ranks=list(range(num_parts)), axes=("micro_batch",))
 
@@ -627,14 +388,3 @@ def signatures_of(graph: LogicalGraph, node: Node, num_parts: int) -> tuple[Sign
         return derive(OpCall.of(graph, node), num_parts)
     except SignatureError:
         return ()
-
-
-def is_zero(graph: LogicalGraph, value: str) -> bool:
-    """Whether a value is a tensor of zeros."""
-    node = graph.producers.get(value)
-    if node is None:
-        return False
-    number = _FILLS.get(node.kind)
-    return node.kind in _ZEROS or (
-        number is not None and len(node.args) > number and node.args[number] == 0
-    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sbp_aten.passes.batch_calls import RESHAPES
+from sbp_aten.passes.whole_batch.rearranged import RESHAPES
 from sbp_aten.traits import TRAITS
-from sbp_core.graph import Argument, LogicalGraph, Ref, TensorType
+from sbp_core.graph import Argument, LogicalGraph, TensorType
 from sbp_core.passes import GraphWriter
 
 #: Losses whose output 1 is the total weight of the targets.
@@ -40,7 +40,10 @@ def divide_losses_ahead(graph: LogicalGraph) -> LogicalGraph:
         if weight is not None:
             labels = graph.tensor(targets.name).shape
             counts = writer.call(
-                node, "aten.ne.Scalar", (targets, ignored), TensorType(labels, "bool"),
+                node,
+                "aten.ne.Scalar",
+                (targets, ignored),
+                TensorType(labels, "bool"),
                 pointwise=True,
             )
             number = TensorType((), "int64")
@@ -48,8 +51,9 @@ def divide_losses_ahead(graph: LogicalGraph) -> LogicalGraph:
             none = writer.call(
                 node, "aten.eq.Scalar", (count, 0), TensorType((), "bool"), pointwise=True
             )
-            args = (total, none, 1)
-            total = writer.call(node, "aten.masked_fill.Scalar", args, kind, pointwise=True)
+            total = writer.call(
+                node, "aten.masked_fill.Scalar", (total, none, 1), kind, pointwise=True
+            )
         made = graph.tensor(gradient.name)
         share = writer.call(node, "aten.div.Tensor", (gradient, total), made, pointwise=True)
         args = (share, scores, targets, weight, _SUM, ignored, unread)

@@ -1,0 +1,410 @@
+"""The rewriting of a step on the whole batch as one of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from sbp_aten.passes.whole_batch.calls import PartCalls, signatures_of
+from sbp_aten.passes.whole_batch.layout import SAME, Samples, Total, part_type
+from sbp_aten.passes.whole_batch.targets import counted_targets, divide_losses_ahead
+from sbp_aten.passes.whole_batch.terms import TermCalls
+from sbp_aten.passes.whole_batch.values import (
+    LATE,
+    Late,
+    Part,
+    Term,
+    Unknown,
+    Value,
+    has_samples,
+    is_total,
+    plain,
+    single_part,
+)
+from sbp_core.errors import GraphError
+from sbp_core.graph import (
+    Argument,
+    GraphOutput,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Phase,
+    Rate,
+    Ref,
+    Symbol,
+    TensorType,
+    drop_dead,
+    rename_uses,
+)
+
+_ACCUMULATE = "sbp.accumulate"
+
+_ACCEPTED = (
+    "losses, gradients, metrics and buffers that are computed of sums over samples: means, ratios "
+    "of sums, sums of these"
+)
+_TODO = (
+    "set trainer.micro_batches=1, or trainer.loss=mean_of_micro_batches to train on the mean of "
+    "the losses of micro-batches; of parallelize: micro_batches=1, "
+    "loss_is='mean_of_micro_batches'"
+)
+
+_BATCH_NORMS = ("_native_batch_norm_legit_functional", "native_batch_norm", "cudnn_batch_norm")
+
+_HOW = {"sum": 1, "max": "maximum", "min": "minimum"}
+
+#: Factories that take shape, dtype or device of a tensor, and the number that they fill in; None:
+#: an argument.
+_LIKE = {
+    "empty_like": 0,
+    "full_like": None,
+    "new_empty": 0,
+    "new_full": None,
+    "new_ones": 1,
+    "new_zeros": 0,
+    "ones_like": 1,
+    "zeros_like": 0,
+}
+
+
+def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
+    """Write a step on the whole batch as one of micro-batches, with the same results.
+
+    before: e = square(x) [8 samples]; l = mean(e); w1 = sub(w, dw(e, 1/8))
+    after:  e = square(x) [2 samples]; s = mul(mean(e), 1/4); L = accumulate(s, 1) [step]
+            D = accumulate(dw(e, 1/8), 1); w1 = sub(w, D) [step]
+
+    Args:
+        graph: A step on the whole batch, whose mean losses are ratios (pass `sum_losses`). The
+            samples of a batch input lie along its dim 0; one without dims is the same for all.
+        num_micro_batches: Parts of equal size.
+
+    Raises:
+        GraphError: a result of the whole batch does not follow from those of micro-batches; names
+            it, and the line where samples meet.
+    """
+    if num_micro_batches == 1 or all(out.kind is not OutputKind.LOSS for out in graph.outputs):
+        return graph
+    return _Rewriting(divide_losses_ahead(graph), num_micro_batches).run()
+
+
+@dataclass(slots=True)
+class _Rewriting:
+    """The state of one rewriting.
+
+    Args:
+        graph: A step on the whole batch.
+        num_parts: Micro-batches.
+    """
+
+    graph: LogicalGraph
+    num_parts: int
+    values: dict[str, Value] = field(default_factory=dict)
+    #: Nodes that run once a step, in their order.
+    late: list[Node] = field(default_factory=list)
+    #: Once a step: the name of each value of the whole batch that is asked for.
+    whole: dict[str, str] = field(default_factory=dict)
+    #: How much larger numbers of the whole batch are than what micro-batches compute with.
+    ratios: dict[tuple[str, str], str] = field(default_factory=dict)
+    parts: PartCalls = field(init=False)
+    terms: TermCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = PartCalls(self.graph, self.num_parts)
+        self.graph = self.parts.graph
+        self.terms = TermCalls(self.parts, self.values)
+
+    def run(self) -> LogicalGraph:
+        """Return the graph of micro-batches."""
+        graph, parts = self.graph, self.parts
+        for entry in graph.inputs:
+            self._input(entry.name, entry.kind)
+        for node in graph.nodes:
+            self._node(node)
+        outputs = [replace(out, value=self._output(out)) for out in graph.outputs]
+        nodes = (*parts.nodes, *self.late)
+        return drop_dead(graph.with_nodes(nodes, outputs=tuple(outputs), types=parts.types))
+
+    def _input(self, name: str, kind: InputKind) -> None:
+        if not self.graph.is_tensor(name):
+            self.parts.types[name] = self.graph.types[name]
+            return
+        made = self.graph.tensor(name)
+        layout = Samples(0) if kind is InputKind.BATCH and made.shape else SAME
+        if isinstance(layout, Samples) and made.shape[0] % self.num_parts:
+            raise GraphError(
+                f"{name!r} has {made.shape[0]} samples, and there are {self.num_parts} "
+                "micro-batches",
+                accepted="equally many samples in each",
+                todo="choose a number of micro-batches that divides the batch",
+            )
+        self.parts.types[name] = part_type(made, layout, self.num_parts)
+        self.values[name] = plain(Part(name, layout))
+        if layout == SAME:
+            self.parts.same.add(name)
+
+    def _node(self, node: Node) -> None:
+        if node.rate is not Rate.MICRO:
+            self._once(node)
+            return
+        names = self.graph.tensor_inputs(node)
+        given = [self.values[name] for name in names]
+        unknown = next((one for one in given if isinstance(one, Unknown)), None)
+        if unknown is not None:
+            self.values.update(dict.fromkeys(node.outputs, unknown))
+        elif all(name in self.parts.same for name in names):
+            self._same(node)
+        elif node.kind in _LIKE and not has_samples(given[0]):
+            self._filled(node, names)
+        elif all(
+            isinstance(one, Late) or name in self.parts.same
+            for name, one in zip(names, given, strict=True)
+        ):
+            self._once(node)
+        else:
+            self._of_terms(node, names, given)
+
+    def _same(self, node: Node) -> None:
+        if "seeded" in node.tags:
+            why = "numbers are drawn from PyTorch's generator, once for each micro-batch"
+            self.values.update(dict.fromkeys(node.outputs, Unknown(why, node)))
+            return
+        self.parts.as_it_is(node)
+        if not node.is_host:
+            self.values.update((value, plain(Part(value))) for value in node.outputs)
+
+    def _once(self, node: Node) -> None:
+        """Let a node run once a step, on values of the whole batch."""
+        names = () if node.is_host else self.graph.tensor_inputs(node)
+        problem = next(filter(None, map(self._problem, names)), None)
+        if problem is not None:
+            self.values.update(dict.fromkeys(node.outputs, problem))
+            return
+        if any(
+            value in self.parts.types for value in node.outputs
+        ):  # of terms that came to nothing
+            made = set(node.outputs)
+            self.parts.nodes = [one for one in self.parts.nodes if not made & {*one.outputs}]
+        whole = {name: self._whole(name) for name in names}
+        self.late.append(rename_uses(self._like(node), whole))
+        for value in node.outputs:
+            self.parts.types[value] = self.graph.types[value]
+            self.values[value], self.whole[value] = LATE, value
+
+    def _problem(self, value: str) -> Unknown | None:
+        """Return why a value cannot be had once a step; None if it can."""
+        found = self.values[value]
+        if isinstance(found, Unknown):
+            return found
+        if not has_samples(found):
+            return None
+        node = self.graph.producers.get(value)
+        node = node or Node(name=value, op="batch", args=(), outputs=(value,))
+        return Unknown("there is a number for each sample", node)
+
+    def _like(self, node: Node) -> Node:
+        """Return a node that belongs where another does, and runs once a step."""
+        if node.rate is not Rate.MICRO:
+            return node
+        # Of the forward phase, so that a loss is known, and may undo the step, before it commits.
+        phase = Phase.FORWARD if node.phase is Phase.FORWARD else Phase.OPTIMIZER
+        return replace(node, phase=phase, rate=Rate.STEP, forward="")
+
+    def _filled(self, node: Node, names: Sequence[str]) -> None:
+        """Write `ones_like(loss)` as a tensor of ones, which needs no loss."""
+        number = _LIKE[node.kind]
+        if number is None:
+            number = node.args[1 if node.kind == "full_like" else 2]
+        (value,) = node.outputs
+        made = self.graph.tensor(value)
+        full = replace(
+            node,
+            op="aten.new_full.default",
+            args=(Ref(self.terms.near(names[0])), made.shape, number),
+            kwargs={"dtype": Symbol("dtype", made.dtype)},
+        )
+        self.parts.declare(full, made)
+        self.values[value] = plain(Part(value))
+
+    def _of_terms(self, node: Node, names: Sequence[str], given: Sequence[Value]) -> None:
+        """Write a node of parts: as one call of parts, term by term, or once a step."""
+        parts = [single_part(one) for one in given]
+        if node.kind in _LIKE and isinstance(given[0], tuple):
+            parts[0] = given[0][0].part
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            made = self.parts.call(node, known)
+            if made is not None:
+                for value, part in zip(node.outputs, made, strict=True):
+                    self.values[value] = plain(part)
+                    if part.layout == SAME:
+                        self.parts.same.add(value)
+                return
+        samples = any(map(has_samples, given))
+        if samples or not any(isinstance(one, Late) for one in given):
+            terms = self.terms.call(node, names, given)
+            if terms is not None:
+                self.values.update(zip(node.outputs, terms, strict=True))
+                return
+        if samples:
+            unknown = Unknown(self._why(node, given), node)
+            self.values.update(dict.fromkeys(node.outputs, unknown))
+        else:
+            self._once(node)
+
+    def _why(self, node: Node, given: Sequence[Value]) -> str:
+        """Return why what a node makes of samples is unknown."""
+        if node.kind in _BATCH_NORMS:
+            return "batch normalisation in training takes its statistics of all samples"
+        if not signatures_of(self.graph, node, self.num_parts):
+            return f"nothing is known of {node.op}"
+        if all(
+            (single_part(one) is not None and not is_total(one)) or name in self.parts.same
+            for name, one in zip(self.graph.tensor_inputs(node), given, strict=True)
+        ):
+            return "here samples meet each other, or are told apart by their places"
+        return (
+            "here samples meet what is known of the whole batch only, such as a mean, and that is "
+            "no factor of what is made of them"
+        )
+
+    def _whole(self, value: str) -> str:
+        """Return a value of the whole batch, known once a step.
+
+        Raises:
+            GraphError: it does not follow from those of micro-batches.
+        """
+        if value in self.whole or not self.graph.is_tensor(value):
+            return self.whole.get(value, value)
+        problem = self._problem(value)
+        if problem is not None:
+            raise _refusal(problem)
+        found = self.values[value]
+        assert isinstance(found, tuple), f"{value} is late and not made"
+        if value in self.parts.same and self.graph.rate_of(value) is Rate.STEP:
+            return value
+        node = self.graph.producers.get(value)
+        like = node or Node(name=value, op=_ACCUMULATE, args=(), outputs=(value,))
+        total = ""
+        for term in found:
+            made = self._accumulated(like, value, term)
+            total = self._step(like, "aten.add.Tensor", (total, made), value) if total else made
+        self.whole[value] = total
+        return total
+
+    def _accumulated(self, like: Node, value: str, term: Term) -> str:
+        """Return the total of a term over the micro-batches, with its coefficient."""
+        layout = term.part.layout
+        how = _HOW[layout.reduction] if isinstance(layout, Total) else None
+        name = self.parts.fresh(f"{value}.total" if how else f"{value}.last")
+        kind = self.graph.tensor(value)
+        self.parts.types[name] = kind
+        phase = like.phase if like.phase is Phase.FORWARD else Phase.BACKWARD
+        self.late.append(
+            replace(
+                like,
+                name=name,
+                op=_ACCUMULATE,
+                args=(Ref(term.part.name), how),
+                kwargs={},
+                outputs=(name,),
+                phase=phase,
+                rate=Rate.MICRO,
+                tags=("pointwise",),
+            )
+        )
+        for atom, power in term.coefficient:
+            op = "aten.mul.Tensor" if power > 0 else "aten.div.Tensor"
+            for _ in range(abs(power)):
+                name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
+        return name
+
+    def _step(self, like: Node, op: str, names: Sequence[str], value: str) -> str:
+        """Write a pointwise call that runs once a step, and makes a value of the whole batch."""
+        name = self.parts.fresh(f"{value}.whole")
+        self.parts.types[name] = self.graph.tensor(value)
+        self._call(self._like(like), name, op, tuple(map(Ref, names)))
+        return name
+
+    def _call(
+        self, like: Node, name: str, op: str, args: tuple[Argument, ...], **kwargs: Argument
+    ) -> None:
+        self.late.append(
+            replace(
+                like,
+                name=name,
+                op=op,
+                args=args,
+                kwargs=kwargs,
+                outputs=(name,),
+                tags=("pointwise",),
+            )
+        )
+
+    def _ratio(self, atom: str, dtype: str) -> str:
+        """Return by how much a number of the whole batch is larger than its nominal value."""
+        key = (atom, dtype)
+        if key in self.ratios:
+            return self.ratios[key]
+        # With the total, not with the gradients that it divides: every stage has such, and would
+        # wait for the update of the one that computes the ratio.
+        like = self._like(self.graph.producers[atom])
+        if dtype != "float64":
+            wide = self._ratio(atom, "float64")
+            name = self.parts.fresh(f"{atom}.ratio")
+            self._call(
+                like, name, "aten._to_copy.default", (Ref(wide),), dtype=Symbol("dtype", dtype)
+            )
+        else:
+            name = self.parts.fresh(f"{atom}.float64")
+            self._call(
+                like,
+                name,
+                "aten._to_copy.default",
+                (Ref(self._whole(atom)),),
+                dtype=Symbol("dtype", dtype),
+            )
+            self.parts.types[name] = TensorType((), dtype)
+            if counted_targets(self.graph, atom) is not None:
+                # Where no target counts, PyTorch computes no gradients at all: not 0 / 0.
+                none, safe = (self.parts.fresh(f"{atom}.{one}") for one in ("none", "counted"))
+                self._call(like, none, "aten.eq.Scalar", (Ref(name), 0))
+                self._call(like, safe, "aten.masked_fill.Scalar", (Ref(name), Ref(none), 1))
+                self.parts.types |= {none: TensorType((), "bool"), safe: TensorType((), dtype)}
+                name = safe
+            total, name = name, self.parts.fresh(f"{atom}.ratio")
+            self._call(like, name, "aten.div.Scalar", (Ref(total), self.terms.nominal(atom)))
+        self.parts.types[name] = TensorType((), dtype)
+        self.ratios[key] = name
+        return name
+
+    def _output(self, out: GraphOutput) -> str:
+        """Return an output of the whole batch.
+
+        Raises:
+            GraphError: see `_whole`; names the output.
+        """
+        try:
+            return self._whole(out.value)
+        except GraphError as error:
+            named = {
+                OutputKind.LOSS: "the loss",
+                OutputKind.METRIC: f"metric {out.name!r}",
+                OutputKind.STATE: f"the new value of {out.name!r}",
+            }[out.kind]
+            raise GraphError(
+                error.what.replace("a result", named, 1),
+                where=error.where,
+                accepted=error.accepted,
+                todo=error.todo,
+            ) from None
+
+
+def _refusal(unknown: Unknown) -> GraphError:
+    return GraphError(
+        f"a result of the whole batch does not follow from its micro-batches: {unknown.why}",
+        where=unknown.node.where(),
+        accepted=_ACCEPTED,
+        todo=_TODO,
+    )

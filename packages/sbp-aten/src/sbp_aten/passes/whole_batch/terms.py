@@ -1,0 +1,416 @@
+"""Linear operators on values that are sums of terms: term by term.
+
+The gradient of a ratio N / D of two totals is (1 / D) · v, where v needs no D. Gradients of terms
+with different divisors are computed apart where an operator is linear, each by a call of its own:
+
+    f(a / D + b / E) = f(a) / D + f(b) / E
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from sbp_aten.passes.whole_batch.calls import PartCalls
+from sbp_aten.passes.whole_batch.layout import SAME
+from sbp_aten.passes.whole_batch.rearranged import is_zero
+from sbp_aten.passes.whole_batch.targets import counted_targets
+from sbp_aten.passes.whole_batch.values import (
+    Coefficient,
+    Late,
+    Part,
+    Term,
+    Terms,
+    Unknown,
+    Value,
+    has_samples,
+    has_totals,
+    inverse,
+    multiplied,
+    plain,
+    single_part,
+    times,
+)
+from sbp_core.errors import SignatureError
+from sbp_core.graph import LogicalGraph, Node, Rate, Ref, Symbol, TensorType, rename_uses
+from sbp_core.sbp import B, P
+from sbp_core.signatures import OpCall, derivation
+
+_SUM = P("sum")
+
+#: Terms of one value: more would repeat what makes it too often.
+_MOST_TERMS = 8
+
+_DIVISIONS = ("aten.div.Tensor",)
+_SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
+
+
+@dataclass(slots=True)
+class TermCalls:
+    """Writes calls of micro-batches term by term.
+
+    Args:
+        parts: Writes each of them.
+        values: What each value of the whole batch is.
+    """
+
+    parts: PartCalls
+    values: dict[str, Value]
+    #: Late values as terms; None: they are none.
+    lifted: dict[str, Terms | None] = field(default_factory=dict)
+    #: What micro-batches compute with in the place of a number that is a coefficient.
+    atoms: dict[str, Part] = field(default_factory=dict)
+    #: One name for each number of targets, however it is counted.
+    counts: dict[object, str] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> LogicalGraph:
+        """The step on the whole batch."""
+        return self.parts.graph
+
+    def call(
+        self,
+        node: Node,
+        names: Sequence[str],
+        given: Sequence[Value],
+        *,
+        lift_totals: bool = False,
+    ) -> list[Terms] | None:
+        """Return what a node makes of terms, if it is linear in them.
+
+        A total that meets samples is a number of the whole batch; so are others if that is asked.
+        """
+        found: list[Terms] = []
+        lift_totals |= any(map(has_samples, given))
+        for name, one in zip(names, given, strict=True):
+            terms = one if isinstance(one, tuple) else self._lift(name)
+            if lift_totals and terms is not None and has_totals(terms):
+                terms = self._lift(name)
+            if terms is None:
+                return None
+            found.append(terms)
+        marked = [at for at, terms in enumerate(found) if single_part(terms) is None]
+        factor: Coefficient = ()
+        if node.op in _DIVISIONS and 1 in marked:
+            if len(found[1]) != 1:
+                if self.graph.tensor(names[1]).shape or names[1] not in self.graph.producers:
+                    return None
+                found[1] = self._atom(names[1])
+            factor = inverse(found[1][0].coefficient)
+            found[1] = plain(found[1][0].part)
+            marked.remove(1)
+        exponent = power_of(node)
+        if exponent is not None and marked:
+            if len(found[0]) != 1:
+                return None
+            factor = times(*[found[0][0].coefficient] * exponent)
+            found[0], marked = plain(found[0][0].part), []
+        for together in linear_in(self.graph, node, marked) if marked else [frozenset()]:
+            made = self._jointly(node, names, found, sorted(together))
+            if made is not None:
+                return multiplied(made, factor)
+        if len(marked) == 2 and all(is_linear(self.graph, node, [at]) for at in marked):
+            made = self._product(node, found, marked)
+            return None if made is None else multiplied(made, factor)
+        return None
+
+    def _jointly(
+        self, node: Node, names: Sequence[str], given: Sequence[Terms], together: Sequence[int]
+    ) -> list[Terms] | None:
+        """Return f(sum of terms), for a node that is linear in some arguments together.
+
+        The arguments of one coefficient go through at once, others of them being zero; if that does
+        not work, those of one layout.
+        """
+        if not together:
+            return self._run(node, [single_part(one) for one in given], ())
+        coefficients = dict.fromkeys(
+            term.coefficient
+            for at in together
+            if not self._is_zero(given[at])
+            for term in given[at]
+        )
+        made: list[list[Term]] = [[] for _ in node.outputs]
+        for coefficient in coefficients:
+            sets = [
+                [term for term in given[at] if term.coefficient == coefficient]
+                if not self._is_zero(given[at])
+                else []
+                for at in together
+            ]
+            found = None
+            if all(len(one) <= 1 for one in sets):
+                chosen = {at: one[0].part for at, one in zip(together, sets, strict=True) if one}
+                found = self._with_zeros(node, names, given, together, chosen, coefficient)
+            if found is None:
+                for at, one in zip(together, sets, strict=True):
+                    for term in one:
+                        alone = self._with_zeros(
+                            node, names, given, together, {at: term.part}, coefficient
+                        )
+                        if alone is None:
+                            return None
+                        for terms, more in zip(made, alone, strict=True):
+                            terms += more
+                continue
+            for terms, more in zip(made, found, strict=True):
+                terms += more
+        merged = [self._merged(node, terms) for terms in made]
+        return merged if all(len(terms) <= _MOST_TERMS for terms in merged) else None
+
+    def _with_zeros(
+        self,
+        node: Node,
+        names: Sequence[str],
+        given: Sequence[Terms],
+        together: Sequence[int],
+        chosen: Mapping[int, Part],
+        coefficient: Coefficient,
+    ) -> list[Terms] | None:
+        """Run a node with zeros for those of its linear arguments that are not chosen."""
+        absent = [at for at in together if at not in chosen]
+        if len(chosen) == 1 and absent and node.op in _SUMS:
+            ((at, part),) = chosen.items()
+            alone = self._addend(node, names[at], part, negative=at == 1 and node.kind == "sub")
+            if alone is not None:
+                return [(Term(coefficient, alone),)]
+        near = next(iter(chosen.values()))
+        parts = [
+            chosen[at]
+            if at in chosen
+            else single_part(one)
+            if at not in absent or self._is_zero(one)
+            else self._zeros(node, names[at], near)
+            for at, one in enumerate(given)
+        ]
+        return self._run(node, parts, coefficient)
+
+    def _is_zero(self, terms: Terms) -> bool:
+        part = single_part(terms)
+        return part is not None and part.layout == SAME and is_zero(self.graph, part.name)
+
+    def _zeros(self, node: Node, like: str, near: Part) -> Part:
+        """Return zeros in the shape of a value of the whole batch, made near a part."""
+        return self._made_near(f"{node.name}.zeros", node, near.name, 0, self.graph.tensor(like))
+
+    def _made_near(self, name: str, like: Node, near: str, number: float, kind: TensorType) -> Part:
+        """Write a tensor of equal numbers that belongs to a node, on the device of a part."""
+        name = self.parts.fresh(name)
+        made = Node(
+            name=name,
+            op="aten.new_full.default",
+            args=(Ref(near), kind.shape, number),
+            kwargs={"dtype": Symbol("dtype", kind.dtype)},
+            outputs=(name,),
+            phase=like.phase,
+            module=like.module,
+            source=like.source,
+        )
+        self.parts.declare(made, kind)
+        self.values[name] = plain(Part(name))
+        return Part(name)
+
+    def _addend(self, node: Node, name: str, part: Part, *, negative: bool) -> Part | None:
+        """Return what a sum makes of one addend alone; None if forms or factors differ."""
+        kind = self.graph.tensor(name)
+        if self.graph.tensor(node.outputs[0]) != kind or node.kwargs or len(node.args) > 2:
+            return None
+        if not negative:
+            return part
+        made = self.parts.fresh(f"{node.outputs[0]}.negative")
+        self.parts.add(
+            replace(
+                node,
+                name=made,
+                op="aten.neg.default",
+                args=(Ref(part.name),),
+                outputs=(made,),
+            ),
+            [self.parts.types[part.name]],
+        )
+        return Part(made, part.layout)
+
+    def _product(
+        self, node: Node, given: Sequence[Terms], marked: Sequence[int]
+    ) -> list[Terms] | None:
+        """Return a product of two values that both have coefficients, one of them a single term.
+
+        Of two sums the product could cancel: (a - b)(a - b) of numbers that are nearly equal.
+        """
+        left, right = (given[at] for at in marked)
+        if min(len(left), len(right)) > 1:
+            return None
+        made: list[list[Term]] = [[] for _ in node.outputs]
+        for one in left:
+            for other in right:
+                parts = [single_part(terms) for terms in given]
+                parts[marked[0]], parts[marked[1]] = one.part, other.part
+                found = self._run(node, parts, times(one.coefficient, other.coefficient))
+                if found is None:
+                    return None
+                for terms, more in zip(made, found, strict=True):
+                    terms += more
+        return [self._merged(node, terms) for terms in made]
+
+    def _run(
+        self, node: Node, given: Sequence[Part | None], coefficient: Coefficient
+    ) -> list[Terms] | None:
+        parts = [part for part in given if part is not None]
+        if len(parts) < len(given):
+            return None
+        if all(part.layout == SAME for part in parts):
+            made = self._same_parts(node, parts)
+        else:
+            label = "term" if any(value in self.parts.types for value in node.outputs) else ""
+            made = self.parts.call(node, parts, label)
+        return None if made is None else [(Term(coefficient, part),) for part in made]
+
+    def _same_parts(self, node: Node, parts: Sequence[Part]) -> list[Part] | None:
+        """Write a node on values that are the same in every micro-batch, under other names.
+
+        The whole graph knows them, too, so that they can be cut where they meet samples.
+        """
+        names: dict[str, str] = {}
+        for name, part in zip(self.graph.tensor_inputs(node), parts, strict=True):
+            if names.setdefault(name, part.name) != part.name:
+                return None
+        outputs = tuple(self.parts.fresh(f"{value}.term") for value in node.outputs)
+        if len(outputs) > 1:
+            return None
+        made = replace(rename_uses(node, names), name=outputs[0], outputs=outputs)
+        self.parts.declare(made, self.graph.tensor(node.outputs[0]))
+        self.values[outputs[0]] = plain(Part(outputs[0]))
+        return [Part(outputs[0])]
+
+    def _merged(self, node: Node, terms: Sequence[Term]) -> Terms:
+        """Add up the terms of equal coefficients and layouts."""
+        found: dict[tuple[Coefficient, object], Term] = {}
+        for term in terms:
+            key = (term.coefficient, term.part.layout)
+            if key not in found:
+                found[key] = term
+                continue
+            first = found[key].part
+            name = self.parts.fresh(f"{node.name}.sum")
+            kind = self.parts.types[first.name]
+            self.parts.add(
+                replace(
+                    node,
+                    name=name,
+                    op="aten.add.Tensor",
+                    args=(Ref(first.name), Ref(term.part.name)),
+                    kwargs={},
+                    outputs=(name,),
+                    tags=("pointwise",),
+                ),
+                [kind],
+            )
+            found[key] = Term(term.coefficient, Part(name, first.layout))
+        return tuple(found.values())
+
+    def _lift(self, value: str) -> Terms | None:
+        """Return a value that is known once a step as terms of what micro-batches have.
+
+        A number is a coefficient times 1, and what is computed of it linearly, such as its
+        expansion, is that coefficient times the same of 1. Other late tensors are none.
+        """
+        if value not in self.lifted:
+            self.lifted[value] = self._lifted(value)
+        return self.lifted[value]
+
+    def _lifted(self, value: str) -> Terms | None:
+        node = self.graph.producers.get(value)
+        found = self.values[value]
+        is_number = not self.graph.tensor(value).shape
+        if isinstance(found, Unknown) or node is None:
+            return None
+        if isinstance(found, Late) and node.rate is Rate.MICRO and len(node.outputs) == 1:
+            names = self.graph.tensor_inputs(node)
+            given = [self.values[name] for name in names]
+            made = self.call(node, names, given, lift_totals=True)
+            # A number of several terms would repeat all that it is multiplied with.
+            if made is not None and not (is_number and len(made[0]) > 1):
+                return made[0]
+        return self._atom(value) if is_number else None
+
+    def _atom(self, value: str) -> Terms:
+        """Return a number that is known once a step as itself times a number of its size."""
+        key = counted_targets(self.graph, value)
+        if key is not None:
+            value = self.counts.setdefault(key, value)
+        if value not in self.atoms:
+            node, near = self.graph.producers[value], self.near(value)
+            self.atoms[value] = self._made_near(
+                f"{value}.nominal", node, near, self.nominal(value), self.graph.tensor(value)
+            )
+        return (Term(((value, 1),), self.atoms[value]),)
+
+    def nominal(self, value: str) -> float:
+        """Return a power of two near what a total is if all elements count.
+
+        Gradients then have the magnitude that they have in the whole batch, which matters where
+        they are float16; a power of two rounds nothing.
+        """
+        node = self.graph.producers[value]
+        if node.kind in ("mean", "div", "reciprocal", "rsqrt", "sqrt"):
+            return 1
+        names = self.graph.tensor_inputs(node)
+        sizes = [
+            prod(self.graph.tensor(name).shape)
+            for name in names[1:]
+            if node.kind.startswith("nll_loss")
+        ] or [
+            prod(self.graph.tensor(name).shape)
+            for name in names
+            if isinstance(self.values[name], tuple)
+            and name not in self.parts.same
+            and self.graph.tensor(name).shape
+        ]
+        if not sizes:
+            inner = [name for name in names if name not in self.parts.same]
+            return max((self.nominal(name) for name in inner), default=1)
+        return 1 << (max(sizes).bit_length() - 1)
+
+    def near(self, value: str) -> str:
+        """Return a tensor that a micro-batch has near the one that makes a late value."""
+        found = self.values[value]
+        if not isinstance(found, Late):
+            assert isinstance(found, tuple), f"{value} is unknown"
+            return found[0].part.name
+        sources = self.graph.tensor_inputs(self.graph.producers[value])
+        return next(self.near(name) for name in sources if name not in self.parts.same)
+
+
+def power_of(node: Node) -> int | None:
+    """Return the exponent of a node that raises a tensor to a whole power > 0; else None."""
+    if node.op != "aten.pow.Tensor_Scalar":
+        return None
+    exponent = node.args[1]
+    return int(exponent) if exponent > 0 and exponent == int(exponent) else None
+
+
+def linear_in(graph: LogicalGraph, node: Node, given: Iterable[int]) -> list[frozenset[int]]:
+    """Return the sets of tensor arguments that hold the given ones and in which a node is linear.
+
+    The smallest come first. Arguments outside of a set are constants of the linear map.
+    """
+    wanted = frozenset(given)
+    found = set()
+    try:
+        legal = derivation(OpCall.of(graph, node)).legal
+    except SignatureError:
+        return []
+    for signature in legal:
+        parts = frozenset(index for index, sbp in enumerate(signature.inputs) if sbp == _SUM)
+        others = [sbp for index, sbp in enumerate(signature.inputs) if index not in parts]
+        linear = all(sbp == _SUM for sbp in signature.outputs) and all(s == B for s in others)
+        if linear and wanted <= parts:
+            found.add(parts)
+    return sorted(found, key=lambda parts: (len(parts), sorted(parts)))
+
+
+def is_linear(graph: LogicalGraph, node: Node, given: Iterable[int]) -> bool:
+    """Whether a node is linear in just these tensor arguments."""
+    wanted = frozenset(given)
+    return wanted in linear_in(graph, node, wanted)
