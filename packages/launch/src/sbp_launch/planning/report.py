@@ -118,6 +118,22 @@ def arithmetic_lines(graph: LogicalGraph, strategy: Strategy) -> list[str]:
     return lines
 
 
+def repeated_lines(graph: LogicalGraph) -> list[str]:
+    """Return how much of the arithmetic is done again, as terms of the loss have other divisors."""
+    done = {True: 0.0, False: 0.0}
+    for node in graph.nodes:
+        if not node.is_host:
+            done["term" in node.tags] += work_flop(OpCall.of(graph, node))
+    if not done[True]:
+        return []
+    share = _percent(done[True] / sum(done.values()))
+    return [
+        f"micro-batches: terms of the loss have different divisors, so that {share} of the "
+        "arithmetic is a backward phase that they share, done once more",
+        "  it is not with one micro-batch, or if the losses of micro-batches are averaged",
+    ]
+
+
 def _uneven_samples(graph: LogicalGraph, stage: Placement) -> list[str]:
     """Return that the first axis of a stage, mostly that of samples, cannot share a micro-batch."""
     samples, ranks = samples_of_step(graph) // graph.num_micro_batches, stage.mesh_shape[0]
@@ -184,6 +200,7 @@ def summary(
         f"{counted(plan.num_micro_batches, 'micro-batch', 'es')}",
         *pipeline_lines(plan, strategy, rows, step_s),
         *arithmetic_lines(graph, strategy),
+        *repeated_lines(graph),
         *_boxing_lines(plan, num_steps),
         "checked: a replay of the step proves that it cannot deadlock and that buffers are bounded",
         f"predicted time of a step: {format_seconds(step_s)}",

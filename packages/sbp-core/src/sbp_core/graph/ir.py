@@ -216,7 +216,8 @@ class Node:
         source: `file:line` of the user's code.
         forward: For a backward node, a forward node of the same call; else empty.
         tags: Tags of the operator that signatures need: `pointwise`, `view`, `seeded`. Passes add
-            their own: `slice:4` is one of four slices of an operator.
+            their own: `slice:4` is one of four slices of an operator; `term` computes again, for
+            another divisor of the loss, what a node has computed.
     """
 
     name: str

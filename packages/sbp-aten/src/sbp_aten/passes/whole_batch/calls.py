@@ -232,7 +232,10 @@ class PartCalls:
                     args=map_refs(call.args, change),
                     kwargs={key: map_refs(value, change) for key, value in call.kwargs.items()},
                     outputs=tuple(outputs[name] for name in inner) if inner else tuple(names),
-                    tags=node.tags if call.op == node.op else ("pointwise",),
+                    tags=(
+                        *(node.tags if call.op == node.op else ("pointwise",)),
+                        *(("term",) if label == "term" else ()),
+                    ),
                 ),
                 [between[name] for name in inner] if inner else made,
             )
