@@ -27,7 +27,13 @@ from sbp_aten.passes.whole_batch.layout import (
     reshaped,
     sbp_of,
 )
-from sbp_aten.passes.whole_batch.rearranged import RESHAPES, WAYS, as_reshaped, is_zero
+from sbp_aten.passes.whole_batch.rearranged import (
+    RESHAPES,
+    WAYS,
+    as_numbered,
+    as_reshaped,
+    is_zero,
+)
 from sbp_aten.passes.whole_batch.values import Part
 from sbp_aten.traits import TRAITS
 from sbp_core.errors import SignatureError
@@ -313,6 +319,8 @@ class PartCalls:
             found = as_reshaped(self, node, [Part(part, inner)])
             view = None if found is None else self._write(node, *found, label)
             return view[0].name if view and view[0].layout == layout else None
+        if node.kind == "index":
+            return self._cut_index(node, layout)
         at = node.outputs.index(value)
         for signature in signatures_of(self.graph, node, self.num_parts):
             if signature.outputs[at] != sbp_of(layout):
@@ -323,6 +331,18 @@ class PartCalls:
             if refs is not None and program is not None and self._divide(node, layouts):
                 parts = self._write(node, program, refs, layouts, label)
                 return parts[at].name if parts else None
+        return None
+
+    def _cut_index(self, node: Node, layout: Samples) -> str | None:
+        """Read a tensor of numbers by the number of each sample."""
+        source, *indices = self.graph.tensor_inputs(node)
+        same = [Part(name) for name in indices]
+        for at, index in enumerate(node.args[1]):
+            part = None if index is None else self.cut(source, Samples(at))
+            found = part and as_numbered(self, node, [Part(part, Samples(at)), *same])
+            if found and found[2] == [layout]:
+                made = self._write(node, *found, "part")
+                return made[0].name if made else None
         return None
 
     def _cut_arguments(

@@ -137,7 +137,7 @@ def _whole_runs(extent: int, start: int | None, stop: int | None, run: int) -> l
     return [first, last] if first % run == 0 and last % run == 0 and first < last else None
 
 
-def _numbered(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
+def as_numbered(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
     """Return indexing by the number of each sample: `x[arange(B), i]`, and writing in such places.
 
     A part reads its own samples, whose numbers begin anew.
@@ -265,4 +265,4 @@ def is_zero(graph: LogicalGraph, value: str) -> bool:
 
 
 #: In the order in which they are tried.
-WAYS = (as_reshaped, _in_blocks, _numbered, _of_bags)
+WAYS = (as_reshaped, _in_blocks, as_numbered, _of_bags)
