@@ -47,7 +47,7 @@ def family(passes: PassOptions | None = None) -> tuple[StepFamily, list[int]]:
     return found, captured
 
 
-def test_micro_batches_are_captured_at_their_size_and_once() -> None:
+def test_micro_batches_are_cut_from_the_whole_batch_that_is_captured_once() -> None:
     found, captured = family()
 
     graph = found.graph(GraphVariant(num_micro_batches=4))
@@ -55,7 +55,7 @@ def test_micro_batches_are_captured_at_their_size_and_once() -> None:
     assert graph.num_micro_batches == 4
     assert {graph.tensor(e.name).shape for e in graph.inputs if e.kind.name == "BATCH"} == {(4, 8)}
     assert found.graph(GraphVariant(num_micro_batches=4)) is graph
-    assert captured == [4]
+    assert captured == [16]
 
 
 def test_the_graph_that_is_known_is_not_made_again() -> None:
@@ -67,7 +67,7 @@ def test_the_graph_that_is_known_is_not_made_again() -> None:
     assert other.graph(other.variant) is graph
     assert other.graph(GraphVariant(num_micro_batches=4)) is not graph
     assert other.with_batch(8).graph(other.variant) is not graph
-    assert captured == [16, 4, 8]
+    assert captured == [16, 16, 8]
 
 
 def test_another_batch_is_captured_at_its_own_size() -> None:
@@ -79,7 +79,7 @@ def test_another_batch_is_captured_at_its_own_size() -> None:
     assert (found.batch_size, other.batch_size) == (16, 12)
     assert other.micro_batches == (1, 2, 3, 4, 6, 12)
     assert {graph.tensor(e.name).shape for e in graph.inputs if e.kind.name == "BATCH"} == {(4, 8)}
-    assert captured == [4]
+    assert captured == [12]
 
 
 def test_a_batch_that_settled_micro_batches_do_not_divide_is_refused() -> None:

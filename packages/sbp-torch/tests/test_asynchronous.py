@@ -50,7 +50,8 @@ def make() -> tuple[TiedModel, torch.optim.Optimizer]:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = TiedModel().double()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    # With a larger eps, rounding in gradients that are nearly zero is not a step of its own.
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
 
 def batch(size: int, seed: int) -> dict[str, Tensor]:

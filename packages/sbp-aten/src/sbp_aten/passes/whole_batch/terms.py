@@ -370,7 +370,7 @@ class TermCalls:
         if not sizes:
             inner = [name for name in names if name not in self.parts.same]
             return max((self.nominal(name) for name in inner), default=1)
-        return 1 << (max(sizes).bit_length() - 1)
+        return 1 << (max(1, *sizes).bit_length() - 1)
 
     def near(self, value: str) -> str:
         """Return a tensor that a micro-batch has near the one that makes a late value."""
@@ -387,7 +387,8 @@ def power_of(node: Node) -> int | None:
     if node.op != "aten.pow.Tensor_Scalar":
         return None
     exponent = node.args[1]
-    return int(exponent) if exponent > 0 and exponent == int(exponent) else None
+    is_whole = isinstance(exponent, int | float) and exponent > 0 and exponent % 1 == 0
+    return int(exponent) if is_whole else None
 
 
 def linear_in(graph: LogicalGraph, node: Node, given: Iterable[int]) -> list[frozenset[int]]:
