@@ -2,7 +2,7 @@
 
 Source: Rajbhandari et al., "ZeRO", SC 2020, section 5, which counts 2 + 2 + 12 bytes a parameter in
 mixed precision: 4 + 12/N under stage 1, 2 + 14/N under stage 2, 16/N under stage 3. In float32 they
-are 4 of the parameter, 4 of its gradient and 8 of Adam's moments. A rank holds a few buckets beside.
+are 4 of the parameter, 4 of its gradient and 8 of Adam's moments. A few buckets come on top.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def test_a_rank_holds_what_is_predicted(name, num_micro_batches):
     optimizer = torch.optim.Adam(model.parameters())
     batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randn(ROWS, WIDTH)}
     states = initial_states(model, optimizer)
-    with ReferenceRuntime(ReferenceConfig()).start(plan, states, LocalBackend()) as session:
-        with meter.watching(session):
-            for index in range(2):
-                meter.restart()
-                session.step(batch, {**scalar_values(model, optimizer), "seed": 0, "step": index})
+    runtime = ReferenceRuntime(ReferenceConfig())
+    with runtime.start(plan, states, LocalBackend()) as session, meter.watching(session):
+        for index in range(2):
+            meter.restart()
+            session.step(batch, {**scalar_values(model, optimizer), "seed": 0, "step": index})
 
     for rank, memory in predict_memory(plan).ranks.items():
         # The reference runtime keeps the loss of one rank only.
