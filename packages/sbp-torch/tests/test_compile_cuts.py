@@ -36,6 +36,10 @@ _ZERO_3 = {**_DATA, **dict.fromkeys(("parameters", "optimizer_states", "gradient
 }
 
 
+_ZERO_1 = {**_DATA, **dict.fromkeys(("optimizer_states", "gradients", "updates"), "S(0)")}
+_ZERO_2 = {**_ZERO_1, "micro_gradients": "S(0)"}
+
+
 def _strategy(graph: LogicalGraph, pins: dict[str, object], mesh: Placement = LINE) -> Strategy:
     request = PlanRequest(graph=graph, mesh=mesh, cluster=cluster(), pins={})
     return infer_strategy(request, planner="test", pins=pins)
@@ -121,7 +125,37 @@ def test_short_pieces_are_left_together() -> None:
     assert [n for n in _order(plan, "compute") if n.startswith("backward")] == ["backward.0.1"]
 
 
-def test_one_thread_needs_no_cuts() -> None:
+def test_one_thread_scatters_a_gradient_before_the_next_is_made() -> None:
+    graph = mlp((4, 8, 8, 4), batch=64)
+    options = CompileOptions(bucket_bytes=0, piece_s=0.0)
+    plan = compile_plan(graph, _strategy(graph, _ZERO_1), options)
+
+    order = [
+        n.split(".grad")[0] for n in _order(plan, "compute") if "backward.0.1" in n or "grad" in n
+    ]
+    assert order == [
+        *("backward.0.1", "layers.2"),
+        *("backward.0.1.1", "layers.1"),
+        *("backward.0.1.2", "layers.0"),
+    ]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("pins", [_ZERO_1, _ZERO_2], ids=["ZeRO-1", "ZeRO-2"])
+def test_cuts_of_one_thread_change_no_bit(pins: dict[str, object], num_micro_batches: int) -> None:
+    graph = mlp((4, 8, 8, 8, 4), num_micro_batches=num_micro_batches)
+    strategy = _strategy(graph, pins)
+
+    options = [CompileOptions(bucket_bytes=300, piece_s=piece_s) for piece_s in (0.0, inf)]
+    pieces, whole = (compile_plan(graph, strategy, one) for one in options)
+
+    check(pieces)
+    assert len(pieces.ranks[0].actors) > len(whole.ranks[0].actors)
+    found, wanted = _run(graph, pieces), _run(graph, whole)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_one_thread_needs_no_cuts_for_whole_gradients() -> None:
     graph = mlp((4, 8, 8, 4), batch=64)
     options = CompileOptions(bucket_bytes=0, piece_s=0.0)
     plan = compile_plan(graph, _strategy(graph, _DATA), options)

@@ -22,7 +22,7 @@ from sbp_core.boxing.slices import itemsize
 from sbp_core.cluster import Cluster
 from sbp_core.compile.bucket_price import most_bucket_bytes, packed_part
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
-from sbp_core.compile.levels import is_gathered_on_use, with_levels
+from sbp_core.compile.levels import is_awaited, is_gathered_on_use, with_levels
 from sbp_core.compile.packing import PackedLayout, PackedPart, flat_step
 from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, TensorType
@@ -181,14 +181,12 @@ def _reason(
             return "a parameter for its use", runs[item.name]
         is_new_value = not item.asked_by and item.phase is Phase.OPTIMIZER
         return ("the new value of a state",) if is_new_value else ()
-    asking = graph.by_name.get(item.asked_by)
-    if asking is None:
+    if not item.asked_by:
         return ()
-    if asking.phase is not Phase.OPTIMIZER:
+    if is_awaited(graph, item):
         # The node waits for all of its arguments anyhow.
         return "an argument", item.asked_by
     producer = graph.producers.get(lowered.held[item.outputs[0]].value)
-    # Nobody waits for a gradient before the optimizer does.
     is_gradient = producer is not None and producer.phase is Phase.BACKWARD
     return ("a gradient",) if is_gradient else ()
 

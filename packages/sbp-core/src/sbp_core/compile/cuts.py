@@ -9,17 +9,29 @@ What boxing needs first comes first within a segment; so the gradient of an acti
 ranks wait for, goes before those of weights. Updates come in the order in which their gradients
 arrive, and are cut where another arrival begins. A piece is worth its switch: short ones are left
 together. Works on what is the same for all ranks, so their pieces are.
+
+Where boxing does not go on beside compute, cuts save memory only. There the segments that make
+gradients are cut where a bucket of them is reduce-scattered, and new values of states are unpacked
+bucket by bucket. So no rank holds all gradients whole, or the new values of all states twice:
+
+before: backward.0.0   dw1 dw2 dw3   reduce-scatter 1 2 3     3 whole gradients are alive
+after:  backward.0.0   dw1           reduce-scatter 1         1 whole gradient and shards of others
+        backward.0.0.1 dw2           reduce-scatter 2
+        backward.0.0.2 dw3           reduce-scatter 3
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
+from sbp_core.boxing import StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.levels import is_awaited
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate
 from sbp_core.strategy import Strategy
@@ -37,6 +49,8 @@ def cut(
     lowered: Lowered,
     piece_s: float,
     cluster: Cluster | None = None,
+    *,
+    overlaps: bool = True,
 ) -> Lowered:
     """Return the items with segments cut into pieces.
 
@@ -46,10 +60,15 @@ def cut(
         lowered: With levels.
         piece_s: Least time of a piece, in seconds.
         cluster: The machine that says how long items take; a nominal one if None.
+        overlaps: Whether boxing goes on beside compute. Otherwise only what makes gradients that
+            are scattered is cut, so that they are not all whole at once.
     """
     items = lowered.items
     exits = _exits(graph, items)
-    if not exits:
+    scattered = {exits[item.name] for item in items if _scatters_gradient(graph, item)}
+    # Of these a rank holds the whole on one side, so what comes of one goes before the next.
+    piling = scattered | {exits[i.name] for i in items if not overlaps and _gathers_state(i)}
+    if not (exits if overlaps else scattered):
         return lowered
     program = Program(graph, strategy, lowered, cluster)
     segments: dict[object, list[Item]] = defaultdict(list)
@@ -58,31 +77,66 @@ def cut(
             segments[item.segment].append(item)
     departures, arrivals = _departures(items, exits), _arrivals(items, exits)
     order: dict[str, Item] = {}
-    pieces = dict(exits)  # boxing that could begin goes in this order too
+    pieces = dict(exits) if overlaps else {}  # boxing that could begin goes in this order too
+    at_once: set[str] = set()
     for members in segments.values():
         first = members[0]
-        turns = arrivals if first.phase is Phase.OPTIMIZER else departures
+        unpacks = all(i.kind is ItemKind.UNPACK and arrivals[i.name] in piling for i in members)
+        is_update = overlaps and first.phase is Phase.OPTIMIZER
+        turns = arrivals if unpacks or is_update else departures
+        if not overlaps and not unpacks:
+            turns = _scattering_turns(members, departures, scattered)
         # What makes a value never has a later turn than what uses it, and sorting keeps the order
         # of equals: so no use comes before what it uses.
         ordered = sorted(members, key=lambda item: turns[item.name])
-        # Packing alone takes no time, but lets boxing begin.
-        is_packing = first.rate is not Rate.MICRO and first.phase is not Phase.OPTIMIZER
+        # Packing alone takes no time, but lets boxing begin; unpacking alone frees buckets.
+        is_packing = first.rate is not Rate.MICRO and not is_update
+        least_s = 0.0 if is_packing or unpacks else piece_s
         weights = [program.time_s(item) for item in ordered]
-        numbers = _pieces([turns[i.name] for i in ordered], weights, 0.0 if is_packing else piece_s)
-        order |= dict(zip((item.name for item in members), ordered, strict=True))
+        numbers = _pieces([turns[item.name] for item in ordered], weights, least_s)
+        if overlaps or numbers[-1]:
+            order |= dict(zip((item.name for item in members), ordered, strict=True))
         pieces |= dict(zip((item.name for item in ordered), numbers, strict=True))
+        at_once.update(item.name for item in members if unpacks)
     makers = {key: item for item in items for key in item.outputs}
+    behind: dict[str, tuple[int, int]] = {}
     for item in items:
-        # An accumulation is no part of a segment, but counts with the piece that makes its addend.
-        if item.kind is ItemKind.ACCUMULATE and item.inputs[0] in makers:
-            pieces[item.name] = pieces.get(makers[item.inputs[0]].name, 0)
+        before = [makers[key] for key in item.inputs if key in makers]
+        # Boxing and accumulations are no part of a segment, but count with the piece that makes
+        # what they take.
+        if before and (item.kind is ItemKind.ACCUMULATE or (item.leaves and not overlaps)):
+            pieces[item.name] = pieces.get(before[0].name, 0)
+        if before and exits.get(item.name) in piling:
+            behind[item.name] = before[0].level, pieces.get(before[0].name, 0)
+        elif before and (item.name in at_once or item.kind is ItemKind.ACCUMULATE):
+            maker = before[0].name
+            behind |= {item.name: behind[maker]} if maker in behind else {}
     placed = (order.get(item.name, item) for item in items)
     return Lowered(
-        items=[replace(item, piece=pieces.get(item.name, 0)) for item in placed],
+        items=[
+            replace(
+                item,
+                piece=pieces.get(item.name, 0),
+                behind=None if item.leaves else behind.get(item.name),
+            )
+            for item in placed
+        ],
         held=lowered.held,
         results=lowered.results,
         new_states=lowered.new_states,
     )
+
+
+def _scatters_gradient(graph: LogicalGraph, item: Item) -> bool:
+    """Whether a rank has a part of a gradient after an item, and an addend of all of it before."""
+    is_scatter = item.step is not None and item.step.kind is StepKind.REDUCE_SCATTER
+    return is_scatter and not is_awaited(graph, item)
+
+
+def _gathers_state(item: Item) -> bool:
+    """Whether an item gathers the new value of a state."""
+    is_gather = item.step is not None and item.step.kind is StepKind.ALL_GATHER
+    return is_gather and item.phase is Phase.OPTIMIZER and not item.asked_by
 
 
 def _exits(graph: LogicalGraph, items: Sequence[Item]) -> dict[str, int]:
@@ -97,12 +151,10 @@ def _exits(graph: LogicalGraph, items: Sequence[Item]) -> dict[str, int]:
     found = []
     for place, item in enumerate(items):
         if item.leaves:
-            asking = graph.by_name.get(item.asked_by)
+            ready = max((made.get(key, 0) for key in item.inputs), default=0)
             # Of two steps that could begin, other ranks wait for the one that the forward or
             # backward phase asks for.
-            is_late = asking is None or asking.phase is Phase.OPTIMIZER
-            ready = max((made.get(key, 0) for key in item.inputs), default=0)
-            found.append((is_late, ready, place, item.name))
+            found.append((not is_awaited(graph, item), ready, place, item.name))
     return {name: turn for turn, (_, _, _, name) in enumerate(sorted(found))}
 
 
@@ -126,6 +178,20 @@ def _departures(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, in
         for key in item.inputs:
             users[key].append(item)
     return found
+
+
+def _scattering_turns(
+    members: Sequence[Item], departures: Mapping[str, int], scattered: Collection[int]
+) -> dict[str, int]:
+    """Return which of the gradients that are scattered each item of a segment goes with.
+
+    What leaves otherwise goes with the next of them, and what does not leave with the last, so that
+    a segment that makes only one stays whole.
+    """
+    ends = sorted({departures[item.name] for item in members}.intersection(scattered))
+    return {
+        item.name: min(bisect_left(ends, departures[item.name]), len(ends) - 1) for item in members
+    }
 
 
 def _arrivals(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, int]:

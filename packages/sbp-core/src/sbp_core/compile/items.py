@@ -51,7 +51,9 @@ class Item:
     inserted for; empty if it is for a graph output. `packed` says, of a pack or unpack, how the
     values lie in the flat buffer; see `packing`. `is_apart` is set of a pack that is no part of a
     segment, as boxing may begin it. `piece` numbers the parts that a segment is cut into; see
-    `cuts`. `group` numbers the offloaded states that it is an update of, or copies; see `offload`.
+    `cuts`. `behind` is set of what takes the result of boxing at once: the level and piece that
+    it comes after, before any later piece. `group` numbers the offloaded states that it is an
+    update of, or copies; see `offload`.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Item:
     packed: PackedLayout | None = None
     is_apart: bool = False
     piece: int = 0
+    behind: tuple[int, int] | None = None
     group: int = 0
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sbp_core.compile.items import Item, ItemKind
 from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase
+from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.signatures.views import is_view, traits_of
 
 
@@ -63,6 +64,15 @@ def is_gathered_on_use(graph: LogicalGraph, value: str) -> bool:
         value = node.args[0].name
     entry = graph.input_kinds.get(value)
     return entry is not None and entry.kind is InputKind.PARAMETER
+
+
+def is_awaited(graph: LogicalGraph, item: Item) -> bool:
+    """Whether the forward or backward phase goes on with what an item boxes.
+
+    Nobody waits for a gradient before the optimizer does, also where it is added up until then.
+    """
+    asking = graph.by_name.get(item.asked_by)
+    return asking is not None and asking.phase is not Phase.OPTIMIZER and asking.op != ACCUMULATE
 
 
 def _is_light(node: Node) -> bool:

@@ -103,9 +103,10 @@ def form_plan(
     graph: LogicalGraph, strategy: Strategy, lowered: Lowered, options: CompileOptions
 ) -> PhysicalPlan:
     """Return the plan of all ranks, with registers and quotas but without firing orders."""
-    if options.boxing_goes_on:
-        # On one thread that waits an earlier begin would overlap nothing.
-        lowered = cut(graph, strategy, lowered, options.piece_s, options.cluster)
+    # On one thread that waits an earlier begin overlaps nothing, but may free memory.
+    lowered = cut(
+        graph, strategy, lowered, options.piece_s, options.cluster, overlaps=options.boxing_goes_on
+    )
     lowered = offload(Program(graph, strategy, lowered, options.cluster))
     program = Program(graph, strategy, lowered, options.cluster)
     thread = boxing_thread(options)
@@ -405,4 +406,5 @@ class _Actors:
 
 def _precedence(item: Item) -> tuple[int, int, int, bool]:
     """Return the place among actors that could fire: what a segment made leaves first."""
-    return PHASE_ORDER[item.phase], item.level, item.piece, not item.is_inside
+    level, piece = item.behind or (item.level, item.piece)
+    return PHASE_ORDER[item.phase], level, piece, not item.is_inside
