@@ -138,7 +138,7 @@ def _stepped(
         return value if computed_in is None else value.to(computed_in)
 
     # In whatever surroundings, such as a model that is made on the device `meta`.
-    with torch.device("cpu"), torch.inference_mode(mode=False), torch.no_grad():
+    with torch.device("cpu"), torch.no_grad():
         parameter = numbers(-1.0)
         optimizer: Any = kind([parameter], lr=0.1, fused=is_fused, **settings)  # type: ignore[call-arg] # all have a rate
         for step in range(_STEPS):
