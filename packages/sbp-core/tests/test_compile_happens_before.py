@@ -20,6 +20,7 @@ from planned_by_hand import (
 
 from sbp_core.boxing import StepKind, route
 from sbp_core.compile.actors import ActorId, Collective, Receive, Send
+from sbp_core.compile.commit import commit_step
 from sbp_core.compile.happens_before import HappensBefore
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.compile.symmetry import fold
@@ -163,3 +164,34 @@ def test_what_a_message_said_before_an_all_reduce_of_some_ranks_is_known_behind_
     )
 
     assert _is_over(replace(plan, steps=(*STEPS, step)), (2, "a"), (0, "c"))
+
+
+def test_messages_of_a_class_are_known_though_nobody_hears_of_the_first_of_its_ranks() -> None:
+    mesh = Placement.grid((2, 2), ("data", "tensor"))
+    # Ranks 0 and 3 hold what they need; 1 and 2 exchange theirs.
+    ends = ((mesh, NdSbp.parse(text)) for text in ("B, S(0)", "S(0), S(0)"))
+    (transfer,) = route((4,), "float32", *ends).steps
+    meeting = commit_step([mesh])
+    assert meeting is not None
+    actors = (
+        segment("a"),
+        boxing(Send, "send x", 0, reads=("x",)),
+        boxing(Collective, "meet", 1),
+        boxing(Receive, "receive x", 0),
+        segment("b"),
+    )
+    plan = replace(plan_of(*(part(r, *actors) for r in range(4))), stages=(mesh,))
+    plan = replace(plan, steps=(transfer, meeting))
+    folded = fold(plan)
+    assert folded.members == {0: (0, 1, 2, 3)}
+    firings = firings_of(folded.plan, folded.stands_for)
+
+    before = HappensBefore(plan, folded, firings, {(1, "b")})
+
+    assert all(before.clock((1, "b")).has_been(*_over(before, (r, "a"))) for r in range(4))
+
+
+def _over(before: HappensBefore, actor_id: ActorId) -> tuple[int, int]:
+    over = before.over(actor_id)
+    assert over is not None
+    return over

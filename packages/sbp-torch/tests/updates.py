@@ -68,11 +68,12 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return CombinedOptimizer([optim.Muon(matrices, lr=0.02), optim.AdamW(others, lr=0.01)])
 
 
-#: Those whose own code is traced, so that every bit is the same.
+#: Those whose own code is traced, or that are the same op by op, so that every bit is the same.
 TRACED: dict[str, Maker] = {
     "sgd": of(optim.SGD, lr=0.1),
     "momentum": of(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "nesterov": of(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "dampened": of(optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
     "adam": of(optim.Adam, lr=0.01, weight_decay=0.1),
     "amsgrad": of(optim.Adam, lr=0.01, amsgrad=True, maximize=True),
     "adamw": of(optim.AdamW, lr=0.01),
@@ -94,7 +95,6 @@ TRACED: dict[str, Maker] = {
 
 #: Those that are said in other words.
 RESTATED: dict[str, Maker] = {
-    "dampened": of(optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
     "nadam": of(optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
     "radam": of(optim.RAdam, lr=0.01, weight_decay=0.1),
     "radam that never adapts": of(optim.RAdam, lr=0.01, betas=(0.9, 0.6)),

@@ -66,7 +66,8 @@ class UpdateOptions:
         norm_type: Order of that norm, > 0; infinity for the largest absolute value.
         report_norm: Whether the norm is the metric `grad_norm` although nothing is clipped.
         clip_value: Largest absolute value of an element, > 0 (`clip_grad_value_`).
-        fused: Take PyTorch's fused kernels where they exist; None: where the optimizer says so.
+        fused: Take PyTorch's fused kernels where the optimizer says so (None), also where it says
+            nothing and they compute what its plain code does (True), or nowhere (False).
         ema_decay: Keep an exponential moving average `<parameter>.ema` of every parameter that
             is trained, with this decay in [0, 1); it is the scalar input `ema_decay`, too
             (`AveragedModel` with `get_ema_multi_avg_fn`: the first average is the parameter).

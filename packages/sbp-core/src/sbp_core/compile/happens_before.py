@@ -108,7 +108,11 @@ class HappensBefore:
             for (rank, _), waits in self._waits.items()
             for producer, _ in waits
         }
-        self._ends |= {sender: [] for senders in self._hears.values() for sender in senders}
+        # Nobody may hear of the one rank of a class that fires alone, but of another one: all know
+        # from the first what it has sent, see `_spread`.
+        heard = (sender for senders in self._hears.values() for sender in senders)
+        for rank, name in heard:
+            self._ends |= {(rank, name): [], (folded.stands_for[rank], name): []}
         if alone:
             self._fire_alone(firings, wanted)
             return

@@ -78,7 +78,7 @@ def capture(
     """
     _check_program(model, optimizer)
     _check_loss(loss)
-    updating = Update(model, optimizer, update) if optimizer is not None else None
+    updating = Update(model, optimizer, update, device) if optimizer is not None else None
 
     def trace(
         *, as_compiling: bool, previous: TrainingStep | None = None

@@ -85,9 +85,12 @@ def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) 
     p, g = _decayed(settings, p, _ascending(settings, g))
     first = 0.0 ** (step - 1.0)  # 0 ** 0 is 1 in the first step; later powers of 0 are 0
     part = first + (1.0 - first) * (1.0 - settings["dampening"])
-    velocity = states["momentum_buffer"] * settings["momentum"] + g * part
+    velocity = states["momentum_buffer"] * settings["momentum"]
+    # Rounded once, as there; only a number can be `alpha`.
+    velocity = velocity + g * part if isinstance(part, Tensor) else velocity.add(g, alpha=part)
     g = g.add(velocity, alpha=settings["momentum"]) if settings["nesterov"] else velocity
-    return UpdateResult(parameter=p - g * settings["lr"], states={"momentum_buffer": velocity})
+    p = p.add(g, alpha=-settings["lr"])
+    return UpdateResult(parameter=p, states={"momentum_buffer": velocity})
 
 
 def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
@@ -273,7 +276,7 @@ def functional_update(
     Args:
         optimizer: Any.
         settings: Of the group.
-        fused: Take PyTorch's fused kernel if there is one.
+        fused: Whether PyTorch's fused kernel is taken; see `takes_kernel`.
         may_skip: Whether steps may be skipped, so that the number of the step is a tensor.
         stepped: Whether the parameter has been updated before.
     """
@@ -281,7 +284,7 @@ def functional_update(
     dampened = kind is torch.optim.SGD and settings["momentum"] and settings["dampening"]
     if dampened and not stepped:
         return sgd
-    if fused and kind in FUSED:
+    if fused:
         return FUSED[kind]
     if kind is torch.optim.Adagrad and may_skip:
         return adagrad

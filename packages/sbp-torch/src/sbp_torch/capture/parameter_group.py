@@ -19,6 +19,7 @@ from sbp_torch.capture.functional_optimizers import (
     functional_update,
     needs_step_counter,
 )
+from sbp_torch.capture.fused_kernels import takes_kernel
 from sbp_torch.capture.optimizer_clones import PLAIN
 from sbp_torch.capture.optimizer_states import InitialStateProbe
 from sbp_torch.update_options import SETTINGS, UpdateOptions
@@ -67,6 +68,7 @@ class ParameterGroup:
         parameters: Its parameters by name.
         suffix: Of the names of its scalar inputs.
         options: See `UpdateOptions`.
+        device: Kind of device that the step will run on; None if nothing will.
 
     Raises:
         CaptureError: the states before the first step are not known, or steps may be skipped and
@@ -80,6 +82,7 @@ class ParameterGroup:
         parameters: Mapping[str, Tensor],
         suffix: str,
         options: UpdateOptions,
+        device: str | None = None,
     ) -> None:
         self.optimizer, self.settings = optimizer, dict(optimizer.param_groups[index])
         self.all_names = list(parameters)
@@ -97,11 +100,13 @@ class ParameterGroup:
         self.states = {name: self._tensors(name, p) for name, p in self.parameters.items()}
         #: What updates the parameters that the optimizer's own code does not.
         self.functional: dict[str, UpdateFunction] = {}
-        fused = options.fused if options.fused is not None else bool(self.settings.get("fused"))
         for name, parameter in self.parameters.items():
-            stepped = bool(optimizer.state.get(parameter))
             update = functional_update(
-                optimizer, self.settings, fused=fused, may_skip=self.may_skip, stepped=stepped
+                optimizer,
+                self.settings,
+                fused=takes_kernel(optimizer, self.settings, options, parameter.dtype, device),
+                may_skip=self.may_skip,
+                stepped=bool(optimizer.state.get(parameter)),
             )
             if update is not None:
                 self.functional[name] = update

@@ -43,6 +43,7 @@ class Update:
         model: Whose parameters are updated.
         optimizer: Over `model.parameters()`; it may have stepped before.
         options: What else happens once a step.
+        device: Kind of device that the step will run on; None if nothing will.
 
     Raises:
         CaptureError: the optimizer cannot be captured, or holds what the model does not; or the
@@ -54,11 +55,12 @@ class Update:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         options: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
+        device: str | None = None,
     ) -> None:
         self.options = options
         self._parameters = dict(model.named_parameters())
         self._optimizer = optimizer
-        self._optimizers = _optimizers(self._parameters, optimizer, options)
+        self._optimizers = _optimizers(self._parameters, optimizer, options, device)
         self._groups = [group for one in self._optimizers for group in one.groups]
         self._states = {name: of for group in self._groups for name, of in group.states.items()}
         self._averaged: list[str] = []
@@ -254,7 +256,10 @@ def _undo(
 
 
 def _optimizers(
-    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, options: UpdateOptions
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    options: UpdateOptions,
+    device: str | None,
 ) -> list[TracedOptimizer]:
     """Return each optimizer that one consists of, as a function of its states."""
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -274,7 +279,7 @@ def _optimizers(
                 )
             own = {names[id(parameter)]: parameter for parameter in settings["params"]}
             suffix = "" if count == 1 else f".{number}"
-            groups.append(ParameterGroup(member, index, own, suffix, options))
+            groups.append(ParameterGroup(member, index, own, suffix, options, device))
             number += 1
         check_against_eager(member)
         found.append(TracedOptimizer(member, groups))
