@@ -28,14 +28,17 @@ _RESIDUAL = 1e-7
 def judged(program: Program, outcome: Outcome) -> Outcome:
     """Return an outcome whose kind says what a refusal is.
 
-    `refused` stays where the loss does not follow from its parts; it is `refused here` if one rank
-    runs the program, which its layout does not fit; and a `wrong refusal` otherwise.
+    `refused` stays where the loss does not follow from its parts, or is `possible` if it does by
+    execution, though blocks have flags; it is `refused here` if one rank runs the program, which
+    its layout does not fit; and a `wrong refusal` otherwise.
     """
     if outcome.kind != "refused":
         return outcome
     meanings = program.meanings
-    if "capture" in meanings or (meanings and program.micro_batches > 1):
+    if "capture" in meanings:
         return outcome
+    if meanings and program.micro_batches > 1:
+        return replace(outcome, kind="possible") if follows(program) else outcome
     alone = replace(program, layout=ONE_RANK)
     if program.layout != ONE_RANK and attempt(alone).kind == "equal":
         return replace(outcome, kind="refused here")
@@ -47,13 +50,13 @@ def follows(program: Program) -> bool | None:
 
     Returns:
         None if that does not tell: fewer elements of parameters than parts, a part without a valid
-        sample, or a penalty on parameters, of which each part has a whole one.
+        sample, or only penalties on parameters, of which each part has a whole one.
     """
-    found = [
-        _term_follows(replace(program, terms=(term,), metrics=()))
-        for term in program.terms
-        if "model" not in term.value
-    ]
+    terms = [term for term in program.terms if "model" not in term.value]
+    try:
+        found = [_term_follows(replace(program, terms=(term,), metrics=())) for term in terms]
+    except Exception:  # such as an index of another part's sample
+        return False
     return None if None in found or not found else all(found)
 
 
@@ -86,4 +89,6 @@ def _gradient(names: Mapping[str, Any], batch: Any, num_parts: int) -> Tensor:
     loss = names["loss"](model, batch)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     pairs = zip(parameters, grads, strict=True)
-    return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in pairs])
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in pairs]
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from itertools import count
 from random import Random
 
 from random_programs import blocks, helpers, losses
@@ -23,10 +25,12 @@ _DATA = {
     "lengths": "torch.randint(1, T + 1, (B,), generator=g)",
     "perm": "torch.randperm(B, generator=g)",
     "k": "torch.tensor(0.7)",
+    "cw": "0.5 + torch.rand(C, generator=g)",
 }
 _GIVEN = {
     "floats": "torch.randn(B, D, generator=g)",
     "sequence": "torch.randn(B, T, D, generator=g)",
+    "sequence_first": "torch.randn(T, B, D, generator=g)",
     "ids": "torch.randint(0, C, (B, T), generator=g)",
     "image": "torch.randn(B, 2, 4, 4, generator=g)",
 }
@@ -87,7 +91,7 @@ class Program:
                     found |= {f"weight {weight}" for weight in term.weights}
             elif isinstance(value, tuple) and field.name != "sizes":
                 found |= {f"{field.name} {part}" for part in value}
-            elif field.name not in ("seed", "sizes", "kind"):
+            elif field.name not in ("seed", "sizes", "kind", "micro_batches"):
                 found.add(f"{field.name} {value}")
         return frozenset(found)
 
@@ -129,12 +133,8 @@ def draw(
         micro_batches: One of them is taken; 0 is the number of samples.
         layouts: One of them is taken; by default one of all, and one rank most often.
     """
-    while True:
-        random = Random(seed)
-        program = _draw(random, seed, micro_batches, layouts)
-        if program.fits:
-            return program
-        seed += 1_000_000_007
+    tries = (_draw(Random(f"{seed} {n}"), seed, micro_batches, layouts) for n in count())
+    return next(program for program in tries if program.fits)
 
 
 def _draw(
@@ -145,23 +145,22 @@ def _draw(
     sizes = (random.choice((4, 8, 8)), *(random.choice(some) for some in ((3, 4), (3, 4), (4, 6))),
              random.choice((3, 4, 5)))  # fmt: skip
 
-    def one(table: Blocks, *more: str, where: Callable[[str], bool] | None = None) -> str:
-        allowed = {
-            name: flags.split() for name, flags in table.items() if _allowed(flags, kind, more)
-        }
-        marked = [name for name, flags in allowed.items() if MEANINGS & set(flags)]
+    def one(table: Blocks, *more: str) -> str:
+        allowed = {name: flags for name, flags in table.items() if _allowed(flags, kind, more)}
+        marked = [name for name, flags in allowed.items() if not MEANINGS.isdisjoint(flags.split())]
         plain = [name for name in allowed if name not in marked]
-        some = marked if marked and not clean and random.random() < 0.25 else plain
-        return random.choice([name for name in some if where is None or where(name)])
+        return random.choice(marked if marked and not clean and random.random() < 0.25 else plain)
 
     stem = one(blocks.STEMS)
     given = next(flag for flag in blocks.STEMS[stem].split() if flag in _GIVEN)
     form = one(blocks.FORMS, given, "pair") if random.random() < 0.4 else Program.form
+    if given == "sequence_first":
+        form = Program.form
     more = [given, "pair" if "pair" in blocks.FORMS[form] else "alone"]
     more.append("alone" if form == "z, u = model(x)" else "single")
     if "nn.Embedding(" in stem and sizes[3] > 0:
         more.append("tied")
-    floats = given != "ids"
+    floats = given not in ("ids", "sequence_first")
     some = 3 if random.random() < 0.3 else 1
     whole, head = random.random() < 0.4, one(blocks.HEADS, *more)
     terms = []
@@ -180,7 +179,7 @@ def _draw(
         if reshaping and "token" in losses.REDUCTIONS[value]:
             weights.remove(reshaping[0])
         terms.append(Term(value=value, error=error, weights=tuple(weights), scale=scale))
-    count = random.choice(micro_batches)
+    num_parts = random.choice(micro_batches)
     few = random.random() < 0.5
     return Program(
         seed=seed,
@@ -198,12 +197,13 @@ def _draw(
         optimizer=Program.optimizer if few else random.choice(list(blocks.OPTIMIZERS)),
         groups=Program.groups if few else random.choice(list(blocks.GROUPS)),
         clip=random.choice((None, None, 0.05, 100.0)),
-        micro_batches=count or sizes[0],
+        micro_batches=num_parts or sizes[0],
         layout=random.choice(layouts or [*[ONE_RANK] * len(blocks.LAYOUTS), *blocks.LAYOUTS]),
     )
 
 
-def _allowed(flags: str, kind: str, more: Sequence[str]) -> bool:
+@cache
+def _allowed(flags: str, kind: str, more: tuple[str, ...]) -> bool:
     """Whether a block fits a kind of program: of each group of flags, one holds."""
     has = set(flags.split())
     kinds, inputs = {"vector", "token", "flat"} & has, set(_GIVEN) & has

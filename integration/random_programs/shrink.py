@@ -57,7 +57,8 @@ def _simpler(program: Program) -> Iterator[Program]:
     """Yield programs with less in them, those that leave out most first."""
     settings = {name: getattr(_SIMPLEST, name) for name in _SETTINGS}
     yield replace(program, **settings)
-    yield replace(program, **{**settings, "micro_batches": 2})
+    if program.micro_batches > 1:
+        yield replace(program, **{**settings, "micro_batches": 2})
     bare = {"layers": (), "inputs": (), "outputs": (), "form": _SIMPLEST.form, "metrics": ()}
     yield replace(program, **bare, head=_SIMPLEST.head)
     yield from (replace(program, terms=(term,)) for term in program.terms)
@@ -84,5 +85,3 @@ def _simpler_terms(term: Term) -> Iterator[Term]:
         yield replace(term, error=_SIMPLE.error)
     for at in range(len(term.weights)):
         yield replace(term, weights=term.weights[:at] + term.weights[at + 1 :])
-
-

@@ -13,8 +13,11 @@ from random_programs.trial import Outcome
 
 #: Kinds of outcomes, as columns.
 KINDS = (
-    "equal", "refused", "refused here", "wrong refusal", "WRONG", "crash", "unstable", "invalid",
+    "equal", "refused", "possible", "refused here", "wrong refusal", "WRONG", "crash", "unstable",
+    "invalid",
 )  # fmt: skip
+
+_REFUSED = ("refused", "possible", "refused here", "wrong refusal")
 
 Result = tuple[Program, Outcome]
 
@@ -42,7 +45,7 @@ def reasons(results: Sequence[Result]) -> Table:
         table.add_column(column, overflow="fold")
     rows: dict[str, list[Result]] = defaultdict(list)
     for program, outcome in results:
-        if outcome.kind in ("refused", "refused here", "wrong refusal"):
+        if outcome.kind in _REFUSED:
             rows[outcome.reason].append((program, outcome))
     for reason, some in sorted(rows.items(), key=lambda row: -len(row[1])):
         wrong = sum(outcome.kind == "wrong refusal" for _, outcome in some)
