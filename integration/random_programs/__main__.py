@@ -41,12 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _work(options)
         return 0
     console = Console(width=None if sys.stdout.isatty() else 160)
-    began, results = time.perf_counter(), []
-    for program, outcome in _results(options):
-        results.append((program, outcome))
-        if outcome.failed or outcome.kind == "wrong refusal":
-            told = f"seed {program.seed}: {outcome.kind}: {outcome.reason}"
-            console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
+    began = time.perf_counter()
+    results = list(_results(options, console))
     console.print(by_micro_batches(results), reasons(results))
     console.print(f"{len(results)} programs in {time.perf_counter() - began:.0f} s")
     _show_causes(console, results, options.shrink)
@@ -72,8 +68,8 @@ def _show_causes(console: Console, results: Sequence[Result], most: int) -> None
         console.print(f"{len(left)} programs are left that none of these explains")
 
 
-def _results(options: argparse.Namespace) -> Iterator[Result]:
-    """Run programs in processes that are watched; yield what came of each, in order."""
+def _results(options: argparse.Namespace, console: Console) -> Iterator[Result]:
+    """Run programs in processes that are watched; yield what came of each, in order of seeds."""
     last = options.seed + options.count
     firsts = range(options.seed, last, _PROGRAMS_OF_WORKER)
     given = ["--micro-batches", ",".join(map(str, options.micro_batches))]
@@ -89,6 +85,9 @@ def _results(options: argparse.Namespace) -> Iterator[Result]:
         for made in outcomes("", first, stop, command_of=command):
             kind = "crash" if made.error == "ended" else made.error
             outcome = Outcome(kind=kind, message=made.fault, time_s=made.time_s)
+            if outcome.failed or kind == "wrong refusal":
+                told = f"seed {made.seed}: {kind}: {outcome.reason}"
+                console.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
             found.append((draw(made.seed, options.micro_batches, options.layouts), outcome))
         return found
 

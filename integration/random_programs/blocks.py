@@ -76,11 +76,19 @@ FORMS: Blocks = {
 }  # fmt: skip
 
 LAYERS: Blocks = {
-    "nn.Tanh()": "", "nn.ReLU()": "", "nn.GELU()": "", "nn.SiLU()": "", "nn.Softplus()": "",
-    "nn.LeakyReLU(0.1)": "", "nn.PReLU()": "", "nn.Hardtanh()": "", "nn.ELU()": "",
-    "nn.Linear(H, H)": "", "nn.Linear(H, H, bias=False)": "", "nn.LayerNorm(H)": "",
-    "nn.RMSNorm(H)": "", "nn.Dropout(0.0)": "", "nn.Identity()": "", "nn.Softmax(-1)": "",
-    "nn.GroupNorm(2, H)": "vector",
+    "frozen(nn.Linear(H, H))": "",
+    "nn.Parameter(torch.randn(1, 1, H)) => torch.cat([$.expand(len(h), -1, -1), h], 1)[:, 1:]":
+        "token flat",
+    "=> torch.bmm(h.unsqueeze(2), h.unsqueeze(1)).sum(2)": "vector",
+    "=> torch.cat([h, torch.zeros(len(h), 1)], -1)[..., 1:]": "vector",
+    "=> torch.fft.irfft(torch.fft.rfft(h), n=H)": "",
+    "=> h.reshape(h.size(0), -1).view(h.shape)": "",
+    "=> h.unsqueeze(1).expand(-1, 2, *h.shape[1:]).mean(1)": "",
+    "=> h.movedim(0, -1).movedim(-1, 0)": "", "nn.Tanh()": "", "nn.ReLU()": "", "nn.GELU()": "",
+    "nn.SiLU()": "", "nn.Softplus()": "", "nn.LeakyReLU(0.1)": "", "nn.PReLU()": "",
+    "nn.Hardtanh()": "", "nn.ELU()": "", "nn.Linear(H, H)": "", "nn.Linear(H, H, bias=False)": "",
+    "nn.LayerNorm(H)": "", "nn.RMSNorm(H)": "", "nn.Dropout(0.0)": "", "nn.Identity()": "",
+    "nn.Softmax(-1)": "", "nn.GroupNorm(2, H)": "vector",
     "nn.GroupNorm(2, H) => $(h.transpose(1, 2)).transpose(1, 2)": "token flat",
     "nn.InstanceNorm1d(H, affine=True) => $(h.transpose(1, 2)).transpose(1, 2)": "token flat",
     "nn.BatchNorm1d(H)": "vector", "nn.BatchNorm1d(H, momentum=None)": "vector",

@@ -39,6 +39,10 @@ class RoundThrough(torch.autograd.Function):
         return grad
 
 
+def frozen(module):
+    return module.requires_grad_(False)
+
+
 def hooked(h, hook):
     h = h * 1.0
     if h.requires_grad:

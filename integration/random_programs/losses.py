@@ -10,8 +10,9 @@ from __future__ import annotations
 from random_programs.blocks import Blocks
 
 OUTPUTS: Blocks = {
-    "z / 30": "", "torch.tanh(z / 30) * 30": "", "2 * z": "", "z / 0.7": "", "z / k": "",
-    "z * math.sqrt(C)": "", "z.clamp(-2, 2)": "", "F.normalize(z, dim=-1) / 0.1": "",
+    "z - 0.3 * F.one_hot(y, C)": "", "z.reshape(-1, C).tanh().view(z.shape)": "", "z / 30": "",
+    "torch.tanh(z / 30) * 30": "", "2 * z": "", "z / 0.7": "", "z / k": "", "z * math.sqrt(C)": "",
+    "z.clamp(-2, 2)": "", "F.normalize(z, dim=-1) / 0.1": "",
     "z - z.logsumexp(-1, keepdim=True)": "", "z.cumsum(-1)": "", "z.logcumsumexp(-1)": "",
     "z.roll(1, -1)": "", "z.flip(-1)": "", "z.sort(-1).values": "", "z + 0.1 * z.detach()": "",
     "z + CW.log()": "", "z.detach() + (z - z.detach()) * 2": "", "z.double()": "",
@@ -47,7 +48,7 @@ ERRORS: Blocks = {
     "F.smooth_l1_loss(z, t, reduction='none').sum(-1)": "",
     "F.huber_loss(z, t, reduction='none', delta=0.5).mean(-1)": "",
     "F.poisson_nll_loss(z, t.exp(), reduction='none').mean(-1)": "",
-    "F.gaussian_nll_loss(z, t, F.softplus(z) + 0.1, reduction='none').mean(-1)": "",
+    "F.gaussian_nll_loss(z, t, F.softplus(z) + 0.1, reduction='none').mean(-1)": "capture",
     "F.multi_margin_loss(z, y, reduction='none')": "vector flat",
     "F.triplet_margin_loss(z, t, -t, reduction='none')": "",
     "F.cosine_embedding_loss(z, t, 2 * m - 1, reduction='none')": "vector flat",
@@ -82,9 +83,9 @@ ERRORS: Blocks = {
 #: `last`: what follows is to be linear in `e`, which a sum over samples divides. `reshapes`: `e` no
 #: longer has the shape of `m`, `w` and `y`, which `rows`, below, asks for.
 WEIGHTS: Blocks = {
-    "e * cw[y]": "extra", "e * cw[y] / cw.sum()": "extra",
-    "e * m": "", "e * w": "", "e / 2": "", "e * CW[y]": "", "torch.where(m > 0, e, 0.0)": "",
-    "e.masked_fill(m == 0, 0.0)": "", "e.clamp(max=3.0)": "", "e * (e.detach() < 2)": "",
+    "e * cw[y]": "extra", "e * cw[y] / cw.sum()": "extra", "e * m": "", "e * w": "", "e / 2": "",
+    "e * CW[y]": "", "torch.where(m > 0, e, 0.0)": "", "e.masked_fill(m == 0, 0.0)": "",
+    "e.clamp(max=3.0)": "", "e * (e.detach() < 2)": "",
     "e * (1 - torch.exp(-e.detach().abs()))": "", "e * (y != 0)": "", "e + 0.1 * w": "",
     "torch.ones(len(e)) * e": "vector flat", "e * torch.ones_like(e)": "",
     "torch.stack([row for row in e])": "", "torch.cat([e, e])": "reshapes",
@@ -104,7 +105,14 @@ WEIGHTS: Blocks = {
 }  # fmt: skip
 
 REDUCTIONS: Blocks = {
-    "e.mean()": "", "e.sum()": "", "torch.mean(e)": "", "e.nanmean()": "", "0.01 * e.sum()": "",
+    "e.mean()": "", "e.sum() / x.size(0)": "", "e.reshape(len(e), -1).sum(1).mean()": "",
+    "sum(e[at].sum() for at in range(len(e))) / len(e)": "",
+    "e.sum() / torch.tensor(float(len(x)))": "",
+    "torch.full((len(e),), 1 / len(e)) @ e": "vector flat",
+    "(e * lengths_mask(lengths, T)).sum() / lengths.sum()": "rows token",
+    "(e * (w / w.sum(-1, keepdim=True))).sum(-1).mean()": "rows token",
+    "e.view(B, -1).sum(1).mean()": "size", "sum(e[at] for at in range(B)).mean()": "size",
+    "e.sum()": "", "torch.mean(e)": "", "e.nanmean()": "", "0.01 * e.sum()": "",
     "e.sum() / len(x)": "", "e.sum() / e.numel()": "", "e.sum() / e.shape[0]": "",
     "e.sum() / B": "", "e.sum() * (1 / len(x))": "", "(e / len(x)).sum()": "",
     "(e / e.numel()).sum()": "", "e.sum().div(len(x))": "", "e.mean() * len(x)": "",
@@ -174,8 +182,9 @@ WHOLE: Blocks = {
     "F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction='batchmean')": "",
     "F.kl_div(z.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction='sum')": "",
     "F.binary_cross_entropy_with_logits(z, (t > 0).double(), pos_weight=CW)": "",
-    "F.gaussian_nll_loss(z, t, torch.ones_like(z))": "", "F.soft_margin_loss(z, t.sign())": "",
-    "F.multi_margin_loss(z, y)": "vector flat", "F.cosine_similarity(z, t, dim=-1).mean()": "",
+    "F.gaussian_nll_loss(z, t, torch.ones_like(z))": "capture",
+    "F.soft_margin_loss(z, t.sign())": "", "F.multi_margin_loss(z, y)": "vector flat",
+    "F.cosine_similarity(z, t, dim=-1).mean()": "",
     "F.cosine_embedding_loss(z, t, torch.ones(len(z)))": "vector flat",
     "F.triplet_margin_loss(z, t, -t)": "", "F.poisson_nll_loss(z, t.exp())": "",
     "F.multilabel_margin_loss(z, F.one_hot(y, C))": "vector flat",
@@ -193,8 +202,8 @@ WHOLE: Blocks = {
     "0.01 * sum(p.square().sum() for p in model.parameters())": "",
     "0.01 * sum(p.abs().sum() for p in model.parameters())": "",
     "0.01 * torch.cat([p.flatten() for p in model.parameters()]).norm()": "",
-    "(lambda p: (p.T @ p - torch.eye(p.shape[1])).norm())(list(model.parameters())[0].flatten(1))":
-        "no vectors",
+    "(lambda p: (p.outer(p) - torch.eye(len(p))).norm())(list(model.parameters())[-1].flatten())":
+        "",
     "torch.stack([p.norm() for p in model.parameters()]).max()": "",
     "(lambda s: torch.exp(-s) * F.mse_loss(z, t) + s)(list(model.parameters())[-1].mean())": "",
     "F.mse_loss(z, t) * (1 + list(model.parameters())[-1].square().sum())": "",
@@ -244,6 +253,7 @@ SCALES: Blocks = {
 METRICS: Blocks = {
     "z.detach().mean()": "", "(z.argmax(-1) == y).double().mean()": "",
     "(z.argmax(-1) == y).sum()": "", "(z.argmax(-1) == y).double().sum()": "", "m.sum()": "",
+    "len(x)": "",
     "((z.argmax(-1) == labels) & (labels != -100)).sum() / (labels != -100).sum()": "",
     "((z.argmax(-1) == y) * w).sum() / w.sum()": "", "F.cross_entropy(ZC, y).detach()": "",
     "F.mse_loss(z, t, reduction='sum').detach()": "", "(z.detach() - t).abs().mean()": "",

@@ -44,8 +44,8 @@ class Outcome:
     @property
     def reason(self) -> str:
         """The first line of the message, without the names and numbers of this program."""
-        line = self.message.split("\n")[0].split(" (")[0]
-        return re.sub(r"'[^']*'|\d[\d.e+-]*", "…", line)[:110]
+        line = self.message.split("\n")[0]
+        return re.sub(r"'[^']*'|\d[\d.e+-]*", "…", line)[:150]
 
     @property
     def failed(self) -> bool:
@@ -110,7 +110,7 @@ def plain_steps(names: Mapping[str, Any], moved_by: float = 0.0) -> dict[str, Te
         optimizer.zero_grad()
         made = names["loss"](model, names["make_batch"](step))
         loss, metrics = made if isinstance(made, tuple) else (made, {})
-        metrics = {name: value.detach().clone() for name, value in metrics.items()}
+        metrics = {n: torch.as_tensor(value).detach().clone() for n, value in metrics.items()}
         loss.backward()
         if clip is not None:
             metrics["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), clip)
