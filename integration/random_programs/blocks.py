@@ -195,14 +195,19 @@ GROUPS: Blocks = {
 
 BATCHES: Blocks = {"dict": "", "tuple": "", "nested": ""}
 
-#: Name -> settings of `parallelize`.
+#: Settings of `parallelize`; STAGES are the modules of two stages.
 LAYOUTS: Blocks = {
-    "mesh=1": "", "mesh=1, planner='manual/data_parallel'": "",
-    "mesh=2, planner='manual/data_parallel'": "", "mesh=2, planner='manual/zero'": "",
-    "mesh=2, planner='manual/zero', runtime='reference'": "", "mesh=4, planner='manual/zero2'": "",
-    "mesh=2, axes='tensor', planner='manual/tensor_parallel'": "", "mesh=2, planner='greedy'": "",
-    "mesh=2": "", "mesh=(2, 2)": "",
-    "mesh=2, axes='pipe', planner={'name': 'manual/pipeline', 'stage_patterns': [['stem'], "
-    "['layer*', 'head', 'second']]}": "",
-    "mesh=(2, 2), axes=('pipe', 'data'), planner='manual/pipeline'": "",
-}  # fmt: skip
+    "mesh=1": "",
+    "mesh=1, planner='manual/data_parallel'": "",
+    "mesh=2, planner='manual/data_parallel'": "",
+    "mesh=2, planner='manual/zero'": "",
+    "mesh=2, planner='manual/zero', runtime='reference'": "",
+    "mesh=4, planner='manual/zero2'": "",
+    "mesh=2, axes='tensor', planner='manual/tensor_parallel'": "",
+    "mesh=2, planner='greedy'": "",
+    "mesh=2": "",
+    "mesh=(2, 2)": "",
+    "mesh=2, axes='pipe', planner={'name': 'manual/pipeline', 'stage_patterns': STAGES}": "",
+    "mesh=(2, 2), axes=('pipe', 'data'), planner={'name': 'manual/pipeline', 'stage_patterns': "
+    "STAGES}": "",
+}

@@ -253,7 +253,7 @@ SCALES: Blocks = {
 METRICS: Blocks = {
     "z.detach().mean()": "", "(z.argmax(-1) == y).double().mean()": "",
     "(z.argmax(-1) == y).sum()": "", "(z.argmax(-1) == y).double().sum()": "", "m.sum()": "",
-    "len(x)": "",
+    "len(x)": "capture",
     "((z.argmax(-1) == labels) & (labels != -100)).sum() / (labels != -100).sum()": "",
     "((z.argmax(-1) == y) * w).sum() / w.sum()": "", "F.cross_entropy(ZC, y).detach()": "",
     "F.mse_loss(z, t, reduction='sum').detach()": "", "(z.detach() - t).abs().mean()": "",

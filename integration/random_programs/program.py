@@ -266,6 +266,8 @@ def _source(program: Program) -> str:
         head = f"{head}, self.second(h)"
     calls.append(f"return {head}")
     text = "\n".join([*loss_lines, *made, *calls])
+    modules = re.findall(r"self\.(\w+) = (?!nn\.Parameter)", "\n".join(made))
+    stages = str([modules[:1], modules[1:]])
     names = ["x", *(name for name in _DATA if _uses("\n".join(loss_lines), name))]
     rows = "B" if program.kind == "vector" else "B, T"
     given = next(flag for flag in blocks.STEMS[program.stem].split() if flag in _GIVEN)
@@ -283,7 +285,7 @@ def _source(program: Program) -> str:
         f"{name} = {form[2].format(n if program.batch == 'tuple' else name)}"
         for n, name in enumerate(names)
     ]
-    sizes = ", ".join(map(str, program.sizes))
+    sizes, layout = ", ".join(map(str, program.sizes)), program.layout.replace("STAGES", stages)
     parts = [
         "import math\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn",
         "torch.set_default_dtype(torch.float64)\n"
@@ -302,7 +304,7 @@ def _source(program: Program) -> str:
         + _indented([f"{name} = {data[name]}" for name in names], 4)
         + "\n    return " + form[1].format(", ".join(form[0].values())),
         "def loss(model, batch):\n" + _indented(unpack + loss_lines, 4),
-        f"SETTINGS = dict({program.layout}, micro_batches={program.micro_batches}, "
+        f"SETTINGS = dict({layout}, micro_batches={program.micro_batches}, "
         f"clip_norm={program.clip})",
         'if __name__ == "__main__":\n    from random_programs.trial import compare\n\n'
         "    print(compare(globals()))",
