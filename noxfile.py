@@ -478,6 +478,12 @@ def fuzz(session: nox.Session, *arguments: str) -> None:
         session.run("python", "-m", "fuzz", *arguments, env=TEST_ENVIRONMENT)
 
 
+def run_random_programs(session: nox.Session, *arguments: str) -> None:
+    """Compare 10,000 random programs, in one to many micro-batches, with plain PyTorch."""
+    with session.chdir(INTEGRATION):
+        session.run("python", "-m", "random_programs", *arguments, env=TEST_ENVIRONMENT)
+
+
 def verify_networks(session: nox.Session, *arguments: str) -> None:
     """Compare what is said of 10,000 random networks of actors with their execution."""
     core = next(package for package in PACKAGES if package.name == "sbp-core")
@@ -500,6 +506,7 @@ EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
     "kills": kill_ranks,
     "models": train_models,
     "planner": plan_exhaustively,
+    "programs": run_random_programs,
     "signatures": survey_signatures,
     "soak": soak,
 }
@@ -524,6 +531,7 @@ def exhaustive(session: nox.Session) -> None:
         soak(session)
         survey_signatures(session)
         fuzz(session)
+        run_random_programs(session)
 
 
 @nox.session(reuse_venv=True)

@@ -1,0 +1,94 @@
+"""Whether a refusal is right: by what the blocks of a program say, and by execution.
+
+A block without a flag keeps samples apart or adds them up, so that the loss is a mean, a sum or a
+ratio of sums over samples: refusing it is wrong. Execution says more. Gradients of the whole batch
+may be a linear combination of those of its parts although a block has a flag, as with the root of
+a mean:
+
+    d sqrt(mean(e)) = sum_i c_i d sqrt(mean(e_i)),    c_i = sqrt(mean(e_i)) / (M sqrt(mean(e)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from random_programs.program import ONE_RANK, Program
+from random_programs.trial import Outcome, attempt, executed, norm_by_parts, quiet
+
+#: Largest part of a gradient that no combination of those of its parts explains.
+_RESIDUAL = 1e-7
+
+
+def judged(program: Program, outcome: Outcome) -> Outcome:
+    """Return an outcome whose kind says what a refusal is.
+
+    `refused` stays where the loss does not follow from its parts, or is `possible` if it does by
+    execution, though blocks have flags; it is `refused here` if one rank runs the program, which
+    its layout does not fit; and a `wrong refusal` otherwise.
+    """
+    if outcome.kind != "refused":
+        return outcome
+    meanings = program.meanings
+    if "capture" in meanings:
+        return outcome
+    if meanings and program.micro_batches > 1:
+        return replace(outcome, kind="possible") if follows(program) else outcome
+    alone = replace(program, layout=ONE_RANK)
+    if program.layout != ONE_RANK and attempt(alone).kind == "equal":
+        return replace(outcome, kind="refused here")
+    return replace(outcome, kind="wrong refusal")
+
+
+def follows(program: Program) -> bool | None:
+    """Return whether gradients of each term are combinations of those of the batch's parts.
+
+    Returns:
+        None if that does not tell: fewer elements of parameters than parts, a part without a valid
+        sample, or only penalties on parameters, of which each part has a whole one.
+    """
+    terms = [term for term in program.terms if "model" not in term.value]
+    try:
+        found = [_term_follows(replace(program, terms=(term,), metrics=())) for term in terms]
+    except Exception:  # such as an index of another part's sample
+        return False
+    return None if None in found or not found else all(found)
+
+
+def _term_follows(program: Program) -> bool | None:
+    num_parts = program.micro_batches
+    with quiet():
+        names = executed(program.source)
+        batch = names["make_batch"](0)
+        whole = _gradient(names, batch, num_parts)
+        parts = [
+            _gradient(names, tree_map(lambda v, at=at: _part(v, at, num_parts), batch), 1)
+            for at in range(num_parts)
+        ]
+    found = torch.stack(parts, 1)
+    if len(whole) <= num_parts or not (whole.isfinite().all() and found.isfinite().all()):
+        return None
+    weights = torch.linalg.lstsq(found, whole[:, None], driver="gelsd").solution
+    residual = (found @ weights - whole[:, None]).norm()
+    return bool(residual <= _RESIDUAL * whole.norm().clamp(min=1e-6))
+
+
+def _part(value: Tensor, at: int, num_parts: int) -> Tensor:
+    return value.chunk(num_parts)[at] if value.dim() else value
+
+
+def _gradient(names: Mapping[str, Any], batch: Any, num_parts: int) -> Tensor:
+    model = names["make_model"]()
+    norm_by_parts(model, num_parts)
+    parameters = list(model.parameters())
+    loss = names["loss"](model, batch)
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    pairs = zip(parameters, grads, strict=True)
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in pairs]
+    )
