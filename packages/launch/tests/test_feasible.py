@@ -67,10 +67,10 @@ def peak_of(*overrides: str) -> int:
 def search_of(limit_bytes: float, **changed: object) -> Search:
     fields = {"batch_size": 32, "micro_batches": 1, "sharding": ("planner=manual/zero",)}
     setup = Setup(limit_bytes=limit_bytes, **{**fields, **changed})
-    found = Search(setup, lambda more: planned_with(tuple(more)), planned_with(()))
     with pytest.MonkeyPatch.context() as patch:
         # No time passes, so that a search finds what it finds however busy the machine is.
         patch.setattr(feasible, "perf_counter", lambda: 0.0)
+        found = Search(setup, lambda more: planned_with(tuple(more)), planned_with(()))
         found.run()
     return found
 
