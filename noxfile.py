@@ -244,6 +244,9 @@ def check_style(session: nox.Session) -> None:
 #: What checks that imports keep to the declared API, in the folder `integration`.
 API = (("python", "-m", "api", "check"), ("python", "-m", "api", "document", "--check"))
 
+#: What does as the README says on an empty machine, in the folder `integration`.
+COLD = ("python", "-m", "cold", "train", "--torch", TORCH)
+
 #: What checks the types of every package, at the root.
 TYPES = ("mypy", "--config-file", "pyproject.toml", *SOURCES, str(EXAMPLE / "src"))
 
@@ -331,6 +334,13 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def cold(session: nox.Session) -> None:
+    """The README's first command where there is nothing but a Python; `-- 3.13` for that one."""
+    with session.chdir(INTEGRATION):
+        session.run(*COLD, *session.posargs)
+
+
+@nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
     """Everything that CI needs, in one environment."""
     install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
@@ -338,7 +348,7 @@ def tests(session: nox.Session) -> None:
     waiting = [package for package in PACKAGES if package.name.startswith("boxing-")]
     with ExitStack() as checks:
         checks.enter_context(beside(session, ROOT, *TYPES))
-        for command in API:
+        for command in (*API, COLD):
             checks.enter_context(beside(session, INTEGRATION, *command))
         for package in waiting:
             run_pytest(session, package.folder, *package.quick, *session.posargs)
