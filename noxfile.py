@@ -1,16 +1,19 @@
 """The sessions of this repository: `python3 -m nox -l` lists them.
 
-Packages are found in `packages/*/pyproject.toml`; a new one needs no edit here. Every session
-installs PyTorch in the version below, unless the variable SBP_TORCH names another requirement, such
-as `SBP_TORCH=torch==2.11.0`. Where PyTorch comes from is pip's own affair (see the README for
-machines without a GPU). Arguments behind `--` go to the main command of a session.
+Packages are found in `packages/*/pyproject.toml`; a new one needs no edit here. Sessions install
+other people's packages in the versions of constraints.txt, and PyTorch in the version below, unless
+the variable SBP_TORCH names another requirement, such as `SBP_TORCH=torch==2.11.0`; if it is empty,
+all but PyTorch. Where PyTorch comes from is pip's own affair (see the README for machines without a
+GPU). Arguments behind `--` go to the main command of a session.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import tomllib
@@ -30,8 +33,16 @@ ROOT = Path(__file__).parent
 INTEGRATION = ROOT / "integration"
 EXAMPLE = INTEGRATION / "example-plugin"
 
+CONSTRAINTS = ROOT / "constraints.txt"
+
 #: One exact version: pip then takes a CPU build where it is configured for one.
 TORCH = os.environ.get("SBP_TORCH", "torch==2.13.0")
+
+#: What depends on the build of PyTorch, and so has no place in constraints.txt.
+OF_TORCH = re.compile(r"(torch|triton|cupy.*|cuda-.*|nvidia-.*)$")
+
+#: What holds versions in most sessions.
+RESOLVED = [*CONSTRAINTS.read_text("utf-8").splitlines(), TORCH]
 
 RUFF = "ruff==0.17.5"
 IMPORT_LINTER = "import-linter>=2.5,<3"
@@ -40,6 +51,7 @@ BUILD = "build>=1.2"
 HATCHLING = "hatchling>=1.25"
 GRIFFE = "griffe>=2.4,<3"
 TRANSFORMERS = "transformers>=5.0,<6"
+RICH = "rich>=13.7"
 
 #: Ranks are threads in most tests; more threads below them only fight for the cores. With `CI`,
 #: Hypothesis takes the same examples every time, and gives each the time that it takes.
@@ -53,6 +65,11 @@ ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
 
 #: Exit status of pytest when no test was selected.
 NO_TESTS = 5
+
+
+def name_of(requirement: str) -> str:
+    """Return the name of the distribution that a requirement is about."""
+    return re.split(r"[^\w-]", requirement)[0]
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,7 @@ class Package:
     def extra_modules(self) -> list[str]:
         """What the extras bring, by the names under which it is imported."""
         entries = [entry for extra in self.extras.values() for entry in extra]
-        return sorted({re.split(r"[^\w-]", entry)[0].replace("-", "_") for entry in entries})
+        return sorted({name_of(entry).replace("-", "_") for entry in entries})
 
     @property
     def test_dependencies(self) -> list[str]:
@@ -118,7 +135,7 @@ def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
     found: list[Package] = []
     todo = [*package.dependencies, *more]
     while todo:
-        name = re.split(r"[^\w-]", todo.pop())[0]
+        name = name_of(todo.pop())
         for other in PACKAGES:
             if other.project["name"] == name and other not in (*found, package):
                 found.append(other)
@@ -138,7 +155,7 @@ def touched_packages(paths: Iterable[str]) -> list[Package]:
         top, _, rest = path.partition("/")
         if top == "packages":
             touched |= {one for one in PACKAGES if one.name == rest.partition("/")[0]}
-        elif path in ("noxfile.py", "pyproject.toml"):
+        elif path in ("constraints.txt", "noxfile.py", "pyproject.toml"):
             return PACKAGES
     return [
         package
@@ -148,9 +165,9 @@ def touched_packages(paths: Iterable[str]) -> list[Package]:
 
 
 def pip_install(
-    session: nox.Session, *arguments: str, constraints: Sequence[str] = (TORCH,)
+    session: nox.Session, *arguments: str, constraints: Sequence[str] = RESOLVED
 ) -> None:
-    """Install, with PyTorch held to the version above, or others to theirs."""
+    """Install, with PyTorch and others held to the versions above, or to those given."""
     file = Path(session.virtualenv.location, "constraints.txt")
     file.write_text("".join(f"{line}\n" for line in constraints), "utf-8")
     session.install("--constraint", str(file), *arguments)
@@ -166,15 +183,30 @@ def lowest_of(requirements: Iterable[str]) -> list[str]:
     return sorted(found.values())
 
 
+def needed_of_others(with_tests: bool = False, with_extras: bool = False) -> set[str]:
+    """Return the requirements of all packages that are not packages of ours."""
+    found = {entry for package in PACKAGES for entry in package.dependencies}
+    if with_tests:
+        found |= {entry for package in PACKAGES for entry in package.test_dependencies}
+    if with_extras:
+        extras = [extra for package in PACKAGES for extra in package.extras.values()]
+        found |= {entry for extra in extras for entry in extra}
+    ours = {package.project["name"] for package in PACKAGES} | (set() if TORCH else {"torch"})
+    return {entry for entry in found if name_of(entry) not in ours}
+
+
 def install_all(session: nox.Session, *more: str, with_tests: bool = False) -> None:
-    """Install all packages in one call, so that they satisfy each other's requirements."""
-    # Not as `folder[test]`: pip would then look for the folder's package elsewhere, when another
-    # package requires it with other extras.
-    needed = {entry for package in PACKAGES for entry in package.test_dependencies if with_tests}
-    # One for all folders, in place of an environment for each.
-    session.install(HATCHLING)
+    """Install all packages, and before them what they need of others."""
+    held = ("--build-constraint", CONSTRAINTS.as_uri())  # which pips of Pythons do not know
+    pip_install(session, "pip", HATCHLING)
+    # In a call without ours: what others distribute as source has build requirements of its own,
+    # which only an environment for each build is sure to have.
+    pip_install(session, *held, *sorted({*needed_of_others(with_tests), *more}))
+    # One hatchling for all folders, in place of an environment for each. Nothing is missing now.
     folders = (str(package.folder) for package in PACKAGES)
-    pip_install(session, "--no-build-isolation", *folders, *sorted(needed), *more)
+    complete = "--no-index" if TORCH else "--no-deps"
+    pip_install(session, "--no-build-isolation", complete, *folders)
+    session.env["PIP_BUILD_CONSTRAINT"] = CONSTRAINTS.as_uri()
 
 
 def run_pytest(
@@ -212,6 +244,9 @@ def check_style(session: nox.Session) -> None:
 #: What checks that imports keep to the declared API, in the folder `integration`.
 API = (("python", "-m", "api", "check"), ("python", "-m", "api", "document", "--check"))
 
+#: What does as the README says on an empty machine, in the folder `integration`.
+COLD = ("python", "-m", "cold", "train", "--torch", TORCH)
+
 #: What checks the types of every package, at the root.
 TYPES = ("mypy", "--config-file", "pyproject.toml", *SOURCES, str(EXAMPLE / "src"))
 
@@ -237,12 +272,16 @@ def beside(session: nox.Session, folder: Path, *command: str) -> Iterator[None]:
     session.log(f"beside what follows: {' '.join(command)}")
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [*patient, found, *command[1:]], cwd=folder, stdout=output, stderr=subprocess.STDOUT
+            [*patient, found, *command[1:]],
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             yield
         except BaseException:
-            process.kill()
+            os.killpg(process.pid, signal.SIGTERM)  # and what it started
             raise
         finally:
             code = process.wait()
@@ -295,6 +334,13 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def cold(session: nox.Session) -> None:
+    """The README's first command where there is nothing but a Python; `-- 3.13` for that one."""
+    with session.chdir(INTEGRATION):
+        session.run(*COLD, *session.posargs)
+
+
+@nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
     """Everything that CI needs, in one environment."""
     install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
@@ -302,7 +348,7 @@ def tests(session: nox.Session) -> None:
     waiting = [package for package in PACKAGES if package.name.startswith("boxing-")]
     with ExitStack() as checks:
         checks.enter_context(beside(session, ROOT, *TYPES))
-        for command in API:
+        for command in (*API, COLD):
             checks.enter_context(beside(session, INTEGRATION, *command))
         for package in waiting:
             run_pytest(session, package.folder, *package.quick, *session.posargs)
@@ -371,21 +417,48 @@ def alone(session: nox.Session, package: Package) -> None:
     run_pytest(session, package.folder, *package.quick, *session.posargs)
 
 
-@nox.session(reuse_venv=False)
-@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
-def lowest(session: nox.Session, package: Package) -> None:
-    """A package with the lowest versions that it declares, but of test tools; its quick tests."""
+def try_end(session: nox.Session, package: Package, *, lowest: bool) -> None:
+    """Run a package's quick tests with the lowest or newest versions that it declares of others."""
     needed = needed_of(package, package.test_dependencies)
     wheels = [build_wheel(session, other.folder) for other in (package, *needed)]
     declared = [entry for one in (package, *needed) for entry in one.dependencies]
     extras = [entry for extra in package.extras.values() for entry in extra]
-    held = lowest_of([*declared, *extras])
+    held = lowest_of([*declared, *extras]) if lowest else ()
     others = [entry for entry in package.test_dependencies if not entry.startswith("sbp-")]
 
     pip_install(session, *wheels, *others, constraints=held)
     script = INTEGRATION / "import_all_modules.py"
     session.run("python", "-I", str(script), package.module, *package.extra_modules)
     run_pytest(session, package.folder, *package.quick, *session.posargs)
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+def lowest(session: nox.Session, package: Package) -> None:
+    """A package with the lowest versions that it declares, but of test tools; its quick tests."""
+    try_end(session, package, lowest=True)
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+def newest(session: nox.Session, package: Package) -> None:
+    """A package with the newest versions that it allows, of test tools too; its quick tests."""
+    try_end(session, package, lowest=False)
+
+
+@nox.session(python="3.11")  # the lowest that packages are for: others have what it has
+def constraints(session: nox.Session) -> None:
+    """Resolve the newest versions that all packages and sessions allow into constraints.txt."""
+    report = Path(session.create_tmp(), "report.json")
+    tools = ("nox", "pip", "setuptools", HATCHLING, RUFF, IMPORT_LINTER, MYPY, GRIFFE, RICH)
+    needed = {*needed_of_others(with_tests=True, with_extras=True), TRANSFORMERS, *tools}
+    session.install("--upgrade", "pip")
+    resolve = ("--quiet", "--dry-run", "--ignore-installed", "--report", str(report))
+    pip_install(session, *resolve, *sorted(needed), constraints=[TORCH])
+    found = [one["metadata"] for one in json.loads(report.read_text("utf-8"))["install"]]
+    held = {one["name"].lower(): one["version"] for one in found}
+    lines = [f"{name}=={held[name]}\n" for name in sorted(held) if not OF_TORCH.match(name)]
+    CONSTRAINTS.write_text("# Made by `nox -s constraints`.\n" + "".join(lines), "utf-8")
 
 
 @nox.session(reuse_venv=True)
@@ -515,7 +588,7 @@ EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
     """All that takes long; or one of `EXHAUSTIVE_PARTS`: `-- boxing`, `-- fuzz`, `-- kills`, ..."""
-    install_all(session, "rich>=13.7", TRANSFORMERS, with_tests=True)
+    install_all(session, RICH, TRANSFORMERS, with_tests=True)
     part, *arguments = session.posargs or [""]
     if part in EXHAUSTIVE_PARTS:
         EXHAUSTIVE_PARTS[part](session, *arguments)
@@ -537,7 +610,7 @@ def exhaustive(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def stories(session: nox.Session) -> None:
     """What users expect: each criterion, its proof, and whether it holds; `-- NUMBER` for one."""
-    install_all(session, "rich>=13.7", "nox", with_tests=True)
+    install_all(session, RICH, "nox", with_tests=True)
     with session.chdir(INTEGRATION):
         session.run("python", "-m", "stories", *session.posargs, env=TEST_ENVIRONMENT)
 

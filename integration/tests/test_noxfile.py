@@ -1,4 +1,4 @@
-"""Which packages a change touches, as the session `changed` of nox tests them."""
+"""What functions of the noxfile find and run: touched packages, versions, commands beside tests."""
 
 from __future__ import annotations
 
@@ -55,6 +55,42 @@ def test_what_all_share_touches_all(noxfile: ModuleType) -> None:
     assert touched(noxfile, "docs/pins.md", "noxfile.py") == [
         package.name for package in noxfile.PACKAGES
     ]
+
+
+def test_resolved_versions_touch_all(noxfile: ModuleType) -> None:
+    assert touched(noxfile, "constraints.txt") == [package.name for package in noxfile.PACKAGES]
+
+
+def test_others_are_what_packages_declare_but_ours(noxfile: ModuleType) -> None:
+    needed = {noxfile.name_of(entry) for entry in noxfile.needed_of_others()}
+
+    assert {"hydra-core", "numpy", "torch"} <= needed
+    assert not any(name.startswith("sbp-") for name in needed)
+    assert "pytest" not in needed
+
+
+def test_without_pytorch_everything_else_is_needed(
+    noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = noxfile.needed_of_others(with_tests=True)
+    monkeypatch.setattr(noxfile, "TORCH", "")
+
+    missing = whole - noxfile.needed_of_others(with_tests=True)
+
+    assert {noxfile.name_of(entry) for entry in missing} == {"torch"}
+
+
+def test_every_declared_package_has_a_resolved_version_but_those_of_gpus(
+    noxfile: ModuleType,
+) -> None:
+    lines = noxfile.CONSTRAINTS.read_text("utf-8").splitlines()
+    held = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+
+    needed = noxfile.needed_of_others(with_tests=True, with_extras=True)
+    names = {noxfile.name_of(entry).lower() for entry in needed}
+
+    assert {name for name in names - held if not noxfile.OF_TORCH.match(name)} == set()
+    assert {name for name in held if noxfile.OF_TORCH.match(name)} == set()
 
 
 class _Session(SimpleNamespace):
