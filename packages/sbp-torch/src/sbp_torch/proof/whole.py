@@ -1,0 +1,352 @@
+"""Proof of a whole step: both graphs take it on the same random numbers, in double precision.
+
+    before      loss, metrics, new states  of the whole batch, or of parts that are accumulated
+    after       loss, metrics, new states  of the same rows, part by part
+
+States of the optimizer have the magnitudes that a step gives them: an update divides by roots of
+some of them, and from zeros on, rounding errors of gradients that cancel would become whole steps.
+So a step is taken first, and each state is then drawn around the mean of what it has made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbp_core.graph import (
+    GraphInput,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Ref,
+    TensorType,
+)
+from sbp_core.runtime import Number
+from sbp_torch.ops.operators import bind, operator_of
+from sbp_torch.proof.compare import TOLERANCE, largest, off_by
+from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
+from sbp_torch.runtime.single import run_graph
+
+#: Of what all states of one kind have, as much counts as large in each: less is rounding.
+_SMALL = 1e-3
+
+#: Rounding errors of the difference between a new state and the old one, in units of it.
+_ROUNDING = 64 * torch.finfo(torch.float64).eps
+
+_RANDOM = ("random_uniform", "random_normal", "random_bernoulli", "random_integers")
+
+#: How steps are drawn: the first is enough where nothing can be ignored.
+DRAWS = (
+    Draw(ignored="some", seed=4),
+    Draw(ignored="none", seed=5),
+    Draw(ignored="first", seed=6),
+    Draw(ignored="all", seed=7),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDifference:
+    """An output that differs.
+
+    Args:
+        name: Of the output, and what it is.
+        kind: Loss, metric or state.
+        wanted: The number that the first graph gives, where they differ most.
+        found: That of the second.
+        ignored: Which rows were.
+    """
+
+    name: str
+    kind: OutputKind
+    wanted: float
+    found: float
+    ignored: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    """Two graphs of one step, in double precision.
+
+    Args:
+        before: Takes the rows of all parts at once, or as the second one takes them.
+        after: Takes a step in parts.
+        example: A batch of the first one's form, or of another number of rows.
+        states: Values of states, where they are known; integers and buffers keep them.
+    """
+
+    before: LogicalGraph
+    after: LogicalGraph
+    example: Mapping[str, Tensor]
+    states: Mapping[str, Tensor]
+
+    def differences(self, draws: Sequence[Draw]) -> Iterator[OutputDifference]:
+        """Yield what differs in the first draw in which something does.
+
+        Raises:
+            Exception: what operators raise that do not run on such numbers.
+        """
+        before, after, patterns = same_random(self.before, self.after)
+        for how in draws:
+            found = list(self._differences(before, after, patterns, how))
+            yield from found
+            if found:
+                return
+
+    def can_ignore(self) -> bool:
+        """Whether rows can be ignored: by a mask, or by a number that targets may be."""
+        known = integers_of(self.before)
+        for entry in self.before.inputs:
+            if entry.kind is not InputKind.BATCH:
+                continue
+            kind, example = self.before.tensor(entry.name), self.example.get(entry.name)
+            is_mask = kind.dtype == "bool"
+            if example is not None and "float" in kind.dtype and example.numel():
+                is_mask = bool(((example == 0) | (example == 1)).all()) and bool(example.any())
+            if is_mask or known.get(entry.name, Integers()).ignored is not None:
+                return True
+        return False
+
+    def _differences(
+        self,
+        before: LogicalGraph,
+        after: LogicalGraph,
+        patterns: Mapping[str, Tensor],
+        how: Draw,
+    ) -> Iterator[OutputDifference]:
+        random = how.generator()
+        rows = {
+            name: [self._rows(before, name, how, random) for _ in range(before.num_micro_batches)]
+            for name in _batch_names(before)
+        }
+        batches = [
+            {name: parts[index] for name, parts in rows.items()}
+            for index in range(before.num_micro_batches)
+        ]
+        parts = _parts(before, after, batches)
+        scalars = _scalars(before, random)
+        states = self._states(before, how, random)
+        _, warm = run_graph(before, {**states, **patterns}, batches, scalars)
+        states = _around(before, states, warm, random)
+        wanted, old = run_graph(before, {**states, **patterns}, batches, scalars)
+        tied = _tied(after, states)
+        found, new = run_graph(after, {**tied, **patterns}, parts, scalars)
+        for out in before.outputs:
+            if out.kind is OutputKind.STATE:
+                continue
+            pair = wanted[out.name], found.get(out.name)
+            if pair[1] is None or off_by(pair[0], pair[1]):
+                yield _difference(out.name, out.kind, pair[0], pair[1], how)
+        yield from _state_differences(before, after, states, old, new, how)
+
+    def _rows(self, graph: LogicalGraph, name: str, how: Draw, random: torch.Generator) -> Tensor:
+        known = integers_of(graph).get(name, Integers())
+        return drawn(graph.tensor(name), known, how, random, self.example.get(name))
+
+    def _states(
+        self, graph: LogicalGraph, how: Draw, random: torch.Generator
+    ) -> dict[str, Tensor | Number]:
+        """Return parameters that are random, buffers as they are, zeros of the optimizer."""
+        found: dict[str, Tensor | Number] = {}
+        for entry in graph.inputs:
+            if not entry.kind.is_state:
+                continue
+            kind = graph.types[entry.name]
+            if not isinstance(kind, TensorType):
+                found[entry.name] = float(self.states.get(entry.name, torch.ones(())))
+                continue
+            dtype = getattr(torch, kind.dtype)
+            known = self.states.get(entry.name)
+            if entry.kind is InputKind.PARAMETER and dtype.is_floating_point:
+                fan_in = prod(kind.shape[1:]) if len(kind.shape) > 1 else 4
+                noise = how.floats(kind.shape, random).to(dtype) / max(fan_in, 1) ** 0.5
+                found[entry.name] = noise + (len(kind.shape) < 2)
+            elif known is not None and not known.is_meta:
+                found[entry.name] = known.detach().cpu().to(dtype).clone()
+            else:
+                fill = float(entry.kind is InputKind.BUFFER)
+                found[entry.name] = torch.full(kind.shape, fill, dtype=dtype)
+        return found
+
+
+def _batch_names(graph: LogicalGraph) -> list[str]:
+    return [entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH]
+
+
+def _parts(
+    before: LogicalGraph, after: LogicalGraph, batches: list[dict[str, Tensor]]
+) -> list[Mapping[str, Tensor]]:
+    """Return the parts of a step for the second graph."""
+    count = after.num_micro_batches
+    if len(batches) == count:
+        return list(batches)
+    (batch,) = batches
+    return [
+        {
+            name: batch[name]
+            if (size := after.tensor(name).shape) == tuple(batch[name].shape)
+            else batch[name][index * size[0] :][: size[0]]
+            for name in _batch_names(after)
+        }
+        for index in range(count)
+    ]
+
+
+def _scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Number]:
+    """Return what the host says of a step: rates between 0.5 and 0.9, which betas may be, too."""
+    found: dict[str, Number] = {"step": 2, "seed": 2}
+    for entry in graph.inputs:
+        if entry.kind is InputKind.SCALAR and entry.name not in found:
+            found[entry.name] = 0.5 + 0.4 * float(torch.rand((), generator=random))
+    return found
+
+
+def _around(
+    graph: LogicalGraph,
+    states: Mapping[str, Tensor | Number],
+    made: Mapping[str, Tensor | Number],
+    random: torch.Generator,
+) -> dict[str, Tensor | Number]:
+    """Return states with those of the optimizer drawn around what a step has made of them."""
+    found = dict(states)
+    means: dict[str, float] = {}
+    of_kind: dict[str, float] = defaultdict(float)
+    for entry in graph.inputs:
+        value = made.get(entry.name)
+        is_float = isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim()
+        if entry.kind is InputKind.OPTIMIZER_STATE and is_float:
+            assert isinstance(value, Tensor)
+            mean = float(value.abs().mean()) if value.numel() else 0.0
+            means[entry.name] = mean if mean < float("inf") else 0.0
+            key = _key(entry)
+            of_kind[key] = max(of_kind[key], means[entry.name])
+    for name, mean in means.items():
+        shape = torch.as_tensor(states[name]).shape
+        size = max(mean, _SMALL * of_kind[_key(graph.input_kinds[name])])
+        unit = torch.rand(shape, generator=random, dtype=torch.float64) + 0.5
+        found[name] = unit * size
+    return found
+
+
+def _key(entry: GraphInput) -> str:
+    return entry.name.removeprefix(f"{entry.of}.") if entry.of else ""
+
+
+def _tied(
+    after: LogicalGraph, states: Mapping[str, Tensor | Number]
+) -> dict[str, Tensor | Number]:
+    """Return the states of the second graph, of which some stand for several of the first."""
+    found: dict[str, Tensor | Number] = {}
+    for entry in after.inputs:
+        if entry.kind.is_state and (entry.name in states or entry.stands_for):
+            value = states[entry.name if entry.name in states else entry.stands_for[0]]
+            is_tensor = after.is_tensor(entry.name)
+            found[entry.name] = value if is_tensor else float(value)
+    return found
+
+
+def _state_differences(
+    before: LogicalGraph,
+    after: LogicalGraph,
+    states: Mapping[str, Tensor | Number],
+    old: Mapping[str, Tensor | Number],
+    new: Mapping[str, Tensor | Number],
+    how: Draw,
+) -> Iterator[OutputDifference]:
+    """Yield the states whose change differs."""
+    tied = {name: one.name for one in after.inputs for name in one.stands_for}
+    changes: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    of_kind: dict[str, float] = defaultdict(float)
+    for name, begin in states.items():
+        start = torch.as_tensor(begin)
+        wanted, found = torch.as_tensor(old[name]), torch.as_tensor(new[tied.get(name, name)])
+        if start.dtype.is_floating_point:
+            changes[name] = wanted - start, found - start, wanted
+            key = _key(before.input_kinds[name])
+            of_kind[key] = max(of_kind[key], largest(changes[name][0]))
+        elif off_by(wanted, found):
+            yield _difference(name, OutputKind.STATE, wanted, found, how)
+    for name, (wanted, found, whole) in changes.items():
+        small = _SMALL * of_kind[_key(before.input_kinds[name])]
+        scale = max(small, _ROUNDING / TOLERANCE * largest(whole))
+        if off_by(wanted, found, scale):
+            start = torch.as_tensor(states[name])
+            yield _difference(name, OutputKind.STATE, start + wanted, start + found, how)
+
+
+def _difference(
+    name: str, kind: OutputKind, wanted: Tensor, found: Tensor | None, how: Draw
+) -> OutputDifference:
+    """Return a difference with the two numbers that are most apart."""
+    if found is None or found.shape != wanted.shape or not wanted.numel():
+        pair = float("nan"), float("nan")
+    else:
+        gap = (wanted.double() - found.double()).abs().nan_to_num(torch.inf).reshape(-1)
+        at = int(gap.argmax())
+        pair = float(wanted.reshape(-1)[at]), float(found.reshape(-1)[at])
+    return OutputDifference(
+        name=name, kind=kind, wanted=pair[0], found=pair[1], ignored=how.ignored
+    )
+
+
+def same_random(
+    before: LogicalGraph, after: LogicalGraph
+) -> tuple[LogicalGraph, LogicalGraph, dict[str, Tensor]]:
+    """Let graphs that take other numbers of rows draw the same random numbers for each row.
+
+    What they draw is counted by place, so that parts draw other numbers than the whole. In place of
+    each such operator stands an input, equal for all rows, and of other numbers in the other dims.
+
+    before: m = sbp.random_bernoulli([8, 6], seed, draw, 3)
+    after:  m = expand(random.3, [8, 6]);  random.3: [1, 6] is a state
+
+    Returns:
+        Both graphs, and the numbers by the names of their inputs; if all draws are of the same
+        sizes, the graphs as they are.
+    """
+    sites: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for graph in (before, after):
+        for node in graph.nodes:
+            if node.kind in _RANDOM:
+                sites[node.args[3]].append(graph.tensor(node.outputs[0]).shape)
+    if before.num_micro_batches == after.num_micro_batches or not sites:
+        return before, after, {}
+    sizes = {
+        site: tuple(found[0] if len(set(found)) == 1 else 1 for found in zip(*shapes, strict=True))
+        for site, shapes in sites.items()
+    }
+    patterns: dict[str, Tensor] = {}
+    first = {n.args[3]: n for n in before.nodes if n.kind in _RANDOM}
+    for site, node in first.items():
+        numbers: dict[str, Any] = {name: 2 for name in node.inputs()}
+        args = list(bind(node.args, numbers.__getitem__))
+        args[0] = list(sizes[site])
+        kwargs = {key: bind(value, numbers.__getitem__) for key, value in node.kwargs.items()}
+        patterns[f"random.{site}"] = operator_of(node.op)(*args, **kwargs)
+    return _fed(before, patterns), _fed(after, patterns), patterns
+
+
+def _fed(graph: LogicalGraph, patterns: Mapping[str, Tensor]) -> LogicalGraph:
+    def changed(node: Node) -> Node:
+        if node.kind not in _RANDOM:
+            return node
+        shape = graph.tensor(node.outputs[0]).shape
+        args = (Ref(f"random.{node.args[3]}"), shape)
+        return replace(node, op="aten.expand.default", args=args, kwargs={})
+
+    inputs = tuple(GraphInput(name=name, kind=InputKind.BUFFER) for name in patterns)
+    kinds = {
+        name: TensorType(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in patterns.items()
+    }
+    return graph.with_nodes(
+        tuple(map(changed, graph.nodes)),
+        inputs=(*graph.inputs, *inputs),
+        types={**graph.types, **kinds},
+    )
