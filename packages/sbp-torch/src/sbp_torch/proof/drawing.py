@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -107,6 +107,12 @@ class Integers:
 
 def integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
     """Return what every integer of a graph may be, as its users say."""
+    if integers_of not in graph.found:
+        graph.found[integers_of] = _integers_of(graph)
+    return cast(Mapping[str, Integers], graph.found[integers_of])
+
+
+def _integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
     found: dict[str, Integers] = {}
     for node in reversed(graph.nodes):
         for name, here in _uses(graph, node):

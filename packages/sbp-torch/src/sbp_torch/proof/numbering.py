@@ -36,6 +36,7 @@ from sbp_core.graph import (
     TensorType,
     ValueType,
 )
+from sbp_core.graph.primitives import AFTER, PIECE, RESHAPE, VIEW
 from sbp_core.signatures import is_view
 from sbp_torch.ops.operators import bind, operator_of, results_of
 
@@ -95,7 +96,7 @@ class Numbering:
         first = next(iter(node.inputs()), None)
         if first is not None and self._is_copy(graph, node, first):
             return [values[first]]
-        if first is not None and (is_view(node.op) or node.op == "sbp.piece"):
+        if first is not None and (is_view(node.op) or node.op in (PIECE, RESHAPE)):
             try:
                 seen = self._views(node, values[first])
             except (RuntimeError, ValueError, IndexError, TypeError):
@@ -117,7 +118,7 @@ class Numbering:
         (made, *others), given = node.outputs, graph.types[first]
         if others:
             return False
-        if node.op in ("host.item", "host.float", "sbp.after"):
+        if node.op in ("host.item", "host.float", AFTER):
             return True
         if node.kind not in _COPIES or not isinstance(given, TensorType):
             return False
@@ -134,10 +135,10 @@ class Numbering:
 
 
 def _call(node: Node, seen: Tensor) -> list[Tensor]:
-    if node.op == "sbp.piece":
+    if node.op == PIECE:
         dim, index, count = node.args[2:5]
         return [seen[(slice(None),) * dim + (slice(index, None, count),)]]
-    op = "aten.view.default" if node.kind in ("_unsafe_view", "reshape") else node.op
+    op = VIEW if node.op == RESHAPE else node.op
     read = {node.inputs()[0]: seen}.__getitem__
     args = bind(node.args, read)
     kwargs: dict[str, Any] = {key: bind(value, read) for key, value in node.kwargs.items()}

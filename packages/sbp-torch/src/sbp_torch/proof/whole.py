@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbp_core.errors import SbpValueError
 from sbp_core.graph import (
     GraphInput,
     InputKind,
@@ -39,6 +40,9 @@ _SMALL = 1e-3
 
 #: Rounding errors of the difference between a new state and the old one, in units of it.
 _ROUNDING = 64 * torch.finfo(torch.float64).eps
+
+#: Noise on parameters that are drawn around their known values.
+_NEAR = 0.05
 
 _RANDOM = ("random_uniform", "random_normal", "random_bernoulli", "random_integers")
 
@@ -61,6 +65,7 @@ class OutputDifference:
         wanted: The number that the first graph gives, where they differ most.
         found: That of the second.
         ignored: Which rows were.
+        has_loss: Whether the loss of the first graph is a number there.
     """
 
     name: str
@@ -68,6 +73,11 @@ class OutputDifference:
     wanted: float
     found: float
     ignored: str
+    has_loss: bool
+
+
+#: Batches, scalars and states of a step.
+_Given = tuple[list[dict[str, Tensor]], dict[str, Number], dict[str, Tensor | Number]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +89,33 @@ class WholeStep:
         after: Takes a step in parts.
         example: A batch of the first one's form, or of another number of rows.
         states: Values of states, where they are known; integers and buffers keep them.
+        near: Whether parameters are drawn around their known values, not at random.
     """
 
     before: LogicalGraph
     after: LogicalGraph
     example: Mapping[str, Tensor]
     states: Mapping[str, Tensor]
+    near: bool = False
 
     def differences(self, draws: Sequence[Draw]) -> Iterator[OutputDifference]:
         """Yield what differs in the first draw in which something does.
 
         Raises:
+            SbpValueError: the loss is no number in the first draw, so that nothing can be said.
             Exception: what operators raise that do not run on such numbers.
         """
         before, after, patterns = same_random(self.before, self.after)
+        states: dict[str, Tensor | Number] = {}
         for how in draws:
-            found = list(self._differences(before, after, patterns, how))
+            random = how.generator()
+            batches, scalars = self._batches(before, how, random), _scalars(before, random)
+            if not states:
+                states = self._states(before, how, random)
+                _, warm = run_graph(before, {**states, **patterns}, batches, scalars)
+                states = _around(before, states, warm, random)
+            given = (batches, scalars, states)
+            found = list(self._differences(before, after, patterns, given, how))
             yield from found
             if found:
                 return
@@ -118,32 +139,38 @@ class WholeStep:
         before: LogicalGraph,
         after: LogicalGraph,
         patterns: Mapping[str, Tensor],
+        given: _Given,
         how: Draw,
     ) -> Iterator[OutputDifference]:
-        random = how.generator()
-        rows = {
-            name: [self._rows(before, name, how, random) for _ in range(before.num_micro_batches)]
-            for name in _batch_names(before)
-        }
-        batches = [
-            {name: parts[index] for name, parts in rows.items()}
-            for index in range(before.num_micro_batches)
-        ]
+        batches, scalars, states = given
         parts = _parts(before, after, batches)
-        scalars = _scalars(before, random)
-        states = self._states(before, how, random)
-        _, warm = run_graph(before, {**states, **patterns}, batches, scalars)
-        states = _around(before, states, warm, random)
         wanted, old = run_graph(before, {**states, **patterns}, batches, scalars)
         tied = _tied(after, states)
         found, new = run_graph(after, {**tied, **patterns}, parts, scalars)
+        has_loss = all(
+            bool(wanted[out.name].isfinite().all())
+            for out in before.outputs
+            if out.kind is OutputKind.LOSS
+        )
+        if how is DRAWS[0] and not has_loss:
+            raise SbpValueError("the loss of the captured step is no number there")
         for out in before.outputs:
             if out.kind is OutputKind.STATE:
                 continue
             pair = wanted[out.name], found.get(out.name)
             if pair[1] is None or off_by(pair[0], pair[1]):
-                yield _difference(out.name, out.kind, pair[0], pair[1], how)
-        yield from _state_differences(before, after, states, old, new, how)
+                yield _difference(out.name, out.kind, pair, how, has_loss)
+        for name, one, other in _changed_states(before, after, states, old, new):
+            yield _difference(name, OutputKind.STATE, (one, other), how, has_loss)
+
+    def _batches(
+        self, graph: LogicalGraph, how: Draw, random: torch.Generator
+    ) -> list[dict[str, Tensor]]:
+        """Return the batch of a step, or of each of its parts."""
+        return [
+            {name: self._rows(graph, name, how, random) for name in _batch_names(graph)}
+            for _ in range(graph.num_micro_batches)
+        ]
 
     def _rows(self, graph: LogicalGraph, name: str, how: Draw, random: torch.Generator) -> Tensor:
         known = integers_of(graph).get(name, Integers())
@@ -163,11 +190,14 @@ class WholeStep:
                 continue
             dtype = getattr(torch, kind.dtype)
             known = self.states.get(entry.name)
+            is_known = known is not None and not known.is_meta
             if entry.kind is InputKind.PARAMETER and dtype.is_floating_point:
                 fan_in = prod(kind.shape[1:]) if len(kind.shape) > 1 else 4
                 noise = how.floats(kind.shape, random).to(dtype) / max(fan_in, 1) ** 0.5
                 found[entry.name] = noise + (len(kind.shape) < 2)
-            elif known is not None and not known.is_meta:
+                if self.near and known is not None and is_known:
+                    found[entry.name] = known.detach().cpu().to(dtype) + _NEAR * noise
+            elif known is not None and is_known:
                 found[entry.name] = known.detach().cpu().to(dtype).clone()
             else:
                 fill = float(entry.kind is InputKind.BUFFER)
@@ -251,47 +281,57 @@ def _tied(
     return found
 
 
-def _state_differences(
+def _changed_states(
     before: LogicalGraph,
     after: LogicalGraph,
     states: Mapping[str, Tensor | Number],
     old: Mapping[str, Tensor | Number],
     new: Mapping[str, Tensor | Number],
-    how: Draw,
-) -> Iterator[OutputDifference]:
-    """Yield the states whose change differs."""
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the states whose change differs, and their two new values."""
     tied = {name: one.name for one in after.inputs for name in one.stands_for}
-    changes: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    pairs = {
+        name: (torch.as_tensor(old[name]), torch.as_tensor(new[tied.get(name, name)]))
+        for name in states
+    }
+    changes: dict[str, tuple[Tensor, Tensor]] = {}
     of_kind: dict[str, float] = defaultdict(float)
-    for name, begin in states.items():
-        start = torch.as_tensor(begin)
-        wanted, found = torch.as_tensor(old[name]), torch.as_tensor(new[tied.get(name, name)])
+    for name, (wanted, found) in pairs.items():
+        start = torch.as_tensor(states[name])
         if start.dtype.is_floating_point:
-            changes[name] = wanted - start, found - start, wanted
+            changes[name] = wanted - start, found - start
             key = _key(before.input_kinds[name])
             of_kind[key] = max(of_kind[key], largest(changes[name][0]))
         elif off_by(wanted, found):
-            yield _difference(name, OutputKind.STATE, wanted, found, how)
-    for name, (wanted, found, whole) in changes.items():
+            yield name, wanted, found
+    for name, (wanted, found) in changes.items():
         small = _SMALL * of_kind[_key(before.input_kinds[name])]
-        scale = max(small, _ROUNDING / TOLERANCE * largest(whole))
+        scale = max(small, _ROUNDING / TOLERANCE * largest(pairs[name][0]))
         if off_by(wanted, found, scale):
-            start = torch.as_tensor(states[name])
-            yield _difference(name, OutputKind.STATE, start + wanted, start + found, how)
+            yield name, *pairs[name]
 
 
 def _difference(
-    name: str, kind: OutputKind, wanted: Tensor, found: Tensor | None, how: Draw
+    name: str,
+    kind: OutputKind,
+    pair: tuple[Tensor, Tensor | None],
+    how: Draw,
+    has_loss: bool,
 ) -> OutputDifference:
     """Return a difference with the two numbers that are most apart."""
-    if found is None or found.shape != wanted.shape or not wanted.numel():
-        pair = float("nan"), float("nan")
-    else:
+    wanted, found = pair
+    numbers = float("nan"), float("nan")
+    if found is not None and found.shape == wanted.shape and wanted.numel():
         gap = (wanted.double() - found.double()).abs().nan_to_num(torch.inf).reshape(-1)
         at = int(gap.argmax())
-        pair = float(wanted.reshape(-1)[at]), float(found.reshape(-1)[at])
+        numbers = float(wanted.reshape(-1)[at]), float(found.reshape(-1)[at])
     return OutputDifference(
-        name=name, kind=kind, wanted=pair[0], found=pair[1], ignored=how.ignored
+        name=name,
+        kind=kind,
+        wanted=numbers[0],
+        found=numbers[1],
+        ignored=how.ignored,
+        has_loss=has_loss,
     )
 
 

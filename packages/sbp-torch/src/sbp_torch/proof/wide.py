@@ -4,6 +4,7 @@ before: y = mm(x, w): bfloat16[2, 3];  z = _to_copy(y, dtype=float32)
 after:  y = mm(x, w): float64[2, 3];   z = _to_copy(y, dtype=float64)
 
 Conversions between floats come to nothing, so where a pass has placed them makes no difference.
+Views become reshapes, which do not ask how their arguments lie in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sbp_core.graph import Argument, LogicalGraph, Node, Symbol, TensorType, ValueType
+from sbp_core.graph.primitives import RESHAPE, VIEW
 
 #: What numbers become: those of a higher precision, or the same ones.
 WIDE = {
@@ -19,6 +21,10 @@ WIDE = {
     "float32": "float64",
     "complex64": "complex128",
 }
+
+
+#: What takes views of contiguous arguments only.
+_VIEWS = (VIEW, "aten._unsafe_view.default")
 
 
 def widened(graph: LogicalGraph) -> LogicalGraph:
@@ -42,7 +48,8 @@ def _wide_node(node: Node) -> Node:
     kwargs = {key: _wide_argument(value) for key, value in node.kwargs.items()}
     if node.kind in ("random_uniform", "random_normal") and kwargs.get("dtype") is None:
         kwargs["dtype"] = Symbol("dtype", "float64")
-    return replace(node, args=args, kwargs=kwargs)
+    op = RESHAPE if node.op in _VIEWS else node.op
+    return replace(node, op=op, args=args, kwargs=kwargs)
 
 
 def _wide_argument(argument: Argument) -> Argument:
