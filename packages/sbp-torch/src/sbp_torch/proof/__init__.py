@@ -2,8 +2,8 @@
 
 In the order of use: `prove` decides what is run, `wide` brings graphs into double precision,
 `numbering` finds the values that are equal as they are made alike, `parts` runs the rest, `whole`
-takes whole steps, on numbers that the program allows (`drawing`), `compare` judges, `cost` says beforehand
-what that takes, `record` keeps what was proved.
+takes whole steps, both on numbers that the program allows (`drawing`); `compare` judges, `cost`
+says beforehand what that takes, `record` keeps what was proved.
 
 Stability: provisional.
 """

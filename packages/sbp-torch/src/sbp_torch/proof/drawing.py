@@ -131,6 +131,10 @@ def _is_integer(graph: LogicalGraph, name: str) -> bool:
     return isinstance(kind, TensorType) and kind.dtype.startswith(("int", "uint"))
 
 
+def _is_below_0(argument: object) -> bool:
+    return isinstance(argument, int) and argument < 0
+
+
 def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
     """Yield what a node says of its integers."""
 
@@ -157,9 +161,8 @@ def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
         for dim, index in enumerate(args[1]):
             if isinstance(index, Ref) and _is_integer(graph, index.name):
                 yield index.name, Integers(size(0, dim))
-    elif node.kind in ("ne", "eq") and len(args) > 1 and isinstance(args[1], int) and args[1] < 0:
-        if _is_integer(graph, name(0)):
-            yield name(0), Integers(None, args[1])
+    elif node.kind in ("ne", "eq") and _is_integer(graph, name(0)) and _is_below_0(args[1]):
+        yield name(0), Integers(None, args[1])
 
 
 def drawn(

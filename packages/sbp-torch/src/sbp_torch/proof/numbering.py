@@ -5,9 +5,9 @@ Views are worked out, not compared by name, so all ways to reshape, to transpose
 numbers give the same value:
 
     graph                         value
-    y = mm(x, w)                  base 2 = mm(base 0, base 1)           layout (4, 6), strides (6, 1)
-    a = t(y); b = t(a)            base 2                                the same
-    c = view(y, [2, 2, 6])        base 2              layout (2, 2, 6), strides (12, 6, 1)
+    y = mm(x, w)                  base 2 = mm(base 0, base 1);    shape (4, 6), strides (6, 1)
+    a = t(y); b = t(a)            base 2                          the same
+    c = view(y, [2, 2, 6])        base 2;              shape (2, 2, 6), strides (12, 6, 1)
     d = _to_copy(y, dtype=float64)                    as y, where y is float64 already
 
 Equal calls on equal values give one base, in one graph or in both.

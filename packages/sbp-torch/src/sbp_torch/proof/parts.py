@@ -40,8 +40,8 @@ from sbp_core.graph import (
 from sbp_core.runtime import Number
 from sbp_torch.proof.compare import off_by
 from sbp_torch.proof.cost import run_s
-from sbp_torch.proof.numbering import Numbering, Value, numbered
 from sbp_torch.proof.drawing import Draw, Integers, drawn, drawn_number, integers_of
+from sbp_torch.proof.numbering import Numbering, Value, numbered
 from sbp_torch.runtime.single import run_graph
 
 #: How parts are run; those without integers and booleans on the first two only.
@@ -325,9 +325,7 @@ def _graph_of(cone: _Cone) -> LogicalGraph:
     return graph.with_nodes(cone.nodes, inputs=tuple(inputs), outputs=(output,))
 
 
-def output_pairs(
-    before: LogicalGraph, after: LogicalGraph
-) -> list[tuple[str, str, str]]:
+def output_pairs(before: LogicalGraph, after: LogicalGraph) -> list[tuple[str, str, str]]:
     """Return each output's name, its value in one graph and its value in the other.
 
     A state that is not replaced keeps its value; one that others stand for is theirs.

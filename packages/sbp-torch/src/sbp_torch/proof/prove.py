@@ -54,7 +54,7 @@ class Step:
 def prove(
     step: Step,
     *,
-    states: Mapping[str, Tensor] | None = None,
+    states: Callable[[], Mapping[str, Tensor]] = dict,
     small: Callable[[], Step] | None = None,
     budget_s: float = 10.0,
     cache: bool | Path = True,
@@ -68,7 +68,7 @@ def prove(
 
     Args:
         step: What is compared.
-        states: Values of its states, of which buffers are taken; those on `meta` have none.
+        states: Returns values of its states, of which buffers are taken; those on `meta` have none.
         small: Makes the same step of fewer rows, if the step would take too long.
         budget_s: Most seconds that running may take, as estimated.
         cache: Keep what was proved in the user's cache folder, or in the folder given here, and
@@ -88,7 +88,7 @@ def prove(
             return replace(known, is_known=True)
     begin = time.perf_counter()
     with torch.no_grad():
-        found = _proved(step, states or {}, small, budget_s)
+        found = _proved(step, states, small, budget_s)
     found = replace(found, took_s=time.perf_counter() - begin)
     if entry is not None:
         entry.store(found)
@@ -96,7 +96,10 @@ def prove(
 
 
 def _proved(
-    step: Step, states: Mapping[str, Tensor], small: Callable[[], Step] | None, budget_s: float
+    step: Step,
+    states: Callable[[], Mapping[str, Tensor]],
+    small: Callable[[], Step] | None,
+    budget_s: float,
 ) -> Proof:
     if step.is_cut:
         return _proved_whole(step, states, small, budget_s)
@@ -114,12 +117,15 @@ def _proved(
             not_run=tuple(", ".join(node.where()) for node in found.skipped[:1]),
             num_not_run=len(found.skipped),
         )
-    whole = WholeStep(before=before, after=after, example=step.example, states=states)
+    whole = WholeStep(before=before, after=after, example=step.example, states=states())
     return _run_whole(whole, step, found.open, found.first, budget_s * _SUSPECT, "")
 
 
 def _proved_whole(
-    step: Step, states: Mapping[str, Tensor], small: Callable[[], Step] | None, budget_s: float
+    step: Step,
+    states: Callable[[], Mapping[str, Tensor]],
+    small: Callable[[], Step] | None,
+    budget_s: float,
 ) -> Proof:
     copy, of = step, ""
     if _whole_s(step) > budget_s and small is not None:
@@ -130,7 +136,7 @@ def _proved_whole(
         count = copy.after.num_micro_batches
         of = f" of {count} micro-batches of {_rows(copy.after)} samples"
     before, after = widened(copy.before), widened(copy.after)
-    whole = WholeStep(before=before, after=after, example=copy.example, states=states)
+    whole = WholeStep(before=before, after=after, example=copy.example, states=states())
     return _run_whole(whole, copy, [], None, budget_s, of)
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +23,10 @@ from sbp_core.graph import (
     GraphInput,
     InputKind,
     LogicalGraph,
-    Node,
     OutputKind,
-    Ref,
     TensorType,
 )
 from sbp_core.runtime import Number
-from sbp_torch.ops.operators import bind, operator_of
 from sbp_torch.proof.compare import TOLERANCE, largest, off_by
 from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
 from sbp_torch.runtime.single import run_graph
@@ -43,8 +39,6 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps
 
 #: Noise on parameters that are drawn around their known values.
 _NEAR = 0.05
-
-_RANDOM = ("random_uniform", "random_normal", "random_bernoulli", "random_integers")
 
 #: How steps are drawn: the first is enough where nothing can be ignored.
 DRAWS = (
@@ -105,17 +99,17 @@ class WholeStep:
             SbpValueError: the loss is no number in the first draw, so that nothing can be said.
             Exception: what operators raise that do not run on such numbers.
         """
-        before, after, patterns = same_random(self.before, self.after)
+        before, after = self.before, self.after
         states: dict[str, Tensor | Number] = {}
         for how in draws:
             random = how.generator()
             batches, scalars = self._batches(before, how, random), _scalars(before, random)
             if not states:
                 states = self._states(before, how, random)
-                _, warm = run_graph(before, {**states, **patterns}, batches, scalars)
+                _, warm = run_graph(before, states, batches, scalars)
                 states = _around(before, states, warm, random)
             given = (batches, scalars, states)
-            found = list(self._differences(before, after, patterns, given, how))
+            found = list(self._differences(before, after, given, how))
             yield from found
             if found:
                 return
@@ -138,15 +132,14 @@ class WholeStep:
         self,
         before: LogicalGraph,
         after: LogicalGraph,
-        patterns: Mapping[str, Tensor],
         given: _Given,
         how: Draw,
     ) -> Iterator[OutputDifference]:
         batches, scalars, states = given
         parts = _parts(before, after, batches)
-        wanted, old = run_graph(before, {**states, **patterns}, batches, scalars)
+        wanted, old = run_graph(before, states, batches, scalars)
         tied = _tied(after, states)
-        found, new = run_graph(after, {**tied, **patterns}, parts, scalars)
+        found, new = run_graph(after, tied, parts, scalars)
         has_loss = all(
             bool(wanted[out.name].isfinite().all())
             for out in before.outputs
@@ -189,13 +182,15 @@ class WholeStep:
                 found[entry.name] = float(self.states.get(entry.name, torch.ones(())))
                 continue
             dtype = getattr(torch, kind.dtype)
-            known = self.states.get(entry.name)
+            is_random = entry.kind is InputKind.PARAMETER and dtype.is_floating_point
+            # Values that nobody asks for are not made.
+            known = self.states.get(entry.name) if self.near or not is_random else None
             is_known = known is not None and not known.is_meta
-            if entry.kind is InputKind.PARAMETER and dtype.is_floating_point:
+            if is_random:
                 fan_in = prod(kind.shape[1:]) if len(kind.shape) > 1 else 4
                 noise = how.floats(kind.shape, random).to(dtype) / max(fan_in, 1) ** 0.5
                 found[entry.name] = noise + (len(kind.shape) < 2)
-                if self.near and known is not None and is_known:
+                if known is not None and is_known:
                     found[entry.name] = known.detach().cpu().to(dtype) + _NEAR * noise
             elif known is not None and is_known:
                 found[entry.name] = known.detach().cpu().to(dtype).clone()
@@ -268,9 +263,7 @@ def _key(entry: GraphInput) -> str:
     return entry.name.removeprefix(f"{entry.of}.") if entry.of else ""
 
 
-def _tied(
-    after: LogicalGraph, states: Mapping[str, Tensor | Number]
-) -> dict[str, Tensor | Number]:
+def _tied(after: LogicalGraph, states: Mapping[str, Tensor | Number]) -> dict[str, Tensor | Number]:
     """Return the states of the second graph, of which some stand for several of the first."""
     found: dict[str, Tensor | Number] = {}
     for entry in after.inputs:
@@ -332,61 +325,4 @@ def _difference(
         found=numbers[1],
         ignored=how.ignored,
         has_loss=has_loss,
-    )
-
-
-def same_random(
-    before: LogicalGraph, after: LogicalGraph
-) -> tuple[LogicalGraph, LogicalGraph, dict[str, Tensor]]:
-    """Let graphs that take other numbers of rows draw the same random numbers for each row.
-
-    What they draw is counted by place, so that parts draw other numbers than the whole. In place of
-    each such operator stands an input, equal for all rows, and of other numbers in the other dims.
-
-    before: m = sbp.random_bernoulli([8, 6], seed, draw, 3)
-    after:  m = expand(random.3, [8, 6]);  random.3: [1, 6] is a state
-
-    Returns:
-        Both graphs, and the numbers by the names of their inputs; if all draws are of the same
-        sizes, the graphs as they are.
-    """
-    sites: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for graph in (before, after):
-        for node in graph.nodes:
-            if node.kind in _RANDOM:
-                sites[node.args[3]].append(graph.tensor(node.outputs[0]).shape)
-    if before.num_micro_batches == after.num_micro_batches or not sites:
-        return before, after, {}
-    sizes = {
-        site: tuple(found[0] if len(set(found)) == 1 else 1 for found in zip(*shapes, strict=True))
-        for site, shapes in sites.items()
-    }
-    patterns: dict[str, Tensor] = {}
-    first = {n.args[3]: n for n in before.nodes if n.kind in _RANDOM}
-    for site, node in first.items():
-        numbers: dict[str, Any] = {name: 2 for name in node.inputs()}
-        args = list(bind(node.args, numbers.__getitem__))
-        args[0] = list(sizes[site])
-        kwargs = {key: bind(value, numbers.__getitem__) for key, value in node.kwargs.items()}
-        patterns[f"random.{site}"] = operator_of(node.op)(*args, **kwargs)
-    return _fed(before, patterns), _fed(after, patterns), patterns
-
-
-def _fed(graph: LogicalGraph, patterns: Mapping[str, Tensor]) -> LogicalGraph:
-    def changed(node: Node) -> Node:
-        if node.kind not in _RANDOM:
-            return node
-        shape = graph.tensor(node.outputs[0]).shape
-        args = (Ref(f"random.{node.args[3]}"), shape)
-        return replace(node, op="aten.expand.default", args=args, kwargs={})
-
-    inputs = tuple(GraphInput(name=name, kind=InputKind.BUFFER) for name in patterns)
-    kinds = {
-        name: TensorType(tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        for name, value in patterns.items()
-    }
-    return graph.with_nodes(
-        tuple(map(changed, graph.nodes)),
-        inputs=(*graph.inputs, *inputs),
-        types={**graph.types, **kinds},
     )

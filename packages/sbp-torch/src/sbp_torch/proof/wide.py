@@ -1,10 +1,11 @@
-"""A graph in double precision on the CPU: where two graphs differ there, they mean different things.
+"""A graph in double precision on the CPU: graphs that differ there mean different things.
 
 before: y = mm(x, w): bfloat16[2, 3];  z = _to_copy(y, dtype=float32)
 after:  y = mm(x, w): float64[2, 3];   z = _to_copy(y, dtype=float64)
 
 Conversions between floats come to nothing, so where a pass has placed them makes no difference.
-Views become reshapes, which do not ask how their arguments lie in memory.
+Views become reshapes, which do not ask how their arguments lie in memory. Random numbers are those
+that are counted by sample, also where a run draws from a generator for each shard.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def _wide_type(kind: ValueType) -> ValueType:
 def _wide_node(node: Node) -> Node:
     args = tuple(map(_wide_argument, node.args))
     kwargs = {key: _wide_argument(value) for key, value in node.kwargs.items()}
+    if kwargs.get("per_shard"):
+        kwargs["per_shard"] = False
     if node.kind in ("random_uniform", "random_normal") and kwargs.get("dtype") is None:
         kwargs["dtype"] = Symbol("dtype", "float64")
     op = RESHAPE if node.op in _VIEWS else node.op
