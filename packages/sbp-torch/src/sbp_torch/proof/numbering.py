@@ -36,9 +36,11 @@ from sbp_core.graph import (
     TensorType,
     ValueType,
 )
-from sbp_core.graph.primitives import AFTER, PIECE, RESHAPE, VIEW
 from sbp_core.signatures import is_view
 from sbp_torch.ops.operators import bind, operator_of, results_of
+
+#: The same numbers in another shape; as views of them, if that is possible.
+_RESHAPE, _VIEW = "aten.reshape.default", "aten.view.default"
 
 #: Operators that give back the numbers of their first argument, where its dtype does not change.
 _COPIES = frozenset({"alias", "clone", "detach", "_to_copy", "contiguous", "lift_fresh_copy"})
@@ -96,7 +98,7 @@ class Numbering:
         first = next(iter(node.inputs()), None)
         if first is not None and self._is_copy(graph, node, first):
             return [values[first]]
-        if first is not None and (is_view(node.op) or node.op in (PIECE, RESHAPE)):
+        if first is not None and (is_view(node.op) or node.op in ("sbp.piece", _RESHAPE)):
             try:
                 seen = self._views(node, values[first])
             except (RuntimeError, ValueError, IndexError, TypeError):
@@ -118,7 +120,7 @@ class Numbering:
         (made, *others), given = node.outputs, graph.types[first]
         if others:
             return False
-        if node.op in ("host.item", "host.float", AFTER):
+        if node.op in ("host.item", "host.float", "sbp.after"):
             return True
         if node.kind not in _COPIES or not isinstance(given, TensorType):
             return False
@@ -135,10 +137,10 @@ class Numbering:
 
 
 def _call(node: Node, seen: Tensor) -> list[Tensor]:
-    if node.op == PIECE:
+    if node.op == "sbp.piece":
         dim, index, count = node.args[2:5]
         return [seen[(slice(None),) * dim + (slice(index, None, count),)]]
-    op = VIEW if node.op == RESHAPE else node.op
+    op = _VIEW if node.op == _RESHAPE else node.op
     read = {node.inputs()[0]: seen}.__getitem__
     args = bind(node.args, read)
     kwargs: dict[str, Any] = {key: bind(value, read) for key, value in node.kwargs.items()}

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sbp_core.graph import Argument, LogicalGraph, Node, Symbol, TensorType, ValueType
-from sbp_core.graph.primitives import RESHAPE, VIEW
 
 #: What numbers become: those of a higher precision, or the same ones.
 WIDE = {
@@ -24,8 +23,11 @@ WIDE = {
 }
 
 
+#: What takes any argument.
+_RESHAPE = "aten.reshape.default"
+
 #: What takes views of contiguous arguments only.
-_VIEWS = (VIEW, "aten._unsafe_view.default")
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 
 def widened(graph: LogicalGraph) -> LogicalGraph:
@@ -51,7 +53,7 @@ def _wide_node(node: Node) -> Node:
         kwargs["per_shard"] = False
     if node.kind in ("random_uniform", "random_normal") and kwargs.get("dtype") is None:
         kwargs["dtype"] = Symbol("dtype", "float64")
-    op = RESHAPE if node.op in _VIEWS else node.op
+    op = _RESHAPE if node.op in _VIEWS else node.op
     return replace(node, op=op, args=args, kwargs=kwargs)
 
 
