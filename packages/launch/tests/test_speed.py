@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainable import FakeClock, registry, run_config
 
+from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.run import speed as speed_module
 from sbp_launch.run.speed import WINDOW, Speed
 from sbp_launch.trainer import trainer
-from sbp_launch.trainer.program import EagerReference
 from sbp_torch.runtime.reference import ReferenceSession
 
 

@@ -13,12 +13,13 @@ from sbp_core.memory import predict_memory
 from sbp_launch.data import SampleOrder
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import regathering
+from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.patterns import check_patterns
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import planned, trainer
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import EagerReference, make_program
+from sbp_launch.trainer.program import make_program, model_loss
 from sbp_launch.trainer.session import make_backend, start
 from sbp_launch.trainer.team import DEADLINE_S, vote_deadline_s
 from sbp_torch.boxing import LocalBackend
@@ -227,8 +228,10 @@ def test_the_nearest_pattern_is_named():
 
 
 def _reference_with(pairs):
-    run = run_config()
-    reference = EagerReference(make_program(run_of(run)), run.trainer, {})
+    run = run_of(run_config())
+    program = make_program(run)
+    settings = planned.plan_settings(run, program)
+    reference = EagerReference(program.model, model_loss, program.optimizer, settings, 0, {})
     reference.found, reference.losses = map(list, zip(*pairs, strict=True))
     return reference.verdict()
 

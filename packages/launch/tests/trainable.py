@@ -300,7 +300,7 @@ def run_config(
         optimizer=PluginChoice(name="adamw"),
         logger=PluginChoice(name="jsonl"),
         trainer=TrainerConfig(**settings),
-        compile=CompileConfig(plugins=plugins),
+        compile=CompileConfig(plugins=plugins, prove=not plugins),  # "double" changes the loss
         mesh=mesh,
         axes=axes,
     )

@@ -40,6 +40,10 @@ class CompileConfig:
         offload_in_flight: Most groups of offloaded states that are on the device at a time.
         regather: Patterns of the parameters that are gathered anew for the backward phase; others
             are kept from forward to backward.
+        prove: Whether a planned step is run beside the captured one before a step is taken, on
+            random data in float64; one that computes something else is refused.
+        prove_s: Most seconds that this may take, as estimated; what would take longer is proved on
+            fewer samples, or reported as not proved.
     """
 
     autocast: Literal["", "bfloat16", "float16"] = ""
@@ -55,12 +59,20 @@ class CompileConfig:
     input_gradients_first: bool = True
     offload_in_flight: int = 2
     regather: tuple[str, ...] = ("*",)
+    prove: bool = True
+    prove_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "prefetch"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value} is too small", accepted="an integer >= 0")
+        if not self.prove_s > 0:
+            raise ConfigError(
+                f"prove_s={self.prove_s} is too small",
+                accepted="seconds > 0",
+                todo="compile.prove=false proves nothing",
+            )
         if self.offload_in_flight < 1:
             raise ConfigError(
                 f"offload_in_flight={self.offload_in_flight} is too small",

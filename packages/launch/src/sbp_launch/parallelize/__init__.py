@@ -13,6 +13,7 @@ Stability: provisional.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from sbp_launch.parallelize.arguments import (
     update_options,
 )
 from sbp_launch.parallelize.choices import Choice, Choices
+from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import Pins, plan_program
 from sbp_launch.parallelize.output import StepOutput
@@ -73,6 +75,8 @@ def parallelize(
     boxing: Choice | BoxingBackend | None = None,
     states: Mapping[str, Tensor] | None = None,
     seed: int = 0,
+    prove: bool = True,
+    compare_steps: int = 0,
 ) -> ParallelStep:
     """Plan a training step for many ranks; `with` starts them, and calling it takes a step.
 
@@ -109,12 +113,17 @@ def parallelize(
         states: Values to begin with, whole tensors by name: as `step.state_dict()` or
             `model.state_dict()` return them. By default those of the model and the optimizer.
         seed: Of random numbers in the step, such as those of dropout.
+        prove: Run the planned step beside the captured one, on small random data, and refuse it if
+            it computes something else; `report` says what was proved. See `compile.prove`.
+        compare_steps: First steps that also run on one device, with copies of model and optimizer;
+            `report` says how far their losses are off.
 
     Raises:
         ConfigError: something cannot be meant, or does not fit the world of processes.
         CaptureError: the step cannot be captured; says at which line of your code.
         GraphError: the loss of the whole batch does not follow from those of its micro-batches;
-            says at which line samples meet each other.
+            says at which line samples meet each other. Or the planned step computes something
+            else than the captured one; says what, and at which line.
     """
     world, choices = World.of_environment(), Choices()
     shape = mesh_of(world, mesh, axes)
@@ -124,11 +133,12 @@ def parallelize(
     chosen_runtime = choices.chosen("runtime", runtime)
     choices.check_beside()
 
+    config = compile_config(compile, autocast)
     settings = make_settings(
         choices.registry,
         shape,
         machine if isinstance(machine, Cluster) else machine(shape.size),
-        compile_config(compile, autocast),
+        config if prove else replace(config, prove=False),
         micro_batches,
         loss_is,
         micro_batches_per_update,
@@ -150,7 +160,8 @@ def parallelize(
     )
     program = OneDeviceProgram.of(model, loss, optimizer, engine.settings.update)
     planned, degree = plan_program(program, batch, chosen_planner, pins, engine)
-    return ParallelStep(program, planned, engine, degree, states)
+    compared = Comparison(program, planned, engine, compare_steps) if compare_steps else None
+    return ParallelStep(program, planned, engine, degree, states, compared)
 
 
 make_callable(__name__)

@@ -17,11 +17,13 @@ from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.flow import (
     Planned,
     PlanSettings,
+    capture_step,
     capture_training,
     check_fits,
     compiled,
     regathering,
 )
+from sbp_launch.planning.proving import proved
 
 #: How tensors are pinned: a pattern of names -> SBP, or SBP by mesh axis.
 Pins = Mapping[str, str | Mapping[str, str]]
@@ -68,7 +70,7 @@ def plan_program(
         if parts == degree:
             planned = compiled(graph, strategy, settings)
             check_fits(planned, settings.cluster)
-            return planned, degree
+            return _proved(planned, captured.original, example, program), degree
         degree = parts
     raise ConfigError(
         "the planner splits the batch in another way whenever its size changes, so that nobody can "
@@ -77,6 +79,18 @@ def plan_program(
         accepted="batch_is='global', or a batch that is pinned",
         todo=_PIN_BATCH,
     )
+
+
+def _proved(
+    planned: Planned, captured: LogicalGraph, example: Any, program: OneDeviceProgram
+) -> Planned:
+    """Return the plan with what is proved of it."""
+
+    def capture(batch: Any) -> LogicalGraph:
+        given = (program.model, program.loss, batch, program.optimizer)
+        return capture_step(*given, planned.settings)
+
+    return proved(planned, captured, example, program.own_states, capture)
 
 
 def _strategy(

@@ -21,7 +21,9 @@ from sbp_core.runtime import BatchIs, Session, batch_parts, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.checkpoint.survivors import MEET_S
+from sbp_launch.console import say
 from sbp_launch.parallelize.agreement import Gather, compare_batches
+from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.joining import join
@@ -54,10 +56,12 @@ class ParallelStep:
         engine: Engine,
         degree: int,
         states: Mapping[str, Tensor] | None,
+        comparison: Comparison | None = None,
     ) -> None:
         self.world: World = engine.world
         self._program, self._planned, self._engine = program, planned, engine
         self._given_states = states
+        self._comparison = comparison
         self._forwards = Forwards(program, planned, engine, degree)
         self._session: Session | None = None
         self._backend: BoxingBackend | None = None
@@ -186,8 +190,13 @@ class ParallelStep:
         if self._gather is not None and not self._has_compared:
             compare_batches(self._parts, flat, self._gather)
             self._has_compared = True
+        compared = self._comparison if self._comparison and self._comparison.is_due else None
+        if compared is not None and not compared.has_begun:
+            compared.begin(self.state_dict(to=0), self.steps_done)
         with naming_source_lines(self._planned.graph):
             found = session.step(flat, values, batch_is=self._engine.batch_is)
+        if compared is not None:
+            compared.step(batch, float(found.loss), values)
         note_step(self._program.optimizer)
         assert self._saves is not None, "the step is started"
         self._saves.behind_step()
@@ -390,6 +399,8 @@ class ParallelStep:
         )
         self._has_damaged_states = False
         self._first_step = done - session.steps_done
+        if self._comparison is not None:
+            self._comparison.forget()
 
     def load_model(self, path: str | Path) -> None:
         """Start from weights, by the model's own names; all processes call it.
@@ -439,6 +450,9 @@ class ParallelStep:
     def report(self, file: TextIO | None = None, *, max_rows: int = 30) -> None:
         """Print the plan as `sbp-plan` does: layouts, what is sent, time, memory. On rank 0 only.
 
+        With what was proved of it; and, after the steps that are compared with one device, how far
+        they are off.
+
         Args:
             file: Where; standard output if None.
             max_rows: Most rows of its table; 0 for no table.
@@ -450,6 +464,7 @@ class ParallelStep:
         mesh = self._engine.settings.mesh
         sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
         print_plan(console, self._planned, sizes, max_rows, "raise max_rows to see them")
+        say(console, self._comparison.lines() if self._comparison else [])
 
     def __repr__(self) -> str:
         state = "over" if self._is_over else "not started" if self._session is None else "started"

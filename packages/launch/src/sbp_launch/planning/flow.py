@@ -49,6 +49,7 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.settings.patterns import check_patterns
 from sbp_torch.capture import capture
+from sbp_torch.proof import Proof
 from sbp_torch.update_options import UpdateOptions
 
 
@@ -56,7 +57,8 @@ from sbp_torch.update_options import UpdateOptions
 class Planned:
     """A graph, how it was planned, and the checked plan in simulated time.
 
-    `known_memory` is what the planner has found its memory to be, if it has.
+    `known_memory` is what the planner has found its memory to be, if it has; `proof` what was
+    proved of the graph, if that was asked for.
     """
 
     settings: PlanSettings
@@ -66,6 +68,7 @@ class Planned:
     checked: CheckReport
     simulation: Simulation
     known_memory: MemoryReport | None = None
+    proof: Proof | None = None
 
     @cached_property
     def memory(self) -> MemoryReport | str:

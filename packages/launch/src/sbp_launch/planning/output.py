@@ -41,6 +41,7 @@ def print_plan(
     checked, step_s = planned.checked, planned.simulation.step_s
     speed = speed_line(graph, planned.settings.cluster, len(plan.ranks), step_s) if step_s else ""
     say(console, summary(plan, graph, strategy, rows, num_steps, checked, step_s, speed))
+    say(console, planned.proof.lines() if planned.proof else [])
     say(console, saving_lines(graph, strategy))
     say(console, memory_lines(plan, planned.memory))
 

@@ -28,6 +28,7 @@ from sbp_core.plugins import (
 from sbp_core.runtime import Session
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.planning.utilization import ModelWork
 from sbp_launch.run.folder import writing
 from sbp_launch.run.metrics import metric_sink
@@ -42,7 +43,7 @@ from sbp_launch.trainer.checkpoints import RunCheckpoints
 from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.phases import PhaseTimes
-from sbp_launch.trainer.program import EagerReference, Program
+from sbp_launch.trainer.program import Program
 from sbp_launch.trainer.step import StepTaker
 from sbp_launch.trainer.team import Team, fail_together, stop_together, vote_deadline_s
 
@@ -265,7 +266,9 @@ class TrainingLoop:
             if self.reference is not None and step <= settings.compare_steps:
                 with self.phases.timing("comparison"):
                     whole = self.program.batch(batch.begin, settings.batch_size)
-                    self.reference.step(whole, taken.loss, taken.factor)
+                    groups = self.reference.optimizer.param_groups
+                    rates = [{"lr": group["lr"] * taken.factor} for group in groups]
+                    self.reference.step(whole, taken.loss, rates)
             progress.advance(step, taken.loss, self._train_s)
             if not is_due:
                 self._log(sink, step, row)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import cast
+from functools import cache, partial
+from typing import Any, cast
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.collection import collection_paused
@@ -30,6 +31,7 @@ from sbp_launch.planning.flow import (
     regathering,
     with_averages,
 )
+from sbp_launch.planning.proving import proved
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.program import Program, model_loss
 
@@ -106,10 +108,20 @@ def step_planner(run: Run, program: Program) -> StepPlanner:
 
 
 def plan_step(run: Run, program: Program) -> Planned:
-    """Capture, plan, compile and check the training step."""
-    planned = step_planner(run, program).plan()
+    """Capture, plan, compile, check and prove the training step."""
+    planner = step_planner(run, program)
+    planned = planner.plan()
     check_memory_of(planned, run)
-    return planned
+    settings = planned.settings
+    size = run.config.trainer.batch_size // settings.captured_parts
+
+    def capture(batch: Any) -> LogicalGraph:
+        return capture_step(program.model, model_loss, batch, program.optimizer, settings)
+
+    with run.stage("proving the step") if settings.compile.prove else nullcontext():
+        states = partial(program.made.states, program.optimizer, run.config.trainer.update)
+        captured = planner.family.captured(size)
+        return proved(planned, captured, program.example(size), states, capture)
 
 
 def check_memory_of(planned: Planned, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The one-device program of a run, and the same program run eagerly beside the first steps.
+"""The one-device program of a run.
 
 The model is made without memory: its parameters are made shard by shard when a session starts.
 """
@@ -6,7 +6,7 @@ The model is made without memory: its parameters are made shard by shard when a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
@@ -20,11 +20,9 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import ClusterFactory
 from sbp_launch.data import DataCursor, Order, SampleOrder, SampleSource, checked_dataset
 from sbp_launch.optimizers import optimizer_over
-from sbp_launch.planning.report import counted
 from sbp_launch.run.run import Run
-from sbp_launch.settings.config import RunConfig, TrainerConfig
+from sbp_launch.settings.config import RunConfig
 from sbp_launch.settings.patterns import check_patterns
-from sbp_torch.capture import counted_random, split_losses
 from sbp_torch.deferred_init import DeferredModel, deferred
 from sbp_torch.kinds import Dataset, OptimizerFactory, TextDataset
 
@@ -180,118 +178,3 @@ def _check_patterns(config: RunConfig, model: nn.Module) -> None:
     apart = config.compile.passes.accumulate_addends
     check_patterns("compile.regather", config.compile.regather, names, "parameter")
     check_patterns("compile.passes.accumulate_addends", apart, names, "parameter")
-
-
-class EagerReference:
-    """The one-device program, run beside the first steps: eager model, autograd, `torch.optim`.
-
-    A micro-batch at a time, as batch norm sees it, with the random numbers of the plan.
-
-    Args:
-        program: What is trained.
-        settings: How.
-        staleness: See `PhysicalPlan.staleness`.
-    """
-
-    def __init__(
-        self, program: Program, settings: TrainerConfig, staleness: Mapping[str, int]
-    ) -> None:
-        self.model = program.made.whole_model()
-        self.staleness = staleness
-        self.optimizer = optimizer_over(program.make_optimizer, self.model)
-        self.settings = settings
-        self.losses: list[float] = []
-        self.found: list[float] = []
-
-    def step(self, batch: Mapping[str, Tensor], loss: float, factor: float) -> None:
-        """Take one step and note its loss beside that of the parallel program.
-
-        Args:
-            batch: Of the step.
-            loss: Of the parallel program.
-            factor: Of the learning rate.
-        """
-        count, size = self.settings.num_micro_batches, self.settings.micro_batch_size
-        parts = [
-            {name: value[index * size :][:size] for name, value in batch.items()}
-            for index in range(count)
-        ]
-        if self.settings.loss == "each_micro_batch":
-            own = self._updates(parts, factor)
-        else:
-            self.optimizer.zero_grad()
-            own = sum(self._loss(parts, index) / count for index in range(count))
-            self._update(factor)
-        self.losses.append(own)
-        self.found.append(loss)
-
-    def _loss(self, parts: Sequence[Mapping[str, Tensor]], index: int) -> float:
-        """Return the loss of a micro-batch, after its backward phase."""
-        several = self.settings.loss == "each_micro_batch"
-        count = self.settings.micro_batches_per_update if several else len(parts)
-        with counted_random(self.settings.seed, len(self.losses) * len(parts) + index):
-            own = split_losses(model_loss(self.model, parts[index]))[0]
-        (own / count).backward()  # type: ignore[no-untyped-call] # untyped
-        return own.item()
-
-    def _updates(self, parts: Sequence[Mapping[str, Tensor]], factor: float) -> float:
-        """Take several updates, by micro-batches that are computed with stale parameters.
-
-        Returns:
-            The mean of their losses.
-        """
-        parameters = dict(self.model.named_parameters())
-        late = {name: parameters[name] for name in self.staleness}
-        versions = [{name: one.detach().clone() for name, one in late.items()}]
-        total, each = 0.0, self.settings.micro_batches_per_update
-        for index in range(len(parts)):
-            for name, one in late.items():
-                one.data.copy_(versions[max(0, index // each - self.staleness[name])][name])
-            if index % each == 0:
-                self.optimizer.zero_grad()
-            total += self._loss(parts, index)
-            if (index + 1) % each:
-                continue
-            for name, one in late.items():
-                one.data.copy_(versions[-1][name])
-            self._update(factor)
-            versions.append({name: one.detach().clone() for name, one in late.items()})
-        return total / len(parts)
-
-    def _update(self, factor: float) -> None:
-        self._clip()
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
-        self.optimizer.step()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _clip(self) -> None:
-        update, parameters = self.settings.update, list(self.model.parameters())
-        if update.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, update.clip_norm, update.norm_type)
-        if update.clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, update.clip_value)
-
-    def verdict(self) -> str:
-        """Return what is printed: the largest deviation, and where there is none to be told."""
-        pairs = list(zip(self.found, self.losses, strict=True))
-        finite = [math.isfinite(found) and math.isfinite(own) for found, own in pairs]
-        known = finite.index(False) if False in finite else len(pairs)
-        parts = []
-        if known:
-            deviations = [(abs(found - own), abs(own or 1.0)) for found, own in pairs[:known]]
-            worst = max(deviation for deviation, _ in deviations)
-            relative = max(deviation / scale for deviation, scale in deviations)
-            parts.append(
-                f"largest deviation of the loss from one device over the first "
-                f"{counted(known, 'step')}: {worst:.2e} ({relative:.2e} relative)"
-            )
-        if known < len(pairs):
-            found, own = pairs[known]
-            parts.append(
-                f"from step {known + 1} on nothing can be compared: there the loss is {found} on "
-                f"the ranks, {own} on one device"
-            )
-        return "\n".join(parts)

@@ -16,7 +16,9 @@ from sbp_core.errors import RunError, SbpValueError, words_of
 from sbp_core.plugins import PluginRegistry, Storage, TrainerState
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
+from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.planning.output import print_plan, write_plan
 from sbp_launch.planning.report import counted, crowding
 from sbp_launch.planning.source_lines import with_source_line
@@ -37,7 +39,7 @@ from sbp_launch.trainer.figures import Measured, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
 from sbp_launch.trainer.micro_batches import plan_fitting
 from sbp_launch.trainer.planned import plan_step
-from sbp_launch.trainer.program import EagerReference, Program, make_program
+from sbp_launch.trainer.program import Program, make_program, model_loss
 from sbp_launch.trainer.resume import Resume
 from sbp_launch.trainer.sampling import printable, sample_text
 from sbp_launch.trainer.session import (
@@ -179,9 +181,17 @@ def train_states(
     else:
         with run.stage(f"making the states and {STARTING}"):
             if config.trainer.compare_steps and run.is_first:
-                reference = EagerReference(program, config.trainer, planned.plan.staleness)
+                model = program.made.whole_model()
                 if weights is not None:
-                    weights.load_into(reference.model)
+                    weights.load_into(model)
+                reference = EagerReference(
+                    model,
+                    model_loss,
+                    optimizer_over(program.make_optimizer, model),
+                    planned.settings,
+                    config.trainer.seed,
+                    planned.plan.staleness,
+                )
             made = program.made.states(program.optimizer, config.trainer.update)
             with weights.over(made) if weights is not None else nullcontext(made) as first:
                 session = start(run, planned.plan, first, step_meter.backend)

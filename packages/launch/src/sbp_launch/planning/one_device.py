@@ -1,0 +1,151 @@
+"""The one-device program run beside the first steps: eager model, autograd, `torch.optim`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from sbp_aten.pass_options import LossMeaning
+from sbp_launch.planning.flow import PlanSettings
+from sbp_launch.planning.report import counted
+from sbp_torch.capture import counted_random, flatten_batch, rebuild_batch, split_losses
+
+
+class EagerReference:
+    """A program as one device runs it, with the random numbers of the plan.
+
+    A step takes its whole batch at once; or a micro-batch at a time, if each has its own loss.
+
+    Args:
+        model: With values; is trained.
+        loss: `loss(model, batch)`, as `capture` takes it.
+        optimizer: Over the parameters of the model.
+        settings: How the step is planned.
+        seed: Of random numbers in the step.
+        staleness: See `PhysicalPlan.staleness`.
+        num_done: Steps that were taken before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any,
+        optimizer: torch.optim.Optimizer,
+        settings: PlanSettings,
+        seed: int,
+        staleness: Mapping[str, int],
+        num_done: int = 0,
+    ) -> None:
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.settings, self.seed, self.staleness = settings, seed, staleness
+        self.num_done = num_done
+        self.losses: list[float] = []
+        self.found: list[float] = []
+
+    def step(self, batch: Any, loss: float, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take one step and note its loss beside that of the parallel program.
+
+        Args:
+            batch: Of the step.
+            loss: Of the parallel program.
+            groups: Settings of each parameter group in this step, such as its `lr`.
+        """
+        count, flat = self.settings.captured_parts, flatten_batch(batch)
+        parts = [
+            rebuild_batch(
+                batch,
+                {
+                    name: value.tensor_split(count)[index] if value.dim() else value
+                    for name, value in flat.items()
+                },
+            )
+            for index in range(count)
+        ]
+        if self.settings.loss is LossMeaning.EACH_MICRO_BATCH:
+            own = self._updates(parts, groups)
+        else:
+            self.optimizer.zero_grad()
+            own = sum(self._loss(parts, index) / count for index in range(count))
+            self._update(groups)
+        self.losses.append(own)
+        self.found.append(loss)
+
+    def _loss(self, parts: Sequence[Any], index: int) -> float:
+        """Return the loss of a micro-batch, after its backward phase."""
+        several = self.settings.loss is LossMeaning.EACH_MICRO_BATCH
+        count = self.settings.micro_batches_per_update if several else len(parts)
+        draw = (self.num_done + len(self.losses)) * len(parts) + index
+        name = self.settings.compile.autocast
+        device = self.settings.mesh.device
+        low = torch.autocast(device, getattr(torch, name)) if name else nullcontext()
+        with counted_random(self.seed, draw), low:
+            own = split_losses(self.loss(self.model, parts[index]))[0]
+        (own / count).backward()  # type: ignore[no-untyped-call] # untyped
+        return own.item()
+
+    def _updates(self, parts: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> float:
+        """Take several updates, by micro-batches that are computed with stale parameters.
+
+        Returns:
+            The mean of their losses.
+        """
+        parameters = dict(self.model.named_parameters())
+        late = {name: parameters[name] for name in self.staleness}
+        versions = [{name: one.detach().clone() for name, one in late.items()}]
+        total, each = 0.0, self.settings.micro_batches_per_update
+        for index in range(len(parts)):
+            for name, one in late.items():
+                one.data.copy_(versions[max(0, index // each - self.staleness[name])][name])
+            if index % each == 0:
+                self.optimizer.zero_grad()
+            total += self._loss(parts, index)
+            if (index + 1) % each:
+                continue
+            for name, one in late.items():
+                one.data.copy_(versions[-1][name])
+            self._update(groups)
+            versions.append({name: one.detach().clone() for name, one in late.items()})
+        return total / len(parts)
+
+    def _update(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._clip()
+        before = [dict(group) for group in self.optimizer.param_groups]
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+        self.optimizer.step()
+        for group, settings in zip(self.optimizer.param_groups, before, strict=True):
+            group.update(settings)
+
+    def _clip(self) -> None:
+        update, parameters = self.settings.update, list(self.model.parameters())
+        if update.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, update.clip_norm, update.norm_type)
+        if update.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, update.clip_value)
+
+    def verdict(self) -> str:
+        """Return what is printed: the largest deviation, and where there is none to be told."""
+        pairs = list(zip(self.found, self.losses, strict=True))
+        finite = [math.isfinite(found) and math.isfinite(own) for found, own in pairs]
+        known = finite.index(False) if False in finite else len(pairs)
+        parts = []
+        if known:
+            deviations = [(abs(found - own), abs(own or 1.0)) for found, own in pairs[:known]]
+            worst = max(deviation for deviation, _ in deviations)
+            relative = max(deviation / scale for deviation, scale in deviations)
+            parts.append(
+                f"largest deviation of the loss from one device over the first "
+                f"{counted(known, 'step')}: {worst:.2e} ({relative:.2e} relative)"
+            )
+        if known < len(pairs):
+            found, own = pairs[known]
+            parts.append(
+                f"from step {known + 1} on nothing can be compared: there the loss is {found} on "
+                f"the ranks, {own} on one device"
+            )
+        return "\n".join(parts)

@@ -1,0 +1,200 @@
+"""Random numbers that a graph may be given: indices that are in range, rows that are ignored.
+
+What an integer may be follows from its users, through views: an index into a table of n rows, a
+class among n, or the number that a cross-entropy ignores. Where nothing follows, numbers are taken
+from an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from sbp_core.graph import LogicalGraph, Node, Ref, TensorType
+from sbp_core.runtime import Number
+from sbp_core.signatures import is_view
+
+#: Operators that hand integers on as they are, at least some of them.
+_HANDED_ON = frozenset(
+    {"_to_copy", "clone", "where", "masked_fill", "cat", "stack", "select_scatter", "slice_scatter"}
+)
+
+#: Chance of each row of a batch, from the first to the last, that an element of it is valid.
+_VALID = (0.9, 0.3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One way to draw numbers.
+
+    Args:
+        ignored: Which elements of masks and targets are ignored; `first` is the first part of the
+            rows, all of it, as of a whole micro-batch.
+        positive: Whether floats are positive, as roots and logarithms want them, or normal.
+        seed: Of the numbers.
+    """
+
+    ignored: Literal["some", "none", "first", "all"] = "some"
+    positive: bool = False
+    seed: int = 0
+
+    def generator(self) -> torch.Generator:
+        """Return what draws the numbers, always the same ones."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def floats(self, shape: Iterable[int], random: torch.Generator) -> Tensor:
+        """Return floats, normal ones or those between 0.5 and 1.5."""
+        size = tuple(shape)
+        if self.positive:
+            return torch.rand(size, generator=random, dtype=torch.float64) + 0.5
+        return torch.randn(size, generator=random, dtype=torch.float64)
+
+    def valid(self, shape: Iterable[int], random: torch.Generator) -> Tensor:
+        """Return a mask of what is not ignored: rows have unequal counts."""
+        size = tuple(shape)
+        if self.ignored in ("none", "all") or not size:
+            return torch.full(size, self.ignored != "all")
+        chances = torch.linspace(*_VALID, size[0]).reshape(-1, *[1] * (len(size) - 1))
+        found = torch.rand(size, generator=random) < chances
+        if self.ignored == "first":
+            found[: (size[0] + 1) // 2] = False
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """What an integer may be.
+
+    Args:
+        bound: It is below that, and at least 0; None if nobody says.
+        ignored: A number that stands for "none".
+    """
+
+    bound: int | None = None
+    ignored: int | None = None
+
+    def merged(self, other: Integers) -> Integers:
+        """Return what it may be if both hold."""
+        bounds = [one for one in (self.bound, other.bound) if one is not None]
+        ignored = self.ignored if self.ignored is not None else other.ignored
+        return Integers(min(bounds, default=None), ignored)
+
+    def draw(
+        self, shape: Iterable[int], how: Draw, random: torch.Generator, example: Tensor | None
+    ) -> Tensor:
+        """Return integers of a shape (int64).
+
+        Args:
+            shape: Of what is drawn.
+            how: How.
+            random: Draws.
+            example: Numbers to take where no bound is known; 0 and 1 if None.
+        """
+        size = tuple(shape)
+        if self.bound is None and example is not None and example.numel():
+            flat = example.reshape(-1).to(torch.int64)
+            return flat[torch.randint(len(flat), size, generator=random)]
+        bound = 2 if self.bound is None else max(self.bound, 1)
+        found = torch.randint(bound, size, generator=random)
+        if self.ignored is None:
+            return found
+        return found.where(how.valid(size, random), self.ignored)
+
+
+def integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
+    """Return what every integer of a graph may be, as its users say."""
+    if integers_of not in graph.found:
+        graph.found[integers_of] = _integers_of(graph)
+    return cast(Mapping[str, Integers], graph.found[integers_of])
+
+
+def _integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
+    found: dict[str, Integers] = {}
+    for node in reversed(graph.nodes):
+        for name, here in _uses(graph, node):
+            found[name] = found.get(name, Integers()).merged(here)
+        known = [found[name] for name in node.outputs if name in found]
+        if known and (is_view(node.op) or node.kind in _HANDED_ON):
+            for name in node.inputs():
+                if _is_integer(graph, name):
+                    for one in known:
+                        found[name] = found.get(name, Integers()).merged(one)
+    return found
+
+
+def _is_integer(graph: LogicalGraph, name: str) -> bool:
+    kind = graph.types[name]
+    return isinstance(kind, TensorType) and kind.dtype.startswith(("int", "uint"))
+
+
+def _is_below_0(argument: object) -> bool:
+    return isinstance(argument, int) and argument < 0
+
+
+def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
+    """Yield what a node says of its integers."""
+
+    def size(at: int, dim: int) -> int:
+        return graph.tensor(node.args[at].name).shape[dim]
+
+    def name(at: int) -> str:
+        found = node.args[at]
+        assert isinstance(found, Ref), f"argument {at} of {node.op} is a tensor"
+        return found.name
+
+    args = node.args
+    if node.kind in ("embedding", "_embedding_bag", "embedding_renorm"):
+        yield name(1), Integers(size(0, 0))
+    elif node.kind == "embedding_dense_backward":
+        yield name(1), Integers(args[2])
+    elif node.kind in ("nll_loss_forward", "nll_loss2d_forward"):
+        yield name(1), Integers(size(0, 1 if len(graph.tensor(name(0)).shape) > 1 else 0), args[4])
+    elif node.kind in ("nll_loss_backward", "nll_loss2d_backward"):
+        yield name(2), Integers(size(1, 1 if len(graph.tensor(name(1)).shape) > 1 else 0), args[5])
+    elif node.kind in ("gather", "index_select", "scatter", "scatter_add", "index_add"):
+        yield name(2), Integers(size(0, args[1]))
+    elif node.kind in ("index", "index_put"):
+        for dim, index in enumerate(args[1]):
+            if isinstance(index, Ref) and _is_integer(graph, index.name):
+                yield index.name, Integers(size(0, dim))
+    elif node.kind in ("ne", "eq") and _is_integer(graph, name(0)) and _is_below_0(args[1]):
+        yield name(0), Integers(None, args[1])
+
+
+def drawn(
+    kind: TensorType,
+    integers: Integers,
+    how: Draw,
+    random: torch.Generator,
+    example: Tensor | None = None,
+) -> Tensor:
+    """Return numbers of a type.
+
+    Args:
+        kind: Shape and dtype; floats in double precision.
+        integers: What they may be, if they are integers.
+        how: How they are drawn.
+        random: Draws them.
+        example: Floats that are all 0 or 1 are a mask, and those that are not below 0 stay so.
+    """
+    dtype = getattr(torch, kind.dtype)
+    if kind.dtype == "bool":
+        return how.valid(kind.shape, random)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return integers.draw(kind.shape, how, random, example).to(dtype)
+    if example is not None and example.numel() and bool((example >= 0).all()):
+        if bool(((example == 0) | (example == 1)).all()) and bool(example.any()):
+            return how.valid(kind.shape, random).to(dtype)
+        how = replace(how, positive=True)
+    return how.floats(kind.shape, random).to(dtype)
+
+
+def drawn_number(dtype: str, random: torch.Generator) -> Number:
+    """Return a number on the host: a float from 0.5 to 1.5, or a small count."""
+    if dtype == "float":
+        return 0.5 + float(torch.rand((), generator=random, dtype=torch.float64))
+    return True if dtype == "bool" else 2

@@ -1,0 +1,339 @@
+"""Proof part by part: what two graphs compute alike is not run, and of the rest only what differs.
+
+Values are numbered in both graphs. Where a name of both stands for two numbers, the operators that
+make it, back to values that are equal already, are run on random numbers; if both give the same,
+the two numbers are one from there on, so that a change of a few operators stays one of a few:
+
+    before                             after                                 x, w are equal
+    y = mm(x, w)                       y = mm(x, w)                          equal: made alike
+    m = mean(y)                        s = sum(y); m = div(s, 8)             run, from y to m: equal
+    g = expand(1 / 8)                  g = expand(1 / 8)                     equal: made alike
+
+If they differ, what they are made from may be related (a log-softmax and its logits): the part
+grows, by what one of them is made from and the other not, and then by the rest.
+
+Source: sweeping with cut points, of hardware equivalence checking: Kuehlmann, Krohm, "Equivalence
+checking using cuts and heaps", DAC 1997. They prove; random numbers of double precision do but for
+a set of measure 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sbp_core.errors import SbpError
+from sbp_core.graph import (
+    GraphInput,
+    GraphOutput,
+    InputKind,
+    LogicalGraph,
+    Node,
+    OutputKind,
+    Rate,
+    TensorType,
+    map_refs,
+)
+from sbp_core.runtime import Number
+from sbp_torch.proof.compare import off_by
+from sbp_torch.proof.cost import run_s
+from sbp_torch.proof.drawing import Draw, Integers, drawn, drawn_number, integers_of
+from sbp_torch.proof.numbering import Numbering, Value, numbered
+from sbp_torch.runtime.single import run_graph
+
+#: How parts are run; those without integers and booleans on the first two only.
+_DRAWS = (
+    Draw(ignored="none"),
+    Draw(ignored="some", positive=True, seed=1),
+    Draw(ignored="first", seed=2),
+    Draw(ignored="all", seed=3),
+)
+
+#: So many values that differ are enough: the whole step says then what comes of it.
+_MOST_DIFFERENT = 4
+
+_OUT = "out"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value that differs: its node, and by how much of its largest element."""
+
+    node: Node
+    off: float
+
+
+@dataclass(slots=True)
+class Found:
+    """What the parts have shown.
+
+    Args:
+        alike: Operators of the second graph whose values are equal as they are made alike.
+        parts: Into how many different parts.
+        skipped: Operators that would take too long, or do not run in double precision.
+        open: Outputs by name that are not shown to be equal.
+        first: The first value that was seen to differ.
+        left_s: What is left of the budget, in estimated seconds.
+    """
+
+    left_s: float
+    alike: int = 0
+    parts: int = 0
+    skipped: list[Node] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+    first: Difference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cone:
+    """The operators that make a value, and the equal values that they begin from."""
+
+    graph: LogicalGraph
+    value: str
+    nodes: tuple[Node, ...]
+    given: tuple[str, ...]
+
+
+class Sweep:
+    """The two graphs of a proof, both in double precision, with inputs and outputs of equal names.
+
+    Args:
+        before: One.
+        after: The other.
+        budget_s: Most seconds that running parts may take, as estimated.
+    """
+
+    def __init__(self, before: LogicalGraph, after: LogicalGraph, budget_s: float) -> None:
+        self.before, self.after = before, after
+        self.numbering = Numbering()
+        tied = {old: one.name for one in after.inputs for old in one.stands_for}
+        self.old = numbered(before, self.numbering, lambda name: tied.get(name, name))
+        self.new: dict[str, Value] = {}
+        self.found = Found(left_s=budget_s)
+        self._places = [{n.name: at for at, n in enumerate(g.nodes)} for g in (before, after)]
+        self._bases = {value.base for value in self.old.values()}
+        self._shared: set[int] = set()
+        self._verdicts: dict[object, float | None] = {}
+        self._different = 0
+
+    def run(self) -> Found:
+        """Compare the graphs."""
+        self._shared = {self.old[entry.name].base for entry in self.before.inputs}
+        numbered(self.after, self.numbering, lambda name: name, self._settled, self.new)
+        for name, old, new in output_pairs(self.before, self.after):
+            if self.old[old] != self.new[new] and self._off(old, new) != 0.0:
+                self.found.open.append(name)
+        return self.found
+
+    def _settled(self, node: Node, made: Iterable[Value]) -> list[Value]:
+        """Return what the outputs of a node of the second graph stand for."""
+        values = list(made)
+        self.new.update(zip(node.outputs, values, strict=True))
+        self.found.alike += all(value.base in self._bases for value in values)
+        for index, name in enumerate(node.outputs):
+            if values[index].base not in self._bases and self._is_same(node, name):
+                values[index] = self.new[name] = self.old[name]
+            if values[index].base in self._bases:
+                self._shared.add(values[index].base)
+        return values
+
+    def _is_same(self, node: Node, name: str) -> bool:
+        """Whether a name of both graphs stands for equal numbers, as far as that can be run."""
+        kinds = self.before.types.get(name), self.after.types[name]
+        if kinds[0] != kinds[1] or self._different >= _MOST_DIFFERENT:
+            return False
+        off = self._off(name, name)
+        if off is None:
+            self.found.skipped.append(node)
+        elif off:
+            self._different += 1
+            self.found.first = self.found.first or Difference(node, off)
+        return not off
+
+    def _off(self, old: str, new: str) -> float | None:
+        """Return how far a value of the first graph is off one of the second; None if too far."""
+        opened: set[int] = set()
+        off: float | None = None
+        for turn in range(3):
+            pair = (
+                self._cone(self.before, self.old, old, opened),
+                self._cone(self.after, self.new, new, opened),
+            )
+            found = self._verdict(pair)
+            off = found if found is not None else off
+            if off == 0.0 or found is None:
+                return off
+            bases = [
+                {values[name].base for name in cone.given}
+                for cone, values in zip(pair, (self.old, self.new), strict=True)
+            ]
+            opened |= bases[0] ^ bases[1] if turn == 0 else bases[0] | bases[1]
+        return off
+
+    def _cone(
+        self, graph: LogicalGraph, values: Mapping[str, Value], value: str, opened: set[int]
+    ) -> _Cone:
+        """Return the operators that make a value from shared ones, but those that are opened."""
+        needed: dict[str, Node] = {}
+        given: dict[str, None] = {}
+        left = [value]
+        while left:
+            name = left.pop()
+            node = graph.producers.get(name)
+            is_shared = values[name].base in self._shared and values[name].base not in opened
+            if node is None or (name != value and is_shared):
+                given[name] = None
+            elif node.name not in needed:
+                needed[node.name] = node
+                left += node.inputs()
+        places = self._places[graph is self.after]
+        ordered = sorted(needed.values(), key=lambda node: places[node.name])
+        return _Cone(graph, value, tuple(ordered), tuple(sorted(given)))
+
+    def _verdict(self, pair: tuple[_Cone, _Cone]) -> float | None:
+        """Run two cones, unless two like them were; None if that takes too long or fails."""
+        key = self._key(pair)
+        if key not in self._verdicts:
+            needs_s = sum(run_s(cone.graph, cone.nodes) for cone in pair) * 2
+            if needs_s > self.found.left_s:
+                return None
+            self.found.left_s -= needs_s
+            self.found.parts += 1
+            try:
+                self._verdicts[key] = self._compared(pair)
+            except (SbpError, RuntimeError, IndexError, ValueError, TypeError):
+                self._verdicts[key] = None
+        return self._verdicts[key]
+
+    def _key(self, pair: tuple[_Cone, _Cone]) -> object:
+        """Return what two cones compute, without names."""
+        bases: dict[int, int] = {}
+        found: list[object] = []
+        for cone, values in zip(pair, (self.old, self.new), strict=True):
+            names: dict[str, object] = {}
+            for name in cone.given:
+                value = values[name]
+                number = bases.setdefault(value.base, len(bases))
+                rate = cone.graph.rate_of(name)
+                names[name] = (number, value.shape, value.strides, value.offset, rate)
+                found.append((names[name], repr(cone.graph.types[name])))
+            for node in cone.nodes:
+                for index, name in enumerate(node.outputs):
+                    names[name] = (node.op, len(names), index)
+
+                def named(argument: object, names: dict[str, object] = names) -> str:
+                    return repr(map_refs(argument, lambda ref: ("ref", names[ref.name])))
+
+                kwargs = tuple((k, named(v)) for k, v in sorted(node.kwargs.items()))
+                found.append((node.op, node.rate, named(node.args), kwargs))
+            found.append(names[cone.value])
+        return tuple(found)
+
+    def _compared(self, pair: tuple[_Cone, _Cone]) -> float | None:
+        """Return how far the values of two cones are off each other, on random numbers."""
+        graphs = [_graph_of(cone) for cone in pair]
+        integers: dict[int, Integers] = {}
+        for graph, values in zip(graphs, (self.old, self.new), strict=True):
+            for name, found in integers_of(graph).items():
+                if name in values:
+                    base = values[name].base
+                    integers[base] = integers.get(base, Integers()).merged(found)
+        kinds = [cone.graph.types[name] for cone in pair for name in cone.given]
+        exact = [one for one in kinds if isinstance(one, TensorType) and "float" not in one.dtype]
+        worst, says_something = 0.0, False
+        for how in _DRAWS if exact else _DRAWS[:2]:
+            wanted, found = self._run(pair, graphs, integers, how)
+            worst = max(worst, off_by(wanted, found))
+            says_something |= bool(wanted.isfinite().any())
+        return worst if says_something else None
+
+    def _run(
+        self,
+        pair: Sequence[_Cone],
+        graphs: Sequence[LogicalGraph],
+        integers: Mapping[int, Integers],
+        how: Draw,
+    ) -> tuple[Tensor, Tensor]:
+        random = how.generator()
+        bases: dict[int, list[Tensor | Number]] = {}
+        made: list[Tensor] = []
+        for cone, graph, values in zip(pair, graphs, (self.old, self.new), strict=True):
+            count = graph.num_micro_batches
+            batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
+            states: dict[str, Tensor | Number] = {}
+            scalars: dict[str, Number] = {"step": 2, "seed": 2}
+            for name in cone.given:
+                value, kind = values[name], cone.graph.types[name]
+                varies = cone.graph.rate_of(name) is Rate.MICRO
+                if value.base not in bases:
+                    known = integers.get(value.base, Integers())
+                    bases[value.base] = [
+                        self._drawn(value, kind, known, how, random)
+                        for _ in range(count if varies else 1)
+                    ]
+                parts = [_as(kind, part, value) for part in bases[value.base]]
+                if graph.input_kinds[name].kind is InputKind.BATCH:
+                    for batch, part in zip(batches, parts, strict=True):
+                        assert isinstance(part, Tensor), "a batch holds tensors"
+                        batch[name] = part
+                elif graph.input_kinds[name].kind is not InputKind.RNG:
+                    states[name] = parts[0]
+            made.append(torch.as_tensor(run_graph(graph, states, batches, scalars)[0][_OUT]))
+        return made[0], made[1]
+
+    def _drawn(
+        self,
+        value: Value,
+        kind: object,
+        integers: Integers,
+        how: Draw,
+        random: torch.Generator,
+    ) -> Tensor | Number:
+        if not isinstance(kind, TensorType):
+            return drawn_number(getattr(kind, "dtype", "float"), random)
+        size = self.numbering.sizes[value.base]
+        whole = TensorType(value.shape, kind.dtype)
+        is_whole = torch.Size(value.shape).numel() == size
+        return drawn(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
+
+
+def _as(kind: object, part: Tensor | Number, value: Value) -> Tensor | Number:
+    """Return a value of its type, given the numbers of its base."""
+    if not isinstance(kind, TensorType):
+        return part.item() if isinstance(part, Tensor) else part
+    dtype = getattr(torch, kind.dtype)
+    base = torch.as_tensor(part).to(dtype).reshape(-1)
+    return value.of(base)
+
+
+def _graph_of(cone: _Cone) -> LogicalGraph:
+    """Return a cone as a graph of its own, with one output."""
+    graph = cone.graph
+    inputs = []
+    for name in cone.given:
+        entry = graph.input_kinds.get(name)
+        kind = InputKind.BUFFER
+        if entry is not None and entry.kind is InputKind.RNG:
+            kind = InputKind.RNG
+        elif graph.rate_of(name) is Rate.MICRO and graph.is_tensor(name):
+            kind = InputKind.BATCH
+        inputs.append(GraphInput(name=name, kind=kind))
+    output = GraphOutput(name=_OUT, kind=OutputKind.METRIC, value=cone.value)
+    return graph.with_nodes(cone.nodes, inputs=tuple(inputs), outputs=(output,))
+
+
+def output_pairs(before: LogicalGraph, after: LogicalGraph) -> list[tuple[str, str, str]]:
+    """Return each output's name, its value in one graph and its value in the other.
+
+    A state that is not replaced keeps its value; one that others stand for is theirs.
+    """
+    tied = {old: one.name for one in after.inputs for old in one.stands_for}
+    replaced = {out.name: out.value for out in after.outputs}
+    found = []
+    for out in before.outputs:
+        name = out.name if out.name in replaced else tied.get(out.name, out.name)
+        found.append((out.name, out.value, replaced.get(name, name)))
+    return found

@@ -1,0 +1,226 @@
+"""`prove`: the step that is planned beside the step that was captured, before any step is taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sbp_core.errors import GraphError, SbpError
+from sbp_core.graph import InputKind, LogicalGraph, OutputKind
+from sbp_core.passes import accumulate, unalias_outputs
+from sbp_core.units import format_seconds
+from sbp_torch.proof.cost import run_s
+from sbp_torch.proof.parts import Difference, Sweep
+from sbp_torch.proof.record import Proof, ProofEntry
+from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
+from sbp_torch.proof.wide import widened
+
+#: What a whole step may take, in budgets, where its parts were seen to differ: it decides.
+_SUSPECT = 30.0
+
+#: What operators raise that do not run on the numbers that they are given.
+_FAILURES = (SbpError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step as it was captured and as it is planned.
+
+    Args:
+        before: As captured: of the whole batch, or of one micro-batch.
+        after: As it is planned; its types are those of one micro-batch.
+        example: A batch of the captured step, by name.
+    """
+
+    before: LogicalGraph
+    after: LogicalGraph
+    example: Mapping[str, Tensor]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the captured step takes the rows of several micro-batches at once."""
+        return any(
+            self.before.types[entry.name] != self.after.types[entry.name]
+            for entry in self.after.inputs
+            if entry.kind is InputKind.BATCH
+        )
+
+
+def prove(
+    step: Step,
+    *,
+    states: Callable[[], Mapping[str, Tensor]] = dict,
+    small: Callable[[], Step] | None = None,
+    budget_s: float = 10.0,
+    cache: bool | Path = True,
+) -> Proof:
+    """Run a step as it is planned beside the step as it was captured, on small random data.
+
+    Loss, metrics and new states are compared in double precision. A step of one micro-batch is
+    compared part by part: only operators that differ are run (`proof.parts`). So is one whose
+    micro-batches have a loss of their own each: with the captured step, accumulated. A step of the
+    loss of the whole batch takes all rows at once, and cut into micro-batches (`proof.whole`).
+
+    Args:
+        step: What is compared.
+        states: Returns values of its states, of which buffers are taken; those on `meta` have none.
+        small: Makes the same step of fewer rows, if the step would take too long.
+        budget_s: Most seconds that running may take, as estimated.
+        cache: Keep what was proved in the user's cache folder, or in the folder given here, and
+            prove no form twice; False neither reads nor writes.
+
+    Returns:
+        What was proved, and how. What takes too long or does not run is not proved, and it says so.
+
+    Raises:
+        GraphError: an output differs; names it, both numbers and a line of the user's code.
+    """
+    entry = None
+    if cache is not False:
+        entry = ProofEntry.of(step.before, step.after, budget_s, None if cache is True else cache)
+        known = entry.load()
+        if known is not None:
+            return replace(known, is_known=True)
+    begin = time.perf_counter()
+    with torch.no_grad():
+        found = _proved(step, states, small, budget_s)
+    found = replace(found, took_s=time.perf_counter() - begin)
+    if entry is not None:
+        entry.store(found)
+    return found
+
+
+def _proved(
+    step: Step,
+    states: Callable[[], Mapping[str, Tensor]],
+    small: Callable[[], Step] | None,
+    budget_s: float,
+) -> Proof:
+    if step.is_cut:
+        return _proved_whole(step, states, small, budget_s)
+    before, after = step.before, step.after
+    if after.num_micro_batches > 1:
+        count, updates = after.num_micro_batches, after.num_updates
+        before = accumulate(unalias_outputs(before), count, num_updates=updates)
+    before, after = widened(before), widened(after)
+    found = Sweep(before, after, budget_s).run()
+    if not found.open:
+        return Proof(
+            operators=len(after.nodes),
+            alike=found.alike,
+            parts=found.parts,
+            not_run=tuple(", ".join(node.where()) for node in found.skipped[:1]),
+            num_not_run=len(found.skipped),
+        )
+    whole = WholeStep(before=before, after=after, example=step.example, states=states())
+    return _run_whole(whole, step, found.open, found.first, budget_s * _SUSPECT, "")
+
+
+def _proved_whole(
+    step: Step,
+    states: Callable[[], Mapping[str, Tensor]],
+    small: Callable[[], Step] | None,
+    budget_s: float,
+) -> Proof:
+    copy, of = step, ""
+    if _whole_s(step) > budget_s and small is not None:
+        try:
+            copy = small()
+        except SbpError as error:
+            return Proof(operators=len(step.after.nodes), reason=f"a smaller batch: {error.what}")
+        count = copy.after.num_micro_batches
+        of = f" of {count} micro-batches of {_rows(copy.after)} samples"
+    before, after = widened(copy.before), widened(copy.after)
+    whole = WholeStep(before=before, after=after, example=copy.example, states=states())
+    return _run_whole(whole, copy, [], None, budget_s, of)
+
+
+def _rows(graph: LogicalGraph) -> int:
+    batch = (graph.tensor(e.name).shape for e in graph.inputs if e.kind is InputKind.BATCH)
+    return next((shape[0] for shape in batch if shape), 1)
+
+
+def _whole_s(step: Step) -> float:
+    """Return the seconds of a step drawn once: the captured one is taken twice."""
+    return 2 * run_s(step.before, step.before.nodes) + run_s(step.after, step.after.nodes)
+
+
+def _run_whole(
+    whole: WholeStep,
+    step: Step,
+    suspects: list[str],
+    first: Difference | None,
+    budget_s: float,
+    of: str,
+) -> Proof:
+    """Take whole steps, as many as the budget allows."""
+    made = Proof(operators=len(step.after.nodes), of=of)
+    each_s = _whole_s(step)
+    if each_s > budget_s:
+        about = f"it would take about {format_seconds(each_s)}"
+        seen = f"; {', '.join(suspects[:3])} may differ" if suspects else ""
+        return replace(made, reason=about + seen)
+    draws = DRAWS if whole.can_ignore() else DRAWS[:1]
+    draws = draws[: max(1, int(budget_s / max(each_s, 1e-9)))]
+    told = ""
+    for near in (False, True):
+        try:
+            found = list(replace(whole, near=near).differences(draws))
+        except _FAILURES as error:
+            told = str(error).splitlines()[0] if str(error) else type(error).__name__
+            continue
+        but = ""
+        if found and found[0].has_loss:
+            raise _refusal(found, step, first, of)
+        if found:
+            draws = draws[:-1]
+            but = (
+                f"with all rows ignored, the loss is no number in both, and {found[0].name!r} is "
+                f"{found[0].found:.6g} instead of {found[0].wanted:.6g}"
+            )
+        return replace(made, draws=tuple(how.ignored for how in draws), but=but)
+    return replace(made, reason=f"it does not run on random numbers: {told}")
+
+
+def _refusal(
+    found: list[OutputDifference], step: Step, first: Difference | None, of: str
+) -> GraphError:
+    """Return the error for outputs that differ."""
+    order = (OutputKind.LOSS, OutputKind.METRIC, OutputKind.STATE)
+    worst = min(found, key=lambda one: order.index(one.kind))
+    others = len(found) - 1
+    more = f", and {others} more output{'s' * (others > 1)} differ" if others else ""
+    after = step.after
+    several = after.num_micro_batches > 1 and step.is_cut
+    todo = "leave out the pass that changes it: compile.plugins, or a switch of compile.passes"
+    if several:
+        todo = "train with micro_batches=1, or with loss_is='mean_of_micro_batches'"
+    return GraphError(
+        f"the step that is planned gives another {worst.kind.value} {worst.name!r} than the one "
+        f"that was captured: {worst.found:.9g} instead of {worst.wanted:.9g}{more}",
+        where=(
+            *_where(worst, step.before, first),
+            f"both, run on random numbers in float64{of}; rows ignored: {worst.ignored}",
+        ),
+        accepted="rewrites that change no loss, metric or new state",
+        todo=f"{todo}; compile.prove=false takes such steps all the same",
+    )
+
+
+def _where(
+    worst: OutputDifference, before: LogicalGraph, first: Difference | None
+) -> tuple[str, ...]:
+    """Return the line of a value that differs first; else that of the output's first use."""
+    if first is not None:
+        return first.node.where()
+    value = {out.name: out.value for out in before.outputs}.get(worst.name, worst.name)
+    if worst.kind is OutputKind.STATE:
+        value = before.input_kinds[worst.name].of or worst.name
+        return next((node.where() for node in before.users[value] if node.source), ())
+    node = before.producers.get(value)
+    return node.where() if node is not None else ()

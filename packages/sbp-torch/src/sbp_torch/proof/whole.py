@@ -1,0 +1,328 @@
+"""Proof of a whole step: both graphs take it on the same random numbers, in double precision.
+
+    before      loss, metrics, new states  of the whole batch, or of parts that are accumulated
+    after       loss, metrics, new states  of the same rows, part by part
+
+States of the optimizer have the magnitudes that a step gives them: an update divides by roots of
+some of them, and from zeros on, rounding errors of gradients that cancel would become whole steps.
+So a step is taken first, and each state is then drawn around the mean of what it has made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from sbp_core.errors import SbpValueError
+from sbp_core.graph import (
+    GraphInput,
+    InputKind,
+    LogicalGraph,
+    OutputKind,
+    TensorType,
+)
+from sbp_core.runtime import Number
+from sbp_torch.proof.compare import TOLERANCE, largest, off_by
+from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
+from sbp_torch.runtime.single import run_graph
+
+#: Of what all states of one kind have, as much counts as large in each: less is rounding.
+_SMALL = 1e-3
+
+#: Rounding errors of the difference between a new state and the old one, in units of it.
+_ROUNDING = 64 * torch.finfo(torch.float64).eps
+
+#: Noise on parameters that are drawn around their known values.
+_NEAR = 0.05
+
+#: How steps are drawn: the first is enough where nothing can be ignored.
+DRAWS = (
+    Draw(ignored="some", seed=4),
+    Draw(ignored="none", seed=5),
+    Draw(ignored="first", seed=6),
+    Draw(ignored="all", seed=7),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDifference:
+    """An output that differs.
+
+    Args:
+        name: Of the output, and what it is.
+        kind: Loss, metric or state.
+        wanted: The number that the first graph gives, where they differ most.
+        found: That of the second.
+        ignored: Which rows were.
+        has_loss: Whether the loss of the first graph is a number there.
+    """
+
+    name: str
+    kind: OutputKind
+    wanted: float
+    found: float
+    ignored: str
+    has_loss: bool
+
+
+#: Batches, scalars and states of a step.
+_Given = tuple[list[dict[str, Tensor]], dict[str, Number], dict[str, Tensor | Number]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    """Two graphs of one step, in double precision.
+
+    Args:
+        before: Takes the rows of all parts at once, or as the second one takes them.
+        after: Takes a step in parts.
+        example: A batch of the first one's form, or of another number of rows.
+        states: Values of states, where they are known; integers and buffers keep them.
+        near: Whether parameters are drawn around their known values, not at random.
+    """
+
+    before: LogicalGraph
+    after: LogicalGraph
+    example: Mapping[str, Tensor]
+    states: Mapping[str, Tensor]
+    near: bool = False
+
+    def differences(self, draws: Sequence[Draw]) -> Iterator[OutputDifference]:
+        """Yield what differs in the first draw in which something does.
+
+        Raises:
+            SbpValueError: the loss is no number in the first draw, so that nothing can be said.
+            Exception: what operators raise that do not run on such numbers.
+        """
+        before, after = self.before, self.after
+        states: dict[str, Tensor | Number] = {}
+        for how in draws:
+            random = how.generator()
+            batches, scalars = self._batches(before, how, random), _scalars(before, random)
+            if not states:
+                states = self._states(before, how, random)
+                _, warm = run_graph(before, states, batches, scalars)
+                states = _around(before, states, warm, random)
+            given = (batches, scalars, states)
+            found = list(self._differences(before, after, given, how))
+            yield from found
+            if found:
+                return
+
+    def can_ignore(self) -> bool:
+        """Whether rows can be ignored: by a mask, or by a number that targets may be."""
+        known = integers_of(self.before)
+        for entry in self.before.inputs:
+            if entry.kind is not InputKind.BATCH:
+                continue
+            kind, example = self.before.tensor(entry.name), self.example.get(entry.name)
+            is_mask = kind.dtype == "bool"
+            if example is not None and "float" in kind.dtype and example.numel():
+                is_mask = bool(((example == 0) | (example == 1)).all()) and bool(example.any())
+            if is_mask or known.get(entry.name, Integers()).ignored is not None:
+                return True
+        return False
+
+    def _differences(
+        self,
+        before: LogicalGraph,
+        after: LogicalGraph,
+        given: _Given,
+        how: Draw,
+    ) -> Iterator[OutputDifference]:
+        batches, scalars, states = given
+        parts = _parts(before, after, batches)
+        wanted, old = run_graph(before, states, batches, scalars)
+        tied = _tied(after, states)
+        found, new = run_graph(after, tied, parts, scalars)
+        has_loss = all(
+            bool(wanted[out.name].isfinite().all())
+            for out in before.outputs
+            if out.kind is OutputKind.LOSS
+        )
+        if how is DRAWS[0] and not has_loss:
+            raise SbpValueError("the loss of the captured step is no number there")
+        for out in before.outputs:
+            if out.kind is OutputKind.STATE:
+                continue
+            pair = wanted[out.name], found.get(out.name)
+            if pair[1] is None or off_by(pair[0], pair[1]):
+                yield _difference(out.name, out.kind, pair, how, has_loss)
+        for name, one, other in _changed_states(before, after, states, old, new):
+            yield _difference(name, OutputKind.STATE, (one, other), how, has_loss)
+
+    def _batches(
+        self, graph: LogicalGraph, how: Draw, random: torch.Generator
+    ) -> list[dict[str, Tensor]]:
+        """Return the batch of a step, or of each of its parts."""
+        return [
+            {name: self._rows(graph, name, how, random) for name in _batch_names(graph)}
+            for _ in range(graph.num_micro_batches)
+        ]
+
+    def _rows(self, graph: LogicalGraph, name: str, how: Draw, random: torch.Generator) -> Tensor:
+        known = integers_of(graph).get(name, Integers())
+        return drawn(graph.tensor(name), known, how, random, self.example.get(name))
+
+    def _states(
+        self, graph: LogicalGraph, how: Draw, random: torch.Generator
+    ) -> dict[str, Tensor | Number]:
+        """Return parameters that are random, buffers as they are, zeros of the optimizer."""
+        found: dict[str, Tensor | Number] = {}
+        for entry in graph.inputs:
+            if not entry.kind.is_state:
+                continue
+            kind = graph.types[entry.name]
+            if not isinstance(kind, TensorType):
+                found[entry.name] = float(self.states.get(entry.name, torch.ones(())))
+                continue
+            dtype = getattr(torch, kind.dtype)
+            is_random = entry.kind is InputKind.PARAMETER and dtype.is_floating_point
+            # Values that nobody asks for are not made.
+            known = self.states.get(entry.name) if self.near or not is_random else None
+            is_known = known is not None and not known.is_meta
+            if is_random:
+                fan_in = prod(kind.shape[1:]) if len(kind.shape) > 1 else 4
+                noise = how.floats(kind.shape, random).to(dtype) / max(fan_in, 1) ** 0.5
+                found[entry.name] = noise + (len(kind.shape) < 2)
+                if known is not None and is_known:
+                    found[entry.name] = known.detach().cpu().to(dtype) + _NEAR * noise
+            elif known is not None and is_known:
+                found[entry.name] = known.detach().cpu().to(dtype).clone()
+            else:
+                fill = float(entry.kind is InputKind.BUFFER)
+                found[entry.name] = torch.full(kind.shape, fill, dtype=dtype)
+        return found
+
+
+def _batch_names(graph: LogicalGraph) -> list[str]:
+    return [entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH]
+
+
+def _parts(
+    before: LogicalGraph, after: LogicalGraph, batches: list[dict[str, Tensor]]
+) -> list[Mapping[str, Tensor]]:
+    """Return the parts of a step for the second graph."""
+    count = after.num_micro_batches
+    if len(batches) == count:
+        return list(batches)
+    (batch,) = batches
+    return [
+        {
+            name: batch[name]
+            if (size := after.tensor(name).shape) == tuple(batch[name].shape)
+            else batch[name][index * size[0] :][: size[0]]
+            for name in _batch_names(after)
+        }
+        for index in range(count)
+    ]
+
+
+def _scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Number]:
+    """Return what the host says of a step: rates between 0.5 and 0.9, which betas may be, too."""
+    found: dict[str, Number] = {"step": 2, "seed": 2}
+    for entry in graph.inputs:
+        if entry.kind is InputKind.SCALAR and entry.name not in found:
+            found[entry.name] = 0.5 + 0.4 * float(torch.rand((), generator=random))
+    return found
+
+
+def _around(
+    graph: LogicalGraph,
+    states: Mapping[str, Tensor | Number],
+    made: Mapping[str, Tensor | Number],
+    random: torch.Generator,
+) -> dict[str, Tensor | Number]:
+    """Return states with those of the optimizer drawn around what a step has made of them."""
+    found = dict(states)
+    means: dict[str, float] = {}
+    of_kind: dict[str, float] = defaultdict(float)
+    for entry in graph.inputs:
+        value = made.get(entry.name)
+        is_float = isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim()
+        if entry.kind is InputKind.OPTIMIZER_STATE and is_float:
+            assert isinstance(value, Tensor)
+            mean = float(value.abs().mean()) if value.numel() else 0.0
+            means[entry.name] = mean if mean < float("inf") else 0.0
+            key = _key(entry)
+            of_kind[key] = max(of_kind[key], means[entry.name])
+    for name, mean in means.items():
+        shape = torch.as_tensor(states[name]).shape
+        size = max(mean, _SMALL * of_kind[_key(graph.input_kinds[name])])
+        unit = torch.rand(shape, generator=random, dtype=torch.float64) + 0.5
+        found[name] = unit * size
+    return found
+
+
+def _key(entry: GraphInput) -> str:
+    return entry.name.removeprefix(f"{entry.of}.") if entry.of else ""
+
+
+def _tied(after: LogicalGraph, states: Mapping[str, Tensor | Number]) -> dict[str, Tensor | Number]:
+    """Return the states of the second graph, of which some stand for several of the first."""
+    found: dict[str, Tensor | Number] = {}
+    for entry in after.inputs:
+        if entry.kind.is_state and (entry.name in states or entry.stands_for):
+            value = states[entry.name if entry.name in states else entry.stands_for[0]]
+            is_tensor = after.is_tensor(entry.name)
+            found[entry.name] = value if is_tensor else float(value)
+    return found
+
+
+def _changed_states(
+    before: LogicalGraph,
+    after: LogicalGraph,
+    states: Mapping[str, Tensor | Number],
+    old: Mapping[str, Tensor | Number],
+    new: Mapping[str, Tensor | Number],
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the states whose change differs, and their two new values."""
+    tied = {name: one.name for one in after.inputs for name in one.stands_for}
+    pairs = {
+        name: (torch.as_tensor(old[name]), torch.as_tensor(new[tied.get(name, name)]))
+        for name in states
+    }
+    changes: dict[str, tuple[Tensor, Tensor]] = {}
+    of_kind: dict[str, float] = defaultdict(float)
+    for name, (wanted, found) in pairs.items():
+        start = torch.as_tensor(states[name])
+        if start.dtype.is_floating_point:
+            changes[name] = wanted - start, found - start
+            key = _key(before.input_kinds[name])
+            of_kind[key] = max(of_kind[key], largest(changes[name][0]))
+        elif off_by(wanted, found):
+            yield name, wanted, found
+    for name, (wanted, found) in changes.items():
+        small = _SMALL * of_kind[_key(before.input_kinds[name])]
+        scale = max(small, _ROUNDING / TOLERANCE * largest(pairs[name][0]))
+        if off_by(wanted, found, scale):
+            yield name, *pairs[name]
+
+
+def _difference(
+    name: str,
+    kind: OutputKind,
+    pair: tuple[Tensor, Tensor | None],
+    how: Draw,
+    has_loss: bool,
+) -> OutputDifference:
+    """Return a difference with the two numbers that are most apart."""
+    wanted, found = pair
+    numbers = float("nan"), float("nan")
+    if found is not None and found.shape == wanted.shape and wanted.numel():
+        gap = (wanted.double() - found.double()).abs().nan_to_num(torch.inf).reshape(-1)
+        at = int(gap.argmax())
+        numbers = float(wanted.reshape(-1)[at]), float(found.reshape(-1)[at])
+    return OutputDifference(
+        name=name,
+        kind=kind,
+        wanted=numbers[0],
+        found=numbers[1],
+        ignored=how.ignored,
+        has_loss=has_loss,
+    )
