@@ -79,27 +79,33 @@ def _in_blocks(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | 
     slice_backward(g, [2 * B, ..], 0, B, 2 * B)
     """
     graph, count = parts.graph, parts.num_parts
-    layouts = [one.layout for one in given]
-    first = layouts[0]
+    first = next((one.layout for one in given if isinstance(one.layout, Samples)), SAME)
     if not isinstance(first, Samples) or node.kind not in _BLOCKS:
         return None
     refs = [Ref(one.name) for one in given]
     shapes = [graph.tensor(value).shape for value in graph.tensor_inputs(node)]
-    shape, at = shapes[0], first.dim
+    at = first.dim
+    shape = next(
+        size for one, size in zip(given, shapes, strict=True) if isinstance(one.layout, Samples)
+    )
     run = shape[at] // first.blocks
     call = OpCall.of(graph, node)
     if node.kind == "cat":
         dim = wrap_dim(argument(call, 1, "dim", 0), len(shape))
-        blocks = 0
-        for layout, one in zip(layouts, shapes, strict=True):
-            if not isinstance(layout, Samples) or layout.dim != at or one[at] % run:
-                return None
-            if one[at] // layout.blocks != run:
-                return None
-            blocks += layout.blocks
         if dim != at:
             return None
-        return _single(node, node.args), refs, [Samples(at, blocks)]
+        blocks = []
+        for index, (one, size) in enumerate(zip(given, shapes, strict=True)):
+            blocks.append(size[at] // run)
+            layout = Samples(at, blocks[-1])
+            if size[at] % run or one.layout not in (layout, SAME):
+                return None
+            if one.layout == SAME:
+                part = parts.cut(one.name, layout)
+                if part is None:
+                    return None
+                refs[index] = Ref(part)
+        return _single(node, node.args), refs, [Samples(at, sum(blocks))]
     if node.kind == "repeat":
         repeats = tuple(node.args[1])
         dim = at + len(repeats) - len(shape)
