@@ -15,6 +15,8 @@ says. A number that is known once a step, such as D, meets samples as a coeffici
 
 What is not linear in a value with coefficients is unknown, and so is what depends on the places of
 samples. A result that is unknown is refused, with the line where the unknown begins.
+
+Stability: internal.
 """
 
 from sbp_aten.passes.whole_batch.rewriting import whole_batch_loss
