@@ -108,7 +108,7 @@ REDUCTIONS: Blocks = {
     "e.mean()": "", "e.sum() / x.size(0)": "", "e.reshape(len(e), -1).sum(1).mean()": "",
     "sum(e[at].sum() for at in range(len(e))) / len(e)": "",
     "e.sum() / torch.tensor(float(len(x)))": "",
-    "torch.full((len(e),), 1 / len(e)) @ e": "vector flat",
+    "torch.full((len(e),), 1 / len(e)) @ e": "rows vector flat",
     "(e * lengths_mask(lengths, T)).sum() / lengths.sum()": "rows token",
     "(e * (w / w.sum(-1, keepdim=True))).sum(-1).mean()": "rows token",
     "e.view(B, -1).sum(1).mean()": "size", "sum(e[at] for at in range(B)).mean()": "size",

@@ -53,10 +53,7 @@ def follows(program: Program) -> bool | None:
         sample, or only penalties on parameters, of which each part has a whole one.
     """
     terms = [term for term in program.terms if "model" not in term.value]
-    try:
-        found = [_term_follows(replace(program, terms=(term,), metrics=())) for term in terms]
-    except Exception:  # such as an index of another part's sample
-        return False
+    found = [_term_follows(replace(program, terms=(term,), metrics=())) for term in terms]
     return None if None in found or not found else all(found)
 
 
@@ -66,13 +63,17 @@ def _term_follows(program: Program) -> bool | None:
         names = executed(program.source)
         batch = names["make_batch"](0)
         whole = _gradient(names, batch, num_parts)
-        parts = [
-            _gradient(names, tree_map(lambda v, at=at: _part(v, at, num_parts), batch), 1)
-            for at in range(num_parts)
-        ]
+        try:
+            parts = [
+                _gradient(names, tree_map(lambda v, at=at: _part(v, at, num_parts), batch), 1)
+                for at in range(num_parts)
+            ]
+        except Exception:  # such as an index of another part's sample
+            return False
     found = torch.stack(parts, 1)
     if len(whole) <= num_parts or not (whole.isfinite().all() and found.isfinite().all()):
         return None
+    found = found / found.norm(dim=0).clamp(min=1e-300)  # parts far apart in size count alike
     weights = torch.linalg.lstsq(found, whole[:, None], driver="gelsd").solution
     residual = (found @ weights - whole[:, None]).norm()
     return bool(residual <= _RESIDUAL * whole.norm().clamp(min=1e-6))
@@ -85,8 +86,10 @@ def _part(value: Tensor, at: int, num_parts: int) -> Tensor:
 def _gradient(names: Mapping[str, Any], batch: Any, num_parts: int) -> Tensor:
     model = names["make_model"]()
     norm_by_parts(model, num_parts)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     loss = names["loss"](model, batch)
+    if not loss.requires_grad:
+        return torch.zeros(1)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     pairs = zip(parameters, grads, strict=True)
     return torch.cat(

@@ -153,7 +153,7 @@ def _draw(
 
     stem = one(blocks.STEMS)
     given = next(flag for flag in blocks.STEMS[stem].split() if flag in _GIVEN)
-    form = one(blocks.FORMS, given, "pair") if random.random() < 0.4 else Program.form
+    form = one(blocks.FORMS, given, "pair") if random.random() < 0.5 else Program.form
     if given == "sequence_first":
         form = Program.form
     more = [given, "pair" if "pair" in blocks.FORMS[form] else "alone"]
