@@ -245,8 +245,8 @@ class Sweep:
         exact = [one for one in kinds if isinstance(one, TensorType) and "float" not in one.dtype]
         worst, says_something = 0.0, False
         for how in _DRAWS if exact else _DRAWS[:2]:
-            wanted, found = self._run(pair, graphs, integers, how)
-            worst = max(worst, off_by(wanted, found))
+            wanted, made = self._run(pair, graphs, integers, how)
+            worst = max(worst, off_by(wanted, made))
             says_something |= bool(wanted.isfinite().any())
         return worst if says_something else None
 
@@ -281,7 +281,7 @@ class Sweep:
                         batch[name] = part
                 elif graph.input_kinds[name].kind is not InputKind.RNG:
                     states[name] = parts[0]
-            made.append(torch.as_tensor(run_graph(graph, states, batches, scalars)[0][_OUT]))
+            made.append(run_graph(graph, states, list(batches), scalars)[0][_OUT])
         return made[0], made[1]
 
     def _drawn(

@@ -156,7 +156,7 @@ class ProofEntry:
 
 def _from_json(value: Mapping[str, Any]) -> Proof:
     known = {one.name for one in fields(Proof)}
-    found = {
+    found: dict[str, Any] = {
         key: tuple(part) if isinstance(part, list) else part
         for key, part in value.items()
         if key in known
