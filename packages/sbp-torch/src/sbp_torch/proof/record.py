@@ -87,7 +87,7 @@ class Proof:
         ]
         if self.num_not_run:
             lines.append(
-                f"  not proved of {self.num_not_run}, which take too long or do not run: "
+                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or do not run: "
                 f"{', '.join(self.not_run)}"
             )
         return lines
