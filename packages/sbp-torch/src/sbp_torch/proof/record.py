@@ -87,8 +87,8 @@ class Proof:
         ]
         if self.num_not_run:
             lines.append(
-                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or do not run: "
-                f"{', '.join(self.not_run)}"
+                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or do "
+                f"not run: {', '.join(self.not_run)}"
             )
         return lines
 
