@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal, cast
 
 import torch
@@ -22,6 +23,9 @@ from sbp_core.signatures import is_view
 _HANDED_ON = frozenset(
     {"_to_copy", "clone", "where", "masked_fill", "cat", "stack", "select_scatter", "slice_scatter"}
 )
+
+#: After so many floats, a prime, they come again: drawing takes longer than most operators.
+_PERIOD = 1_000_003
 
 #: Chance of each row of a batch, from the first to the last, that an element of it is valid.
 _VALID = (0.9, 0.3)
@@ -49,9 +53,15 @@ class Draw:
     def floats(self, shape: Iterable[int], random: torch.Generator) -> Tensor:
         """Return floats, normal ones or those between 0.5 and 1.5."""
         size = tuple(shape)
+        count = prod(size)
+        drawn = min(count, _PERIOD)
         if self.positive:
-            return torch.rand(size, generator=random, dtype=torch.float64) + 0.5
-        return torch.randn(size, generator=random, dtype=torch.float64)
+            found = torch.rand(drawn, generator=random, dtype=torch.float64) + 0.5
+        else:
+            found = torch.randn(drawn, generator=random, dtype=torch.float64)
+        if drawn < count:
+            found = found.repeat(count // drawn + 1)[:count]
+        return found.reshape(size)
 
     def valid(self, shape: Iterable[int], random: torch.Generator) -> Tensor:
         """Return a mask of what is not ignored: rows have unequal counts."""

@@ -150,7 +150,7 @@ def _call(node: Node, seen: Tensor) -> list[Tensor]:
 def _seen(base: int, view: Tensor) -> Value:
     pairs = zip(view.shape, view.stride(), strict=True)
     strides = tuple(0 if size == 1 else stride for size, stride in pairs)
-    return Value(base, tuple(view.shape), strides, view.storage_offset())
+    return Value(base, tuple(view.shape), strides, int(view.storage_offset()))
 
 
 def _is_number(kind: ValueType) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from sbp_core.graph import InputKind, LogicalGraph, OutputKind
 from sbp_core.passes import accumulate, unalias_outputs
 from sbp_core.units import format_seconds
 from sbp_torch.proof.cost import run_s
+from sbp_torch.proof.drawing import Draw
 from sbp_torch.proof.parts import Difference, Sweep
 from sbp_torch.proof.record import Proof, ProofEntry
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
@@ -165,7 +166,7 @@ def _run_whole(
         about = f"it would take about {format_seconds(each_s)}"
         seen = f"; {', '.join(suspects[:3])} may differ" if suspects else ""
         return replace(made, reason=about + seen)
-    draws = DRAWS if whole.can_ignore() else DRAWS[:1]
+    draws: Sequence[Draw] = DRAWS if whole.can_ignore() else DRAWS[:1]
     draws = draws[: max(1, int(budget_s / max(each_s, 1e-9)))]
     told = ""
     for near in (False, True):

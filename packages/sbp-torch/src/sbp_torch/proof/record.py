@@ -87,8 +87,8 @@ class Proof:
         ]
         if self.num_not_run:
             lines.append(
-                f"  not proved of {self.num_not_run}, which take too long or do not run: "
-                f"{', '.join(self.not_run)}"
+                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or do "
+                f"not run: {', '.join(self.not_run)}"
             )
         return lines
 
@@ -156,7 +156,7 @@ class ProofEntry:
 
 def _from_json(value: Mapping[str, Any]) -> Proof:
     known = {one.name for one in fields(Proof)}
-    found = {
+    found: dict[str, Any] = {
         key: tuple(part) if isinstance(part, list) else part
         for key, part in value.items()
         if key in known

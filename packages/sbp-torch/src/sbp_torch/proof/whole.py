@@ -71,7 +71,7 @@ class OutputDifference:
 
 
 #: Batches, scalars and states of a step.
-_Given = tuple[list[dict[str, Tensor]], dict[str, Number], dict[str, Tensor | Number]]
+_Given = tuple[list[Mapping[str, Tensor]], dict[str, Number], dict[str, Tensor | Number]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class WholeStep:
 
     def _batches(
         self, graph: LogicalGraph, how: Draw, random: torch.Generator
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Mapping[str, Tensor]]:
         """Return the batch of a step, or of each of its parts."""
         return [
             {name: self._rows(graph, name, how, random) for name in _batch_names(graph)}
@@ -205,7 +205,7 @@ def _batch_names(graph: LogicalGraph) -> list[str]:
 
 
 def _parts(
-    before: LogicalGraph, after: LogicalGraph, batches: list[dict[str, Tensor]]
+    before: LogicalGraph, after: LogicalGraph, batches: list[Mapping[str, Tensor]]
 ) -> list[Mapping[str, Tensor]]:
     """Return the parts of a step for the second graph."""
     count = after.num_micro_batches
