@@ -26,8 +26,14 @@ DATA = "uneven batch"  # four ranks, one thread each
 THREADS = "boxing threads"  # four ranks, two threads each
 PIPELINE = "pipeline with boxing threads"
 
+#: Seconds after which what waits in vain gives up: longer than a test may take.
+HANGS_S = 600.0
+
 #: Opened by a test, for the operators that wait at it.
 gate = threading.Event()
+
+#: Set when an operator has come to the gate.
+at_gate = threading.Event()
 
 
 #: What the operators of `operator` saw.
@@ -35,11 +41,12 @@ seen: list[int] = []
 
 
 def _wait_at_gate() -> None:
-    gate.wait(20.0)
+    at_gate.set()
+    gate.wait(HANGS_S)
 
 
 def _fail_after_gate() -> None:
-    gate.wait(20.0)
+    gate.wait(HANGS_S)
     raise ArithmeticError("late and wrong")
 
 
@@ -87,6 +94,14 @@ def training_step(name: str) -> OneDeviceStep:
     return CASES[name].step
 
 
+class OpeningBackend(LocalBackend):
+    """Opens the gate when it is told that the step has failed."""
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        gate.set()
+
+
 def start(
     name: str,
     plan: PhysicalPlan | None = None,
@@ -111,7 +126,7 @@ def worker_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("sbp rank")]
 
 
-def wait_until(holds: Callable[[], bool], limit_s: float = 5.0) -> bool:
+def wait_until(holds: Callable[[], bool], limit_s: float = 60.0) -> bool:
     end = time.monotonic() + limit_s
     while not holds() and time.monotonic() < end:
         time.sleep(0.005)

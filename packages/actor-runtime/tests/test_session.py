@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,13 @@ import pytest
 import torch
 from actor_plans import (
     DATA,
+    HANGS_S,
     PIPELINE,
     THREADS,
+    OpeningBackend,
     SharedBackend,
     assert_states,
+    at_gate,
     gate,
     operator,
     run_step,
@@ -46,6 +48,7 @@ from sbp_torch.testing.failing_plans import REFUSAL, plan_with, refuse_large, to
 def closed_gate() -> Iterator[None]:
     """Close the gate, and see that a test leaves no thread of a worker."""
     gate.clear()
+    at_gate.clear()
     yield
     gate.set()
     assert wait_until(lambda: not worker_threads()), worker_threads()
@@ -56,17 +59,14 @@ def closed_gate() -> Iterator[None]:
 def test_one_failing_rank_of_four_unblocks_the_others_and_is_named(name: str, rank: int) -> None:
     plan, actor = plan_with(compile_case(name), rank, refuse_large())
     step = training_step(name)
-    with start(name, plan) as session:
+    with start(name, plan, deadline_s=HANGS_S) as session:
         run_step(session, name)
         before = session.state_dict()
 
-        began = time.monotonic()
         with pytest.raises(RunError, match=f"rank {rank} failed in actor '{actor}'") as caught:
             session.step(too_large(step.batches[1]), step.scalars)
-        took_s = time.monotonic() - began
 
         assert REFUSAL in str(caught.value)
-        assert took_s < 15.0  # the deadline is 30 s
         assert_states(session, before)
 
 
@@ -87,7 +87,7 @@ def test_threads_end_with_the_failed_step_and_not_only_on_closing() -> None:
     with pytest.raises(RunError):
         session.step(too_large(step.batches[0]), step.scalars)
 
-    assert wait_until(lambda: not worker_threads(), 2.0), worker_threads()
+    assert wait_until(lambda: not worker_threads()), worker_threads()
     session.close()
 
 
@@ -138,14 +138,11 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
     session = start(name, plan, first_deadline_s=0.4)
     before = session.state_dict()
 
-    began = time.monotonic()
     with pytest.raises(RunError, match="did not arrive: 2") as caught:
         run_step(session, name)
-    took_s = time.monotonic() - began
 
     assert f"rank 2, thread 'compute': at '{actor}'" in str(caught.value)
     assert isinstance(caught.value.__cause__, BoxingError)
-    assert took_s < 15.0  # the gate stays closed
     assert_states(session, before)
     with caplog.at_level(logging.WARNING):
         session.close()
@@ -154,9 +151,8 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
 
 def test_a_rank_that_fails_after_the_deadline_is_the_cause_and_not_whoever_waited() -> None:
     plan, actor = plan_with(compile_case(DATA), 2, operator("fail_after_gate"))
-    threading.Timer(1.0, gate.set).start()
     with (
-        start(DATA, plan, first_deadline_s=0.3) as session,
+        start(DATA, plan, OpeningBackend(), first_deadline_s=0.3) as session,
         pytest.raises(RunError, match=f"rank 2 failed in actor '{actor}': late") as caught,
     ):
         run_step(session, DATA)
@@ -167,35 +163,33 @@ def test_a_rank_that_fails_after_the_deadline_is_the_cause_and_not_whoever_waite
 def test_the_first_deadline_is_for_the_first_step_only() -> None:
     plan, _ = plan_with(compile_case(DATA), 2, operator("wait_at_gate"))
     gate.set()
-    with start(DATA, plan, first_deadline_s=30.0, deadline_s=0.2) as session:
+    settings = {"first_deadline_s": HANGS_S, "deadline_s": 0.2}
+    with start(DATA, plan, OpeningBackend(), **settings) as session:
         run_step(session, DATA)
         gate.clear()
-        threading.Timer(1.0, gate.set).start()
 
-        began = time.monotonic()
         with pytest.raises(RunError, match="did not arrive: 2"):
             run_step(session, DATA, 1)
 
-    assert time.monotonic() - began < 5.0
+
+def interrupt_at_gate() -> None:
+    """Interrupt the process when an operator is at the gate."""
+    assert at_gate.wait(HANGS_S)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("name", [DATA, THREADS])
 @hears_signals()
 def test_an_interrupt_in_the_middle_of_a_step_stops_the_workers(name: str) -> None:
     plan, _ = plan_with(compile_case(name), 1, operator("wait_at_gate"))
-    session = start(name, plan)
+    session = start(name, plan, OpeningBackend())
     before = session.state_dict()
-    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    release = threading.Timer(0.6, gate.set)
-    interrupt.start()
-    release.start()
+    threading.Thread(target=interrupt_at_gate).start()
 
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_step(session, name)
     session.close()
 
-    assert time.monotonic() - began < session_module.GRACE_S  # no thread was left behind
     assert not worker_threads()
     assert_states(session, before)
 
@@ -204,8 +198,7 @@ def test_an_interrupt_in_the_middle_of_a_step_stops_the_workers(name: str) -> No
 def test_an_interrupted_session_is_over_and_says_so() -> None:
     plan, _ = plan_with(compile_case(DATA), 1, operator("wait_at_gate"))
     with start(DATA, plan) as session:
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+        threading.Thread(target=interrupt_at_gate).start()
         with pytest.raises(KeyboardInterrupt):
             run_step(session, DATA)
         gate.set()
@@ -246,7 +239,7 @@ def test_a_session_lets_go_of_the_batch_when_the_step_is_over() -> None:
         del batch
 
         # Parts of a batch are views, which keep the whole alive.
-        assert wait_until(lambda: kept() is None, 1.0)
+        assert wait_until(lambda: kept() is None)
 
 
 @pytest.mark.parametrize("name", [PIPELINE, "two versions of parameters"])

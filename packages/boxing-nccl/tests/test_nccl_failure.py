@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from steps import collective, transfer
-from test_nccl_bootstrap import told
+from test_nccl_bootstrap import HANGS_S, told
 from thread_ranks import Ranks
 
 from sbp_boxing_nccl.nccl.backend import NcclBackend
@@ -40,9 +40,10 @@ def test_all_channels_are_aborted_together_and_once() -> None:
     def job(rank: int, backend: NcclBackend) -> Any:
         connect_all(backend, rank)
         if rank == 1:
-            time.sleep(2.0)
-            return told(partial(reduce, backend, rank, 2, "late", 1.0))[0]
-        return told(partial(reduce, backend, rank, 2, "second", 1.0))[0]
+            while not all(channel.num_aborts for channel in ranks.devices[1].channels):
+                time.sleep(0.01)  # until it has heard of the failure
+            return told(partial(reduce, backend, rank, 2, "late", HANGS_S))
+        return told(partial(reduce, backend, rank, 2, "second", 1.0))
 
     first, second = ranks.run(job)
 
@@ -66,55 +67,61 @@ def test_a_run_that_ends_well_destroys_its_channels_and_aborts_none() -> None:
 
 
 def test_an_abort_that_hangs_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = Ranks(2, abort_timeout_s=0.3)
+    ranks, over = Ranks(2, abort_timeout_s=0.3), threading.Event()
 
     def job(rank: int, backend: NcclBackend) -> Any:
         connect_all(backend, rank)
         if rank == 1:
-            time.sleep(2.0)
+            assert over.wait(HANGS_S)
             return None
         ranks.devices[0].hold_abort.clear()
-        return told(partial(reduce, backend, rank, 2, "second", 0.5))
+        said = told(partial(reduce, backend, rank, 2, "second", 0.5))
+        over.set()
+        return said
 
     try:
-        (said, took_s), _ = ranks.run(job)
+        said, _ = ranks.run(job)
     finally:
         ranks.devices[0].hold_abort.set()
 
     assert "did not arrive: 1" in said
-    assert took_s < 5.0
     assert "rank 0 leaves 3 communicators behind" in caplog.text
 
 
 def test_a_call_that_nccl_keeps_is_freed_at_its_deadline_and_says_who_did_not_come() -> None:
     """A first call may keep the host until all ranks have made it."""
-    ranks = Ranks(2)
+    ranks, over = Ranks(2), threading.Event()
 
     def job(rank: int, backend: NcclBackend) -> Any:
         reduce(backend, rank, 2, "first", 30.0)
         if rank == 1:
-            time.sleep(2.0)
+            assert over.wait(HANGS_S)
             return None
         ranks.devices[0].keeps_host.add("all_reduce")
-        return told(partial(reduce, backend, rank, 2, "second", 1.0))
+        said = told(partial(reduce, backend, rank, 2, "second", 1.0))
+        over.set()
+        return said
 
-    (said, took_s), _ = ranks.run(job)
+    said, _ = ranks.run(job)
 
     assert "'second'" in said and "did not arrive: 1" in said
-    assert took_s < 6.0
 
 
 def test_a_message_that_nobody_receives_in_time_fails_the_sender() -> None:
+    over = threading.Event()
+
     def job(rank: int, backend: NcclBackend) -> Any:
         connect_all(backend, rank)
         if rank == 1:
-            time.sleep(2.0)
+            assert over.wait(HANGS_S)
             return None
         communicator, step = backend.communicator(0), transfer([0], [1], B, B)
         communicator.send(step, torch.ones(4, 2), tag="in vain", deadline_s=0.3)
         time.sleep(1.0)
         call = partial(communicator.send, step, torch.ones(4, 2), tag="next", deadline_s=5.0)
-        return told(call)[0]
+        said = told(call)
+        over.set()
+        return said
 
     said, _ = Ranks(2).run(job)
 
@@ -129,22 +136,24 @@ def test_a_message_of_another_size_than_awaited_is_refused_with_both_sizes() -> 
             communicator.send(step, torch.ones(4, 2), tag="odd", deadline_s=5.0)
             return None
         step = transfer([0], [1], B, B, shape=(4, 3))
-        return told(partial(communicator.receive, step, None, tag="odd", deadline_s=5.0))[0]
+        return told(partial(communicator.receive, step, None, tag="odd", deadline_s=5.0))
 
     assert "rank 0 sends 32 bytes, and 48 are awaited" in Ranks(2).run(job)[1]
 
 
 def test_an_error_that_nccl_finds_later_is_reported() -> None:
-    ranks = Ranks(2)
+    ranks, over = Ranks(2), threading.Event()
 
     def job(rank: int, backend: NcclBackend) -> Any:
         reduce(backend, rank, 2, "first", 30.0)
         if rank == 1:
-            time.sleep(1.0)
+            assert over.wait(HANGS_S)
             return None
         (channel,) = ranks.devices[0].channels
         channel.error = "NCCL_ERROR_REMOTE_ERROR: remote process exited"
-        return told(partial(reduce, backend, rank, 2, "second", 10.0))[0]
+        said = told(partial(reduce, backend, rank, 2, "second", HANGS_S))
+        over.set()
+        return said
 
     said, _ = ranks.run(job)
 
@@ -152,14 +161,18 @@ def test_an_error_that_nccl_finds_later_is_reported() -> None:
 
 
 def test_running_ahead_a_missing_rank_is_told_by_the_next_call() -> None:
+    over = threading.Event()
+
     def job(rank: int, backend: NcclBackend) -> Any:
         reduce(backend, rank, 2, "first", 30.0)
         if rank == 1:
-            time.sleep(2.0)
+            assert over.wait(HANGS_S)
             return None
         # What a GPU would do behind our back, the fake does while its stream is waited for.
         reduce(backend, rank, 2, "second", 0.5)
-        return told(partial(reduce, backend, rank, 2, "third", 5.0))[0]
+        said = told(partial(reduce, backend, rank, 2, "third", HANGS_S))
+        over.set()
+        return said
 
     said, _ = Ranks(2, run_ahead=True).run(job)
 
@@ -172,15 +185,14 @@ def test_a_failure_of_the_program_ends_calls_that_wait_on_both_ranks() -> None:
         if rank == 1:
             step = transfer([0], [1], B, B)
             communicator = backend.communicator(1)
-            return told(partial(communicator.receive, step, None, tag="never", deadline_s=30.0))
+            return told(partial(communicator.receive, step, None, tag="never", deadline_s=HANGS_S))
         threading.Timer(0.3, backend.fail, (ValueError("loss is not a number"),)).start()
-        return told(partial(reduce, backend, rank, 2, "second", 30.0))
+        return told(partial(reduce, backend, rank, 2, "second", HANGS_S))
 
     here, there = Ranks(2).run(job)
 
-    assert "'second'" in here[0] and "loss is not a number" in here[0]
-    assert "'never'" in there[0] and "rank 0 reported: ValueError: loss is not a number" in there[0]
-    assert here[1] < 10.0 and there[1] < 10.0
+    assert "'second'" in here and "loss is not a number" in here
+    assert "'never'" in there and "rank 0 reported: ValueError: loss is not a number" in there
 
 
 def test_a_closed_backend_says_so() -> None:
@@ -188,7 +200,7 @@ def test_a_closed_backend_says_so() -> None:
         reduce(backend, rank, 2, "first", 30.0)
         backend.close()
         backend.close()
-        return told(partial(reduce, backend, rank, 2, "late", 5.0))[0]
+        return told(partial(reduce, backend, rank, 2, "late", 5.0))
 
     for said in Ranks(2).run(job):
         assert "'late'" in said and "closed" in said

@@ -1,14 +1,13 @@
 """Processes that are ranks of one run until a test brings one of them down.
 
-Unlike those of `rank_pool` they are started for one test each, and told of by time: every rank says
-when it is ready, and when and how its last call ended.
+Unlike those of `rank_pool` they are started for one test each: every rank says when it is ready,
+and how its last call ended.
 """
 
 import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,16 +33,10 @@ class Fall:
 
     Args:
         error: What its last call raised.
-        raised_s: Seconds from the blow until then.
-        closed_s: Seconds that closing its backend then took.
-        ended_s: Seconds from the blow until its process had ended.
         code: Exit code of its process; 0 unless a thread was in the way of its end.
     """
 
     error: str
-    raised_s: float
-    closed_s: float
-    ended_s: float
     code: int | None
 
 
@@ -84,10 +77,9 @@ def bring_down(
             assert came == "ready", came
         for pipe in pipes:
             pipe.send("go")
-        struck = time.time()
         if blow is not None:
             blow(processes[failing_rank].pid or 0)
-        told: dict[int, Any] = {}
+        told: dict[int, str] = {}
         waiting = {pipe: rank for pipe, rank in pipes.items() if rank != failing_rank}
         while waiting:
             ready = wait(list(waiting), _LIMIT_S)
@@ -95,19 +87,10 @@ def bring_down(
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 told[waiting.pop(pipe)] = pipe.recv()
-        ends = {}
         for rank in told:
             processes[rank].join(_LIMIT_S)
-            ends[rank] = time.time() - struck
         return {
-            rank: Fall(
-                error=error,
-                raised_s=raised - struck,
-                closed_s=closed,
-                ended_s=ends[rank],
-                code=processes[rank].exitcode,
-            )
-            for rank, (error, raised, closed) in told.items()
+            rank: Fall(error=error, code=processes[rank].exitcode) for rank, error in told.items()
         }
     finally:
         for process in processes:
@@ -129,10 +112,9 @@ def _live(rank: int, num_ranks: int, life: Life, pipe: Connection, port: int, ho
     except SystemExit:
         sys.exit(3)
     except Exception as error:
-        raised = time.time()
         backend.fail(error)
         backend.close()
-        pipe.send((str(error), raised, time.time() - raised))
+        pipe.send(str(error))
 
 
 def _store_of_rank_0(rank: int, meeting: Any) -> Any:

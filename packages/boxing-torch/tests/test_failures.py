@@ -1,7 +1,7 @@
-"""One rank of three comes down: every other rank learns it in time, and which one it was.
+"""One rank of three comes down: every other rank learns it, and which one it was.
 
-The times are those that the package promises: 5 s after a death, 10 s after the deadline of a
-stall. Ranks look every quarter of a second, so that the usual times are well below.
+How soon is measured by `integration/kills`. Here calls have a deadline after which a test has given
+up, except where a rank stalls.
 """
 
 import os
@@ -17,7 +17,6 @@ import torch
 from falling_ranks import Fall, bring_down
 
 from sbp_boxing_torch.backend import TorchBackend
-from sbp_boxing_torch.connections import CLOSE_TIMEOUT_S
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.placement import Placement
@@ -37,7 +36,7 @@ def live(
 ) -> None:
     """Reduce once; then one rank fails, one reduces, and one computes while it receives."""
     end, everyone = backend.communicator(rank), one_step(P, B, [0, 1, 2], [0, 1, 2])
-    deadline_s = DEADLINE_S if how == "stop" else 60.0
+    deadline_s = DEADLINE_S if how == "stop" else 600.0
     end.collective(everyone, torch.ones(4, 2), tag="first", deadline_s=60.0)
     ready()
     if rank == failing_rank:
@@ -79,7 +78,6 @@ def falls(how: str, failing_rank: int, *, hosted: bool = False) -> tuple[Fall, F
     assert "'gradients'" in found[first].error and f"rank {first}" in found[first].error
     assert "'activations'" in found[second].error and f"rank {second}" in found[second].error
     for one in found.values():
-        assert one.closed_s < CLOSE_TIMEOUT_S
         assert one.code == 0
     return found[first], found[second]
 
@@ -96,13 +94,11 @@ def falls(how: str, failing_rank: int, *, hosted: bool = False) -> tuple[Fall, F
 def test_the_others_name_a_rank_that_ends(how: str, failing_rank: int, words: str) -> None:
     for one in falls(how, failing_rank):
         assert f"rank {failing_rank} " in one.error and words in one.error
-        assert one.raised_s < 5.0
 
 
 def test_the_others_name_a_rank_that_ends_and_takes_the_store_with_it() -> None:
     for one in falls("kill", 0, hosted=True):
         assert "rank 0 (pid " in one.error and "has ended" in one.error
-        assert one.raised_s < 5.0
 
 
 @pytest.mark.parametrize(
@@ -114,4 +110,3 @@ def test_the_others_name_a_rank_that_stalls_at_their_deadline(
     for one in falls("stop", failing_rank, hosted=hosted):
         assert "did not arrive: " in one.error
         assert f"rank {failing_rank} (pid " in one.error and "is stopped by a signal" in one.error
-        assert one.raised_s < DEADLINE_S + 10.0

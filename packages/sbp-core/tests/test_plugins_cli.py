@@ -77,12 +77,13 @@ def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "planner" in capsys.readouterr().err
 
 
-def test_listing_takes_less_than_a_second_of_cpu_and_imports_no_torch() -> None:
+def test_listing_imports_nothing_that_takes_long() -> None:
     script = (
-        "import sys, time\n"
+        "import sys\n"
         "from sbp_core.plugins.cli import main\n"
         "code = main(['--json'])\n"
-        "sys.exit(code or 10 * ('torch' in sys.modules) + 20 * (time.process_time() > 1))\n"
+        "heavy = sys.modules.keys() & {'hydra', 'scipy', 'sympy', 'torch'}\n"
+        "sys.exit(code or ', '.join(heavy) or 0)\n"
     )
 
     child = subprocess.run(

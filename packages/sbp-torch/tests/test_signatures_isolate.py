@@ -90,12 +90,9 @@ def test_leaving_the_process_is_a_crash() -> None:
 
 
 def test_a_trial_that_takes_too_long_is_ended() -> None:
-    started = time.monotonic()
-
-    sleeping, after = run_isolated([partial(time.sleep, 60), partial(int, 1)], timeout_s=1.5)
+    sleeping, after = run_isolated([partial(time.sleep, 600), partial(int, 1)], timeout_s=1.5)
 
     assert (sleeping, after) == (Timeout(1.5), Completed(1))
-    assert time.monotonic() - started < 30
     assert_no_child_is_left()
 
 
@@ -159,7 +156,7 @@ def test_a_worker_neither_prints_nor_runs_what_its_parent_does_at_exit(
 
 
 def test_giving_up_ends_the_worker() -> None:
-    verdicts = iter_isolated([os.getpid, partial(time.sleep, 60)], timeout_s=60)
+    verdicts = iter_isolated([os.getpid, partial(time.sleep, 600)], timeout_s=60)
     first = next(verdicts)
     assert isinstance(first, Completed)
 
@@ -174,7 +171,7 @@ def test_an_interrupt_of_the_parent_ends_the_worker() -> None:
     trials: list[Callable[[], object]] = [partial(os.kill, os.getpid(), signal.SIGINT)]
 
     with pytest.raises(KeyboardInterrupt):
-        run_isolated([*trials, partial(time.sleep, 60)], timeout_s=60)
+        run_isolated([*trials, partial(time.sleep, 600)], timeout_s=60)
 
     assert_no_child_is_left()
 
@@ -193,7 +190,7 @@ def test_an_interrupt_within_the_fork_is_not_forgotten(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "fork", interrupted_fork)
 
     with pytest.raises(KeyboardInterrupt):
-        run_isolated([partial(time.sleep, 60)], timeout_s=60)
+        run_isolated([partial(time.sleep, 600)], timeout_s=60)
 
     assert_no_child_is_left()
 

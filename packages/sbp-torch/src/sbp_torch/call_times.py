@@ -179,8 +179,12 @@ class CallTimer:
         host, segment = torch.device("cpu"), segment_function(call.segment, 0, ())
         sizes = {size for entry in call.inputs if not _is_integer(entry) for size in entry.shape}
         for bound in sorted({*sizes, 1}, reverse=True):
+            values = _values(call, bound, host, self._pool)
+            for entry, value in zip(call.inputs, values, strict=False):
+                if _is_integer(entry):
+                    value.fill_(bound - 1)  # drawn numbers might all be small
             try:
-                segment(*_values(call, bound, host, self._pool))
+                segment(*values)
             except Exception:
                 if bound <= 1:
                     raise
