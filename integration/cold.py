@@ -110,13 +110,13 @@ def run_tests() -> int:
         return subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment).returncode
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     """Run what the command line names; return 1 if any of it fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("session", choices=["tests", "train"])
     parser.add_argument("--torch", default="torch", help="the requirement that sessions install")
     parser.add_argument("versions", nargs="*", help="of Python, such as 3.13")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and remove the temporary folder
     if arguments.session == "tests":
         return run_tests()
@@ -139,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -75,3 +75,9 @@ def test_a_python_that_is_not_there_or_does_not_run_is_not_found(
 
     assert cold.find_python("3.98") is None
     assert cold.find_python("3.99") is None
+
+
+def test_a_named_python_must_be_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cold.main(["train", "--torch", "torch==2.13.0", "3.99"]) == 1
+
+    assert capsys.readouterr().out == "Python 3.99: missing\n"
