@@ -78,7 +78,8 @@ def takes_kernel(
         device: Kind of device that the step will run on; None if nothing will. The kernels of CPUs
             are tried; those of other devices are believed.
     """
-    kind, said = kind_of(optimizer), settings.get("fused")
+    kind: Any = kind_of(optimizer)  # mypy takes no class for hashable
+    said = settings.get("fused")
     if kind not in _SETTINGS or said is False or options.fused is False:
         return False
     if said is None:
