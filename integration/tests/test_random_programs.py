@@ -17,14 +17,14 @@ PLAIN = shrink._SIMPLEST
 QUICK = ("mesh=1, planner='manual/data_parallel'", "mesh=2, planner='manual/zero'")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_program_of_one_micro_batch_is_that_of_one_device(seed: int) -> None:
     outcome = attempt(draw(seed, [1], QUICK))
 
     assert not outcome.failed, outcome.message
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_program_of_several_micro_batches_is_that_of_one_device_or_refused(seed: int) -> None:
     outcome = attempt(draw(seed, [2, 4, 0], QUICK))
 
@@ -32,12 +32,12 @@ def test_a_program_of_several_micro_batches_is_that_of_one_device_or_refused(see
 
 
 def test_gradients_of_programs_without_flags_follow_from_those_of_parts() -> None:
-    programs = [draw(seed, [2, 4, 0]) for seed in range(150)]
+    programs = [draw(seed, [2, 4, 0]) for seed in range(60)]
 
     found = {p.seed: follows(p) for p in programs if not p.meanings}
 
     assert [seed for seed, verdict in found.items() if verdict is False] == []
-    assert list(found.values()).count(True) > 40
+    assert list(found.values()).count(True) > 15
 
 
 @pytest.mark.parametrize(
