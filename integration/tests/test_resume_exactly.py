@@ -50,6 +50,7 @@ DATA_PARALLEL = ("planner=manual/data_parallel", "cluster.axes=[data]")
 ZERO = ("planner=manual/zero", "cluster.axes=[data]")
 PIPELINE = ("planner=manual/pipeline", "cluster.axes=[pipe]", "trainer.micro_batches=2")
 CLICKS = ("model=dlrm", "model.rows=[40,20]")
+EACH = ("trainer.loss=mean_of_micro_batches",)
 IMAGES = ("model=resnet", "model.width=4", "data.image_size=16")
 MOMENTUM = ("optimizer=sgd", "optimizer.momentum=0.9")
 VIT = (
@@ -74,7 +75,7 @@ CASES = {
     "lock-step": (*GPT, *DATA_PARALLEL, *UPDATE, "runtime=reference", "trainer.micro_batches=2"),
     "numbers of each shard": (*VIT, *DATA_PARALLEL, *UPDATE, "compile.random=per_shard"),
     "vit": (*VIT, *PIPELINE, *UPDATE),
-    "batch norm": (*IMAGES, *ZERO, *MOMENTUM, *UPDATE, "trainer.micro_batches=2"),
+    "batch norm": (*IMAGES, *ZERO, *MOMENTUM, *UPDATE, "trainer.micro_batches=2", *EACH),
     "batch norm, gloo": (*IMAGES, *DATA_PARALLEL, *MOMENTUM, "boxing=torch"),
     "clicks": (*CLICKS, *DATA_PARALLEL, *UPDATE),
     "clicks, mpi": (*CLICKS, *ZERO, "optimizer=adagrad", "boxing=mpi"),
