@@ -17,7 +17,10 @@ LAYOUTS = (
     # Batch normalisation takes its statistics of a micro-batch, which is another loss.
     {"mesh": (2, 2), "micro_batches": 2, "pins": {"0.weight": {"tensor": "S(0)"}}, **_EACH},
     {
-        **{"mesh": 2, "axes": "pipe", "micro_batches": 4, "planner": {"name": "manual/pipeline"}},
+        "mesh": 2,
+        "axes": "pipe",
+        "micro_batches": 4,
+        "planner": {"name": "manual/pipeline"},
         **_EACH,
     },
     {"mesh": 2, "planner": {"name": "osdp", "memory_bytes": 1e6}, "runtime": "reference"},
