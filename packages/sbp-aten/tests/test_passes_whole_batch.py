@@ -122,6 +122,7 @@ RATIOS: Mapping[str, Loss] = {
     "ignored targets": entropy,
     "class weights": lambda m, b: entropy(m, b, weight=m.classes),
     "label smoothing": lambda m, b: entropy(m, b, label_smoothing=0.1),
+    "weights, smoothed": lambda m, b: entropy(m, b, weight=m.classes, label_smoothing=0.1),
     "a loss of each token": lambda m, b: (
         entropy(m, b, reduction="none").sum() / (b["y"] != IGNORED).sum()
     ),
@@ -181,6 +182,9 @@ OTHERS: Mapping[str, Loss] = {
         (m(b["x"]) / 30).tanh().flatten(0, 1) * 30, b["y"].flatten()
     ),
 }
+
+#: Those of which PyTorch computes no gradients where no target counts.
+FILLED = ("ignored targets", "class weights", "label smoothing", "weights, smoothed")
 
 MEANS: Mapping[str, Loss] = {
     "squares": lambda m, b: m(b["x"]).square().mean(),
@@ -298,9 +302,10 @@ def test_random_masks_train_on_the_loss_of_the_whole_batch(data, count, name):
     assert deviation(RATIOS[name], count, make_batch(masks)) < 1e-9
 
 
-def test_a_batch_without_a_valid_token_has_no_loss_and_changes_nothing_as_in_pytorch():
+@pytest.mark.parametrize("name", FILLED)
+def test_a_batch_without_a_valid_token_has_no_loss_and_changes_nothing_as_in_pytorch(name):
     batch = make_batch(torch.zeros(4, PLACES, dtype=torch.bool))
-    graph, model = prepare_step(captured(entropy, 4), 2, loss=WHOLE), make_model()
+    graph, model = prepare_step(captured(RATIOS[name], 4), 2, loss=WHOLE), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     states = graph_states(graph, initial_states(model, optimizer))
 
@@ -347,6 +352,17 @@ def normalised(model: Tagger, batch: Batch) -> Tensor:
     return F.batch_norm(of_places(model, batch), None, None, training=True).square().mean()
 
 
+def a_product_of_centred(model: Tagger, batch: Batch) -> Tensor:
+    losses = of_places(model, batch)
+    apart = losses - losses.mean()
+    return (apart * (losses - losses.mean(1).mean())).mean()
+
+
+def in_reverse(model: Tagger, batch: Batch) -> Tensor:
+    last = torch.zeros_like(batch["x"][:, 0])
+    return model(batch["x"])[torch.arange(len(last) - 1, -1, -1), last].square().mean()
+
+
 _MEET, _KNOWN = "samples meet each other", "known of the whole batch only"
 
 REFUSED: Mapping[str, tuple[Loss, str, str]] = {
@@ -354,6 +370,8 @@ REFUSED: Mapping[str, tuple[Loss, str, str]] = {
     "samples of which the mean is taken away": (centred, _KNOWN, "aten.pow"),
     "numbers of samples": (later_samples_more, _MEET, "aten.mul.Tensor"),
     "a hook that is not linear": (clipped_on_the_way, _KNOWN, "aten.clamp"),
+    "a product of what may cancel": (a_product_of_centred, _KNOWN, "aten.mul.Tensor"),
+    "samples in reverse": (in_reverse, _MEET, "aten.index.Tensor"),
     "some samples": (of_some, _MEET, "aten.slice.Tensor"),
     "batch normalisation": (normalised, "takes its statistics of all samples", "batch_norm"),
 }
@@ -382,6 +400,42 @@ def test_a_metric_that_is_none_of_the_whole_batch_is_refused_by_name():
 
     with pytest.raises(GraphError, match="metric 'spread' of the whole batch does not follow"):
         prepare_step(captured(loss, 4), 2, loss=WHOLE)
+
+
+def test_a_buffer_with_an_entry_for_each_sample_is_refused():
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("last", torch.zeros(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.layer(x)
+            self.last = found.detach()
+            return found
+
+    model, batch = Remembers().double(), {"x": torch.randn(4, 3, dtype=torch.float64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    graph = capture(model, lambda m, b: m(b["x"]).square().mean(), batch, optimizer)
+
+    with pytest.raises(GraphError, match=r"the new value of 'last' .* a number for each sample"):
+        prepare_step(graph, 2, loss=WHOLE)
+
+
+def test_zero_over_zero_is_that_of_pytorch_where_a_mask_is_a_factor():
+    def loss(model: Tagger, batch: Batch) -> Tensor:
+        mask = batch["y"] != IGNORED
+        return (of_places(model, batch) * mask).sum() / mask.sum()
+
+    batch, model = make_batch(torch.zeros(4, PLACES, dtype=torch.bool)), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    graph = prepare_step(captured(loss, 4), 2, loss=WHOLE)
+    states = graph_states(graph, initial_states(model, optimizer))
+
+    _, new = run_graph(graph, states, split_batch(batch, 2), {"lr": RATE})
+
+    loss(model, batch).backward()
+    assert bool(model.head.weight.grad.isnan().all()) and bool(new["head.weight"].isnan().all())
 
 
 def test_a_buffer_is_that_of_the_whole_batch():

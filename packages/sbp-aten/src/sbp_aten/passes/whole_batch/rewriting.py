@@ -314,10 +314,30 @@ class _Rewriting:
                 tags=("pointwise",),
             )
         )
+        total = name
         for atom, power in term.coefficient:
             op = "aten.mul.Tensor" if power > 0 else "aten.div.Tensor"
             for _ in range(abs(power)):
                 name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
+        if any(power < 0 and self._may_be_none(atom) for atom, power in term.coefficient):
+            name = self._without_zeros(like, value, total, name)
+        return name
+
+    def _may_be_none(self, atom: str) -> bool:
+        """Whether nothing may count, so that a number is zero, and PyTorch divides none by it.
+
+        That is so where zeros are written over what was divided, but for numbers of targets, whose
+        ratio is never zero.
+        """
+        return atom in self.terms.filled and counted_targets(self.graph, atom) is None
+
+    def _without_zeros(self, like: Node, value: str, total: str, divided: str) -> str:
+        """Return a total that was divided, with zeros where it is zero: not 0 / 0."""
+        zeros, name = self.parts.fresh(f"{value}.zeros"), self.parts.fresh(f"{value}.whole")
+        once, kind = self._like(like), self.graph.tensor(value)
+        self.parts.types |= {zeros: TensorType(kind.shape, "bool"), name: kind}
+        self._call(once, zeros, "aten.eq.Scalar", (Ref(total), 0))
+        self._call(once, name, "aten.masked_fill.Scalar", (Ref(divided), Ref(zeros), 0))
         return name
 
     def _step(self, like: Node, op: str, names: Sequence[str], value: str) -> str:

@@ -45,6 +45,9 @@ _MOST_TERMS = 8
 _DIVISIONS = ("aten.div.Tensor",)
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 
+#: Operators that keep some elements and write others.
+_FILLS_WITH = ("masked_fill", "where")
+
 
 @dataclass(slots=True)
 class TermCalls:
@@ -63,6 +66,8 @@ class TermCalls:
     atoms: dict[str, Part] = field(default_factory=dict)
     #: One name for each number of targets, however it is counted.
     counts: dict[object, str] = field(default_factory=dict)
+    #: Numbers that divide what is filled with zeros afterwards, so that 0 / 0 comes of none of it.
+    filled: set[str] = field(default_factory=set)
 
     @property
     def graph(self) -> LogicalGraph:
@@ -106,6 +111,8 @@ class TermCalls:
                 return None
             factor = times(*[found[0][0].coefficient] * exponent)
             found[0], marked = plain(found[0][0].part), []
+        if node.kind in _FILLS_WITH and marked and self._fills_with_zeros(node, found):
+            self.filled |= {name for terms in found for t in terms for name, _ in t.coefficient}
         for together in linear_in(self.graph, node, marked) if marked else [frozenset()]:
             made = self._jointly(node, names, found, sorted(together))
             if made is not None:
@@ -185,6 +192,12 @@ class TermCalls:
             for at, one in enumerate(given)
         ]
         return self._run(node, parts, coefficient)
+
+    def _fills_with_zeros(self, node: Node, given: Sequence[Terms]) -> bool:
+        """Whether a node writes zeros over some elements, whatever stood there."""
+        if node.op == "aten.masked_fill.Scalar":
+            return bool(node.args[2] == 0)
+        return any(map(self._is_zero, given[1:]))
 
     def _is_zero(self, terms: Terms) -> bool:
         part = single_part(terms)
