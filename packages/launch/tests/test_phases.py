@@ -9,7 +9,7 @@ from sbp_launch.trainer import phases
 from sbp_launch.trainer.phases import PhaseTimes
 
 
-def test_shares_are_told_by_size_the_rest_last_and_none_of_nothing(
+def test_shares_are_told_in_one_order_the_rest_last_and_none_of_what_was_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = FakeClock()
@@ -23,7 +23,7 @@ def test_shares_are_told_by_size_the_rest_last_and_none_of_nothing(
     clock.now += 99.0
 
     assert times["data"] == 10.0 and times["saving"] == 0.0
-    assert times.line() == "100 s: steps 20.0%, data 10.0%, rest 70.0%"
+    assert times.line() == "100 s: steps 20.0%, data 10.0%, comparison 0.0%, rest 70.0%"
 
 
 def test_what_fails_has_taken_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

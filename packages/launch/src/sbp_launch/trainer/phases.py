@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 from sbp_core.units import format_seconds
 
-#: What a run is at between its first step and its last.
-Phase = Literal["data", "steps", "evaluation", "saving", "comparison"]
-
-#: Shares below this are not told.
-_LEAST_SHARE = 0.0005
+#: What a run is at between its first step and its last, in the order in which it is told.
+Phase = Literal["steps", "data", "comparison", "evaluation", "saving"]
 
 
 class PhaseTimes:
@@ -47,11 +44,12 @@ class PhaseTimes:
     def line(self) -> str:
         """Return the time so far and the shares in it: `12 s: steps 93.1%, data 4.2%, ...`.
 
-        The rest is what the trainer itself takes: votes, metrics, callbacks, printing.
+        Phases that took place are in it, in one order, so that the lines of two runs compare. The
+        rest is what the trainer itself takes: votes, metrics, callbacks, printing.
         """
         total_s = self.total_s
-        shares = {phase: seconds / total_s for phase, seconds in self._seconds.items()}
+        told = [phase for phase in get_args(Phase) if phase in self._seconds]
+        shares = {phase: self[phase] / total_s for phase in told}
         shares["rest"] = max(0.0, 1.0 - sum(shares.values()))
-        ordered = sorted(shares.items(), key=lambda entry: (entry[0] == "rest", -entry[1]))
-        told = [f"{phase} {share:.1%}" for phase, share in ordered if share >= _LEAST_SHARE]
-        return f"{format_seconds(total_s)}: {', '.join(told)}"
+        listed = ", ".join(f"{phase} {share:.1%}" for phase, share in shares.items())
+        return f"{format_seconds(total_s)}: {listed}"

@@ -24,11 +24,11 @@ the notation of each operator. A product whose rows have no known batch stays as
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import NamedTuple
 
 from sbp_aten.passes.merged_batches import separate_merged_batches
 from sbp_aten.passes.simplify import fold_views
+from sbp_aten.passes.whole_batch.layout import Samples, reshaped
 from sbp_core.errors import SignatureError
 from sbp_core.graph import Argument, InputKind, LogicalGraph, Node, Ref, TensorType, drop_dead
 from sbp_core.passes import GraphWriter
@@ -91,9 +91,9 @@ def _find_batch_factors(graph: LogicalGraph) -> dict[str, _BatchFactor]:
         if node.op in _RESHAPES:
             source = found[node.args[0].name]
             shapes = (graph.tensor(value).shape for value in (node.args[0].name, node.outputs[0]))
-            reshaped = _through_reshape(source, *shapes)
-            if reshaped is not None:
-                found[node.outputs[0]] = reshaped
+            factor = _through_reshape(source, *shapes)
+            if factor is not None:
+                found[node.outputs[0]] = factor
         else:
             found |= _through_operator(graph, node, found)
     return found
@@ -102,23 +102,12 @@ def _find_batch_factors(graph: LogicalGraph) -> dict[str, _BatchFactor]:
 def _through_reshape(
     factor: _BatchFactor, before: tuple[int, ...], after: tuple[int, ...]
 ) -> _BatchFactor | None:
-    """Return the batch factor after a reshape; None if the reshape cuts through the batch.
-
-    A reshape keeps elements in order, so the number of elements that one step along the batch skips
-    (`inner`) is the same before and after. The batch is now in the dim whose range of strides holds
-    `inner`:
-
-        dims after:     ... | dim                 | faster dims
-        one step skips:     | behind*extent ...   | behind ... 1     behind <= inner < behind*extent
-    """
-    inner = prod(before[factor.dim + 1 :]) * factor.after
-    for dim in range(len(after)):
-        behind = prod(after[dim + 1 :])
-        fits = inner % behind == 0 and after[dim] % (factor.batch * (inner // behind)) == 0
-        if behind <= inner < behind * after[dim] and fits:
-            rest = inner // behind
-            return _BatchFactor(dim, after[dim] // (factor.batch * rest), factor.batch, rest)
-    return None
+    """Return the batch factor after a reshape; None if the reshape cuts through the batch."""
+    samples = reshaped(Samples(factor.dim, factor.before), before, after, factor.batch)
+    if samples is None:
+        return None
+    rest = after[samples.dim] // (samples.blocks * factor.batch)
+    return _BatchFactor(samples.dim, samples.blocks, factor.batch, rest)
 
 
 def _through_operator(
