@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from random_programs.program import ONE_RANK, Program
-from random_programs.trial import Outcome, attempt, executed, norm_by_parts, quiet
+from random_programs.trial import Outcome, attempt, executed, quiet
 
 #: Largest part of a gradient that no combination of those of its parts explains.
 _RESIDUAL = 1e-7
@@ -62,10 +62,10 @@ def _term_follows(program: Program) -> bool | None:
     with quiet():
         names = executed(program.source)
         batch = names["make_batch"](0)
-        whole = _gradient(names, batch, num_parts)
+        whole = _gradient(names, batch)
         try:
             parts = [
-                _gradient(names, tree_map(lambda v, at=at: _part(v, at, num_parts), batch), 1)
+                _gradient(names, tree_map(lambda v, at=at: _part(v, at, num_parts), batch))
                 for at in range(num_parts)
             ]
         except Exception:  # such as an index of another part's sample
@@ -83,9 +83,8 @@ def _part(value: Tensor, at: int, num_parts: int) -> Tensor:
     return value.chunk(num_parts)[at] if value.dim() else value
 
 
-def _gradient(names: Mapping[str, Any], batch: Any, num_parts: int) -> Tensor:
+def _gradient(names: Mapping[str, Any], batch: Any) -> Tensor:
     model = names["make_model"]()
-    norm_by_parts(model, num_parts)
     parameters = [p for p in model.parameters() if p.requires_grad]
     loss = names["loss"](model, batch)
     if not loss.requires_grad:

@@ -35,9 +35,6 @@ _GIVEN = {
     "image": "torch.randn(B, 2, 4, 4, generator=g)",
 }
 
-#: Calls after which the running statistics of a micro-batch are not those of one call.
-_CALLS_AGAIN = re.compile(r"model\(x \*|slopes\(|chunk|split|stack|cat\(|, model\(|checkpoint")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
@@ -112,15 +109,14 @@ class Program:
 
     @property
     def fits(self) -> bool:
-        """Whether the reference is defined: batch norm has its own meaning of micro-batches."""
+        """Whether plain PyTorch runs it, and its stages have modules.
+
+        Batch norm does not train on a single row.
+        """
         normed = any("BatchNorm" in layer for layer in self.layers)
-        calls = [self.form, *(term.value for term in self.terms)]
-        if not normed:
-            return True
-        if self.micro_batches == 1 and "[None]" not in self.form and "split(1)" not in self.form:
-            return True
-        again = any(_CALLS_AGAIN.search(call) for call in calls)
-        return not again and self.micro_batches < self.sizes[0]
+        single = "[None]" in self.form or "split(1)" in self.form
+        empty = "STAGES" in self.layout and ", []]" in self.source
+        return not (normed and single) and not empty
 
 
 def draw(

@@ -20,6 +20,7 @@ from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Ref
 from sbp_core.passes import RecomputeOptions
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.proof import Step, prove
+from sbp_torch.proof.compare import off_by
 from sbp_torch.proof.drawing import Draw, Integers, integers_of
 from sbp_torch.proof.numbering import Numbering, numbered
 from sbp_torch.proof.wide import widened
@@ -307,3 +308,10 @@ def test_graphs_stay_as_they_are():
     assert graph_hash(replace(graph)) == before
     assert any(out.kind is OutputKind.METRIC for out in graph.outputs)
     assert any(entry.kind is InputKind.BATCH for entry in graph.inputs)
+
+
+def test_what_cancels_in_one_and_not_quite_in_the_other_is_equal() -> None:
+    nothing, rounding = torch.zeros(2).double(), torch.full((2,), 5e-17).double()
+
+    assert off_by(nothing, rounding) == off_by(nothing, nothing) == 0.0
+    assert off_by(nothing, torch.tensor([0.0, 1e-3]).double()) == float("inf")

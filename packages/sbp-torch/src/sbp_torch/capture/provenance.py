@@ -70,6 +70,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
         note = self._note()
         with annotated({"sbp": note}):
             made = make_mutations_explicit(func, args, kwargs or {})
+            if made is not None and self.checkpoint:
+                raise _changed_twice("running statistics")
             if made is None:
                 made = self.draws.call(func, args, kwargs or {})
         for tensor in made if isinstance(made, tuple | list) else (made,):
@@ -113,17 +115,26 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
             self.phase = before
 
     @contextmanager
-    def _checkpointed(self) -> Iterator[None]:
-        """Mark ops as what the user wants to be rematerialised in the backward phase."""
+    def _checkpointed(self, model: nn.Module) -> Iterator[None]:
+        """Mark ops as what the user wants to be rematerialised in the backward phase.
+
+        Raises:
+            CaptureError: they change a buffer, which PyTorch would then change twice.
+        """
         if self.checkpoint:  # one within another: the outer one decides
             yield
             return
         self.num_checkpoints += 1
         self.checkpoint = self.num_checkpoints
+        before = {name: (value, value._version) for name, value in model.named_buffers()}
         try:
             yield
         finally:
             self.checkpoint = 0
+        for name, value in model.named_buffers():
+            old, version = before.get(name, (None, 0))
+            if value is not old or value._version != version:
+                raise _changed_twice(f"the buffer {name!r}")
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
@@ -144,5 +155,16 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
                 for handle in handles:
                     stack.callback(handle.remove)
             stack.callback(self.modules.clear)
-            stack.enter_context(checkpoints_inlined(self._checkpointed))
+            stack.enter_context(checkpoints_inlined(lambda: self._checkpointed(model)))
             yield
+
+
+def _changed_twice(what: str) -> CaptureError:
+    return CaptureError(
+        f"what torch.utils.checkpoint runs changes {what}: PyTorch runs it again in the backward "
+        "phase, which changes that a second time",
+        where=user_line(),
+        accepted="checkpoints of modules that leave their buffers as they are",
+        todo="leave the module out of the checkpoint, or leave checkpoint out and set "
+        "compile.passes.recompute.modules, which changes buffers once",
+    )

@@ -40,4 +40,6 @@ def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
         return float("inf")
     gap = largest((wanted - found)[~same])
     most = max(largest(wanted), scale)
+    if most == 0:  # of what cancels in one, and not quite in the other
+        return float("inf") if gap > TOLERANCE else 0.0
     return gap / most if gap > TOLERANCE * most else 0.0

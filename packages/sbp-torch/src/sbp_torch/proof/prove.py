@@ -175,9 +175,16 @@ def _run_whole(
         except _FAILURES as error:
             told = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
-        if found:
+        but = ""
+        if found and found[0].has_loss:
             raise _refusal(found, step, first, of)
-        return replace(made, draws=tuple(how.ignored for how in draws))
+        if found:
+            draws = draws[:-1]
+            but = (
+                f"with all rows ignored, the loss is no number in both, and {found[0].name!r} is "
+                f"{found[0].found:.6g} instead of {found[0].wanted:.6g}"
+            )
+        return replace(made, draws=tuple(how.ignored for how in draws), but=but)
     return replace(made, reason=f"it does not run on random numbers: {told}")
 
 

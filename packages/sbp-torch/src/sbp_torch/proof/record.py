@@ -25,7 +25,7 @@ from sbp_core.units import format_seconds
 from sbp_core.user_cache import cache_folder
 
 #: Raised whenever what a file means, or what is compared, changes.
-FORMAT = 2
+FORMAT = 1
 
 _PACKAGES = ("sbp-core", "sbp-aten", "sbp-torch")
 
@@ -45,6 +45,7 @@ class Proof:
         not_run: Where the first of them is.
         draws: Of whole steps: which rows were ignored in each.
         of: Whole steps of what, if not of all rows.
+        but: What differs where the loss itself is no number.
         reason: Why nothing was proved; empty if something was.
         took_s: What it took, in seconds.
         is_known: Whether this form was proved earlier.
@@ -57,6 +58,7 @@ class Proof:
     not_run: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
     of: str = ""
+    but: str = ""
     reason: str = ""
     took_s: float = 0.0
     is_known: bool = False
@@ -76,6 +78,7 @@ class Proof:
             return [
                 f"proved {when}: loss, metrics and new states are those of the captured step, "
                 f"run{self.of} in float64 on random data (rows ignored: {rows})",
+                *([f"  {self.but}"] if self.but else []),
             ]
         run = self.operators - self.alike - self.num_not_run
         lines = [

@@ -59,6 +59,7 @@ class OutputDifference:
         wanted: The number that the first graph gives, where they differ most.
         found: That of the second.
         ignored: Which rows were.
+        has_loss: Whether the loss of the first graph is a number there.
     """
 
     name: str
@@ -66,6 +67,7 @@ class OutputDifference:
     wanted: float
     found: float
     ignored: str
+    has_loss: bool
 
 
 #: Batches, scalars and states of a step.
@@ -138,17 +140,21 @@ class WholeStep:
         wanted, old = run_graph(before, states, batches, scalars)
         tied = _tied(after, states)
         found, new = run_graph(after, tied, parts, scalars)
-        losses = (wanted[out.name] for out in before.outputs if out.kind is OutputKind.LOSS)
-        if how is DRAWS[0] and not all(bool(one.isfinite().all()) for one in losses):
+        has_loss = all(
+            bool(wanted[out.name].isfinite().all())
+            for out in before.outputs
+            if out.kind is OutputKind.LOSS
+        )
+        if how is DRAWS[0] and not has_loss:
             raise SbpValueError("the loss of the captured step is no number there")
         for out in before.outputs:
             if out.kind is OutputKind.STATE:
                 continue
             pair = wanted[out.name], found.get(out.name)
             if pair[1] is None or off_by(pair[0], pair[1]):
-                yield _difference(out.name, out.kind, pair, how)
+                yield _difference(out.name, out.kind, pair, how, has_loss)
         for name, one, other in _changed_states(before, after, states, old, new):
-            yield _difference(name, OutputKind.STATE, (one, other), how)
+            yield _difference(name, OutputKind.STATE, (one, other), how, has_loss)
 
     def _batches(
         self, graph: LogicalGraph, how: Draw, random: torch.Generator
@@ -303,6 +309,7 @@ def _difference(
     kind: OutputKind,
     pair: tuple[Tensor, Tensor | None],
     how: Draw,
+    has_loss: bool,
 ) -> OutputDifference:
     """Return a difference with the two numbers that are most apart."""
     wanted, found = pair
@@ -317,4 +324,5 @@ def _difference(
         wanted=numbers[0],
         found=numbers[1],
         ignored=how.ignored,
+        has_loss=has_loss,
     )

@@ -200,8 +200,11 @@ def graph_states(graph: LogicalGraph, states: Mapping[str, Tensor]) -> dict[str,
 
 
 def split_batch(batch: Mapping[str, Tensor], count: int) -> list[Mapping[str, Tensor]]:
-    """Cut a whole batch into its micro-batches along dim 0."""
-    parts = {name: torch.chunk(value, count) for name, value in batch.items()}
+    """Cut a whole batch into its micro-batches along dim 0; all have what has no dims."""
+    parts = {
+        name: torch.chunk(value, count) if value.dim() else [value] * count
+        for name, value in batch.items()
+    }
     return [{name: part[index] for name, part in parts.items()} for index in range(count)]
 
 

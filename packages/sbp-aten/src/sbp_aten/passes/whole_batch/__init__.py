@@ -10,8 +10,9 @@ ranks compute parts; what the parts make together is known once a step, by `sbp.
 
 Read `layout` first: how parts make a whole. `values` are what the values of the whole batch are to
 micro-batches. `calls` writes calls of parts by signatures, `rearranged` those that no signature
-says. A number that is known once a step, such as D, meets samples as a coefficient: `terms`.
-`targets` are the numbers of targets that cross-entropies divide by. `rewriting` puts it together.
+says, and `pieces` the turns of loops over samples. A number that is known once a step, such as D,
+meets samples as a coefficient: `terms`. `targets` are the numbers of targets that cross-entropies
+divide by. `rewriting` puts it together.
 
 What is not linear in a value with coefficients is unknown, and so is what depends on the places of
 samples. A result that is unknown is refused, with the line where the unknown begins.

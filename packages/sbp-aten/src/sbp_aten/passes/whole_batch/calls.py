@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
+    Piece,
     Samples,
     Total,
     divides,
@@ -27,11 +28,13 @@ from sbp_aten.passes.whole_batch.layout import (
     reshaped,
     sbp_of,
 )
+from sbp_aten.passes.whole_batch.pieces import of_pieces, taken_apart
 from sbp_aten.passes.whole_batch.rearranged import (
     RESHAPES,
     WAYS,
     as_numbered,
     as_reshaped,
+    in_blocks,
     is_zero,
 )
 from sbp_aten.passes.whole_batch.values import Part
@@ -64,7 +67,15 @@ class PartCalls:
     types: dict[str, ValueType] = field(default_factory=dict)
     #: Values of the whole graph that are the same in every micro-batch.
     same: set[str] = field(default_factory=set)
+    #: Calls of the whole graph that take pieces of samples: how many a micro-batch has.
+    loops: dict[str, int] = field(default_factory=dict)
+    #: Those that join pieces, and what they make.
+    joins: dict[str, Samples] = field(default_factory=dict)
     _cuts: dict[tuple[str, Samples, bool], str | None] = field(default_factory=dict)
+    _written: dict[str, Node] = field(default_factory=dict)
+    _standing_for: dict[str, str] = field(default_factory=dict)
+    _expressions: dict[str, str] = field(default_factory=dict)
+    _first_equal: dict[str, str] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     producers: dict[str, Node] = field(init=False)
     whole_types: dict[str, ValueType] = field(init=False)
@@ -101,6 +112,37 @@ class PartCalls:
         self.whole_types[value] = kind
         self.as_it_is(node)
 
+    def once(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
+        """Write a node under new names, unless an equal one is written; return what it makes."""
+        key = repr((node.op, node.args, sorted(node.kwargs.items()), node.phase))
+        if key not in self._written:
+            written = replace(
+                node,
+                name=self.fresh(f"{node.name}.piece"),
+                outputs=tuple(self.fresh(f"{value}.piece") for value in node.outputs),
+                forward=self._standing_for.get(node.forward, node.forward),
+            )
+            self._written[key] = written
+            self.add(written, made)
+        self._standing_for[node.name] = self._written[key].name
+        return self._written[key].outputs
+
+    def first_equal(self, value: str) -> str:
+        """Return the first of all values, the same in every micro-batch, that are equal to one."""
+        if value not in self._first_equal:
+            node = self.graph.producers.get(value)
+            if node is None:
+                return value
+
+            def change(ref: Ref) -> Argument:
+                return Ref(self.first_equal(ref.name)) if ref.name in self.same else ref
+
+            kwargs = sorted((key, map_refs(one, change)) for key, one in node.kwargs.items())
+            at = node.outputs.index(value)
+            key = repr((node.op, map_refs(node.args, change), kwargs, node.phase, at))
+            self._first_equal[value] = self._expressions.setdefault(key, value)
+        return self._first_equal[value]
+
     def as_it_is(self, node: Node) -> None:
         """Write a node that does the same in every micro-batch."""
         if node.op.startswith(_RANDOM):
@@ -121,6 +163,8 @@ class PartCalls:
         Returns:
             The parts that it makes; None, and nothing is written, if these are no parts.
         """
+        if any(isinstance(one.layout, Piece) for one in given):
+            return of_pieces(self, node, given)
         samples = [one.layout for one in given if isinstance(one.layout, Samples)]
         if len({layout.blocks for layout in samples}) == 1 or node.kind == "cat":
             for way in WAYS:
@@ -128,7 +172,9 @@ class PartCalls:
                 if found is not None:
                     return self._write(node, *found, label)
         signature = self._signature(node, given)
-        return None if signature is None else self._write(node, *signature, label)
+        if signature is None:
+            return taken_apart(self, node, given)
+        return self._write(node, *signature, label)
 
     def _signature(
         self, node: Node, given: Sequence[Part]
@@ -189,9 +235,9 @@ class PartCalls:
             outputs=tuple(NdSbp(sbp) for sbp in signature.outputs),
         )
         mesh = _mesh(self.num_parts)
-        first, *others = (
-            localize(call, whole, mesh, at) for at in sorted({0, 1, self.num_parts - 1})
-        )
+        first = localize(call, whole, mesh, 0)
+        # Of all: a call that reads one sample does the same in all parts but the one that has it.
+        others = (localize(call, whole, mesh, at) for at in range(1, self.num_parts))
         return first if all(other == first for other in others) else None
 
     def _write(
@@ -305,7 +351,9 @@ class PartCalls:
         label = "part"
         if node.kind in ("new_full", "new_ones", "new_zeros"):  # whatever they are made like
             name = self.fresh(f"{value}.part")
-            args = (node.args[0], shape, *node.args[2:])
+            # A part of what it is made like, which the whole batch has under another name.
+            written = next(one for one in reversed(self.nodes) if value in one.outputs)
+            args = (written.args[0], shape, *node.args[2:])
             made = replace(node, name=name, args=args, outputs=(name,))
             self.add(made, [TensorType(shape, self.graph.tensor(value).dtype)])
             return name
@@ -321,6 +369,8 @@ class PartCalls:
             return view[0].name if view and view[0].layout == layout else None
         if node.kind == "index":
             return self._cut_index(node, layout)
+        if node.kind == "slice" and (taken := self._cut_slice(node, layout)):
+            return taken
         at = node.outputs.index(value)
         for signature in signatures_of(self.graph, node, self.num_parts):
             if signature.outputs[at] != sbp_of(layout):
@@ -344,6 +394,19 @@ class PartCalls:
                 made = self._write(node, *found, "part")
                 return made[0].name if made else None
         return None
+
+    def _cut_slice(self, node: Node, layout: Samples) -> str | None:
+        """Take some of the blocks of a tensor of numbers whose blocks are all cut."""
+        source, dim = node.args[0].name, layout.dim
+        run = self.graph.tensor(node.outputs[0]).shape[dim] // layout.blocks
+        extent = self.graph.tensor(source).shape[dim]
+        inner = Samples(dim, extent // run)
+        part = None if extent % run else self.cut(source, inner)
+        found = part and in_blocks(self, node, [Part(part, inner)])
+        if not found or found[2] != [layout]:
+            return None
+        made = self._write(node, *found, "part")
+        return made[0].name if made else None
 
     def _cut_arguments(
         self, node: Node, signature: Signature1d, blocks: int, numbers: bool

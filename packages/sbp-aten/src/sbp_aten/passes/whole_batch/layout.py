@@ -10,6 +10,7 @@ each other.
     `Samples(0, 2)`            aabbaabb: two views of every sample, one view behind the other
     `Total("sum")`     P       the sum of both
     `SAME`             B       what either has
+    `Piece(1, 0, 2)`           the second of two pieces of the first micro-batch: see `pieces`
 """
 
 from __future__ import annotations
@@ -46,9 +47,26 @@ class Same:
     """Each part is the whole."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of the samples, such as a single one.
+
+    Args:
+        place: Which of the pieces of its micro-batch.
+        micro_batch: In which.
+        count: Pieces of each micro-batch, all of one size.
+        dim: If not None, the elements of all samples along that dim, zero but for this piece.
+    """
+
+    place: int
+    micro_batch: int
+    count: int
+    dim: int | None = None
+
+
 SAME = Same()
 
-Layout = Samples | Total | Same
+Layout = Samples | Total | Same | Piece
 
 
 def sbp_of(layout: Layout) -> Sbp:

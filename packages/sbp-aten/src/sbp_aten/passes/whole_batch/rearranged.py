@@ -71,7 +71,7 @@ def as_reshaped(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found |
     return program, [Ref(given[0].name)], [layout]
 
 
-def _in_blocks(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
+def in_blocks(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
     """Return what puts blocks of all samples together, or takes them apart again.
 
     cat([a, b]), repeat(a, 2)                 of a, b: one block each, to two blocks
@@ -271,4 +271,4 @@ def is_zero(graph: LogicalGraph, value: str) -> bool:
 
 
 #: In the order in which they are tried.
-WAYS = (as_reshaped, _in_blocks, as_numbered, _of_bags)
+WAYS = (as_reshaped, in_blocks, as_numbered, _of_bags)

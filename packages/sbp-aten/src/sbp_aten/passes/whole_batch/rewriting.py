@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from sbp_aten.passes.whole_batch.calls import PartCalls, signatures_of
 from sbp_aten.passes.whole_batch.layout import SAME, Samples, Total, part_type
+from sbp_aten.passes.whole_batch.pieces import of_numbers
 from sbp_aten.passes.whole_batch.targets import counted_targets, divide_losses_ahead
 from sbp_aten.passes.whole_batch.terms import TermCalls
 from sbp_aten.passes.whole_batch.values import (
@@ -16,6 +17,7 @@ from sbp_aten.passes.whole_batch.values import (
     Term,
     Unknown,
     Value,
+    has_pieces,
     has_samples,
     is_total,
     plain,
@@ -49,6 +51,8 @@ _TODO = (
     "the losses of micro-batches; of parallelize: micro_batches=1, "
     "loss_is='mean_of_micro_batches'"
 )
+
+_BY_PLACE = "here samples meet each other, or are told apart by their places"
 
 _BATCH_NORMS = ("_native_batch_norm_legit_functional", "native_batch_norm", "cudnn_batch_norm")
 
@@ -115,6 +119,10 @@ class _Rewriting:
         self.graph = self.parts.graph
         self.terms = TermCalls(self.parts, self.values)
 
+    @property
+    def _inputs(self) -> set[str]:
+        return {entry.name for entry in self.graph.inputs}
+
     def run(self) -> LogicalGraph:
         """Return the graph of micro-batches."""
         graph, parts = self.graph, self.parts
@@ -170,6 +178,10 @@ class _Rewriting:
             why = "numbers are drawn from PyTorch's generator, once for each micro-batch"
             self.values.update(dict.fromkeys(node.outputs, Unknown(why, node)))
             return
+        pieces = of_numbers(self.parts, node)
+        if pieces is not None:
+            self.values.update(zip(node.outputs, map(plain, pieces), strict=True))
+            return
         self.parts.as_it_is(node)
         if not node.is_host:
             self.values.update((value, plain(Part(value))) for value in node.outputs)
@@ -197,11 +209,23 @@ class _Rewriting:
         found = self.values[value]
         if isinstance(found, Unknown):
             return found
+        if has_pieces(found):
+            return self._apart(value)
         if not has_samples(found):
             return None
         node = self.graph.producers.get(value)
         node = node or Node(name=value, op="batch", args=(), outputs=(value,))
         return Unknown("there is a number for each sample", node)
+
+    def _apart(self, value: str) -> Unknown:
+        """Return why nothing follows from pieces of samples, and where they are taken."""
+        while True:
+            node = self.graph.producers[value]
+            names = self.graph.tensor_inputs(node)
+            earlier = next((name for name in names if has_pieces(self.values[name])), None)
+            if earlier is None:
+                return Unknown(_BY_PLACE, node)
+            value = earlier
 
     def _like(self, node: Node) -> Node:
         """Return a node that belongs where another does, and runs once a step."""
@@ -248,7 +272,8 @@ class _Rewriting:
                 self.values.update(zip(node.outputs, terms, strict=True))
                 return
         if samples:
-            unknown = Unknown(self._why(node, given), node)
+            pieces = next((n for n, one in zip(names, given, strict=True) if has_pieces(one)), None)
+            unknown = self._apart(pieces) if pieces else Unknown(self._why(node, given), node)
             self.values.update(dict.fromkeys(node.outputs, unknown))
         else:
             self._once(node)
@@ -263,7 +288,7 @@ class _Rewriting:
             (single_part(one) is not None and not is_total(one)) or name in self.parts.same
             for name, one in zip(self.graph.tensor_inputs(node), given, strict=True)
         ):
-            return "here samples meet each other, or are told apart by their places"
+            return _BY_PLACE
         return (
             "here samples meet what is known of the whole batch only, such as a mean, and that is "
             "no factor of what is made of them"
@@ -301,12 +326,19 @@ class _Rewriting:
         kind = self.graph.tensor(value)
         self.parts.types[name] = kind
         phase = like.phase if like.phase is Phase.FORWARD else Phase.BACKWARD
+        source = term.part.name
+        if source in self._inputs:  # which no actor sends
+            source = self.parts.fresh(f"{value}.read")
+            read = replace(
+                like, name=source, op="aten.clone.default", args=(Ref(value),), outputs=(source,)
+            )
+            self.parts.add(replace(read, phase=phase, tags=("pointwise",)), [kind])
         self.late.append(
             replace(
                 like,
                 name=name,
                 op=_ACCUMULATE,
-                args=(Ref(term.part.name), how),
+                args=(Ref(source), how),
                 kwargs={},
                 outputs=(name,),
                 phase=phase,

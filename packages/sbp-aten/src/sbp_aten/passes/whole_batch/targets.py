@@ -82,10 +82,13 @@ def counted_targets(graph: LogicalGraph, value: str) -> tuple[str, Argument] | N
 def _counted(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:
     node = graph.producers.get(value)
     while node is not None and node.kind in TRAITS.copies:
-        node = graph.producers.get(graph.tensor_inputs(node)[0])
+        value = graph.tensor_inputs(node)[0]
+        node = graph.producers.get(value)
     if node is None:
         return None
     if node.kind in _TOTAL_WEIGHTS:
+        if value != node.outputs[1]:  # the sum of the losses
+            return None
         weight, ignored = node.args[2], node.args[4]
         return None if weight is not None else (_without_views(graph, node.args[1].name), ignored)
     if node.op != "aten.sum.default":

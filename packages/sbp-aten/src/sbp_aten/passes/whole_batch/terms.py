@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from sbp_aten.passes.whole_batch.calls import PartCalls
-from sbp_aten.passes.whole_batch.layout import SAME
+from sbp_aten.passes.whole_batch.layout import SAME, Piece
+from sbp_aten.passes.whole_batch.pieces import completed
 from sbp_aten.passes.whole_batch.rearranged import is_zero
 from sbp_aten.passes.whole_batch.targets import counted_targets
 from sbp_aten.passes.whole_batch.values import (
@@ -24,6 +25,7 @@ from sbp_aten.passes.whole_batch.values import (
     Terms,
     Unknown,
     Value,
+    has_pieces,
     has_samples,
     has_totals,
     inverse,
@@ -87,7 +89,11 @@ class TermCalls:
         A total that meets samples is a number of the whole batch; so are others if that is asked.
         """
         found: list[Terms] = []
-        lift_totals |= any(map(has_samples, given))
+        # A total is added to pieces as it is, and a number of the whole batch to whatever else.
+        adds = node.op in _SUMS and all(
+            has_totals(one) or has_pieces(one) for one in given if isinstance(one, tuple)
+        )
+        lift_totals |= any(map(has_samples, given)) and not adds
         for name, one in zip(names, given, strict=True):
             terms = one if isinstance(one, tuple) else self._lift(name)
             if lift_totals and terms is not None and has_totals(terms):
@@ -96,6 +102,8 @@ class TermCalls:
                 return None
             found.append(terms)
         marked = [at for at, terms in enumerate(found) if single_part(terms) is None]
+        if not marked:
+            marked = _apart(found)
         factor: Coefficient = ()
         if node.op in _DIVISIONS and 1 in marked:
             if len(found[1]) != 1:
@@ -164,7 +172,7 @@ class TermCalls:
             for terms, more in zip(made, found, strict=True):
                 terms += more
         merged = [self._merged(node, terms) for terms in made]
-        return merged if all(len(terms) <= _MOST_TERMS for terms in merged) else None
+        return merged if all(_num_of(terms) <= _MOST_TERMS for terms in merged) else None
 
     def _with_zeros(
         self,
@@ -231,18 +239,13 @@ class TermCalls:
             return None
         if not negative:
             return part
-        made = self.parts.fresh(f"{node.outputs[0]}.negative")
-        self.parts.add(
-            replace(
-                node,
-                name=made,
-                op="aten.neg.default",
-                args=(Ref(part.name),),
-                outputs=(made,),
-            ),
-            [self.parts.types[part.name]],
+        negative_one = replace(
+            node,
+            op="aten.neg.default",
+            args=(Ref(part.name),),
+            outputs=(f"{node.outputs[0]}.negative",),
         )
-        return Part(made, part.layout)
+        return Part(self._written(negative_one, self._type(part), part), part.layout)
 
     def _product(
         self, node: Node, given: Sequence[Terms], marked: Sequence[int]
@@ -305,22 +308,38 @@ class TermCalls:
                 found[key] = term
                 continue
             first = found[key].part
-            name = self.parts.fresh(f"{node.name}.sum")
-            kind = self.parts.types[first.name]
-            self.parts.add(
-                replace(
-                    node,
-                    name=name,
-                    op="aten.add.Tensor",
-                    args=(Ref(first.name), Ref(term.part.name)),
-                    kwargs={},
-                    outputs=(name,),
-                    tags=("pointwise",),
-                ),
-                [kind],
+            kind = self._type(first)
+            total = replace(
+                node,
+                op="aten.add.Tensor",
+                args=(Ref(first.name), Ref(term.part.name)),
+                kwargs={},
+                outputs=(f"{node.name}.sum",),
+                tags=("pointwise",),
             )
+            name = self._written(total, kind, first)
             found[key] = Term(term.coefficient, Part(name, first.layout))
-        return tuple(found.values())
+        merged = tuple(found.values())
+        made = completed(self.parts, node, merged)
+        return merged if len(made) == len(merged) else self._merged(node, made)
+
+    def _type(self, part: Part) -> TensorType:
+        kind = self.parts.types[part.name]
+        assert isinstance(kind, TensorType), f"{part.name} is no tensor"
+        return kind
+
+    def _written(self, node: Node, kind: TensorType, like: Part) -> str:
+        """Write a node of parts of one layout under a new name, and return it."""
+        if isinstance(like.layout, Piece):
+            return self.parts.once(node, [kind])[0]
+        name = self.parts.fresh(node.outputs[0])
+        node = replace(node, name=name, outputs=(name,))
+        if like.layout == SAME:
+            self.parts.declare(node, kind)
+            self.values[name] = plain(Part(name))
+        else:
+            self.parts.add(node, [kind])
+        return name
 
     def _lift(self, value: str) -> Terms | None:
         """Return a value that is known once a step as terms of what micro-batches have.
@@ -393,6 +412,23 @@ class TermCalls:
             return found[0].part.name
         sources = self.graph.tensor_inputs(self.graph.producers[value])
         return next(self.near(name) for name in sources if name not in self.parts.same)
+
+
+def _apart(given: Sequence[Terms]) -> list[int]:
+    """Return which of single parts are of different samples, if some are pieces."""
+    if not any(map(has_pieces, given)):
+        return []
+    layouts = [terms[0].part.layout for terms in given]
+    others = {layout for layout in layouts if layout != SAME}
+    alone = len(others) == 1 and not any(
+        isinstance(one, Piece) and one.dim is not None for one in others
+    )
+    return [] if alone else [at for at, layout in enumerate(layouts) if layout != SAME]
+
+
+def _num_of(terms: Terms) -> int:
+    """Return how many terms a value has, those of pieces aside, which are to be one."""
+    return sum(not isinstance(term.part.layout, Piece) for term in terms)
 
 
 def power_of(node: Node) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sbp_aten.passes.whole_batch.layout import SAME, Layout, Samples, Total
+from sbp_aten.passes.whole_batch.layout import SAME, Layout, Piece, Samples, Total
 from sbp_core.graph import Node
 
 #: Numbers of the whole batch, by name, with their powers; sorted, without zeros.
@@ -87,7 +87,7 @@ def single_part(value: Value) -> Part | None:
 def is_total(value: Value) -> bool:
     """Whether a value of the whole batch is known once a step."""
     return isinstance(value, tuple) and not any(
-        isinstance(term.part.layout, Samples) for term in value
+        isinstance(term.part.layout, Samples | Piece) for term in value
     )
 
 
@@ -98,7 +98,14 @@ def has_totals(terms: Terms) -> bool:
 
 def has_samples(value: Value) -> bool:
     """Whether a value has elements of single samples."""
-    return isinstance(value, tuple) and any(isinstance(term.part.layout, Samples) for term in value)
+    return isinstance(value, tuple) and any(
+        isinstance(term.part.layout, Samples | Piece) for term in value
+    )
+
+
+def has_pieces(value: Value) -> bool:
+    """Whether a value is of single pieces of the samples."""
+    return isinstance(value, tuple) and any(isinstance(term.part.layout, Piece) for term in value)
 
 
 def multiplied(made: Sequence[Terms], factor: Coefficient) -> list[Terms]:

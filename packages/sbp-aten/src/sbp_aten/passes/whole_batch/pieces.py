@@ -1,0 +1,262 @@
+"""Loops over the samples of a batch, whose turns the step on the whole batch has one by one.
+
+    for row in x: rows.append(f(row))       f(x[0]), f(x[1]), f(x[2]), f(x[3])
+
+A micro-batch runs the turns of its own samples. That is the whole batch if each micro-batch runs
+the same on its own, and what is made of the pieces is put together of all of them, in their order:
+by `stack`, `cat` or a sum. Equal calls are written once, so that all micro-batches run the same if,
+and only if, the pieces at one place come under one name in each. What one piece alone makes
+(`err[0]`) is not the same in every micro-batch, and is not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sbp_aten.passes.whole_batch.layout import SAME, Piece, Samples, Total, part_type
+from sbp_aten.passes.whole_batch.rearranged import is_zero
+from sbp_aten.passes.whole_batch.values import Coefficient, Part, Term
+from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, map_refs
+from sbp_core.signatures import OpCall, argument, wrap_dim
+
+if TYPE_CHECKING:
+    from sbp_aten.passes.whole_batch.calls import PartCalls
+
+_TAKES = ("select", "slice", "split", "split_with_sizes", "unbind")
+_JOINS = ("cat", "stack")
+_SUMS = (
+    "aten.add.Scalar",
+    "aten.add.Tensor",
+    "aten.rsub.Scalar",
+    "aten.sub.Scalar",
+    "aten.sub.Tensor",
+)
+_BACKWARDS = ("select_backward", "slice_backward")
+
+
+def taken_apart(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] | None:
+    """Return the pieces that a call takes of samples: all of them, or one."""
+    if node.kind not in _TAKES or not isinstance(given[0].layout, Samples):
+        return None
+    (one,), layout = given, given[0].layout
+    shape = parts.graph.tensor(node.args[0].name).shape
+    call = OpCall.of(parts.graph, node)
+    where = 2 if node.kind.startswith("split") else 1
+    if layout.blocks > 1 or wrap_dim(argument(call, where, "dim", 0), len(shape)) != layout.dim:
+        return None
+    extent = shape[layout.dim]
+    if node.kind in ("select", "slice"):
+        first, last = _bounds(parts.graph, node, extent)
+    elif node.kind == "unbind":
+        first, last = 0, 1
+    else:
+        sizes = {parts.graph.tensor(value).shape[layout.dim] for value in node.outputs}
+        first, last = 0, (sizes.pop() if len(sizes) == 1 else 0)
+    each, own = last - first, extent // parts.num_parts
+    if each < 1 or first % each or own % each:
+        return None
+    count = own // each
+    ref, dim = Ref(one.name), layout.dim
+    made = [parts.graph.tensor(value) for value in node.outputs]
+    parts.loops[node.name] = count
+    if node.kind in ("select", "slice"):
+        micro_batch, place = divmod(first // each, count)
+        index = place * each
+        stop = () if node.kind == "select" else (index + each,)
+        names = parts.once(replace(node, args=(ref, dim, index, *stop)), made)
+        return [Part(names[0], Piece(place, micro_batch, count))]
+    own_turns = replace(node, args=(ref, dim), kwargs={}, outputs=node.outputs[:count])
+    if node.kind != "unbind":
+        own_turns = replace(
+            own_turns, op="aten.split_with_sizes.default", args=(ref, (each,) * count, dim)
+        )
+    names = parts.once(own_turns, made[:count])
+    return [
+        Part(names[at % count], Piece(at % count, at // count, count))
+        for at in range(len(node.outputs))
+    ]
+
+
+def of_numbers(parts: PartCalls, node: Node) -> list[Part] | None:
+    """Return the pieces of numbers in the backward phase of a loop, such as ones; None elsewhere.
+
+    They are the same in every micro-batch, but one for each piece of the whole batch.
+    """
+    joined = parts.joins.get(node.forward)
+    if joined is not None and node.kind in _TAKES:
+        part = parts.cut(node.args[0].name, joined)
+        return None if part is None else taken_apart(parts, node, [Part(part, joined)])
+    count = parts.loops.get(node.forward)
+    if count is None:
+        return None
+    if node.kind in _JOINS:
+        given = [
+            Part(parts.first_equal(ref.name), Piece(at % count, at // count, count))
+            for at, ref in enumerate(node.args[0])
+        ]
+        return _joined(parts, node, given)
+    if node.kind not in _BACKWARDS:
+        return None
+    gradient, sizes, dim, first = node.args[:4]
+    each = sizes[dim] // (count * parts.num_parts)
+    micro_batch, place = divmod(first % sizes[dim] // each, count)
+    number = Part(parts.first_equal(gradient.name))
+    return _put_back(parts, node, number, Piece(place, micro_batch, count))
+
+
+def of_pieces(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] | None:
+    """Return what a call makes of pieces: of one by itself, or of all that it joins."""
+    layouts = {one.layout for one in given if one.layout != SAME}
+    if node.kind in _JOINS and len(layouts) == len(given) > 1:
+        return _joined(parts, node, given)
+    (layout, *others) = layouts
+    if others or not isinstance(layout, Piece) or layout.dim is not None:
+        return None
+    names = {
+        name: Part(parts.first_equal(one.name)) if one.layout == SAME else one
+        for name, one in zip(parts.graph.tensor_inputs(node), given, strict=True)
+    }
+    made = [parts.graph.tensor(value) for value in node.outputs]
+    if node.kind in _BACKWARDS and node.forward in parts.loops:
+        return _put_back(parts, node, names[node.args[0].name], layout)
+    of_zero = _of_zero(parts, node, names, layout)
+    if of_zero is not None:
+        return of_zero
+    args = _renamed(node.args, names)
+    kwargs = {key: _renamed(value, names) for key, value in node.kwargs.items()}
+    outputs = parts.once(replace(node, args=args, kwargs=kwargs), made)
+    return [Part(name, layout) for name in outputs]
+
+
+def completed(parts: PartCalls, node: Node, terms: Sequence[Term]) -> list[Term]:
+    """Return terms in which the sum of all pieces is one term: a total, or samples.
+
+    Args:
+        parts: Writes the sum.
+        node: Where it belongs.
+        terms: Of one value.
+    """
+    groups: dict[tuple[Coefficient, int, int | None], list[Part]] = {}
+    found = []
+    for term in terms:
+        layout = term.part.layout
+        if isinstance(layout, Piece):
+            key = (term.coefficient, layout.count, layout.dim)
+            groups.setdefault(key, []).append(term.part)
+        else:
+            found.append(term)
+    for (coefficient, _, dim), some in groups.items():
+        names = _in_order(parts, sorted(some, key=_order), dim)
+        if names is None:
+            found += [Term(coefficient, part) for part in some]
+            continue
+        total = names[0]
+        for name in names[1:]:
+            kind = parts.types[total]
+            assert isinstance(kind, TensorType)
+            (total,) = parts.once(
+                replace(
+                    node,
+                    op="aten.add.Tensor",
+                    args=(Ref(total), Ref(name)),
+                    kwargs={},
+                    outputs=node.outputs[:1],
+                    tags=("pointwise",),
+                ),
+                [kind],
+            )
+        found.append(Term(coefficient, Part(total, Total() if dim is None else Samples(dim))))
+    return found
+
+
+def _bounds(graph: LogicalGraph, node: Node, extent: int) -> tuple[int, int]:
+    """Return the first index that `select` or `slice` takes, and the one behind the last."""
+    if node.kind == "select":
+        index = node.args[2] % extent
+        return index, index + 1
+    call = OpCall.of(graph, node)
+    start, stop = argument(call, 2, "start", None), argument(call, 3, "end", None)
+    first, last, step = slice(start, stop, argument(call, 4, "step", 1)).indices(extent)
+    return (first, last) if step == 1 else (0, 0)
+
+
+def _order(part: Part) -> tuple[int, int]:
+    assert isinstance(part.layout, Piece)
+    return part.layout.micro_batch, part.layout.place
+
+
+def _in_order(parts: PartCalls, given: Sequence[Part], dim: int | None = None) -> list[str] | None:
+    """Return the pieces of every micro-batch, if these are all of the batch, in their order."""
+    first = given[0].layout
+    if not isinstance(first, Piece) or len(given) != first.count * parts.num_parts:
+        return None
+    own = [one.name for one in given[: first.count]]
+    for at, one in enumerate(given):
+        micro_batch, place = divmod(at, first.count)
+        if one != Part(own[place], Piece(place, micro_batch, first.count, dim)):
+            return None
+    return own
+
+
+def _joined(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] | None:
+    """Return all samples, as a call puts their pieces together."""
+    names = _in_order(parts, given)
+    if names is None:
+        return None
+    (value,) = node.outputs
+    kind = parts.graph.tensor(value)
+    shapes = {parts.graph.tensor(ref.name).shape for ref in node.args[0]}
+    dim = wrap_dim(argument(OpCall.of(parts.graph, node), 1, "dim", 0), len(kind.shape))
+    if len(shapes) > 1:
+        return None
+    made = part_type(kind, Samples(dim), parts.num_parts)
+    parts.joins[node.name] = Samples(dim)
+    (name,) = parts.once(replace(node, args=(tuple(map(Ref, names)), dim), kwargs={}), [made])
+    return [Part(name, Samples(dim))]
+
+
+def _put_back(parts: PartCalls, node: Node, gradient: Part, layout: Piece) -> list[Part] | None:
+    """Return the gradient of all samples of which one piece was taken: zeros but for that one."""
+    sizes, dim, first = node.args[1:4]
+    dim = wrap_dim(dim, len(sizes))
+    each = sizes[dim] // (layout.count * parts.num_parts)
+    if first % sizes[dim] != (layout.micro_batch * layout.count + layout.place) * each:
+        return None
+    (value,) = node.outputs
+    kind = part_type(parts.graph.tensor(value), Samples(dim), parts.num_parts)
+    start = layout.place * each
+    rest = (start,) if node.kind == "select_backward" else (start, start + each, 1)
+    args = (Ref(gradient.name), kind.shape, dim, *rest)
+    (name,) = parts.once(replace(node, args=args, kwargs={}), [kind])
+    return [Part(name, replace(layout, dim=dim))]
+
+
+def _of_zero(
+    parts: PartCalls, node: Node, given: dict[str, Part], layout: Piece
+) -> list[Part] | None:
+    """Return what adds a piece to zero, or takes it away, as the first turn of a sum does."""
+    if node.op not in _SUMS or node.kwargs or len(node.args) > 2:
+        return None
+    first, second = node.args if node.kind != "rsub" else reversed(node.args)
+    pieces = [one for one in (first, second) if _part(one, given).layout == layout]
+    made = parts.graph.tensor(node.outputs[0])
+    if len(pieces) != 1 or parts.graph.tensor(pieces[0].name) != made:
+        return None
+    other = second if pieces[0] is first else first
+    if not (is_zero(parts.graph, other.name) if isinstance(other, Ref) else other == 0):
+        return None
+    if node.kind == "add" or other is second:
+        return [_part(pieces[0], given)]
+    ref = Ref(_part(pieces[0], given).name)
+    (name,) = parts.once(replace(node, op="aten.neg.default", args=(ref,)), [made])
+    return [Part(name, layout)]
+
+
+def _part(value: Argument, given: dict[str, Part]) -> Part:
+    return given[value.name] if isinstance(value, Ref) else Part("")
+
+
+def _renamed(value: Argument, names: dict[str, Part]) -> Argument:
+    return map_refs(value, lambda ref: Ref(names[ref.name].name) if ref.name in names else ref)
