@@ -36,6 +36,11 @@ def make_batch() -> dict[str, Tensor]:
     return {"x": x, "y": y, "ignored": y.masked_fill(y < 2, -100), "k": torch.tensor(0.7).double()}
 
 
+#: A number between the largest scores of two samples.
+with torch.no_grad():
+    BETWEEN_LARGEST = float(make_model()(make_batch()["x"]).amax(1).sort().values[-2:].mean())
+
+
 def prepared(loss: Loss, count: int) -> tuple[Any, Any]:
     """Return the step of so many micro-batches of a loss, and its states."""
     model = make_model()
@@ -197,3 +202,37 @@ OTHERS: dict[str, Loss] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_micro_batches_train_on_the_loss_of_the_whole_batch(name, count):
     assert deviation(OTHERS[name], count) < 1e-12
+
+
+def with_maxima(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    scores = model(batch["x"])
+    total = scores.detach().amax()
+    for row in scores:
+        total = total + row.square().sum()
+    return total + (-scores.detach()).amax()
+
+
+def without_a_maximum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    scores = model(batch["x"])
+    largest = (scores.detach() > BETWEEN_LARGEST).double()  # of one sample
+    total = scores[0].square().sum() - (10 * largest).amax()
+    for at in range(1, len(scores)):
+        total = total + scores[at].square().sum()
+    return total
+
+
+def over_itself(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    scores = model(batch["x"])
+    total = sum(row.detach().sum() for row in scores)
+    return scores.square().mean() * (total / total) + (total / total)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("loss", [with_maxima, without_a_maximum, over_itself])
+def test_sums_with_maxima_are_those_of_the_whole_batch_or_refused(loss, count):
+    try:
+        off = deviation(loss, count)
+    except GraphError as error:
+        assert "does not follow from its micro-batches" in str(error)
+    else:
+        assert off < 1e-12

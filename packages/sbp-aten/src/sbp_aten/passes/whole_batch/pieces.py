@@ -116,10 +116,11 @@ def of_pieces(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part]
         return None
     if "seeded" in node.tags:  # equal calls are not equal numbers
         return None
-    names = {
-        name: Part(parts.first_equal(one.name)) if one.layout == SAME else one
-        for name, one in zip(parts.graph.tensor_inputs(node), given, strict=True)
-    }
+    names: dict[str, Part] = {}
+    for name, one in zip(parts.graph.tensor_inputs(node), given, strict=True):
+        part = Part(parts.first_equal(one.name)) if one.layout == SAME else one
+        if names.setdefault(name, part) != part:
+            return None  # one tensor, given twice, as different parts
     made = [parts.graph.tensor(value) for value in node.outputs]
     if node.kind in _BACKWARDS and node.forward in parts.loops:
         return _put_back(parts, node, names[node.args[0].name], layout)

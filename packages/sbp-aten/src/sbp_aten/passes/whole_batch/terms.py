@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from sbp_aten.passes.whole_batch.calls import PartCalls
-from sbp_aten.passes.whole_batch.layout import SAME, Piece
+from sbp_aten.passes.whole_batch.layout import SAME, Piece, Total
 from sbp_aten.passes.whole_batch.pieces import completed
 from sbp_aten.passes.whole_batch.rearranged import is_zero
 from sbp_aten.passes.whole_batch.targets import counted_targets
@@ -43,6 +43,8 @@ _SUM = P("sum")
 
 #: Terms of one value: more would repeat what makes it too often.
 _MOST_TERMS = 8
+
+_NEGATIVE = {"sum": "sum", "max": "min", "min": "max"}
 
 _DIVISIONS = ("aten.div.Tensor",)
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
@@ -245,7 +247,10 @@ class TermCalls:
             args=(Ref(part.name),),
             outputs=(f"{node.outputs[0]}.negative",),
         )
-        return Part(self._written(negative_one, self._type(part), part), part.layout)
+        layout = part.layout
+        if isinstance(layout, Total):  # the negative of a maximum is a minimum
+            layout = Total(_NEGATIVE[layout.reduction])
+        return Part(self._written(negative_one, self._type(part), part), layout)
 
     def _product(
         self, node: Node, given: Sequence[Terms], marked: Sequence[int]
@@ -300,10 +305,12 @@ class TermCalls:
         return [Part(outputs[0])]
 
     def _merged(self, node: Node, terms: Sequence[Term]) -> Terms:
-        """Add up the terms of equal coefficients and layouts."""
-        found: dict[tuple[Coefficient, object], Term] = {}
-        for term in terms:
-            key = (term.coefficient, term.part.layout)
+        """Add up the terms of equal coefficients and layouts; maxima stay apart."""
+        found: dict[tuple[Coefficient, object, str], Term] = {}
+        for number, term in enumerate(terms):
+            layout = term.part.layout
+            apart = isinstance(layout, Total) and layout != Total()
+            key = (term.coefficient, layout, f"{number}" if apart else "")
             if key not in found:
                 found[key] = term
                 continue
