@@ -162,7 +162,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
 def _changed_twice(what: str) -> CaptureError:
     return CaptureError(
         f"what torch.utils.checkpoint runs changes {what}: PyTorch runs it again in the backward "
-        "phase, which changes that a second time",
+        "phase, and so makes each change twice",
         where=user_line(),
         accepted="checkpoints of modules that leave their buffers as they are",
         todo="leave the module out of the checkpoint, or leave checkpoint out and set "

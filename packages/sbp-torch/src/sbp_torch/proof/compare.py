@@ -8,6 +8,9 @@ from torch import Tensor
 #: Largest difference, of the largest element: sums in another order are off by a millionth of it.
 TOLERANCE = 1e-9
 
+#: Largest rest of numbers near one that cancel.
+_REST = 1e-14
+
 
 def largest(value: Tensor) -> float:
     """Return the largest absolute value that is finite; 0 if there is none."""
@@ -41,5 +44,5 @@ def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
     gap = largest((wanted - found)[~same])
     most = max(largest(wanted), scale)
     if most == 0:  # of what cancels in one, and not quite in the other
-        return float("inf") if gap > TOLERANCE else 0.0
+        return float("inf") if gap > _REST else 0.0
     return gap / most if gap > TOLERANCE * most else 0.0
