@@ -86,9 +86,7 @@ def single_part(value: Value) -> Part | None:
 
 def is_total(value: Value) -> bool:
     """Whether a value of the whole batch is known once a step."""
-    return isinstance(value, tuple) and not any(
-        isinstance(term.part.layout, Samples | Piece) for term in value
-    )
+    return isinstance(value, tuple) and not has_samples(value)
 
 
 def has_totals(terms: Terms) -> bool:
