@@ -95,8 +95,24 @@ def twice_in_a_turn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return torch.stack([model(row).tanh() * model(2 * row) for row in batch["x"]]).square().sum()
 
 
+def after_a_penalty(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    total = 0.1 * sum(weight.square().sum() for weight in model.parameters()) + 0.5
+    for row, target in zip(batch["x"], batch["y"], strict=True):
+        total = total + F.cross_entropy(model(row), target)
+    return total
+
+
+def with_less_of_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    total = model[0].weight.sum()
+    for row in batch["x"]:
+        total = total - model(row).square().sum() - model[2].bias.exp().sum()
+    return -total
+
+
 #: Loops, and the pieces of the samples that they take.
 FOLLOWED: dict[str, tuple[Loss, int]] = {
+    "after a penalty": (after_a_penalty, 8),
+    "with less of each": (with_less_of_each, 8),
     "rows": (lambda m, b: F.cross_entropy(torch.stack([m(row) for row in b["x"]]), b["y"]), 8),
     "parts of one": (lambda m, b: of_rows(m, list(b["x"].split(1)), b), 8),
     "parts of two": (lambda m, b: of_rows(m, list(b["x"].split(2)), b), 4),

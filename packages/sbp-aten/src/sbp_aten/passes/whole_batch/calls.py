@@ -72,6 +72,8 @@ class PartCalls:
     #: Those that join pieces, and what they make.
     joins: dict[str, Samples] = field(default_factory=dict)
     _cuts: dict[tuple[str, Samples, bool], str | None] = field(default_factory=dict)
+    #: What makes each value that is written once for all of its equals.
+    makers: dict[str, Node] = field(default_factory=dict)
     _written: dict[str, Node] = field(default_factory=dict)
     _standing_for: dict[str, str] = field(default_factory=dict)
     _expressions: dict[str, str] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class PartCalls:
                 forward=self._standing_for.get(node.forward, node.forward),
             )
             self._written[key] = written
+            self.makers |= dict.fromkeys(written.outputs, written)
             self.add(written, made)
         self._standing_for[node.name] = self._written[key].name
         return self._written[key].outputs

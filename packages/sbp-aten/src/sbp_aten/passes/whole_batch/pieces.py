@@ -151,10 +151,12 @@ def completed(parts: PartCalls, node: Node, terms: Sequence[Term]) -> list[Term]
         else:
             found.append(term)
     for (coefficient, _, dim), some in groups.items():
-        names = _in_order(parts, sorted(some, key=_order), dim)
+        ordered, added = _without_starts(parts, sorted(some, key=_order))
+        names = _in_order(parts, ordered, dim)
         if names is None:
             found += [Term(coefficient, part) for part in some]
             continue
+        found += [Term(coefficient, Part(name)) for name in added]
         total = names[0]
         for name in names[1:]:
             kind = parts.types[total]
@@ -201,6 +203,62 @@ def _in_order(parts: PartCalls, given: Sequence[Part], dim: int | None = None) -
         if one != Part(own[place], Piece(place, micro_batch, first.count, dim)):
             return None
     return own
+
+
+def _without_starts(parts: PartCalls, given: Sequence[Part]) -> tuple[list[Part], list[str]]:
+    """Return the addends of a sum over all pieces without what it begins with, and that.
+
+    The first turn of `for row in x: total = total + f(row)` makes start + f(x[0]), which is a piece
+    like any other until the end shows that all others lack the start.
+    """
+    found, added = list(given), list[str]()
+    first = given[0].layout
+    if not isinstance(first, Piece) or len(given) != first.count * parts.num_parts:
+        return found, added
+    places: dict[int, list[int]] = {}
+    for at, one in enumerate(given):
+        if isinstance(one.layout, Piece):
+            places.setdefault(one.layout.place, []).append(at)
+    for alike in places.values():
+        for wanted in dict.fromkeys(given[at].name for at in alike):
+            starts = [_starts(parts, given[at].name, wanted) for at in alike]
+            known = [one for one in starts if one is not None]
+            if len(known) == len(starts):
+                for at in alike:
+                    found[at] = replace(given[at], name=wanted)
+                added += [start for one in known for start in one]
+                break
+    return found, added
+
+
+def _starts(parts: PartCalls, value: str, wanted: str) -> list[str] | None:
+    """Return what was added to one piece to make another; None if more than that was done."""
+    if value == wanted:
+        return []
+    node = parts.makers.get(value)
+    if node is None or node.op not in ("aten.add.Tensor", "aten.sub.Tensor") or node.kwargs:
+        return None
+    kind = parts.types[value]
+    places = [
+        at for at, one in enumerate(node.args) if isinstance(one, Ref) and one.name in parts.same
+    ]
+    if len(node.args) != 2 or len(places) != 1 or parts.types[node.args[places[0]].name] != kind:
+        return None
+    (place,) = places
+    start, piece = node.args[place], node.args[1 - place]
+    assert isinstance(kind, TensorType)
+    negative = replace(node, op="aten.neg.default", tags=("pointwise",))
+    if node.kind == "sub" and place == 0:
+        (name,) = parts.once(replace(negative, args=(piece,)), [kind])
+        piece = Ref(name)
+    earlier = _starts(parts, piece.name, wanted) if isinstance(piece, Ref) else None
+    if earlier is None:
+        return None
+    if node.kind == "sub" and place == 1:
+        name = parts.fresh(f"{start.name}.negative")
+        parts.declare(replace(negative, name=name, args=(start,), outputs=(name,)), kind)
+        start = Ref(name)
+    return [*earlier, start.name]
 
 
 def _joined(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] | None:

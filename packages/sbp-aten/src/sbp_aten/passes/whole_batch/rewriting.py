@@ -329,9 +329,8 @@ class _Rewriting:
         source = term.part.name
         if source in self._inputs:  # which no actor sends
             source = self.parts.fresh(f"{value}.read")
-            read = replace(
-                like, name=source, op="aten.clone.default", args=(Ref(value),), outputs=(source,)
-            )
+            args = (Ref(term.part.name),)
+            read = replace(like, name=source, op="aten.clone.default", args=args, outputs=(source,))
             self.parts.add(replace(read, phase=phase, tags=("pointwise",)), [kind])
         self.late.append(
             replace(

@@ -327,8 +327,10 @@ class TermCalls:
             name = self._written(total, kind, first)
             found[key] = Term(term.coefficient, Part(name, first.layout))
         merged = tuple(found.values())
-        made = completed(self.parts, node, merged)
-        return merged if len(made) == len(merged) else self._merged(node, made)
+        made = tuple(completed(self.parts, node, merged))
+        for part in (term.part for term in made if term.part.layout == SAME):
+            self.values.setdefault(part.name, plain(part))
+        return merged if made == merged else self._merged(node, made)
 
     def _type(self, part: Part) -> TensorType:
         kind = self.parts.types[part.name]
