@@ -1,25 +1,20 @@
 """The sessions of this repository: `python3 -m nox -l` lists them.
 
-Packages are found in `packages/*/pyproject.toml`; a new one needs no edit here. Sessions install
-other people's packages in the versions of constraints.txt, and PyTorch in the version below, unless
-the variable SBP_TORCH names another requirement, such as `SBP_TORCH=torch==2.11.0`; if it is empty,
-all but PyTorch. Where PyTorch comes from is pip's own affair (see the README for machines without a
-GPU). Arguments behind `--` go to the main command of a session.
+Sessions install other people's packages in the versions of constraints.txt, and PyTorch in that of
+integration/repository.py, unless the variable SBP_TORCH names another requirement, such as
+`SBP_TORCH=torch==2.11.0`; if it is empty, all but PyTorch. Where PyTorch comes from is pip's own
+affair (see the README for machines without a GPU). Arguments behind `--` go to the main command of
+a session.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
-import subprocess
-import tempfile
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +26,23 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 INTEGRATION = ROOT / "integration"
+sys.path.insert(0, str(INTEGRATION))
+
+from beside import beside  # noqa: E402 - of that folder
+from repository import (  # noqa: E402
+    CONSTRAINTS,
+    OF_TORCH,
+    PACKAGES,
+    TORCH,
+    Package,
+    dead_links,
+    lowest_of,
+    needed_of,
+    needed_of_others,
+    touched_packages,
+)
+
 EXAMPLE = INTEGRATION / "example-plugin"
-
-CONSTRAINTS = ROOT / "constraints.txt"
-
-#: One exact version: pip then takes a CPU build where it is configured for one.
-TORCH = os.environ.get("SBP_TORCH", "torch==2.13.0")
-
-#: What depends on the build of PyTorch, and so has no place in constraints.txt.
-OF_TORCH = re.compile(r"(torch|triton|cupy.*|cuda-.*|nvidia-.*)$")
 
 #: What holds versions in most sessions.
 RESOLVED = [*CONSTRAINTS.read_text("utf-8").splitlines(), TORCH]
@@ -57,8 +60,10 @@ RICH = "rich>=13.7"
 #: Hypothesis takes the same examples every time, and gives each the time that it takes.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CI": "true"}
 
-#: The tests that run everywhere, in minutes.
-QUICK = ("-m", "not exhaustive and not gpu")
+#: The tests of every commit, those that take a second or more, and both.
+QUICK = ("-m", "not slow and not exhaustive and not gpu")
+SLOW = ("-m", "slow and not exhaustive and not gpu")
+UNMARKED = ("-m", "not exhaustive and not gpu")
 
 #: Spreads tests over all cores.
 ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
@@ -67,101 +72,8 @@ ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
 NO_TESTS = 5
 
 
-def name_of(requirement: str) -> str:
-    """Return the name of the distribution that a requirement is about."""
-    return re.split(r"[^\w-]", requirement)[0]
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package of this repository."""
-
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        """The name of its folder, by which sessions call it."""
-        return self.folder.name
-
-    @property
-    def project(self) -> dict[str, Any]:
-        """The table `project` of its pyproject.toml."""
-        text = (self.folder / "pyproject.toml").read_text("utf-8")
-        project: dict[str, Any] = tomllib.loads(text)["project"]
-        return project
-
-    @property
-    def module(self) -> str:
-        """The name under which it is imported."""
-        return str(self.project["name"]).replace("-", "_")
-
-    @property
-    def dependencies(self) -> list[str]:
-        """The requirements that it declares, without extras."""
-        return list(self.project.get("dependencies", []))
-
-    @property
-    def extras(self) -> dict[str, list[str]]:
-        """The extras that it offers to users, with their requirements."""
-        found = dict(self.project.get("optional-dependencies", {}))
-        found.pop("test", None)
-        return found
-
-    @property
-    def extra_modules(self) -> list[str]:
-        """What the extras bring, by the names under which it is imported."""
-        entries = [entry for extra in self.extras.values() for entry in extra]
-        return sorted({name_of(entry).replace("-", "_") for entry in entries})
-
-    @property
-    def test_dependencies(self) -> list[str]:
-        """The requirements that it declares for its tests."""
-        return list(self.project.get("optional-dependencies", {}).get("test", []))
-
-    @property
-    def quick(self) -> tuple[str, ...]:
-        """What selects its quick tests: on all cores at once, if it declares pytest-xdist."""
-        at_once = any(entry.startswith("pytest-xdist") for entry in self.test_dependencies)
-        return (*QUICK, *(ON_ALL_CORES if at_once else ()))
-
-
-PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
 NCCL = next(package for package in PACKAGES if package.name == "boxing-nccl")
 SOURCES = [str(package.folder / "src") for package in PACKAGES]
-
-
-def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
-    """Return the packages of ours that a package declares, and those that they declare in turn."""
-    found: list[Package] = []
-    todo = [*package.dependencies, *more]
-    while todo:
-        name = name_of(todo.pop())
-        for other in PACKAGES:
-            if other.project["name"] == name and other not in (*found, package):
-                found.append(other)
-                todo += other.dependencies
-    return found
-
-
-def touched_packages(paths: Iterable[str]) -> list[Package]:
-    """Return the packages whose tests a change may break: its own, and all that declare these.
-
-    Args:
-        paths: Of the files that it touches, from the root of the repository. What all packages
-            share, such as this file, touches all of them; integration and documents touch none.
-    """
-    touched: set[Package] = set()
-    for path in paths:
-        top, _, rest = path.partition("/")
-        if top == "packages":
-            touched |= {one for one in PACKAGES if one.name == rest.partition("/")[0]}
-        elif path in ("constraints.txt", "noxfile.py", "pyproject.toml"):
-            return PACKAGES
-    return [
-        package
-        for package in PACKAGES
-        if package in touched or touched & {*needed_of(package, package.test_dependencies)}
-    ]
 
 
 def pip_install(
@@ -171,28 +83,6 @@ def pip_install(
     file = Path(session.virtualenv.location, "constraints.txt")
     file.write_text("".join(f"{line}\n" for line in constraints), "utf-8")
     session.install("--constraint", str(file), *arguments)
-
-
-def lowest_of(requirements: Iterable[str]) -> list[str]:
-    """Return requirements that hold other people's packages to the lowest declared versions."""
-    found = {}
-    for entry in requirements:
-        name, low = re.match(r"([\w-]+)(?:>=([\d.]+))?", entry).groups()
-        if low and not name.startswith("sbp-"):
-            found[name] = f"{name}=={low}"
-    return sorted(found.values())
-
-
-def needed_of_others(with_tests: bool = False, with_extras: bool = False) -> set[str]:
-    """Return the requirements of all packages that are not packages of ours."""
-    found = {entry for package in PACKAGES for entry in package.dependencies}
-    if with_tests:
-        found |= {entry for package in PACKAGES for entry in package.test_dependencies}
-    if with_extras:
-        extras = [extra for package in PACKAGES for extra in package.extras.values()]
-        found |= {entry for extra in extras for entry in extra}
-    ours = {package.project["name"] for package in PACKAGES} | (set() if TORCH else {"torch"})
-    return {entry for entry in found if name_of(entry) not in ours}
 
 
 def install_all(session: nox.Session, *more: str, with_tests: bool = False) -> None:
@@ -222,6 +112,14 @@ def run_pytest(
             env=TEST_ENVIRONMENT,
             success_codes=[0, NO_TESTS] if may_be_empty else [0],
         )
+
+
+def test_package(
+    session: nox.Session, package: Package, select: Sequence[str], *arguments: str
+) -> None:
+    """Run those tests of a package that are selected; on all cores, if it is made for that."""
+    at_once = ON_ALL_CORES if package.tests_at_once else ()
+    run_pytest(session, package.folder, *select, *at_once, *arguments, may_be_empty=select is SLOW)
 
 
 def build_wheel(session: nox.Session, folder: Path) -> str:
@@ -258,52 +156,9 @@ def check_api(session: nox.Session) -> None:
             session.run(*command)
 
 
-@contextmanager
-def beside(session: nox.Session, folder: Path, *command: str) -> Iterator[None]:
-    """Run a command of the environment while the block runs; the session fails if it does.
-
-    It takes what is left of the cores, so that what the block runs is hardly slower: tests of
-    backends wait for each other and for deadlines much of the time.
-    """
-    found = shutil.which(command[0], path=os.pathsep.join(session.virtualenv.bin_paths or ()))
-    if found is None:
-        session.error(f"{command[0]} is not installed")
-    patient = ("nice", "-n", "10") if shutil.which("nice") else ()
-    session.log(f"beside what follows: {' '.join(command)}")
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            [*patient, found, *command[1:]],
-            cwd=folder,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)  # and what it started
-            raise
-        finally:
-            code = process.wait()
-            output.seek(0)
-            session.log(f"{' '.join(command)}\n{output.read().rstrip()}")
-    if code:
-        session.error(f"{' '.join(command)} ended with exit code {code}")
-
-
 def check_links(session: nox.Session) -> None:
     """Check that links between the documents lead somewhere."""
-    documents = [
-        path
-        for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "integration/*/*.md")
-        for path in sorted(ROOT.glob(pattern))
-    ]
-    dead = [
-        f"{path.relative_to(ROOT)}: {link}"
-        for path in documents
-        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text("utf-8"))
-        if "://" not in link and not (path.parent / link).exists()
-    ]
+    dead = dead_links()
     if dead:
         session.error("dead links:\n  " + "\n  ".join(dead))
 
@@ -342,22 +197,28 @@ def cold(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
-    """Everything that CI needs, in one environment."""
+    """Everything that CI needs, in one environment, but for what is in the session `slow`."""
     install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
     check_style(session)
-    waiting = [package for package in PACKAGES if package.name.startswith("boxing-")]
-    with ExitStack() as checks:
-        checks.enter_context(beside(session, ROOT, *TYPES))
-        for command in (*API, COLD):
-            checks.enter_context(beside(session, INTEGRATION, *command))
-        for package in waiting:
-            run_pytest(session, package.folder, *package.quick, *session.posargs)
-    for package in PACKAGES:
-        if package not in waiting:
-            run_pytest(session, package.folder, *package.quick, *session.posargs)
-    run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
+    with beside(session, INTEGRATION, *COLD):
+        with ExitStack() as checks:
+            checks.enter_context(beside(session, ROOT, *TYPES))
+            for command in API:
+                checks.enter_context(beside(session, INTEGRATION, *command))
+            for package in sorted(PACKAGES, key=lambda one: not one.name.startswith("boxing-")):
+                test_package(session, package, QUICK, *session.posargs)
+        run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
     try_example_plugin(session)
     check_links(session)
+
+
+@nox.session(reuse_venv=True)
+def slow(session: nox.Session) -> None:
+    """The tests that take a second or more each, of all packages and of integration."""
+    install_all(session, GRIFFE, "nox", with_tests=True)
+    for package in PACKAGES:
+        test_package(session, package, SLOW, *session.posargs)
+    run_integration(session, *SLOW, *ON_ALL_CORES, *session.posargs)
 
 
 @nox.session(reuse_venv=True)
@@ -378,8 +239,8 @@ def changed(session: nox.Session) -> None:
         return
     install_all(session, GRIFFE, "nox", with_tests=True)
     for package in packages:
-        run_pytest(session, package.folder, *package.quick)
-    run_integration(session, *QUICK, *ON_ALL_CORES)
+        test_package(session, package, UNMARKED)
+    run_integration(session, *UNMARKED, *ON_ALL_CORES)
 
 
 def add_tests_session(package: Package) -> None:
@@ -388,7 +249,7 @@ def add_tests_session(package: Package) -> None:
     @nox.session(name=f"tests-{package.name}", reuse_venv=True)
     def tests_package(session: nox.Session) -> None:
         install_all(session, with_tests=True)
-        run_pytest(session, package.folder, *package.quick, *session.posargs)
+        test_package(session, package, UNMARKED, *session.posargs)
 
     tests_package.__doc__ = f"The tests of {package.name}, with all packages installed."
 
@@ -414,7 +275,7 @@ def alone(session: nox.Session, package: Package) -> None:
     tested = needed_of(package, package.test_dependencies)
     built = [build_wheel(session, other.folder) for other in tested]
     pip_install(session, f"{own}[test]", *built)
-    run_pytest(session, package.folder, *package.quick, *session.posargs)
+    test_package(session, package, QUICK, *session.posargs)
 
 
 def try_end(session: nox.Session, package: Package, *, lowest: bool) -> None:
@@ -429,7 +290,7 @@ def try_end(session: nox.Session, package: Package, *, lowest: bool) -> None:
     pip_install(session, *wheels, *others, constraints=held)
     script = INTEGRATION / "import_all_modules.py"
     session.run("python", "-I", str(script), package.module, *package.extra_modules)
-    run_pytest(session, package.folder, *package.quick, *session.posargs)
+    test_package(session, package, QUICK, *session.posargs)
 
 
 @nox.session(reuse_venv=False)
@@ -494,9 +355,9 @@ def build(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def integration(session: nox.Session) -> None:
-    """The quick tests that know several packages."""
+    """The tests that know several packages."""
     install_all(session, TRANSFORMERS, GRIFFE, "nox", with_tests=True)
-    run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
+    run_integration(session, *UNMARKED, *ON_ALL_CORES, *session.posargs)
 
 
 @nox.session(reuse_venv=True)
@@ -506,10 +367,10 @@ def plugin(session: nox.Session) -> None:
     try_example_plugin(session)
 
 
-def survey_signatures(session: nox.Session, *arguments: str) -> None:
-    """Run the survey of the algebra over PyTorch's operator samples."""
+def run_program(session: nox.Session, name: str, *arguments: str) -> None:
+    """Run one of the programs in the folder `integration`."""
     with session.chdir(INTEGRATION):
-        session.run("python", "-m", "signatures", *arguments, env=TEST_ENVIRONMENT)
+        session.run("python", "-m", name, *arguments, env=TEST_ENVIRONMENT)
 
 
 def box_everything(session: nox.Session, *arguments: str) -> None:
@@ -523,38 +384,12 @@ def box_everything(session: nox.Session, *arguments: str) -> None:
                    *arguments, may_be_empty=True)  # fmt: skip
 
 
-def train_models(session: nox.Session, *arguments: str) -> None:
-    """Run real models under every layout, and print how far each is from plain PyTorch."""
-    with session.chdir(INTEGRATION):
-        session.run("python", "-m", "models", *arguments, env=TEST_ENVIRONMENT)
-
-
 def kill_ranks(session: nox.Session, *arguments: str) -> None:
     """Kill ranks of every backend and launcher, those that train, and processes that save."""
     kinds = [("--training",), ("--saves", "--count", "100")]
     kinds = [()] if {"--training", "--saves"} & {*arguments} else [(), *kinds]
-    with session.chdir(INTEGRATION):
-        for kind in kinds:
-            command = ("python", "-m", "kills", *kind, *arguments)
-            session.run(*command, env=TEST_ENVIRONMENT)
-
-
-def soak(session: nox.Session, *arguments: str) -> None:
-    """Train for many steps in processes; nothing that they hold may grow."""
-    with session.chdir(INTEGRATION):
-        session.run("python", "-m", "soak", *arguments, env=TEST_ENVIRONMENT)
-
-
-def fuzz(session: nox.Session, *arguments: str) -> None:
-    """Edit files of every kind at random, a million times; they are used or refused."""
-    with session.chdir(INTEGRATION):
-        session.run("python", "-m", "fuzz", *arguments, env=TEST_ENVIRONMENT)
-
-
-def run_random_programs(session: nox.Session, *arguments: str) -> None:
-    """Compare 10,000 random programs, in one to many micro-batches, with plain PyTorch."""
-    with session.chdir(INTEGRATION):
-        session.run("python", "-m", "random_programs", *arguments, env=TEST_ENVIRONMENT)
+    for kind in kinds:
+        run_program(session, "kills", *kind, *arguments)
 
 
 def verify_networks(session: nox.Session, *arguments: str) -> None:
@@ -571,25 +406,34 @@ def plan_exhaustively(session: nox.Session, *arguments: str) -> None:
     run_pytest(session, planner.folder, "-m", "exhaustive", *ON_ALL_CORES, *arguments)
 
 
-#: What `nox -s exhaustive -- NAME` runs alone.
+#: Programs of the folder `integration` that `nox -s exhaustive -- NAME` runs alone: edits of files
+#: of every kind, real models under every layout, 10,000 random programs beside plain PyTorch, the
+#: algebra over PyTorch's operator samples, and many steps in which nothing may grow.
+PROGRAMS = {
+    "fuzz": "fuzz",
+    "models": "models",
+    "programs": "random_programs",
+    "signatures": "signatures",
+    "soak": "soak",
+}
+
+#: Further parts that run alone.
 EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
     "actors": verify_networks,
     "boxing": box_everything,
-    "fuzz": fuzz,
     "kills": kill_ranks,
-    "models": train_models,
     "planner": plan_exhaustively,
-    "programs": run_random_programs,
-    "signatures": survey_signatures,
-    "soak": soak,
 }
 
 
 @nox.session(reuse_venv=True)
 def exhaustive(session: nox.Session) -> None:
-    """All that takes long; or one of `EXHAUSTIVE_PARTS`: `-- boxing`, `-- fuzz`, `-- kills`, ..."""
+    """All that takes long; or a part of it: `-- boxing`, `-- fuzz`, `-- kills`, `-- models`, ..."""
     install_all(session, RICH, TRANSFORMERS, with_tests=True)
     part, *arguments = session.posargs or [""]
+    if part in PROGRAMS:
+        run_program(session, PROGRAMS[part], *arguments)
+        return
     if part in EXHAUSTIVE_PARTS:
         EXHAUSTIVE_PARTS[part](session, *arguments)
         return
@@ -597,14 +441,13 @@ def exhaustive(session: nox.Session) -> None:
         run_pytest(session, package.folder, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     run_integration(session, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     if not session.posargs:
-        train_models(session)
         for boxing in ("torch", "mpi"):
-            train_models(session, "--boxing", boxing, "--dtypes", "float64", "--steps", "3")
+            run_program(
+                session, "models", "--boxing", boxing, "--dtypes", "float64", "--steps", "3"
+            )
         kill_ranks(session)
-        soak(session)
-        survey_signatures(session)
-        fuzz(session)
-        run_random_programs(session)
+        for program in PROGRAMS.values():
+            run_program(session, program)
 
 
 @nox.session(reuse_venv=True)

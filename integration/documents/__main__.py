@@ -23,7 +23,8 @@ from documents.pages import ROOT, pages
 
 def run_here(name: str, *, with_times: bool) -> int:
     """Run a page in a new empty folder, and return the exit code."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache  # as of a user who has run nothing yet
         os.chdir(folder)
         began = time.perf_counter()
         report = run_page(ROOT / name, name)

@@ -301,7 +301,7 @@ STORIES = (
             "the core needs no MPI, CUDA or CuPy": (nox("lint"),),
             "nox finds the packages by itself": (nox("lint"),),
             "only packages that a change touches, then all together": (
-                integration("test_noxfile"),
+                integration("test_repository"),
             ),
         },
     ),

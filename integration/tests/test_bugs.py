@@ -12,6 +12,7 @@ def _mean_loss(model, batch):
     return (model(batch["x"]) - batch["y"]).square().mean()
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
     "pins",

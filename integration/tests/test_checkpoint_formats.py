@@ -41,6 +41,7 @@ def called(folder: Path, *arguments: str) -> int:
     return run_command([COMMANDS["sbp-checkpoint"], *arguments], folder)[0]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", SMALL)
 def test_from_transformers_to_a_trained_model_and_back(kind: str, tmp_path: Path) -> None:
     theirs, ours = small(kind, seed=1), small(kind, seed=2)

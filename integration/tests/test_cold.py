@@ -53,6 +53,7 @@ def test_pip_variables_of_the_user_go_before_ours(tmp_path: Path) -> None:
     assert cold.variables(outer, tmp_path)["PIP_CONFIG_FILE"] == "/etc/mine.conf"
 
 
+@pytest.mark.slow
 def test_a_new_environment_has_nothing_but_python() -> None:
     with cold.new_machine(sys.executable) as (folder, environment):
         names = {

@@ -32,6 +32,7 @@ def _check_before(told: dict[str, Any]) -> None:
     assert "after the commit" not in told["said"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "mpi"])
 def test_a_rank_that_raises_tears_no_states_before_the_commit_and_is_named_behind_it(
     backend: str,
@@ -49,6 +50,7 @@ def test_a_rank_that_raises_tears_no_states_before_the_commit_and_is_named_behin
         assert f"rank 1 failed after the commit of step {BAD_STEP}" in late["next_step"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_its_update_leaves_the_states_of_the_other() -> None:
     told = _told("torch", "kill", "update")["update", 0]
 

@@ -90,6 +90,7 @@ def test_one_parameter_at_a_time_is_held(name: str) -> None:
     assert largest <= peak() <= factor * largest + 1_000
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["gpt2", "dlrm", pytest.param("t5", marks=pytest.mark.exhaustive)])
 def test_a_deferred_model_is_captured_as_the_real_one(name: str) -> None:
     build, program = _build(name, torch.float32), PROGRAMS[name]

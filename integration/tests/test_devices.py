@@ -102,6 +102,7 @@ def _start(plan: PhysicalPlan, states: dict[str, Tensor]) -> Session:
     return session
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_of_another_device_leaves_nothing_on_the_cpu(
     case: Case, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +129,7 @@ def test_a_step_of_another_device_leaves_nothing_on_the_cpu(
     assert device.num_threads == sum(len(part.orders) for part in plan.ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_plan_for_gpus_is_refused_where_there_are_none() -> None:
     plan = _plan(_captured(CASES[0], "cuda"), CASES[0], "cuda")

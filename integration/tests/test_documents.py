@@ -33,6 +33,7 @@ def _marked() -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a page is many commands
 @pytest.mark.parametrize("page", _marked())
 def test_what_a_page_shows_is_what_happens(page: str) -> None:

@@ -29,6 +29,7 @@ for seed in range(int(sys.argv[1]), int(sys.argv[2])):
 """
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - files.KINDS.keys()))
 def test_an_edited_file_is_used_or_refused(name: str, tmp_path: Path) -> None:
     found = [try_edit(KINDS[name], seed, tmp_path) for seed in range(60)]
@@ -36,6 +37,7 @@ def test_an_edited_file_is_used_or_refused(name: str, tmp_path: Path) -> None:
     assert [outcome for outcome in found if outcome.fault] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - files.KINDS.keys()))
 def test_a_file_that_nobody_edited_is_used(name: str, tmp_path: Path) -> None:
     for data in KINDS[name].originals():

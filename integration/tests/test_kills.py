@@ -11,6 +11,7 @@ from kills.training import Moment, run_training_trial
 from kills.trial import WAYS, How, run_trial
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "how"),
     [
@@ -31,6 +32,7 @@ def test_when_a_rank_is_killed_it_is_named_and_all_come_down(way: str, how: How)
     assert not outcome.faults, "\n".join(outcome.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "how", "moment", "failing_rank"),
     [
@@ -49,6 +51,7 @@ def test_when_a_rank_that_trains_is_killed_it_is_named_and_the_others_save_what_
     assert not outcome.faults, "\n".join(outcome.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_fork(), reason="threads survive no fork: OMP_NUM_THREADS=1")
 def test_when_a_process_that_saves_is_killed_the_newest_checkpoint_is_whole(
     tmp_path: Path,

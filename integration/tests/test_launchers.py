@@ -50,6 +50,7 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return started([sys.executable, "-m", "sbp_launch.apps.train", *SMALL, *overrides], folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "between"),
     [
@@ -117,6 +118,7 @@ def test_a_sweep_has_a_run_on_processes_after_the_other_also_behind_one_that_fai
     assert rows[3].startswith("run 1 failed: the loss is nan; the last finite loss was ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "boxing"),
     [

@@ -30,6 +30,7 @@ def programs() -> Iterator[ForkedPrograms]:
     found.close()
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_answered_with_what_to_do(
     name: str, folder: Path, programs: ForkedPrograms

@@ -26,6 +26,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "layout", "dtype"), QUICK)
 def test_a_model_under_a_layout_is_the_one_device_program(
     program: str, layout: str, dtype: str
@@ -45,6 +46,7 @@ def test_every_layout_is_in_the_quick_part() -> None:
     assert {layout for _, layout, _ in QUICK} == set(LAYOUTS)
 
 
+@pytest.mark.slow
 def test_a_deviation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     program = PROGRAMS["dlrm"]
     build, calls = program.build, []

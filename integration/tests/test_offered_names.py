@@ -19,6 +19,7 @@ from sbp_core.plugins import KINDS
 _ANY = {"sbp_torch.testing.signatures.sample", "sbp_core.tensor.Tensor"}
 
 
+@pytest.mark.slow
 def test_all_that_can_be_called_has_the_signature_of_its_own() -> None:
     unclear = []
     for room, module in Packages.below(ROOT).modules.items():

@@ -26,6 +26,7 @@ from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import deferred
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_loop_with_clipping_and_a_schedule_equals_plain_pytorch(layout):
     model, eager = make_model(), make_model()

@@ -45,6 +45,7 @@ def with_threads(layout: str) -> dict[str, Any]:
     return parallel_ranks.trained(layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("boxing", "layouts"), RUNS)
 def test_processes_equal_plain_pytorch_and_threads_bit_for_bit(
     boxing: str, layouts: tuple[str, ...]
@@ -59,6 +60,7 @@ def test_processes_equal_plain_pytorch_and_threads_bit_for_bit(
                 assert found[what] == threads[what], (layout, what)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("boxing", "layouts"), RUNS)
 def test_the_values_of_rank_0_are_taken_where_nobody_seeded(
     boxing: str, layouts: tuple[str, ...]

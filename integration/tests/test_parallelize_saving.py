@@ -155,6 +155,7 @@ def test_what_cannot_be_written_beside_steps_is_raised_by_a_later_one(tmp_path, 
     assert not list(tmp_path.glob("step-*"))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("wait", [True, False], ids=["between steps", "beside steps"])
 @pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
 def test_a_disk_that_takes_no_more_is_named_and_the_last_checkpoint_stays(

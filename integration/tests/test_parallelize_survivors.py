@@ -24,6 +24,7 @@ def told(folder: Path, planner: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_is_left_with_all_states_saves_them(tmp_path: Path) -> None:
     found = told(tmp_path, "manual/data_parallel")
 

@@ -17,6 +17,7 @@ from programs import (
 )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float64_losses_and_shards_equal_the_one_device_program(case: Case) -> None:
     truth = one_device(torch.float64, case.batch_size)
@@ -28,6 +29,7 @@ def test_float64_losses_and_shards_equal_the_one_device_program(case: Case) -> N
     assert worst_shard(make_plan(case, torch.float64), found, truth) <= 1e-9
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float32_losses_equal_the_one_device_program(case: Case) -> None:
     truth = one_device(torch.float32, case.batch_size)
@@ -38,6 +40,7 @@ def test_float32_losses_equal_the_one_device_program(case: Case) -> None:
     assert max(relative) <= 1e-5
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_runtimes_and_repetitions_agree_bit_for_bit(case: Case) -> None:
     reference = run(case, torch.float32, "reference")
@@ -57,6 +60,7 @@ def assert_same(one: ParallelRun, other: ParallelRun) -> None:
         assert same_bits(value, other.shards[key]), key
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_moved_are_the_bytes_predicted(case: Case) -> None:
     found = run(case, torch.float32, "actor")
@@ -66,6 +70,7 @@ def test_bytes_moved_are_the_bytes_predicted(case: Case) -> None:
     assert plan.boxing_bytes == make_strategy(case, torch.float32).report["predicted_boxing_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_osdp_shards_some_parameters_and_replicates_others(dtype: torch.dtype) -> None:
     case = next(case for case in CASES if case.planner == "osdp")

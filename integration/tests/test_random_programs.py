@@ -24,6 +24,7 @@ def test_a_program_of_one_micro_batch_is_that_of_one_device(seed: int) -> None:
     assert not outcome.failed, outcome.message
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_program_of_several_micro_batches_is_that_of_one_device_or_refused(seed: int) -> None:
     outcome = attempt(draw(seed, [2, 4, 0], QUICK))
@@ -113,6 +114,7 @@ def test_a_refusal_is_wrong_where_nothing_speaks_against_the_program() -> None:
     assert judged(replace(PLAIN, layout="mesh=2"), refused).kind == "refused here"
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--count", "2", "--micro-batches", "1", "--jobs", "1", f"--layout={QUICK[0]}"])
 

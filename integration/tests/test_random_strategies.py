@@ -37,6 +37,7 @@ def told_by(boxing: str, num_ranks: int, seed: int, count: int) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boxing", COMMANDS)
 def test_random_strategies_compute_what_one_device_computes_over(boxing: str) -> None:
     assert f"8 plans of 2 ranks over {boxing}, " in told_by(boxing, 2, 1, 8)

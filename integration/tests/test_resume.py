@@ -39,6 +39,7 @@ def assert_equal(states: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert all(torch.equal(states[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.slow
 def test_processes_go_on_where_they_stopped_bit_for_bit(tmp_path: Path) -> None:
     layout = (*DATA, "boxing=torch", *QUIET)
     often = ("trainer.checkpoint.every=2", "trainer.checkpoint.keep=0")

@@ -81,6 +81,7 @@ def samples_of_steps(processes: list[list[list[int]]]) -> list[list[int]]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("boxing", "dtype", "dropout"),

@@ -72,6 +72,7 @@ def check_trace(printed: str, folder: Path) -> None:
     assert "trace of these steps: trace.json" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
 def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: str) -> None:
     code, printed = sbp("train", tmp_path, *SMALL, *WAYS[way])
@@ -100,6 +101,7 @@ def test_it_trains_and_says_how_far_it_is_from_one_device(tmp_path: Path, way: s
     assert float(deviation[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_plan_metrics_and_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +122,7 @@ def test_a_run_leaves_its_plan_metrics_and_states(
         assert b"what nobody else may know" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_without_training(tmp_path: Path) -> None:
     osdp = ("planner=osdp", "cluster.mesh=[4]", "cluster.axes=[data]")
     code, printed = sbp("plan", tmp_path, *SMALL, *osdp)

@@ -112,6 +112,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("loss_of", "layout", "runtime"),
     [
@@ -176,6 +177,7 @@ def test_another_meaning_of_the_loss_is_refused():
         parallelize(model, entropy, batch_of(0), make_optimizer(model), loss_is="mean")
 
 
+@pytest.mark.slow
 def test_masked_models_of_the_zoo_train_on_the_loss_of_the_whole_batch():
     torch.manual_seed(0)
     sizes = {"hidden": 8, "num_layers": 1, "num_heads": 2, "vocabulary": TOKENS}

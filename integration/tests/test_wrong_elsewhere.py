@@ -172,6 +172,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
+@pytest.mark.slow(but=9)
 @pytest.mark.parametrize(
     "num_ranks",
     [n if n != 3 else pytest.param(n, marks=pytest.mark.exhaustive) for n in NUMS_OF_RANKS],

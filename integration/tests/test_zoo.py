@@ -62,6 +62,7 @@ def deviation(output: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", ["[4]", "[2,2]", pytest.param("[2]", marks=pytest.mark.exhaustive)]
 )
@@ -115,6 +116,7 @@ def _patterns() -> list[object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "model"), _patterns())
 def test_a_pattern_is_found_in_any_model_and_trains_like_one_device(
     preset: str,
@@ -133,6 +135,7 @@ def test_a_pattern_is_found_in_any_model_and_trains_like_one_device(
     assert deviation(capsys.readouterr().out) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_stages_of_a_pipeline_are_planned_by_default(
     micro_batches: int,

@@ -50,6 +50,7 @@ def test_the_peak_is_as_predicted(name: str) -> None:
     }
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_pipeline_is_near_the_prediction(name: str) -> None:
     step = training_step(name)

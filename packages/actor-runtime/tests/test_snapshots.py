@@ -74,6 +74,7 @@ class SlowDevice(CpuDevice):
         return super().copy_aside(value, since, buffer)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from([ALONE, "sharded states"]),

@@ -55,6 +55,7 @@ def misuse(rank: int, backend: MpiBackend) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_wrong_rank_a_second_opening_and_a_wrong_world_are_refused(pool: Any) -> None:
     for rank, (other, again, unopened, world) in enumerate(pool.run(2, misuse)):
         assert f"rank {1 - rank} does not live in this process" in other
@@ -207,6 +208,7 @@ def connect_slowly(rank: int, backend: MpiBackend) -> str:
     return answer
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_while_a_group_is_made_is_not_waited_for(pool: Any) -> None:
     for said in pool.run(2, connect_slowly):
         assert "'slow'" in said and "did not connect ranks [0, 1]" in said
@@ -287,6 +289,7 @@ def come_late(rank: int, backend: MpiBackend) -> float:
     return time.process_time() - before
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_another_leaves_its_core_to_others(pool: Any) -> None:
     worked_s, _ = pool.run(2, come_late)
 

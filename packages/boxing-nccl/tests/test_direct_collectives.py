@@ -154,6 +154,7 @@ def test_collectives_of_one_group_do_not_mix() -> None:
             assert torch.equal(values, torch.full_like(values, 3.0))
 
 
+@pytest.mark.slow
 def test_the_memory_for_what_comes_in_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_collectives, "_SCRATCH_BYTES", 256)
     ends, held = connected(2), []
@@ -194,6 +195,7 @@ def test_two_ranks_that_swap_all_they_have_get_the_sum_in_rank_order(
         assert torch.equal(result, expected)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SIZES, st.lists(LENGTHS, min_size=2, max_size=4), st.booleans(), SEEDS)
 def test_several_that_are_under_way_at_once_do_not_meet(

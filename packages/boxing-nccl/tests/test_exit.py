@@ -39,6 +39,7 @@ def run(how: str) -> tuple[int, str, float]:
     return done.returncode, done.stdout.decode("utf-8", "replace"), time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_ranks_that_close_their_backends_end_well() -> None:
     code, said, _ = run("well")
 
@@ -46,6 +47,7 @@ def test_ranks_that_close_their_backends_end_well() -> None:
     assert "are ended" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "quits", "thread quits", "thread stays"])
 def test_a_rank_that_ends_without_closing_brings_all_down(how: str) -> None:
     code, said, _ = run(how)
@@ -56,6 +58,7 @@ def test_a_rank_that_ends_without_closing_brings_all_down(how: str) -> None:
     assert "reader" in said or how != "thread stays"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "quits"])
 def test_a_rank_that_closes_because_of_an_exception_brings_all_down(how: str) -> None:
     code, said, _ = run(f"{how}, closing")
@@ -64,6 +67,7 @@ def test_a_rank_that_closes_because_of_an_exception_brings_all_down(how: str) ->
     assert "BoxingError" in said and "rank 0 reported" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_start_mpi_is_waited_for_so_long_and_no_longer() -> None:
     code, said, _ = run("never comes")
 

@@ -81,6 +81,7 @@ def await_files(
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "failing_rank", "words"),
     [
@@ -97,6 +98,7 @@ def test_the_others_name_a_rank_that_fails(
         assert f"rank {failing_rank} " in error and words in error and repr(tag) in error
 
 
+@pytest.mark.slow
 def test_the_others_name_a_rank_that_stalls_at_their_deadline(tmp_path: Path) -> None:
     falls = bring_down("stop", 2, tmp_path)
 
@@ -106,6 +108,7 @@ def test_the_others_name_a_rank_that_stalls_at_their_deadline(tmp_path: Path) ->
         assert "rank 2 (pid " in error and "is stopped by a signal" in error
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
     falls = bring_down("kill", 1, tmp_path)
 

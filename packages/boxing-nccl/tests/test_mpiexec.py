@@ -35,6 +35,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_ranks_that_find_each_other():
     lines: list[Line] = []
 
@@ -44,6 +45,7 @@ def test_the_launcher_starts_ranks_that_find_each_other():
     assert {" ".join(line.text.split()[:3]) for line in lines} >= {"open as 0", "open as 1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exception", "killed"])
 def test_all_ranks_end_when_one_does(how):
     pids: list[int] = []

@@ -76,6 +76,7 @@ def without_gpu(rank: int, _: MpiBackend) -> str:
     return "opened"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_processes_without_a_gpu_say_so(pool: Any) -> None:
     for said in pool.run(4, without_gpu):
@@ -103,6 +104,7 @@ def lose_a_rank(rank: int, _: MpiBackend) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_among_processes(pool: Any) -> None:
     answers = pool.run(4, lose_a_rank)
 

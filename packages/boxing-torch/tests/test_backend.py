@@ -100,6 +100,7 @@ def meet_by_file(rank: int, _: TorchBackend, path: str) -> list[float]:
     return result.flatten().tolist()
 
 
+@pytest.mark.slow
 def test_processes_meet_by_the_config_alone(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(2, partial(meet_by_file, path=str(tmp_path / "store")))
 

@@ -100,6 +100,7 @@ def test_small_and_large_even_and_uneven_collectives_make_the_shards_of_the_step
     check(pool, num_ranks, steps, donate)
 
 
+@pytest.mark.slow
 def test_merged_axes_are_one_group_and_others_are_many(pool: RankPool) -> None:
     mesh = Placement([[3, 1], [0, 2]], ("x", "y"))
     axes = [(0,), (1,), (0, 1)]

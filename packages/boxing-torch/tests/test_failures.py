@@ -82,6 +82,7 @@ def falls(how: str, failing_rank: int, *, hosted: bool = False) -> tuple[Fall, F
     return found[first], found[second]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "failing_rank", "words"),
     [
@@ -96,11 +97,13 @@ def test_the_others_name_a_rank_that_ends(how: str, failing_rank: int, words: st
         assert f"rank {failing_rank} " in one.error and words in one.error
 
 
+@pytest.mark.slow
 def test_the_others_name_a_rank_that_ends_and_takes_the_store_with_it() -> None:
     for one in falls("kill", 0, hosted=True):
         assert "rank 0 (pid " in one.error and "has ended" in one.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failing_rank", "hosted"), [(2, False), pytest.param(0, True, marks=pytest.mark.exhaustive)]
 )

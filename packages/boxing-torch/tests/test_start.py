@@ -20,6 +20,7 @@ backend.close()
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("scheme", ["env", "file"])
 def test_the_started_processes_find_each_other(scheme, tmp_path):
     init_method = "env://" if scheme == "env" else f"file://{tmp_path / 'store'}"

@@ -26,6 +26,7 @@ from sbp_launch.trainer.program import make_program
 PIN = ("head.weight", "S(0)")
 
 
+@pytest.mark.slow
 def test_a_parameter_is_stored_a_module_and_a_use_are_used() -> None:
     graph = found_plan("replicated").graph
 
@@ -36,6 +37,7 @@ def test_a_parameter_is_stored_a_module_and_a_use_are_used() -> None:
         tensors_of(graph, "heda")
 
 
+@pytest.mark.slow
 def test_how_tensors_are_cut_in_a_plan_is_read_from_its_strategy() -> None:
     for name, expected in (("replicated", "B"), ("sharded", "S(0)")):
         planned = found_plan(name)
@@ -44,6 +46,7 @@ def test_how_tensors_are_cut_in_a_plan_is_read_from_its_strategy() -> None:
         assert present(planned.graph, planned.strategy, tensors) == [NdSbp.parse(expected)]
 
 
+@pytest.mark.slow
 def test_every_way_is_looked_at_on_few_axes_and_one_axis_at_a_time_on_many() -> None:
     planned = found_plan("two axes")
     stored = Tensors(stored=("head.weight",), used=())
@@ -63,6 +66,7 @@ def replan(pins: Mapping[str, PinValue]) -> Planned:
     return step_planner(run, make_program(run)).plan(pins)
 
 
+@pytest.mark.slow
 def test_an_alternative_keeps_its_pin_and_is_the_faster_of_two_plans() -> None:
     planned = found_plan("replicated")
 

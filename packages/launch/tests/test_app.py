@@ -20,6 +20,7 @@ COMPILE = "sbp_launch/conf/compile/default.yaml"
 CLUSTER = "sbp_launch/conf/cluster/local.yaml"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -119,6 +120,7 @@ def test_a_wrong_setting_is_answered_before_torch_is_loaded_with_exit_code_2(
     assert outcome.made == []
 
 
+@pytest.mark.slow
 def test_a_run_gets_its_config_and_its_own_folder(app: App) -> None:
     outcome = app("trainer.steps=7", "cluster.mesh=[1,2]", "model.width=5")
 
@@ -136,12 +138,14 @@ def test_a_run_gets_its_config_and_its_own_folder(app: App) -> None:
     assert outcome.made == ["runs"]
 
 
+@pytest.mark.slow
 def test_an_option_in_a_folder_of_its_group_is_chosen_by_its_path(app: App) -> None:
     outcome = app("planner=toys/odd")
 
     assert json.loads(outcome.out)["planner"] == "toys"
 
 
+@pytest.mark.slow
 def test_planning_leaves_no_folder_behind(app: App) -> None:
     outcome = app(config="plan")
 
@@ -149,6 +153,7 @@ def test_planning_leaves_no_folder_behind(app: App) -> None:
     assert outcome.made == []
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_one_job_for_each_combination(app: App) -> None:
     outcome = app("trainer.steps=1,2", "-m", "model.width=range(3,5)")
 
@@ -163,6 +168,7 @@ def test_a_sweep_runs_one_job_for_each_combination(app: App) -> None:
     assert len({job["run_folder"] for job in jobs}) == 4
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_when_a_run_has_failed_and_ends_with_a_table(app: App) -> None:
     outcome = app("-m", "trainer.steps=1,2,3", "trainer.seed=5", fail=True, goes_on=True)
 
@@ -177,6 +183,7 @@ def test_a_sweep_goes_on_when_a_run_has_failed_and_ends_with_a_table(app: App) -
     assert failed == "run 0 failed: it does not fit"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_sweep_and_not_one_run_of_it(app: App) -> None:
     outcome = app("-m", "trainer.steps=2,1,3", stopped_by=int(signal.SIGTERM), goes_on=True)
 
@@ -186,6 +193,7 @@ def test_a_signal_ends_a_sweep_and_not_one_run_of_it(app: App) -> None:
     assert "run 1 failed: it was stopped" in outcome.out
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_exits_with_1_and_its_message_alone(app: App) -> None:
     outcome = app(fail=True)
 
@@ -193,6 +201,7 @@ def test_a_run_that_fails_exits_with_1_and_its_message_alone(app: App) -> None:
     assert outcome.err.strip() == "sbp-toy: it does not fit\n  in rank 3"
 
 
+@pytest.mark.slow
 def test_warnings_of_libraries_bear_their_own_names_and_data_say_how_far_they_are(app: App) -> None:
     outcome = app(warn=True)
 
@@ -204,6 +213,7 @@ def test_warnings_of_libraries_bear_their_own_names_and_data_say_how_far_they_ar
     assert "it is" not in outcome.out
 
 
+@pytest.mark.slow
 def test_passes_are_set_on_the_command_line_without_a_plus(app: App) -> None:
     outcome = app(
         "compile.passes.slices={blocks.*: {count: 4}}", "compile.passes.recompute.memory_bytes=5e6"
@@ -223,6 +233,7 @@ def test_help_lists_the_options_of_every_group_as_one_types_them(app: App) -> No
     assert not outcome.torch
 
 
+@pytest.mark.slow
 def test_help_on_a_topic_explains_the_settings_of_the_chosen_option(app: App) -> None:
     outcome = app("trainer.steps=7", "--help", "trainer", "optimizer=sgd")
 
@@ -236,6 +247,7 @@ def test_help_on_a_topic_explains_the_settings_of_the_chosen_option(app: App) ->
     assert not outcome.torch
 
 
+@pytest.mark.slow
 def test_help_on_what_is_not_there_names_the_nearest(app: App) -> None:
     outcome = app("--help", "trainr")
 
@@ -243,6 +255,7 @@ def test_help_on_what_is_not_there_names_the_nearest(app: App) -> None:
     assert "did you mean --help trainer?" in outcome.err
 
 
+@pytest.mark.slow
 def test_the_config_is_shown_instead_of_run(app: App) -> None:
     outcome = app("--cfg", "job", "trainer.steps=7")
 
@@ -251,6 +264,7 @@ def test_the_config_is_shown_instead_of_run(app: App) -> None:
     assert outcome.made == []
 
 
+@pytest.mark.slow
 def test_the_search_path_names_the_distribution_of_each_folder(app: App) -> None:
     outcome = app("--info", "searchpath")
 
@@ -259,6 +273,7 @@ def test_the_search_path_names_the_distribution_of_each_folder(app: App) -> None
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("line", "completions"),
     [
@@ -281,6 +296,7 @@ def test_a_shell_completes_options(app: App, line: str, completions: list[str]) 
     assert [word for word in words if not word.startswith(line.split()[-1])] == []
 
 
+@pytest.mark.slow
 def test_an_own_config_folder_brings_options(app: App, tmp_path: Path) -> None:
     (tmp_path / "own" / "trainer").mkdir(parents=True)
     (tmp_path / "own" / "trainer" / "short.yaml").write_text("steps: 2\n", encoding="utf-8")
@@ -320,6 +336,7 @@ def sbp_config_folders():
     assert "sbp-lost" in outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["sbp_launch.apps.train", "sbp_launch.apps.plan"])
 def test_the_commands_check_their_settings_before_they_import_torch(
     toys: Path, tmp_path: Path, module: str
@@ -346,6 +363,7 @@ def test_the_commands_check_their_settings_before_they_import_torch(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_distributions_that_bring_one_option_are_both_named(app: App, tmp_path: Path) -> None:
     plugin = """
 from sbp_core.plugins import hookimpl
@@ -366,6 +384,7 @@ def sbp_config_folders():
     assert other.code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "why"),
     [
@@ -396,6 +415,7 @@ def test_a_broken_plugin_is_named_first_and_stops_nobody_who_does_not_ask_for_it
     assert perhaps.err.startswith(f"sbp-toy: planner=zzz: {by} may bring it cannot be used: ")
 
 
+@pytest.mark.slow
 def test_a_plugin_that_raises_is_named_with_its_own_line_and_without_our_stack(
     app: App, tmp_path: Path
 ) -> None:

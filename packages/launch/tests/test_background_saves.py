@@ -53,6 +53,7 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]]
     return before
 
 
+@pytest.mark.slow
 def test_what_is_written_while_steps_go_on_is_what_steps_would_wait_for(tmp_path: Path) -> None:
     for wait in (False, True):
         trainer.train(config(1, wait=wait), registry(), tmp_path / str(wait))
@@ -70,6 +71,7 @@ def test_what_is_written_while_steps_go_on_is_what_steps_would_wait_for(tmp_path
             assert (found.step, found.cursor) == (wanted.step, wanted.cursor)
 
 
+@pytest.mark.slow
 def test_copies_take_no_more_than_the_setting_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_less_than_nothing_is_refused() -> None:
         CheckpointConfig(copy_bytes=-1)
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -115,6 +118,7 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(20.0)
 
 
+@pytest.mark.slow
 def test_a_save_waits_for_the_one_before_it_and_says_so(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -137,6 +141,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(
     assert saved(tmp_path) == [step_name(step) for step in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_ends_the_run_and_leaves_what_is_there(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -159,6 +164,7 @@ def test_what_cannot_be_written_ends_the_run_and_leaves_what_is_there(
             found.verify()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), SystemExit(4)])
 def test_what_could_not_be_written_at_the_end_is_told_and_the_last_step_is_saved(
     tmp_path: Path,

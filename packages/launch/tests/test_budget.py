@@ -55,6 +55,7 @@ def test_a_run_ends_behind_the_step_that_reaches_its_budget(
     assert found.total_steps(TrainerState()) == (None if unit == "hours" else steps)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["steps", "epochs", "tokens"]), st.integers(1, 40), st.integers(0, 60))
 def test_a_stop_changes_neither_the_end_nor_the_place_in_the_run(
     unit: str, amount: int, steps: int

@@ -259,6 +259,7 @@ def test_ranks_leave_a_meeting_when_all_have_come() -> None:
     assert min(left_s) >= max(came_s) + collectives._HEAD_START_S
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_all_ranks_measure_the_same_samples(num_ranks: int) -> None:
     # A machine that is busy takes long for the first call of each kind, and would skip large sizes.
@@ -347,6 +348,7 @@ def test_short_calls_are_repeated_less_often_where_time_is_short(
     assert most - 1 <= len(samples[0].times_s) <= most
 
 
+@pytest.mark.slow
 def test_progress_says_what_is_done_and_how_long_it_takes() -> None:
     told: list[Progress] = []
 
@@ -362,6 +364,7 @@ def test_progress_says_what_is_done_and_how_long_it_takes() -> None:
     assert left_s == sorted(left_s, reverse=True)
 
 
+@pytest.mark.slow
 def test_rates_of_a_device_are_positive_and_all_ranks_are_waited_for() -> None:
     waits: list[int] = []
 

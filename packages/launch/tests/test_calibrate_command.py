@@ -43,6 +43,7 @@ def calibrate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_that_a_cluster_is_read_from(tmp_path: Path) -> None:
     quick = ("sizes=[1024,8192,65536]", "repetitions=3", "time_s=10")
     done = calibrate(tmp_path, *quick, "out=here.json")
@@ -83,6 +84,7 @@ def test_a_backend_that_chooses_gpus_itself_is_measured_on_gpus(
     assert (run.device, run.settings.ranks) == ("cuda", 3)
 
 
+@pytest.mark.slow
 @hears_signals()
 def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
     command = [
@@ -111,6 +113,7 @@ def test_ctrl_c_ends_it_without_a_word_of_the_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_rank_measures_only_itself(tmp_path: Path) -> None:
     done = calibrate(tmp_path, "ranks=1", "time_s=4")
 
@@ -120,6 +123,7 @@ def test_one_rank_measures_only_itself(tmp_path: Path) -> None:
     assert Cluster.load(tmp_path / "cluster.json").calibration is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_no_file_is_left(tmp_path: Path) -> None:
     done = calibrate(tmp_path, "sizes=[1024]", "deadline_s=1e-9")
 
@@ -130,6 +134,7 @@ def test_a_rank_that_fails_is_named_and_no_file_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "cluster.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -153,6 +158,7 @@ def test_a_wrong_setting_of_the_command_has_exit_code_2(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_help_shows_the_backends_and_runtimes_and_no_other_groups(tmp_path: Path) -> None:
     done = calibrate(tmp_path, "--help")
 

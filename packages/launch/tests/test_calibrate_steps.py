@@ -22,6 +22,7 @@ from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "time_s"),
     [(1, 10.0), (2, 10.0), pytest.param(2, 120.0, marks=pytest.mark.exhaustive)],
@@ -45,6 +46,7 @@ def test_launches_are_those_that_explain_the_measured_steps(num_ranks: int, time
     assert found_boxing_launch_s == pytest.approx(boxing_launch_s, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_that_are_faster_than_their_calls_leave_the_launches_of_a_loop() -> None:
     cluster = Cluster.nominal(2)
 
@@ -77,6 +79,7 @@ def test_bytes_in_steps_are_compared_with_those_of_calls_that_follow_each_other(
     assert in_steps(calibration, 2, {}) == 1
 
 
+@pytest.mark.slow
 def test_steps_of_a_runtime_that_moves_data_itself_say_nothing_of_the_backend() -> None:
     backend = LocalBackend()
     backend.open([0, 1])
@@ -87,6 +90,7 @@ def test_steps_of_a_runtime_that_moves_data_itself_say_nothing_of_the_backend() 
     backend.close()
 
 
+@pytest.mark.slow
 def test_one_rank_has_operators_to_time_and_no_boxing() -> None:
     backend = LocalBackend()
     backend.open([0])

@@ -49,6 +49,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=MESHES,
@@ -405,6 +406,7 @@ def test_a_manifest_is_written_as_it_is_read(tmp_path: Path) -> None:
     assert parse_manifest(manifest_bytes(manifest), "m") == manifest
 
 
+@pytest.mark.slow
 def test_saving_and_loading_take_little_memory_beside_the_states(tmp_path: Path) -> None:
     states = {f"w{index}": torch.ones(1024, 8192) for index in range(4)}
     states["turned"] = torch.ones(8192, 1024).T  # no block of memory

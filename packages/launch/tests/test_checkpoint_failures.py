@@ -94,6 +94,7 @@ class FailingAt:
         return counted
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)  # disks have their own
 @given(number=st.integers(1, 18), failure=st.sampled_from(FAILURES), replaces=st.booleans())
 def test_at_whatever_call_a_save_fails_the_earlier_checkpoints_are_whole(
@@ -238,6 +239,7 @@ def quiet(**changes: object) -> RunConfig:
     return run_config(steps=4, **QUIET, **changes)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +274,7 @@ def test_a_run_that_is_refused_leaves_no_folder_of_checkpoints(
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,6 +304,7 @@ def test_a_disk_that_fills_up_while_it_trains_ends_the_run_with_what_was_saved(
     assert names == {".lock", "step-00000001"}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("wait", [True, False], ids=["between steps", "beside steps"])
 @pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
 def test_a_run_whose_disk_takes_no_more_goes_on_from_what_it_saved(
@@ -344,6 +348,7 @@ def check_names(folder: Path, names: list[str]) -> None:
             found.verify()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("jump_s", [1e9, -1e9], ids=["forwards", "backwards"])
 def test_a_clock_that_is_set_changes_nothing(
     jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ def test_a_plan_beside_itself_differs_in_nothing() -> None:
     assert all(line.endswith("=") for line in lines[3:-1])
 
 
+@pytest.mark.slow
 def test_figures_and_modules_that_differ_are_listed_layers_together() -> None:
     lines = list(compare_lines(found_plan("sharded"), found_plan("columns and rows"), "other"))
 
@@ -74,6 +75,7 @@ def test_a_strategy_that_was_written_is_the_same_plan(name: str, tmp_path: Path)
     assert strategy_of(str(path)) == path
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_mesh_is_made_for_as_many_ranks() -> None:
     run = run_of(run_config(mesh=(2, 2), axes=("pipe", "data"), micro_batches=2))
     program = make_program(run)

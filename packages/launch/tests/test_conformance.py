@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -130,36 +131,43 @@ class TestAdam(OptimizerConformance):
         return optimizers.build_adam(optimizers.AdamConfig(amsgrad=True))
 
 
+@pytest.mark.slow
 class TestAdamW(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_adamw(optimizers.AdamWConfig())
 
 
+@pytest.mark.slow
 class TestAdagrad(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_adagrad(optimizers.AdagradConfig(initial_accumulator_value=0.1))
 
 
+@pytest.mark.slow
 class TestRmsprop(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_rmsprop(optimizers.RmspropConfig(momentum=0.9, centered=True))
 
 
+@pytest.mark.slow
 class TestLion(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_lion(optimizers.LionConfig())
 
 
+@pytest.mark.slow
 class TestLamb(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_lamb(optimizers.LambConfig())
 
 
+@pytest.mark.slow
 class TestLars(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_lars(optimizers.LarsConfig())
 
 
+@pytest.mark.slow
 class TestAdafactor(OptimizerConformance):
     eager_tolerance = 1e-12
 
@@ -167,6 +175,7 @@ class TestAdafactor(OptimizerConformance):
         return optimizers.build_adafactor(optimizers.AdafactorConfig())
 
 
+@pytest.mark.slow
 class TestMuon(OptimizerConformance):
     #: In bfloat16 inside, where another order of a sum is seen.
     tolerance = 1e-3
@@ -175,6 +184,7 @@ class TestMuon(OptimizerConformance):
         return optimizers.build_muon(optimizers.MuonConfig())
 
 
+@pytest.mark.slow
 class TestSgd(OptimizerConformance):
     def make_factory(self) -> OptimizerFactory:
         return optimizers.build_sgd(optimizers.SgdConfig())
@@ -185,6 +195,7 @@ class TestPlainSgd(OptimizerConformance):
         return optimizers.build_sgd(optimizers.SgdConfig(momentum=0.0))
 
 
+@pytest.mark.slow
 class TestDampenedSgd(OptimizerConformance):
     eager_tolerance = 1e-12
 

@@ -21,6 +21,7 @@ def ranks_of(plan: PhysicalPlan) -> list[int]:
     return [part.rank for part in plan.ranks]
 
 
+@pytest.mark.slow
 @given(NAMES, st.integers(0, 7), st.integers(1, 3))
 def test_a_process_cuts_what_its_rank_holds_of_the_batch_of_one_device(
     name: str, size: int, count: int
@@ -76,6 +77,7 @@ def test_a_process_with_all_ranks_loads_the_batch_whole(name: str) -> None:
 SPLIT_OVER_ALL = ("one rank", "data", "data on four", "both axes")
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 60),
     st.integers(0, 2**40),

@@ -37,6 +37,7 @@ def test_places_of_a_large_permutation_are_apart_and_within(
     assert 0 <= found.min() <= found.max() < size
 
 
+@pytest.mark.slow
 @given(st.integers(1, 500), KEY, st.data())
 def test_what_stands_at_a_place_does_not_depend_on_what_else_is_asked(
     size: int, key: int, data: st.DataObject
@@ -46,6 +47,7 @@ def test_what_stands_at_a_place_does_not_depend_on_what_else_is_asked(
     assert np.array_equal(permuted(places, size, key), permuted(np.arange(size), size, key)[places])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("size", [2, 3, 5, 10, 64, 100])
 def test_every_number_is_as_likely_at_every_place(size: int) -> None:
     epochs = 3000
@@ -74,6 +76,7 @@ def test_no_sample_takes_memory() -> None:
     assert peak < 100_000
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 200),
     st.sampled_from(["shuffled", "sequential"]),

@@ -60,6 +60,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_behind_a_broken_sample_on_other_ranks_with_each_sample_once(
     rows: type[Rows], tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_run_goes_on_behind_a_broken_sample_on_other_ranks_with_each_sample_on
     assert taken == expected
 
 
+@pytest.mark.slow
 def test_a_run_on_other_ranks_has_the_losses_of_the_unbroken_one(
     rows: type[Rows], tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_run_on_other_ranks_has_the_losses_of_the_unbroken_one(
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "unbroken"), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_broken_sample_of_evaluation_is_named(
     rows: type[Rows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_broken_sample_of_evaluation_is_named(
     assert len(losses(tmp_path)) >= 5
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_in_other_data(
     rows: type[Rows],
     tmp_path: Path,

@@ -11,6 +11,7 @@ from trainable import row
 from sbp_launch.explaining.differences import appears
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replicated", "sharded", "pipeline"])
 def test_nothing_appears_beside_the_same_plan(name: str) -> None:
     rows = found_plan(name).module_rows

@@ -117,6 +117,7 @@ def test_what_one_process_saves_is_read_with_every_dtype(tmp_path: Path) -> None
     assert found.index.others == {"lr": "0.1", "betas": "(0.9, 0.99)"}
 
 
+@pytest.mark.slow
 def test_what_two_processes_save_of_sharded_tensors_is_read(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SAVING, str(tmp_path)], check=True, timeout=200)
 
@@ -425,6 +426,7 @@ def test_whatever_bytes_are_changed_it_is_read_or_refused(tmp_path: Path) -> Non
     assert refused > 200
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none()

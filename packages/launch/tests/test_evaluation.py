@@ -82,12 +82,14 @@ def test_averages_are_read_in_place_of_the_parameters() -> None:
     assert states == {"embed.weight.ema", "head.weight.ema", "head.bias.ema"}
 
 
+@pytest.mark.slow
 def test_what_was_evaluated_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.train(averaging(compare_steps=0), registry(), tmp_path)
 
     assert "held-out loss of the averaged parameters: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_evaluation_sees_the_newest_states_and_the_same_batches() -> None:
     run = run_of(run_config(dtype="float64"))
     program = make_program(run)
@@ -127,6 +129,7 @@ class Dropping(trainable.Wide):
         return (self.head(x) - batch["wanted"]).square().mean()
 
 
+@pytest.mark.slow
 def test_stages_with_dropout_are_evaluated_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainable, "make_wide", lambda config: Dropping())
     config = run_config((2,), ("pipe",), micro_batches=2)

@@ -58,6 +58,7 @@ def test_micro_batches_are_cut_from_the_whole_batch_that_is_captured_once() -> N
     assert captured == [16]
 
 
+@pytest.mark.slow
 def test_the_graph_that_is_known_is_not_made_again() -> None:
     found, captured = family()
     graph = found.graph(found.variant)

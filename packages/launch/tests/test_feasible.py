@@ -75,6 +75,7 @@ def search_of(limit_bytes: float, **changed: object) -> Search:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_found_fits_by_its_exact_memory_and_stands_by_number_of_changes() -> None:
     limit = peak_of("planner=manual/zero")
 
@@ -124,6 +125,7 @@ def test_what_leads_to_no_plan_is_passed_over() -> None:
     assert list(feasible_lines(search)) == []
 
 
+@pytest.mark.slow
 def test_what_fits_is_told_with_its_cost_and_else_what_is_nearest() -> None:
     fitting = list(feasible_lines(search_of(peak_of("planner=manual/zero"))))
     nothing = list(feasible_lines(search_of(1.0)))
@@ -172,6 +174,7 @@ def test_how_long_a_plan_takes_is_learned_from_the_attempts(
     assert len(search.attempts) == 1 and search.is_cut_short
 
 
+@pytest.mark.slow
 def test_the_error_of_a_plan_says_where_it_is_fullest_and_what_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -46,6 +46,7 @@ def test_of_fewer_than_three_steps_no_time_is_told(count: int) -> None:
     assert time_text([1.0] * count) == f"too few steps to time one: {count} of at least 3"
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("predicted_s", "says"),
     [

@@ -42,6 +42,7 @@ def poisoned_at(
     monkeypatch.setattr(ReferenceSession, "step", poisoned)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_states_apart(
     tmp_path: Path,
@@ -69,6 +70,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_states_apart(
     assert [json.loads(line)["step"] for line in records] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_go_on_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_loss_that_loss_scaling_did_not_skip_is_an_error() -> None:
         watch().check(1, {"loss": math.nan, "skipped": 0.0}, RATES)
 
 
+@pytest.mark.slow
 def test_a_run_with_loss_scaling_survives_the_search_for_a_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def diverging(**settings: Any) -> Any:
     return replace(run_config(steps=4, **settings), optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_the_step_is_undone_and_the_operator_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +50,7 @@ def test_the_step_is_undone_and_the_operator_named(
     assert [json.loads(line)["step"] for line in records] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_that_warns_goes_on_with_what_it_has(tmp_path: Path) -> None:
     trainer.train(
         diverging(on_nan="warn", evaluate=EvaluateConfig(batches=0)), registry(), tmp_path
@@ -136,6 +138,7 @@ def test_of_several_ranks_the_operator_that_comes_first_is_told_with_its_ranks()
     assert any("on ranks 0-1, micro-batch 0" in line for line in lines), lines
 
 
+@pytest.mark.slow
 def test_what_came_first_is_told_whichever_rank_is_heard_first() -> None:
     first, *_, last = (node.name for node in planned().graph.nodes)
 

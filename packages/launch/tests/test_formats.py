@@ -121,6 +121,7 @@ def test_a_dtype_that_safetensors_has_not_is_refused_before_a_byte_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @given(
     extents=st.lists(st.integers(0, 5), max_size=3),
     block=st.sampled_from([4, 12, 40, 1 << 20]),
@@ -144,6 +145,7 @@ def test_any_part_is_the_slice_of_the_tensor_whatever_a_block_holds(
     assert same(part, whole[tuple(slice(*dim) for dim in bounds)].contiguous())
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_tensor_in_pieces_of_several_files_is_read_in_parts(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
@@ -178,6 +180,7 @@ def test_a_tensor_in_pieces_of_several_files_is_read_in_parts(data: st.DataObjec
     assert same(part, whole[tuple(slice(*dim) for dim in bounds)].contiguous())
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_pieces_are_accepted_if_they_hold_each_element_once(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
@@ -403,6 +406,7 @@ WORDS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_whatever_is_changed_in_a_header_or_an_index_it_is_read_or_refused(tmp_path: Path) -> None:
     states = Held(a=torch.ones(4, 2), b=torch.zeros(3, dtype=torch.bfloat16), c=torch.ones(()))
     write_sharded(tmp_path, states, max_shard_bytes=16)

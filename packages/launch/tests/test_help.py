@@ -111,6 +111,7 @@ def test_a_setting_of_another_option_is_answered_with_the_options_that_take_it(t
         assert topic.rpartition(".")[2] in CATALOG.comments(f"{group}/{option}")
 
 
+@pytest.mark.slow
 def test_the_page_of_settings_names_those_without_a_comment(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "own.yaml").write_text("# Own.\nsteps: 5\nseed: 1  # of it\n")

@@ -48,6 +48,7 @@ def test_an_unknown_key_is_answered_with_what_it_may_mean(key: str, value: str, 
     assert meant(key, SETTINGS, value) == hint
 
 
+@pytest.mark.slow
 @given(st.sampled_from(SETTINGS), st.data())
 def test_a_key_that_lacks_a_letter_of_its_last_name_is_found(
     setting: Setting, data: st.DataObject

@@ -141,6 +141,7 @@ def test_what_the_command_line_said_is_quoted() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=200)
 @given(
     launcher=st.sampled_from(["auto", "threads", "spawn", "torchrun", "mpiexec", "slurm"]),

@@ -89,6 +89,7 @@ def names(callback: Noting) -> list[str]:
     return [f"{name} {state.step}" for name, state in callback.seen]
 
 
+@pytest.mark.slow
 def test_callbacks_see_the_run_from_its_beginning_to_its_end(tmp_path: Path) -> None:
     callback = Noting()
 
@@ -107,6 +108,7 @@ def test_callbacks_see_the_run_from_its_beginning_to_its_end(tmp_path: Path) -> 
     assert times == sorted(times) and times[-1] > 0
 
 
+@pytest.mark.slow
 def test_a_callback_may_ask_for_an_evaluation_and_for_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_callback_may_ask_for_an_evaluation_and_for_the_end(
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_evaluations_are_logged_with_their_step(tmp_path: Path) -> None:
     evaluate = EvaluateConfig(every=2, batches=2)
 
@@ -135,6 +138,7 @@ def test_evaluations_are_logged_with_their_step(tmp_path: Path) -> None:
     assert all(row["evaluate_s"] > 0 for row in rows if "held_out_loss" in row)
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     for name, evaluate in (
         ("without", EvaluateConfig(batches=0)),
@@ -153,6 +157,7 @@ def losses(monkeypatch: pytest.MonkeyPatch, found: list[float]) -> None:
     monkeypatch.setattr(Evaluator, "metrics", lambda self: {"held_out_loss": next(left)})
 
 
+@pytest.mark.slow
 def test_the_best_held_out_loss_is_remembered_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +175,7 @@ def test_the_best_held_out_loss_is_remembered_and_told(
     )
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_the_best_is_saved_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +192,7 @@ def test_the_checkpoint_of_the_best_is_saved_and_kept(
     assert stood_s[0] == 0 and min(stood_s[1:3]) > 0
 
 
+@pytest.mark.slow
 def test_times_are_those_of_each_step_and_of_all_parts_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +228,7 @@ def test_times_are_those_of_each_step_and_of_all_parts_of_a_run(
     assert times[0] > second.seen[0][1].train_s >= first.seen[-2][1].train_s > 0
 
 
+@pytest.mark.slow
 def test_the_last_step_is_saved_once_as_the_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +249,7 @@ def test_of_callbacks_that_would_stop_the_first_says_why() -> None:
     assert together(asked) == TrainerControl(stop="one", save=True)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_callbacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +290,7 @@ def test_a_resumed_run_appends_to_its_metrics_and_goes_on_with_schedule_and_call
         assert [row[key] for row in one] == [row[key] for row in two], key
 
 
+@pytest.mark.slow
 def test_a_run_that_no_longer_becomes_better_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +310,7 @@ def test_a_run_that_no_longer_becomes_better_is_ended(
     )
 
 
+@pytest.mark.slow
 def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
     early = {"name": "early_stop", "monitor": "accuracy"}
     config = run_config(callbacks=(early,), evaluate=EvaluateConfig(every=1, batches=1))
@@ -310,6 +321,7 @@ def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
     assert "held_out_loss" in caught.value.accepted
 
 
+@pytest.mark.slow
 def test_what_a_callback_raises_ends_the_run_with_its_states_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,11 +337,13 @@ def test_what_a_callback_raises_ends_the_run_with_its_states_saved(
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_plugin_that_makes_no_callback_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="callback 'mine' of mine 1 returned int, not a Callback"):
         trainer.train(run_config(callbacks=("mine",)), with_callback(3), tmp_path)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("method", ["on_step_end", "on_evaluate"])
 def test_a_callback_that_returns_something_else_is_named(tmp_path: Path, method: str) -> None:
     callback = Callback()
@@ -342,6 +356,7 @@ def test_a_callback_that_returns_something_else_is_named(tmp_path: Path, method:
     assert method in caught.value.where[0]
 
 
+@pytest.mark.slow
 def test_a_budget_of_tokens_ends_the_run(tmp_path: Path) -> None:
     # 16 tokens a step
     trainer.train(run_config(steps=None, tokens=50), registry(), tmp_path)
@@ -360,6 +375,7 @@ def test_a_budget_of_tokens_is_refused_before_planning_where_there_are_none(
         trainer.train(run, registry(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_ends_the_run_behind_the_step_that_reaches_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def chosen(memory_bytes: int) -> int | str:
     return found.config.trainer.micro_batches
 
 
+@pytest.mark.slow
 def test_there_are_as_few_micro_batches_as_fit() -> None:
     needed = {count: peak_bytes(count) for count in (1, 2, 3)}
     assert needed[1] > needed[2] > needed[3]
@@ -70,6 +71,7 @@ def test_a_number_that_is_said_is_not_left_to_planners() -> None:
     assert planned.plan.num_micro_batches == 3
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_in_no_parts_is_refused() -> None:
     run = run_of(auto(1000))
     program = make_program(run)
@@ -94,6 +96,7 @@ def test_what_has_nothing_to_do_with_memory_is_told_at_once() -> None:
     assert len(tried) == 1
 
 
+@pytest.mark.slow
 def test_a_run_with_micro_batches_of_its_own_choice_trains_as_if_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,10 +62,12 @@ def firing_of(rank: int, step: int, took_ns: int) -> list[Span]:
     ]
 
 
+@pytest.mark.slow
 def test_the_time_of_a_firing_is_shared_out_to_its_operators() -> None:
     assert sorted(times(firing_of(0, 0, 400_000)).values()) == pytest.approx([1e-4, 3e-4])
 
 
+@pytest.mark.slow
 def test_of_each_rank_the_median_counts_and_of_ranks_the_slowest() -> None:
     took_ns = {0: (400, 400, 9000), 1: (800, 1, 800)}
 
@@ -79,10 +81,12 @@ def test_of_each_rank_the_median_counts_and_of_ranks_the_slowest() -> None:
     assert sorted(times(spans).values()) == pytest.approx([2e-4, 6e-4])
 
 
+@pytest.mark.slow
 def test_without_operators_nothing_is_found() -> None:
     assert times(spans_of(planned().plan)) == {}
 
 
+@pytest.mark.slow
 def test_what_was_measured_of_a_plan_is_what_its_operators_take() -> None:
     made = planned()
     spans = list(spans_of(made.plan))
@@ -129,6 +133,7 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> type[ReferenceRuntime]:
     return TracingRuntime
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_times_and_says_what_to_do_with_them(
     tmp_path: Path, tracing: type, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +273,7 @@ def write_calls(path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_list_are_measured_and_added(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +290,7 @@ def test_the_calls_of_a_list_are_measured_and_added(
     assert f"{out} has the times of {len(listed)} calls of operators of boxing=local" in said
 
 
+@pytest.mark.slow
 def test_a_list_needs_a_cluster_file_of_the_same_backend(tmp_path: Path) -> None:
     calls = write_calls(tmp_path / "calls.json")
 
@@ -295,6 +302,7 @@ def test_a_list_needs_a_cluster_file_of_the_same_backend(tmp_path: Path) -> None
         check(out, calls)
 
 
+@pytest.mark.slow
 def test_a_list_is_measured_alone_on_as_many_ranks_as_the_file_is_for(tmp_path: Path) -> None:
     calls, out = write_calls(tmp_path / "calls.json"), write_cluster(tmp_path / "c.json", "local")
 

@@ -44,6 +44,7 @@ def test_the_first_comment_is_of_the_file() -> None:
     assert headline("a: 1  # one\n") == ""
 
 
+@pytest.mark.slow
 @given(NAMES, st.data())
 def test_every_comment_that_is_written_is_read(names: list[str], data: st.DataObject) -> None:
     told = {name: data.draw(WORDS) for name in names}
@@ -101,6 +102,7 @@ def test_a_few_references_are_taken() -> None:
     refuse_expansion("a: &a 1\nb: *a\nc: '*'", "toy.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a: 2001-99-99", "? [a]\n: b", "[" * 3000, "a: !!int x"])
 def test_what_python_cannot_make_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="the option file is"):

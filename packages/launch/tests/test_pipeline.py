@@ -23,6 +23,7 @@ def test_a_plan_of_one_stage_has_no_schedule():
     assert lines_of(found_plan("replicated")) == []
 
 
+@pytest.mark.slow
 def test_each_stage_says_its_ranks_modules_and_activations():
     first, *stages, bubble = lines_of(found_plan("pipeline"))
 
@@ -57,6 +58,7 @@ def test_updates_by_several_micro_batches_are_said():
     assert first.endswith("schedule 2BW, an update behind every 2 micro-batches")
 
 
+@pytest.mark.slow
 def test_the_ranks_of_stages_are_named():
     lines = lines_of(found_plan("pipeline of meshes"))
 
@@ -94,6 +96,7 @@ def test_a_schedule_is_called_by_what_may_be_in_flight(in_flight, name):
     assert lines[0].endswith(f"schedule {name}")
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_one_micro_batch_says_how_to_use_all_stages():
     *_, bubble = lines_of(wide("even", axes=("pipe",)))
 

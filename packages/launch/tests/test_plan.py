@@ -87,6 +87,7 @@ def test_the_file_is_the_strategy(tmp_path: Path, name: str) -> None:
     assert load(path) == strategy
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_and_the_next_command_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_the_next_command_keeps_what_was_said_of_all_else(said: list[str], path:
     assert words[3:] == [text for text in said if text in ("model=llama", "~logger")]
 
 
+@pytest.mark.slow
 def test_the_command_line_refuses_before_anything_is_planned(app, tmp_path: Path) -> None:
     done = app("out=strategy.txt", config="plan")
 
@@ -147,6 +149,7 @@ def test_other_plans_of_a_sweep_are_made_when_one_has_failed(
     assert applications[0].sweep_goes_on
 
 
+@pytest.mark.slow
 def test_the_exact_memory_is_a_stage_of_its_own_unless_the_check_has_predicted_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

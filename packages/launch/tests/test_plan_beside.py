@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_states_that_an_evaluation_does_not_read_stay_on_their_stage() -> None:
     # The count of batches of a batch norm is written in training, and not read otherwise.
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)))

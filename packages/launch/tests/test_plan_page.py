@@ -70,6 +70,7 @@ def page_of(name: str) -> str:
     return plan_page(found_plan(name), "wide <model>")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_well_formed_and_refers_to_nothing_but_itself(name: str) -> None:
     page = _Page(page_of(name))
@@ -113,6 +114,7 @@ def test_the_tree_opens_layers_that_are_alike_once_and_adds_up_what_they_send() 
     assert "192.0 kB" in tree and "96.0 kB" in tree
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["replicated", "sharded", "pipeline", "micro-batches"])
 def test_memory_over_time_has_the_exact_peak_within_the_step(name: str) -> None:
     planned = found_plan(name)

@@ -119,6 +119,7 @@ def test_lanes_beyond_the_most_are_left_out_and_it_is_said() -> None:
     assert said == ["the first 2 lanes are drawn, and 3 are not"]
 
 
+@pytest.mark.slow
 def test_drawings_are_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "step")
     asked = PlanRun(run=run_config(micro_batches=2), settings=PlanConfig(timeline=out))

@@ -41,6 +41,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_a_report_says_what_was_proved_and_the_next_one_that_it_was_before():
     model, optimizer = program()
     given = (model, loss_of, BATCH, optimizer)
@@ -54,6 +55,7 @@ def test_a_report_says_what_was_proved_and_the_next_one_that_it_was_before():
     assert "proved by an earlier run" in other
 
 
+@pytest.mark.slow
 def test_a_step_that_computes_something_else_is_refused_unless_nothing_is_to_be_proved(monkeypatch):
     model, optimizer = program()
     plain = flow.prepared
@@ -73,6 +75,7 @@ def test_a_step_that_computes_something_else_is_refused_unless_nothing_is_to_be_
     parallelize(*given, compile={"prove": False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_is", ["whole_batch", "mean_of_micro_batches", "each_micro_batch"])
 def test_first_steps_are_compared_with_one_device(loss_is):
     model, optimizer = program()
@@ -107,6 +110,7 @@ def test_a_budget_of_no_time_is_refused():
         CompileConfig(prove_s=0)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_proved(tmp_path, capsys):
     trainer.train(run_config(steps=1, **QUIET), registry(), tmp_path / "run")
 

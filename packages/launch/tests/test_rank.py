@@ -65,6 +65,7 @@ def ended() -> tuple[dict[str, int], dict[str, str], str]:
     return codes, logs, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raised", "code"),
     [("nothing", 0), ("a setting", 2), ("a run", 1), ("Ctrl-C", 130), ("a signal", 143),

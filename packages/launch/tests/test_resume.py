@@ -76,6 +76,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_is_the_unbroken_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_stopped_and_resumed_is_the_unbroken_run(
     assert "setting" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_checkpoint_and_how_it_trains_further(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_run_ends_with_its_checkpoint_and_how_it_trains_further(
     assert out.endswith(ends)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_another_folder_and_on_another_mesh(tmp_path: Path) -> None:
     run = config(dtype="float64")
     trainer.train(run, registry(), tmp_path / "whole")
@@ -129,6 +132,7 @@ def test_a_run_goes_on_from_another_folder_and_on_another_mesh(tmp_path: Path) -
         assert (found[name] - value).abs().max().item() < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_way_of", [[], ["dcp"], ["hf", "safetensors"]])
 def test_a_run_goes_on_from_a_checkpoint_that_was_converted(
     tmp_path: Path, by_way_of: list[str]
@@ -179,6 +183,7 @@ def test_a_path_is_that_of_a_run_of_its_checkpoints_or_of_one(tmp_path: Path) ->
         find_checkpoints(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +208,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         assert_equal(states_of_run(tmp_path / folder), states_of_run(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_manifest_that_is_cut_is_skipped_too_and_without_any_that_is_whole_nothing_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +285,7 @@ def test_a_manifest_that_one_process_finds_damaged_is_named_by_all_and_passed_ov
     assert [text.startswith("rank") for text in own] == [False, True]
 
 
+@pytest.mark.slow
 def test_auto_without_a_checkpoint_says_that_it_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +294,7 @@ def test_auto_without_a_checkpoint_says_that_it_begins(
     assert "starting at step 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_has_nothing_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +307,7 @@ def test_a_run_that_is_over_has_nothing_to_do(
     assert "held-out loss" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_seed_or_model_is_refused_before_it_is_planned_and_another_setting_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +347,7 @@ def test_another_seed_or_model_is_refused_before_it_is_planned_and_another_setti
     ]
 
 
+@pytest.mark.slow
 def test_checkpoints_come_every_so_many_steps_and_the_newest_are_kept(tmp_path: Path) -> None:
     for keep, kept in ((1, [6]), (2, [6, 4]), (0, [6, 4, 2])):
         folder = tmp_path / str(keep)
@@ -351,6 +361,7 @@ def test_checkpoints_come_every_so_many_steps_and_the_newest_are_kept(tmp_path: 
                 checkpoint.verify()
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +374,7 @@ def test_a_clock_that_is_set_changes_nothing(
     assert newest_first(LocalStorage(tmp_path / "checkpoints")) == [step_name(6)]
 
 
+@pytest.mark.slow
 def test_what_a_folder_had_goes_when_there_is_a_new_checkpoint(tmp_path: Path) -> None:
     trainer.train(config(), registry(), tmp_path)
     shorter = replace(config(), trainer=replace(config().trainer, steps=3))
@@ -372,6 +384,7 @@ def test_what_a_folder_had_goes_when_there_is_a_new_checkpoint(tmp_path: Path) -
     assert newest_first(LocalStorage(tmp_path / "checkpoints")) == [step_name(3)]
 
 
+@pytest.mark.slow
 def test_runs_that_only_print_otherwise_do_not_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def _bytes_without_commit(plan):
     return plan.boxing_bytes - plan.steps[commit].size_bytes
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_bytes_of_all_rows_are_the_bytes_of_the_plan(name):
     found = found_plan(name)

@@ -25,6 +25,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @examples(derandomize=True, max_examples=100)
 @given(settings=st.dictionaries(st.sampled_from(["width", "lr", "path"]), VALUES))
 def test_what_is_read_is_what_was_written(

@@ -52,6 +52,7 @@ def test_a_folder_with_other_files_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "er").is_dir()
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_makes_its_folder_a_used_one(tmp_path: Path) -> None:
     trainer.train(run_config(), registry(), tmp_path)
 
@@ -99,6 +100,7 @@ def test_a_disk_that_fills_up_is_named_with_the_file(tmp_path: Path) -> None:
     assert caught.value.where == ("plan.json",)
 
 
+@pytest.mark.slow
 def test_the_app_refuses_a_used_folder_before_torch_is_loaded(app: App, tmp_path: Path) -> None:
     used = tmp_path / "used"
     used.mkdir()
@@ -123,6 +125,7 @@ def test_the_app_refuses_a_used_folder_before_torch_is_loaded(app: App, tmp_path
     assert (used / "checkpoints" / "step-00000001").read_bytes() == b"precious"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["it\\'s = [new]", "a b,c", "a: {b}"])
 def test_the_folder_of_a_run_may_have_any_name(app: App, name: str) -> None:
     outcome = app(f"hydra.run.dir='${{now:%Y}} {name}'", overwrites=True)
@@ -133,6 +136,7 @@ def test_the_folder_of_a_run_may_have_any_name(app: App, name: str) -> None:
     assert outcome.made == [folder.name]
 
 
+@pytest.mark.slow
 def test_what_is_only_shown_or_refused_makes_no_folder(app: App) -> None:
     outcomes = [
         app("--cfg", "job", overwrites=True),
@@ -146,6 +150,7 @@ def test_what_is_only_shown_or_refused_makes_no_folder(app: App) -> None:
     assert outcomes[0].made == []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("folder", ["run", "'${now:%Y} run'"])
 def test_a_run_that_is_refused_before_it_begins_leaves_nothing(app: App, folder: str) -> None:
     outcome = app(f"hydra.run.dir={folder}", overwrites=True, refuse="early")
@@ -155,6 +160,7 @@ def test_a_run_that_is_refused_before_it_begins_leaves_nothing(app: App, folder:
     assert outcome.made == []
 
 
+@pytest.mark.slow
 def test_what_refused_settings_would_have_replaced_stays(app: App, tmp_path: Path) -> None:
     going_on = "trainer.overwrite=true"
     run = app("trainer.steps=7", "hydra.run.dir=run", overwrites=True).folder / "run"
@@ -169,6 +175,7 @@ def test_what_refused_settings_would_have_replaced_stays(app: App, tmp_path: Pat
     assert b"trainer.steps=7" in before[run / ".hydra" / "overrides.yaml"]
 
 
+@pytest.mark.slow
 def test_a_run_that_had_begun_keeps_its_settings(app: App) -> None:
     failed = app("hydra.run.dir=failed", overwrites=True, fail=True)
     planned = app("hydra.run.dir=planned", overwrites=True, refuse="late")

@@ -96,6 +96,7 @@ def found(name: str, ranks: int = 4) -> Found:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PASSES)
 def test_the_peak_is_as_predicted(name: str) -> None:
     run = found(name)
@@ -105,6 +106,7 @@ def test_the_peak_is_as_predicted(name: str) -> None:
         assert 0 <= peak - run.measured[rank] <= 8
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["slices", "addends", "modules", "budget", "both"])
 def test_what_the_config_asks_for_lowers_the_peak(name: str) -> None:
     before, after = found("nothing"), found(name)
@@ -129,6 +131,7 @@ def test_recomputation_keeps_to_what_it_reports(name: str) -> None:
         assert report.saved_after_bytes + report.largest_recomputed_bytes <= 200_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PASSES)
 def test_losses_are_those_of_one_device(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -139,6 +142,7 @@ def test_losses_are_those_of_one_device(
     assert deviation and float(deviation[2]) < 1e-12
 
 
+@pytest.mark.slow
 def test_what_was_given_for_the_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(PASSES["both"])
 
@@ -151,6 +155,7 @@ def test_what_was_given_for_the_memory_is_printed(capsys: pytest.CaptureFixture[
     assert re.search(r"keeps \S+ kB instead of \S+ kB of activations", out)
 
 
+@pytest.mark.slow
 def test_slices_that_save_nothing_are_said_to() -> None:
     whole = replace(make_run(PASSES["slices"]), planner=PluginChoice(name="even"))
     planned = plan_step(run_of(whole), make_program(run_of(whole)))
@@ -187,6 +192,7 @@ def test_what_cannot_be_meant_is_a_wrong_setting_before_anything_starts(
     assert left <= {"environment.json", "checkpoints"}, "nothing but the place of checkpoints"
 
 
+@pytest.mark.slow
 def test_the_least_budget_that_an_error_names_is_enough() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of({"recompute": {"memory_bytes": 100}})

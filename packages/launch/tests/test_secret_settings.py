@@ -116,6 +116,7 @@ def test_a_run_with_a_secret_is_refused_before_it_leaves_anything(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_holds_a_variable_that_is_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.match(r"step \d|\d steps", line)]
 
 
+@pytest.mark.slow
 def test_the_comparison_with_one_device_does_not_change_the_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

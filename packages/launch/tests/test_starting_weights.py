@@ -70,6 +70,7 @@ def distributed(folder: Path, states: dict[str, Tensor]) -> Path:
     return folder / "dcp"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("write", [in_one_file, in_shards, distributed])
 def test_a_run_starts_from_the_weights_of_every_format(
     write: Callable[[Path, dict[str, Tensor]], Path],
@@ -236,6 +237,7 @@ def test_a_run_whose_weights_do_not_fit_ends_before_it_plans(tmp_path: Path) -> 
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_newest_checkpoint_of_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +253,7 @@ def test_a_run_starts_from_the_newest_checkpoint_of_another(
         assert (before["head.bias.step"], after["head.bias.step"]) == (3, 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_does_not_start_from_weights_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
+@pytest.mark.slow(but=1)
 @hears_signals()
 @pytest.mark.parametrize(
     ("module", "inner"), [("apps.train", "_run"), ("launching.rank", "run_rank")]

@@ -144,6 +144,7 @@ def test_the_second_sigterm_does_not_wait_for_the_step(
     assert steps_saved(tmp_path) == 1
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("in_step", "in_save", "error", "saved"),
     [

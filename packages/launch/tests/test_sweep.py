@@ -95,6 +95,7 @@ def test_the_table_fits_its_width(tmp_path: Path, width: int) -> None:
     assert any("optimizer.lr" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_came_of_it_also_if_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

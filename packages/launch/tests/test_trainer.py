@@ -120,6 +120,7 @@ def test_torn_states_do_not_take_the_place_of_an_interrupt(tmp_path, monkeypatch
     assert states_of_run(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_config_are_equal_bit_for_bit(tmp_path):
     for name in ("first", "second"):
         trainer.train(run_config(), registry(), tmp_path / name)
@@ -145,6 +146,7 @@ def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
     assert found == pytest.approx(model.loss(batch).item(), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_held_out_loss_does_not_depend_on_the_micro_batches():
     losses = []
     for micro_batches in (1, 2):
@@ -160,6 +162,7 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_planning_alone_prints_the_plan_and_trains_nothing(capsys):
     planning = PlanningOnly(run_config(), registry())
 
@@ -188,6 +191,7 @@ def test_the_model_is_left_in_the_chosen_dtype():
     assert {parameter.dtype for parameter in program.model.parameters()} == {torch.float64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_floating_batches_come_in_the_dtype_of_the_model(tmp_path, capsys, dtype):
     run = replace(
@@ -251,6 +255,7 @@ def test_the_verdict_names_the_step_whose_loss_is_no_number():
     assert never.endswith("over the first 2 steps: 5.00e-01 (2.00e-01 relative)")
 
 
+@pytest.mark.slow
 def test_graph_passes_of_plugins_are_applied(tmp_path):
     once, twice = (tmp_path / name for name in ("once", "twice"))
 

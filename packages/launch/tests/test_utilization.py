@@ -33,6 +33,7 @@ def wide(micro_batches: int = 1, **passes: object) -> Planned:
     return plan_step(run, make_program(run))
 
 
+@pytest.mark.slow
 def test_matrix_products_of_forward_and_backward_are_counted() -> None:
     # A multiplication and an addition are 2; the gradient of a matrix takes as much as the product,
     # and that of its input, too, but for the first.
@@ -46,6 +47,7 @@ def test_matrix_products_of_forward_and_backward_are_counted() -> None:
     assert work.mfu(2.0) == pytest.approx(work.flop / 1e6 / 4.0)
 
 
+@pytest.mark.slow
 def test_micro_batches_change_little_and_recomputation_nothing() -> None:
     whole = ModelWork.of(wide().graph, DEVICE, 2).flop
 
@@ -57,6 +59,7 @@ def test_micro_batches_change_little_and_recomputation_nothing() -> None:
     assert again == whole
 
 
+@pytest.mark.slow
 def test_work_goes_by_the_rate_of_its_dtype() -> None:
     graph = wide().graph
     rates = {"float32": 2e6, "bfloat16": 8e6}
@@ -78,6 +81,7 @@ def test_it_is_told_with_what_it_rests_on() -> None:
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_plan_is_told_in_samples_of_all_micro_batches(micro_batches: int) -> None:
     graph = wide(micro_batches=micro_batches).graph

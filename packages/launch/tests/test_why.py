@@ -41,6 +41,7 @@ def test_what_is_not_legal_is_said_with_what_is() -> None:
     assert "predicted step" not in text
 
 
+@pytest.mark.slow
 def test_all_ways_are_a_table_with_the_fastest_first_and_say_what_is_not_legal() -> None:
     lines = answer("embed")
 

@@ -47,6 +47,7 @@ def test_the_published_size_is_met() -> None:
     assert num_parameters(model) == 109_514_298
 
 
+@pytest.mark.slow
 def test_results_equal_those_of_transformers_with_the_same_weights() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

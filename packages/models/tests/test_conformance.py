@@ -111,6 +111,7 @@ class ImageModelConformance(ModelConformance):
         return images.build(ImagesConfig(image_size=8)).samples(np.arange(batch_size))
 
 
+@pytest.mark.slow
 class TestResnet(ImageModelConformance):
     depth = 18
 

@@ -108,6 +108,7 @@ class TestHfGpt2(HfConformance):
     vocabulary = 13
 
 
+@pytest.mark.slow
 class TestHfMixtral(HfConformance):
     name = "mixtral"
     vocabulary = 13

@@ -80,6 +80,7 @@ def spread(data: Any, count: int, split: str) -> npt.NDArray[np.int64]:
     return np.linspace(0, data.num_samples(split) - 1, count).astype(np.int64)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_steps_lower_the_loss_on_samples_that_were_not_seen(name: str) -> None:
     make_model, make_data, steps, part = CASES[name]

@@ -121,6 +121,7 @@ def forward_chain(widths):
     return replace(b.graph(), num_micro_batches=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inside", "between"),
     [
@@ -139,6 +140,7 @@ def test_the_objective_is_that_of_brute_force_over_everything(inside, between):
     assert strategy.report["objective_s"] == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inside", "between"),
     [(1e9, 3e6), pytest.param(1e8, 1e7, marks=pytest.mark.exhaustive),
@@ -179,6 +181,7 @@ def priced_s(ask, stages):
     return (count - 1) * max(times) + sum(times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_s", [pytest.param(1e5, marks=pytest.mark.exhaustive), 3e6, 1e8])
 def test_no_plan_is_slower_by_its_objective_than_that_of_pipedream(bytes_per_s):
     graph = mlp((64, 64, 256), batch=4, num_micro_batches=8)
@@ -228,6 +231,7 @@ def test_with_fast_links_it_is_one_stage():
     assert "1 stage by 1f1b" in strategy.report["explanation"][0]
 
 
+@pytest.mark.slow
 def test_a_short_memory_is_kept_by_the_compiled_plan():
     ask = asked(mlp((64,) * 6, batch=4, num_micro_batches=8), nodes_of_two(inside=1e9, between=1e7))
     free = build(AlpaConfig()).plan(ask)
@@ -251,6 +255,7 @@ def test_what_nothing_keeps_is_refused_with_what_to_change():
     assert "trainer.micro_batches" in caught.value.todo
 
 
+@pytest.mark.slow
 def test_equal_stages_are_solved_once(monkeypatch):
     made = []
 
@@ -267,6 +272,7 @@ def test_equal_stages_are_solved_once(monkeypatch):
     assert len(made) == len(set(made))
 
 
+@pytest.mark.slow
 def test_without_time_it_is_the_first_pipeline_that_was_priced_with_its_distance_to_the_bound():
     ask = asked(mlp((64,) * 4, batch=4, num_micro_batches=8), nodes_of_two(inside=1e8, between=1e6))
     best = build(AlpaConfig()).plan(ask).report
@@ -276,6 +282,7 @@ def test_without_time_it_is_the_first_pipeline_that_was_priced_with_its_distance
     assert late["bound_s"] <= best["objective_s"] <= late["objective_s"]
 
 
+@pytest.mark.slow
 def test_positions_of_the_axis_pipe_are_the_stages():
     ask = request((2, 2), ("pipe", "data"))
 
@@ -299,6 +306,7 @@ def test_a_mesh_that_says_no_stages_is_refused():
         build(AlpaConfig()).plan(request((2, 2), ("data", "tensor")))
 
 
+@pytest.mark.slow
 def test_a_pin_of_the_user_is_kept_inside_every_stage():
     pins = {"parameters": "B", "use:layers.1.weight": {"data": "B"}}
     ask = asked(mlp((64,) * 4, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e7))
@@ -309,6 +317,7 @@ def test_a_pin_of_the_user_is_kept_inside_every_stage():
     assert all(entry == B for sbp in stored for entry in sbp)
 
 
+@pytest.mark.slow
 def test_stages_of_unequal_ranks_train_as_one_device():
     # One rank for a narrow block, two for a wide one.
     step = step_of(64, (64, 128), 16, samples=4, num_micro_batches=4)

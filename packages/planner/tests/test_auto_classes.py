@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -63,6 +64,7 @@ def _plan(bytes_per_s: float, family: Family | None) -> Strategy:
     return auto.build(AutoConfig(time_limit_s=600)).plan(request)
 
 
+@pytest.mark.slow
 def test_whole_softmaxes_are_looked_at_even_if_split_classes_were_faster_than_parts() -> None:
     in_parts, chosen = _plan(1e9, None), _plan(1e9, Family())
 
@@ -73,6 +75,7 @@ def test_whole_softmaxes_are_looked_at_even_if_split_classes_were_faster_than_pa
     assert "softmaxes whole is the fastest" in chosen.report["explanation"][0]
 
 
+@pytest.mark.slow
 def test_classes_stay_split_where_the_link_is_slow() -> None:
     chosen = _plan(1e7, Family())
 

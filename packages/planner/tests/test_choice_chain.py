@@ -35,6 +35,7 @@ def cost_and_bytes(costs, usages, edges, chosen):
     return cost, sum(int(u[s]) for u, s in zip(usages, chosen, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 6), st.integers(-1, 40) | st.none())
 def test_a_chain_is_solved_as_by_trying_everything(seed, count, limit):

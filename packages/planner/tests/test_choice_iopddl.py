@@ -63,6 +63,7 @@ def test_the_command_prints_what_it_found_and_writes_the_assignment(tmp_path, ca
     assert float(printed["seconds"]) < 20
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_module_and_prints_nothing_else(tmp_path):
     path = saved(tmp_path, EXAMPLE)
 
@@ -206,6 +207,7 @@ def with_value(value, *keys):
     return data
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -244,6 +246,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         read_problem(tmp_path / "nowhere.json")
 
 
+@pytest.mark.slow
 def test_what_was_found_is_there_when_the_command_is_stopped(tmp_path):
     problem = transformer_problem(30, seed=3, slack=0.02)
     source, out = tmp_path / "problem.json", tmp_path / "out.json"

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def test_what_is_cheap_and_too_large_is_made_to_fit():
     assert compact.total(found) >= 6 * 5
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 99), st.sampled_from([0.0, 0.5, 1.0]))
 def test_what_fits_stays_and_no_pair_is_forbidden_in_between(seed, ballast):

@@ -44,6 +44,7 @@ def test_an_assignment_is_found_where_one_was_planted(shape, seed):
     assert solution.cost <= known.cost / 0.99 + 1
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("family", ["tight", "forbidden", "long"])
 def test_the_search_alone_finds_one_too(family, monkeypatch):
     monkeypatch.setattr(solver, "_FEW_PAIRS", -1)

@@ -50,6 +50,7 @@ def test_few_levels_are_made_where_numbers_give_many(monkeypatch):
     assert few < many / 2
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("few", [6, 1000])
 def test_bounds_come_near_the_best_in_any_order(monkeypatch, few):
     monkeypatch.setattr(module, "_FEW_LEVELS", few)

@@ -104,6 +104,7 @@ def test_a_settled_gap_ends_the_search_within_it() -> None:
     assert near.bound <= exact.cost <= near.cost <= near.bound / 0.9 + 1
 
 
+@pytest.mark.slow
 def test_the_second_process_finds_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = transformer_problem(4, seed=2, slack=0.03)
     expected = solve(problem, time_limit_s=30)
@@ -115,6 +116,7 @@ def test_the_second_process_finds_what_the_first_does(monkeypatch: pytest.Monkey
     assert (solution.cost, solution.proved) == (expected.cost, True)
 
 
+@pytest.mark.slow
 def test_a_problem_without_edges_is_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     problem = ChoiceProblem(

@@ -25,6 +25,7 @@ def result_of(worker: Worker) -> ProgramResult:
     raise AssertionError("no result in a minute")
 
 
+@pytest.mark.slow
 def test_tasks_are_solved_one_after_the_other():
     worker = Worker()
     try:

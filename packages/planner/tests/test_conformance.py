@@ -108,6 +108,7 @@ class PresetSuite(TransformerSuite):
         return build_manual(merge_settings(ManualConfig, option))
 
 
+@pytest.mark.slow
 class TestDataParallel(PresetSuite):
     preset = "data_parallel"
     meshes = (((2,), ("data",)), ((2, 2), ("data", "tensor")))
@@ -134,6 +135,7 @@ class TestZero1(PresetSuite):
     meshes = (((2,), ("data",)),)
 
 
+@pytest.mark.slow
 class TestPipeline(PresetSuite):
     preset = "pipeline"
     meshes = (((2,), ("pipe",)), ((2, 2), ("pipe", "data")))
@@ -154,6 +156,7 @@ class TestOsdp(TransformerSuite):
         return build_osdp(OsdpConfig())
 
 
+@pytest.mark.slow
 class TestOsdpUnderALimit(TransformerSuite):
     """Little enough memory that some parameters have to be sharded."""
 
@@ -164,6 +167,7 @@ class TestOsdpUnderALimit(TransformerSuite):
     def make_planner(self) -> Planner:
         return build_osdp(OsdpConfig(memory_bytes=self.memory_bytes))
 
+    @pytest.mark.slow
     def test_some_parameters_are_sharded_and_some_are_not(self) -> None:
         modes = self.plan(self.meshes[0], 1).report["osdp"]["modes"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 import plan_requests
+import pytest
 import yaml
 
 from sbp_core.graph import LogicalGraph
@@ -40,5 +41,6 @@ class TestOsdp(PlannerConformance):
         return build_osdp(OsdpConfig())
 
 
+@pytest.mark.slow
 class TestOsdpOfAGpt(TestOsdp, GptSuite):
     meshes = (((3,), ("data",)),)

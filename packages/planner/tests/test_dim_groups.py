@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +101,7 @@ def test_a_bias_alone_makes_no_dim():
     assert not group_of(graph, "shift", 0).uses
 
 
+@pytest.mark.slow
 def test_queries_and_keys_are_of_one_group_that_no_tensor_may_have_twice():
     graph = captured(LongSequence(8), lambda n, seed: {"x": draws(seed, n, 16, 8)}).graph
 

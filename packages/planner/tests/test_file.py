@@ -76,6 +76,7 @@ def test_a_strategy_for_another_mesh_is_refused(tmp_path: Path, made: Strategy) 
     assert caught.value.where[0] == f"planner.path={path}, line 3"
 
 
+@pytest.mark.slow
 def test_a_strategy_for_another_graph_is_refused_unless_asked_for(
     tmp_path: Path, asked: PlanRequest, made: Strategy
 ) -> None:
@@ -161,6 +162,7 @@ def edited_line(text: str, section: str, name: str, decision: str) -> tuple[str,
     return "\n".join(lines), number + 1
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(
     ("section", "name", "decision", "says", "accepted"),
     [

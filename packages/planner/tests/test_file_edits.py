@@ -101,6 +101,7 @@ def _has_no_lines(text: str, what: str) -> bool:
     return not text.strip() or "recursion" in what or "Exceeds the limit" in what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(

@@ -62,6 +62,7 @@ def layer_of(graph, cluster, block, way):
     return program, program.kept(segment)
 
 
+@pytest.mark.slow
 def test_columns_and_rows_come_out_of_the_operators_of_a_layer():
     graph, cluster = gpt_step(), request((2,), ("data",)).cluster
     way = Way(kinds=(Kind.TP, Kind.TP), sizes=(4, 1))
@@ -162,6 +163,7 @@ def searches_of(ask, **settings):
     return list(build(GalvatronConfig(**settings))._searches(ask, monotonic() + 1000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "share"),
     [
@@ -205,6 +207,7 @@ def test_one_stage_takes_what_is_said():
     assert {entry["stages"] for entry in strategy.report["tried"]} == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_across_slow_links_with_stages_of_equal_time():
     graph = mlp((64, 64, 64, 64, 256), batch=4, num_micro_batches=8)
     ask = asked(graph, nodes_of_two(inside=1e9, between=1e7))
@@ -217,6 +220,7 @@ def test_a_pipeline_goes_across_slow_links_with_stages_of_equal_time():
     assert_legal(ask.graph, strategy)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_chosen_if_the_step_has_variants():
     family = MlpFamily(sizes=(16, 64, 2, 16), batch_size=64, micro_batches=(1, 4))
     ask = family_request(family, bytes_per_s=1e6)
@@ -234,6 +238,7 @@ def memory_of(ask, strategy):
     return Compilation(request=ask, limit_bytes=0).compiled(strategy, exact=True).memory_bytes
 
 
+@pytest.mark.slow
 def test_layers_are_split_otherwise_where_memory_is_short():
     graph = mlp((64,) * 4, batch=128, num_micro_batches=2)
     ask = asked(graph, nodes_of_two(inside=1e10, between=1e9, num_devices=2))
@@ -247,6 +252,7 @@ def test_layers_are_split_otherwise_where_memory_is_short():
     assert strategy.report["explanation"][1] != free.report["explanation"][1]
 
 
+@pytest.mark.slow
 def test_layers_of_several_ways_train_as_one_device():
     step = step_of(16, (16, 256), 16, samples=32, num_micro_batches=2)
     cluster = machine(num_devices=2, devices_per_node=2, inside=1e9, between=1e9, flop_per_s=1e9)
@@ -286,6 +292,7 @@ def test_a_pipeline_of_split_layers_trains_as_one_device():
     run_beside_one_device(step, strategy)
 
 
+@pytest.mark.slow
 def test_what_nothing_keeps_is_refused_with_what_would_do():
     ask = asked(
         mlp((64,) * 3, num_micro_batches=4), nodes_of_two(inside=1e9, between=1e9, num_devices=2)

@@ -45,6 +45,7 @@ def time_s(asked: PlanRequest, strategy: Strategy) -> float:
     return simulate(compile_plan(asked.graph, strategy, options)).step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "axes"), MESHES)
 def test_it_is_as_fast_as_the_presets_for_any_model(
     mesh: tuple[int, ...], axes: tuple[str, ...]
@@ -60,6 +61,7 @@ def test_it_is_as_fast_as_the_presets_for_any_model(
         assert time_s(asked, found) <= time_s(asked, preset) * (1 + 1e-9), option
 
 
+@pytest.mark.slow
 def test_stages_and_their_schedule_are_those_of_a_pipeline() -> None:
     asked = request((2, 2), ("pipe", "data"))
 
@@ -70,6 +72,7 @@ def test_stages_and_their_schedule_are_those_of_a_pipeline() -> None:
     assert found.report["pipeline"] == "1f1b"
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_tried_and_the_fastest_is_taken() -> None:
     asked = request((2, 2), ("data", "tensor"))
 
@@ -97,6 +100,7 @@ def test_pins_that_lead_to_no_plan_are_passed_over(monkeypatch: pytest.MonkeyPat
         build(InferConfig(tries={"no": works_not})).plan(request((2,), ("data",)))
 
 
+@pytest.mark.slow
 def test_pins_that_cannot_be_meant_are_refused_though_others_lead_to_a_plan() -> None:
     tries = {"yes": {"batch": "S(0)"}, "no": {"*.atention.*": "B"}}
 
@@ -123,6 +127,7 @@ def of_one(name: str) -> sbp_planner.infer.InferPlanner:
 SHARDED = "data parallel with sharded states"
 
 
+@pytest.mark.slow
 def test_what_fits_is_taken_where_the_fastest_does_not() -> None:
     asked = request((4,), ("data",))
     # Gathers of shards are many messages.
@@ -141,6 +146,7 @@ def test_what_fits_is_taken_where_the_fastest_does_not() -> None:
     assert fastest.report["explanation"][0].startswith("infer: fastest of what was tried: ")
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_what_needs_least_is_returned_and_says_who_looks_further() -> None:
     asked = request((4,), ("data",))
     least = min(

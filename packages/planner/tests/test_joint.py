@@ -32,6 +32,7 @@ def drawn(problem, random):
     return tuple(random.randrange(size) for size in problem.sizes)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers(0, 10**6))
 def test_the_choice_problem_costs_what_the_step_does(seed):
@@ -56,6 +57,7 @@ def least_between(tables, values, num_own):
     return best
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.integers(0, 10**6))
 def test_tables_cost_what_the_step_does(seed):
@@ -67,6 +69,7 @@ def test_tables_cost_what_the_step_does(seed):
     assert least_between(tables, values, len(values)) == pytest.approx(problem.cost(values))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.integers(0, 10**6))
 def test_variables_between_cost_what_the_step_does(seed):
@@ -197,6 +200,7 @@ def test_states_are_held_all_the_time_and_values_until_their_last_use():
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("gap", "count"), [(1e-15, 0), (1e-3, 1)])
 def test_a_gap_of_rounding_alone_needs_no_integer_program(monkeypatch, gap, count):
     asked = request((2,), ("data",))

@@ -75,6 +75,7 @@ def check_against_exhaustive(seed: int, count: int) -> None:
     assert judge.compiled(found, exact=True).fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2])
 def test_the_best_variant_is_that_of_looking_at_every_plan_of_every_variant(seed: int) -> None:
     check_against_exhaustive(seed, 2)
@@ -192,6 +193,7 @@ def test_the_gap_is_that_to_variants_that_do_not_fit_too() -> None:
     assert any("have no plan that was found and fits: 1 micro" in s for s in report["explanation"])
 
 
+@pytest.mark.slow
 def test_activations_are_made_again_where_memory_is_short() -> None:
     family = MlpFamily(sizes=(16, 64, 2, 16), batch_size=256, micro_batches=(1,), may_slice=False)
     request = family_request(family, bytes_per_s=1e9)

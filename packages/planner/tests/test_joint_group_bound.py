@@ -54,6 +54,7 @@ def assignments(of):
     return list(product(*(range(len(table)) for table in of.unary)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(seeds, st.sampled_from([1, 2, 6]), st.integers(0, 4))
 def test_no_assignment_costs_less_than_the_bound(seed, max_users, num_sweeps):

@@ -68,6 +68,7 @@ def check_means_the_same(asked, seed):
     return once, each
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.integers(1, 6),
@@ -154,6 +155,7 @@ def test_a_price_on_memory_is_paid_by_every_layer():
     assert priced[0].peak_bytes == priced[1].peak_bytes
 
 
+@pytest.mark.slow
 def test_the_bound_of_all_signatures_is_that_of_layers_posed_one_by_one():
     bounds = []
     for problem in both(deep(4, shape=(2, 2, 2), axes=("data", "context", "tensor"))):

@@ -45,6 +45,7 @@ def data_parallel_s(request: PlanRequest) -> float:
     return simulate(plan).step_s - plan.by_rank[0].by_name[COMMIT].time_s
 
 
+@pytest.mark.slow
 def test_data_parallelism_costs_what_its_plan_takes() -> None:
     request = asked(latency_s=1e-3)
     problem = joint_problem(request, pins=DATA_PARALLEL)

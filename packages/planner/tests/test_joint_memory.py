@@ -26,6 +26,7 @@ def slow_mlp():
     return joint_problem(PlanRequest(graph=graph, mesh=mesh, cluster=machine))
 
 
+@pytest.mark.slow
 def test_a_price_on_memory_keeps_to_the_limit_and_rises_with_what_is_short():
     problem = slow_mlp()
     counted = held(problem, 1e12)
@@ -70,6 +71,7 @@ def staged_search(seed: int, limit: float = 1e12) -> JointSearch:
     return JointSearch(request, JointSettings(planner="test"), limit, {})
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_compiled_plan_holds_no_less_than_what_waits(seed: int) -> None:
     search, random = staged_search(seed), Random(seed)
@@ -93,6 +95,7 @@ def test_a_compiled_plan_holds_no_less_than_what_waits(seed: int) -> None:
     assert len(possible) > 2
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_with_what_waits_is_not_compiled() -> None:
     search = staged_search(2)
     free = search.cheapest()

@@ -58,6 +58,7 @@ def test_variables_that_are_alike_keep_what_is_near_any_of_them():
     assert 0 in alone
 
 
+@pytest.mark.slow
 def test_a_limited_problem_means_and_costs_what_the_whole_one_does():
     whole, part = (joint_problem(asked(2)) for _ in range(2))
     kept = near(part, ties=())
@@ -87,6 +88,7 @@ def test_around_another_assignment_its_neighbours_are_looked_at():
     assert moved.prices is problem.prices
 
 
+@pytest.mark.slow
 def test_conversions_that_are_priced_cost_what_they_do_and_others_the_least_they_may():
     problem = joint_problem(asked(2))
     limited(problem, tied=False, max_prices=0)
@@ -140,6 +142,7 @@ def check_bound_of_all(monkeypatch, seed):
     assert "signatures are too many" in report["explanation"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [4, 8])
 def test_near_what_was_found_there_is_a_plan_and_a_bound_of_all_plans(monkeypatch, seed):
     check_bound_of_all(monkeypatch, seed)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from plan_requests import request
 
 from sbp_core.compile import CompileOptions, compile_plan
@@ -14,6 +15,7 @@ from sbp_planner.manual import ManualPlanner
 from sbp_planner.search_configs import IlpConfig
 
 
+@pytest.mark.slow
 def test_the_plan_of_what_was_chosen_is_kept_with_its_memory():
     asked = request((2,), ("data",))
     options, kept = CompileOptions(cluster=asked.cluster), KeptPlans()
@@ -30,6 +32,7 @@ def test_the_plan_of_what_was_chosen_is_kept_with_its_memory():
     assert kept.plan(asked.graph, strategy, replace(options)) is plan
 
 
+@pytest.mark.slow
 def test_a_strategy_that_says_its_variant_has_the_plan_of_one_that_does_not():
     asked = request((2,), ("data",))
     options, kept = CompileOptions(cluster=asked.cluster), KeptPlans()
@@ -42,6 +45,7 @@ def test_a_strategy_that_says_its_variant_has_the_plan_of_one_that_does_not():
     assert kept.plan(asked.graph, replace(silent, variant=variant), options) is plan
 
 
+@pytest.mark.slow
 def test_another_strategy_other_options_and_another_graph_are_compiled_by_themselves():
     asked = request((2,), ("data",))
     options, kept = CompileOptions(cluster=asked.cluster), KeptPlans()
@@ -59,6 +63,7 @@ def test_another_strategy_other_options_and_another_graph_are_compiled_by_themse
     assert all(one is not plan and kept.known_memory(one) is None for one in found)
 
 
+@pytest.mark.slow
 def test_only_the_last_plans_are_kept():
     asked = request((2,), ("data",))
     options, kept = CompileOptions(cluster=asked.cluster), KeptPlans()

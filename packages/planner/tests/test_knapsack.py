@@ -33,6 +33,7 @@ def all_choices(found, fixed_bytes=0):
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     st.lists(items, max_size=4),
@@ -54,6 +55,7 @@ def test_no_choice_that_fits_is_faster_or_as_fast_and_smaller(found, again, limi
         assert (choice.seconds, choice.memory_bytes) == best
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(items, max_size=6), st.integers(0, 40), st.integers(0, 10))
 def test_more_memory_is_never_slower(found, limit, more):
@@ -91,6 +93,7 @@ def test_equal_items_are_sharded_by_count():
     assert sum(choice.chosen) == 2
 
 
+@pytest.mark.slow
 def test_two_hundred_items_of_few_classes_are_chosen_quickly():
     found = [item(10 + kind, seconds=1 + 0.01 * kind**1.5) for kind in range(8)] * 25
     total = sum(entry[0].resident_bytes for entry in found)

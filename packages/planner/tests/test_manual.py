@@ -41,6 +41,7 @@ def preset(name, **changes):
     return build(merge_settings(ManualConfig, {**option, **changes}))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(("name", "mesh_shape", "axes"), MESHES)
 def test_every_preset_plans_legally(name, mesh_shape, axes):
     asked = request(mesh_shape, axes)
@@ -90,6 +91,7 @@ def _partial_activations(graph, strategy):
     ]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["tensor_parallel", "data_tensor"])
 def test_tensor_parallel_weights_are_stored_and_updated_in_shards(name):
     strategy = preset(name).plan(request((2, 2), ("data", "tensor")))
@@ -130,6 +132,7 @@ def test_zero_stage_1_keeps_parameters_whole():
     assert set(gathers) == {"all-gather"}
 
 
+@pytest.mark.slow
 def test_zero_holds_less_memory_than_data_parallelism():
     sizes = [
         preset(name).plan(request((4,), ("data",))).report["predicted_by_stage"][0]["states_bytes"]
@@ -166,6 +169,7 @@ def test_a_schedule_of_chunks_gives_each_position_several_stages():
     assert strategy.report["pipeline"] == "interleaved"
 
 
+@pytest.mark.slow
 def test_auto_takes_the_fastest_schedule_that_fits_and_says_what_it_tried():
     graph = mlp((64,) * 9, batch=64, num_micro_batches=4)
     asked = replace(request((2,), ("pipe",)), graph=graph)
@@ -182,6 +186,7 @@ def test_auto_takes_the_fastest_schedule_that_fits_and_says_what_it_tried():
     assert f"the fastest of what fits is {found.report['pipeline']}" in told
 
 
+@pytest.mark.slow
 def test_auto_says_what_each_schedule_would_need_if_none_fits():
     asked = request((2,), ("pipe",))
     device = replace(asked.cluster.device, memory_bytes=1000)
@@ -271,6 +276,7 @@ def test_what_patterns_found_is_explained():
     )
 
 
+@pytest.mark.slow
 def test_pins_of_names_override_what_patterns_found_on_the_axes_that_they_name():
     asked = request((2, 2), ("data", "tensor"))
     pins = {"activations": {"data": "S(0)"}, "blocks.0.mlp.up.weight": {"data": "S(1)"}}

@@ -112,6 +112,7 @@ def limits(planner: str) -> tuple[float, float]:
         limit *= 0.9
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("planner", _PLANNERS)
 def test_every_planner_takes_states_for_host_memory_by_name(planner: str) -> None:
     request = asked(count=2)
@@ -140,6 +141,7 @@ def test_a_setting_that_is_no_list_is_refused() -> None:
         OsdpConfig(offload="optimizer_states")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["osdp", "ilp"])
 def test_what_fits_only_with_states_in_host_memory_is_found_and_trains_alike(
     planner: str,
@@ -173,6 +175,7 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("planner", ["osdp", "ilp", "galvatron", "gpipe"])
 def test_with_enough_memory_nothing_is_offloaded(planner: str) -> None:
     request = asked()
@@ -183,6 +186,7 @@ def test_with_enough_memory_nothing_is_offloaded(planner: str) -> None:
     assert not any("host memory" in line for line in strategy.report["explanation"])
 
 
+@pytest.mark.slow
 def test_states_are_offloaded_where_that_is_faster_than_what_fits_without() -> None:
     # Slow links between ranks, so that sharded parameters are dear.
     request = asked(bytes_per_s=1e6)
@@ -202,6 +206,7 @@ def test_states_are_offloaded_where_that_is_faster_than_what_fits_without() -> N
     assert slow.report["explanation"][-1].startswith("host memory: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["osdp", pytest.param("ilp", marks=pytest.mark.exhaustive)])
 def test_a_host_that_is_too_small_is_told_with_what_would_do(planner: str) -> None:
     _, limit = limits(planner)
@@ -214,6 +219,7 @@ def test_a_host_that_is_too_small_is_told_with_what_would_do(planner: str) -> No
     assert predict_memory(compiled(asked(), strategy)).host_peak <= int(enough)
 
 
+@pytest.mark.slow
 def test_a_limit_that_host_memory_does_not_help_is_told() -> None:
     with pytest.raises(SbpError, match="no choice fits") as refused:
         _PLANNERS["osdp"](memory_bytes=1000.0).plan(asked())
@@ -233,6 +239,7 @@ def test_a_wrong_pin_is_told_as_it_is() -> None:
     assert str(beside.value) == str(without.value)
 
 
+@pytest.mark.slow
 def test_a_planner_without_a_limit_offloads_what_does_not_fit() -> None:
     request = asked()
     usual = peak(request, _PLANNERS["optcnn"]().plan(request))

@@ -96,6 +96,7 @@ def test_a_parameter_cannot_be_offloaded(inferred: Strategy) -> None:
         compile_plan(asked.graph, offloading(asked, inferred, [name]))
 
 
+@pytest.mark.slow
 def test_as_few_of_the_largest_states_are_offloaded_as_fit(inferred: Strategy) -> None:
     asked = _request()
     options = CompileOptions(cluster=asked.cluster)
@@ -130,6 +131,7 @@ def test_as_few_of_the_largest_states_are_offloaded_as_fit(inferred: Strategy) -
     assert again is not None and _offloaded(again.strategy) == chosen
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_host_does_not_fit(inferred: Strategy) -> None:
     small = _request(host_bytes=1000)
     everything = Compilation(request=_request(), limit_bytes=1).compiled(inferred, exact=True)
@@ -139,6 +141,7 @@ def test_what_does_not_fit_the_host_does_not_fit(inferred: Strategy) -> None:
     assert until_it_fits(Compilation(request=small, limit_bytes=limit), inferred) is None
 
 
+@pytest.mark.slow
 def test_auto_offloads_what_does_not_fit_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,6 +166,7 @@ def test_auto_offloads_what_does_not_fit_otherwise(
         auto.build(config).plan(_request(None))
 
 
+@pytest.mark.slow
 def test_each_stage_offloads_what_its_own_ranks_need() -> None:
     asked = replace(_request(), mesh=Placement.grid((2,), ("pipe",)))
     strategy = infer_strategy(asked, planner="test", pins={"batch": "S(0)"})

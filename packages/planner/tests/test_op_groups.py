@@ -30,6 +30,7 @@ def names(found):
     return [group.name for group in found.groups]
 
 
+@pytest.mark.slow
 def test_branches_are_apart_until_their_join():
     found = op_groups(of_branches(), cluster())
 

@@ -91,12 +91,14 @@ def test_a_parameter_costs_its_boxing_and_its_update_by_the_cost_model(num_micro
     assert (replicated.transient_bytes, sharded.transient_bytes) == (0, 2 * size)
 
 
+@pytest.mark.slow
 def test_an_uneven_shard_counts_its_largest_part():
     _, sharded = options_of("head.weight", num_ranks=3)
 
     assert sharded.resident_bytes == 4 * 11 * 16 * 4  # 11 of 32 rows
 
 
+@pytest.mark.slow
 def test_with_enough_memory_everything_is_replicated():
     strategy = plan()
 
@@ -105,6 +107,7 @@ def test_with_enough_memory_everything_is_replicated():
     assert all(entry.sbp == NdSbp(B) for n, entry in strategy.storage.items() if "weight" in n)
 
 
+@pytest.mark.slow
 def test_what_is_faster_sharded_is_sharded_with_enough_memory():
     # With links that are fast, what counts is that each rank updates a quarter of a parameter.
     asked = request((4,), ("data",))
@@ -117,6 +120,7 @@ def test_what_is_faster_sharded_is_sharded_with_enough_memory():
     assert found["binds"] == "time: replicating everything fits, and sharding these is faster"
 
 
+@pytest.mark.slow
 def test_with_little_memory_some_parameters_are_sharded_with_their_states(bounds):
     limit = sum(bounds) / 2
 
@@ -162,6 +166,7 @@ def test_more_memory_is_never_slower(bounds):
     assert times[0] > times[-1]
 
 
+@pytest.mark.slow
 def test_too_little_memory_names_the_limit_and_what_sharding_everything_needs(bounds):
     least = bounds[0]
 
@@ -172,6 +177,7 @@ def test_too_little_memory_names_the_limit_and_what_sharding_everything_needs(bo
     assert refused.value.accepted == f"planner.memory_bytes >= {least}"
 
 
+@pytest.mark.slow
 def test_the_refusal_says_what_memory_goes_to_and_what_would_help(bounds):
     least = bounds[0]
 
@@ -212,6 +218,7 @@ def test_the_fewest_micro_batches_are_advised_whose_activations_fit(room, parts)
     assert no_fit._micro_batch_parts(graph, 1, 800, room) == parts
 
 
+@pytest.mark.slow
 def test_the_limit_of_the_machine_is_named_as_the_setting_of_the_cluster(bounds):
     asked = slow_request()
     device = replace(asked.cluster.device, memory_bytes=int(bounds[0] * 0.6))
@@ -224,6 +231,7 @@ def test_the_limit_of_the_machine_is_named_as_the_setting_of_the_cluster(bounds)
     assert refused.value.accepted == f"cluster.memory_bytes >= {bounds[0]}"
 
 
+@pytest.mark.slow
 def test_what_just_fits_is_replicated_and_a_byte_less_is_not(bounds):
     just, less = (plan(limit).report["osdp"] for limit in (bounds[1], bounds[1] - 1))
 
@@ -232,6 +240,7 @@ def test_what_just_fits_is_replicated_and_a_byte_less_is_not(bounds):
     assert less["chosen"]["plan_memory_bytes_per_rank"] < bounds[1]
 
 
+@pytest.mark.slow
 def test_the_limit_is_compared_with_the_exact_memory_of_the_plan_that_will_run(bounds):
     limit = sum(bounds) / 2
     asked = replace(slow_request(), options=CompileOptions(bucket_bytes=0))
@@ -244,6 +253,7 @@ def test_the_limit_is_compared_with_the_exact_memory_of_the_plan_that_will_run(b
     assert found["chosen"]["plan_memory_bytes_per_rank"] == predict_memory(compiled).peak <= limit
 
 
+@pytest.mark.slow
 def test_the_time_of_a_choice_is_that_of_the_plan_that_will_run():
     asked = slow_request()
     overlaps = CompileOptions(cluster=asked.cluster, boxing_thread=True, piece_s=0.0)
@@ -275,6 +285,7 @@ def measured(sharded_names):
     return predict_memory(compiled, layouts=known_layouts()).peak, simulate(compiled).step_s
 
 
+@pytest.mark.slow
 def test_no_change_of_one_parameter_fits_and_is_faster(bounds):
     limit = sum(bounds) / 2
     found = plan(limit).report["osdp"]
@@ -285,6 +296,7 @@ def test_no_change_of_one_parameter_fits_and_is_faster(bounds):
         assert size > limit or seconds >= found["chosen"]["plan_step_s"] * (1 - 1e-9), name
 
 
+@pytest.mark.slow
 def test_no_choice_at_all_is_faster_where_few_parameters_can_be_chosen(bounds, monkeypatch):
     names = ("embed.tokens.weight", "head.weight", "blocks.0.mlp.up.weight")
     monkeypatch.setattr(sharding, "shardable", lambda graph: names)
@@ -300,6 +312,7 @@ def test_no_choice_at_all_is_faster_where_few_parameters_can_be_chosen(bounds, m
     assert found["chosen"]["num_sharded"] > 0
 
 
+@pytest.mark.slow
 def test_without_a_tensor_library_memory_is_a_bound_and_is_called_so(monkeypatch):
     def none():
         raise SbpLookupError("none is installed")

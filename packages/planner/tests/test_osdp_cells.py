@@ -94,6 +94,7 @@ class TestOsdpInStages(PlannerConformance):
         return build(OsdpConfig())
 
 
+@pytest.mark.slow
 def test_what_another_axis_splits_stays_and_the_axis_of_the_data_shards_inside():
     strategy = plan(memory_bytes=between(("data", "tensor")))
 
@@ -108,6 +109,7 @@ def test_what_another_axis_splits_stays_and_the_axis_of_the_data_shards_inside()
     assert needed(strategy) <= between(("data", "tensor"))
 
 
+@pytest.mark.slow
 def test_a_parameter_is_sharded_along_a_dim_that_no_later_axis_splits():
     for axes, up, down in (
         (("data", "tensor"), 1, 0),
@@ -139,6 +141,7 @@ def test_bytes_in_the_guide_are_those_that_another_axis_leaves():
     assert options[1].transient_bytes == 2 * half
 
 
+@pytest.mark.slow
 def test_each_stage_of_a_pipeline_has_a_limit_of_its_own(monkeypatch):
     axes = ("pipe", "data")
     (one, other) = plan(axes).report["osdp"]["cells"]

@@ -76,6 +76,7 @@ def test_the_whole_grid_is_solved_to_the_optimum(layers, limit_mb):
 costs = st.integers(0, 300).map(lambda value: value / 8)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(1, 4).flatmap(
@@ -137,6 +138,7 @@ def run(capsys, *words):
     return code, out, err
 
 
+@pytest.mark.slow
 def test_the_authors_plan_of_48_layers_is_printed(capsys):
     words = ("--layers", 48, "--hidden", 1536)
 

@@ -63,6 +63,7 @@ def check_fits(family_name, strategy, limit):
     assert_legal(graph, strategy)
 
 
+@pytest.mark.slow
 def test_with_enough_memory_the_step_stays_as_it_is():
     strategy = plan("deep")
 
@@ -86,6 +87,7 @@ def test_softmaxes_are_whole_where_no_axis_could_split_their_classes():
     assert strategy.variant == GraphVariant(splits_classes=False)
 
 
+@pytest.mark.slow
 def test_activations_are_made_again_where_no_storage_fits():
     limit = 0.9 * needed(plan("deep, whole"), "all_zdp")
 
@@ -122,6 +124,7 @@ def test_the_variant_is_the_fastest_of_all_that_fit():
     check_fits("deep", strategy, limit)
 
 
+@pytest.mark.slow
 def test_only_what_is_gathered_at_the_peak_is_sliced():
     limit = 0.9 * needed(plan("wide"), "all_zdp")
 
@@ -162,6 +165,7 @@ def test_slices_of_outputs_and_of_contractions_are_both_looked_at():
         assert any(f"head.weight in 4 by {along}" in told for told in words)
 
 
+@pytest.mark.slow
 def test_nothing_is_sliced_where_activations_are_the_peak():
     family = replace(DEEP, may_slice=True, may_recompute=False, micro_batches=(1,), _graphs={})
     request = family_request(family, bytes_per_s=1e9)
@@ -173,6 +177,7 @@ def test_nothing_is_sliced_where_activations_are_the_peak():
     assert "slices" not in refused.value.todo
 
 
+@pytest.mark.slow
 def test_what_the_user_has_settled_is_not_chosen():
     limit = 0.9 * needed(plan("settled"), "all_zdp")
 
@@ -218,6 +223,7 @@ def test_batches_grow_while_they_fit_and_the_setting_to_change_is_named():
     assert report["explanation"][-1].startswith("  trainer.batch_size=256 is ")
 
 
+@pytest.mark.slow
 def test_a_batch_that_fits_is_named_where_the_one_asked_for_does_not():
     limit = 0.7 * needed(plan("settled"), "all_zdp")
 

@@ -62,6 +62,7 @@ def planned(preset, step, mesh_shape=(2,), axes=("data",), bytes_per_s=1e9):
     return strategy
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("preset", "mesh_shape", "axes"),
     [
@@ -190,6 +191,7 @@ def test_split_experts_run_as_one_device():
     assert up == down == ((S(0), S(0)), (S(0),))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("mesh_shape", "axes", "samples"),
     [((2,), ("sequence",), 1), ((2, 2), ("data", "sequence"), 2)],

@@ -108,6 +108,7 @@ def test_experts_are_split_and_not_their_router():
     assert "router.weight" not in found.by_value
 
 
+@pytest.mark.slow
 def test_a_sequence_is_split_where_products_go_row_by_row():
     graph = captured(LongSequence(8), lambda n, seed: {"x": draws(seed, n, 16, 8)}).graph
 

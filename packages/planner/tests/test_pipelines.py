@@ -102,6 +102,7 @@ def test_gpipe_has_a_rank_for_each_stage_and_all_forward_passes_first():
     ]
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_share_the_samples_of_a_micro_batch_are_stages_instead():
     # Three ranks cannot split eight samples of a GPT, whose views join samples and times: all of
     # them would compute all samples, and a step would take as long as on one.

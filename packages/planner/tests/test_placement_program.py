@@ -114,6 +114,7 @@ def check_against_all(problem):
     assert fits(problem, found.chosen)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(problems())
 def test_no_placement_and_no_order_takes_less(problem):
@@ -127,6 +128,7 @@ def test_it_is_so_of_200_larger_ones(problem):
     check_against_all(problem)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=15, deadline=None)
 @given(problems(max_groups=5))
 def test_a_list_schedule_takes_no_less_than_the_best_order(problem):

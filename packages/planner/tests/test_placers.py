@@ -94,6 +94,7 @@ def places(strategy):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_micro_batches", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_two_branches_run_side_by_side_and_faster_than_on_one_rank(num_micro_batches):
     step = branches(num_micro_batches)
@@ -160,6 +161,7 @@ def test_the_program_predicts_what_the_compiled_plan_takes():
     assert predicted == pytest.approx(step_s(asked(branches(), 2), strategy), rel=0.15)
 
 
+@pytest.mark.slow
 def test_convolutions_are_data_parallel_and_large_matrices_are_on_a_rank_of_their_own():
     step = convolutions()
     request = asked(step, 4)
@@ -206,12 +208,14 @@ def test_parts_on_all_ranks_and_parts_on_one_of_them_go_together():
     check_run(step, request, strategy)
 
 
+@pytest.mark.slow
 def test_where_everything_is_best_on_all_ranks_it_is_one_stage():
     strategy = build_dlplacer(DlplacerConfig()).plan(asked(convolutions(), 2, bytes_per_s=1e12))
 
     assert [stage.rank_list for stage in strategy.stages] == [(0, 1)]
 
 
+@pytest.mark.slow
 def test_the_limit_of_memory_is_kept_by_the_compiled_plan():
     request = asked(branches(), 2, bytes_per_s=1e6)
     together = build_dlplacer(DlplacerConfig()).plan(request)
@@ -226,6 +230,7 @@ def test_the_limit_of_memory_is_kept_by_the_compiled_plan():
     assert held.peak <= 0.8 * needed
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_the_setting():
     with pytest.raises(PlanError, match=r"fits the 1000 B of a rank") as refused:
         build_dlplacer(DlplacerConfig(memory_bytes=1000)).plan(asked(branches(), 2))

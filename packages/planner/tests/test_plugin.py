@@ -96,6 +96,7 @@ def test_every_option_file_is_tested():
     assert found == {f"{name}.yaml" for name in OPTIONS}
 
 
+@pytest.mark.slow
 def test_planning_does_not_import_torch():
     code = (
         "import sys, sbp_planner.plugin, sbp_planner.manual, sbp_planner.infer, sbp_planner.osdp;"

@@ -1,5 +1,6 @@
 """Given a model and a machine alone, `auto` finds what people do by hand; it runs as one device."""
 
+import pytest
 import torch
 from small_steps import (
     Chain,
@@ -33,6 +34,7 @@ def planned(step, cluster, **settings):
     return strategy
 
 
+@pytest.mark.slow
 def test_columns_and_rows_of_an_mlp_where_parameters_are_more_than_samples():
     step = captured(Mlp(64, 256), lambda n, seed: {"x": draws(seed, 4 * n, 64)})
 
@@ -45,6 +47,7 @@ def test_columns_and_rows_of_an_mlp_where_parameters_are_more_than_samples():
     assert any(P("sum") in sbp for signature in products for sbp in signature.outputs)
 
 
+@pytest.mark.slow
 def test_classes_are_split_where_there_are_very_many():
     def batch(n, seed):
         labels = torch.randint(4096, (4 * n,), generator=torch.Generator().manual_seed(seed))
@@ -57,6 +60,7 @@ def test_classes_are_split_where_there_are_very_many():
     assert any(P("max") in sbp for sbp in made), "no rank has maxima of its classes"
 
 
+@pytest.mark.slow
 def test_a_large_table_is_split():
     def batch(n, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -67,6 +71,7 @@ def test_a_large_table_is_split():
     assert entries(strategy, "table.weight") <= {S(0), S(1)}
 
 
+@pytest.mark.slow
 def test_experts_are_split_where_they_are_more_than_samples():
     step = captured(Experts(16, 64, 4), lambda n, seed: {"x": draws(seed, 4 * n, 16)})
 
@@ -80,6 +85,7 @@ def test_experts_are_split_where_they_are_more_than_samples():
     assert combined[1] == (P("sum"),)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_long_sequence_are_split():
     step = captured(LongSequence(32), lambda n, seed: {"x": draws(seed, n, 512, 32)})
 
@@ -94,6 +100,7 @@ def test_the_tokens_of_a_long_sequence_are_split():
     assert set(signatures(step, strategy, "addmm")) == {((B, S(0), B), (S(0),))}
 
 
+@pytest.mark.slow
 def test_states_are_sharded_where_memory_is_short_and_links_are_fast():
     def batch(n, seed):
         return {"x": draws(seed, 64 * n, 64)}
@@ -109,6 +116,7 @@ def test_states_are_sharded_where_memory_is_short_and_links_are_fast():
         assert entries(strategy, f"layers.{at}.weight.exp_avg") <= {S(0), S(1)}
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_across_slow_links():
     def batch(n, seed):
         return {"x": draws(seed, 4 * n, 128)}

@@ -75,6 +75,7 @@ class TestTofu(SearchConformance):
         return PLANNERS["tofu"]()
 
 
+@pytest.mark.slow
 class TestAuto(SearchConformance):
     meshes = SMALL[:1]
 
@@ -102,6 +103,7 @@ def check_against_exhaustive(asked: PlanRequest, max_assignments: int = 400_000)
     assert wanted.report["cost_s"] <= found.report["cost_by_axis_s"] * (1 + 1e-9)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_integer_program_equals_looking_at_everything(seed):
     check_against_exhaustive(random_request(Random(seed)))
@@ -121,6 +123,7 @@ def test_it_does_so_on_20_random_programs_on_three_axes(seed):
     check_against_exhaustive(asked, max_assignments=20_000_000)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", PLANNERS)
 def test_what_a_planner_finds_of_a_transformer_is_legal(name):
     asked = request((2,), ("data",))
@@ -132,6 +135,7 @@ def test_what_a_planner_finds_of_a_transformer_is_legal(name):
     assert strategy.report["explanation"]
 
 
+@pytest.mark.slow
 def test_on_all_axes_at_once_is_no_worse_than_axis_by_axis():
     asked = request((2, 2), ("data", "tensor"))
 
@@ -168,6 +172,7 @@ def test_looking_at_everything_ends_where_there_is_too_much():
         exhaustive.build(ExhaustiveConfig(max_assignments=1000)).plan(request((2,), ("data",)))
 
 
+@pytest.mark.slow
 def test_exhaustive_tells_how_far_it_is_and_how_many_assignments_there_are():
     told: list[float] = []
     asked = replace(request((2,), ("data",)), progress=lambda what, part: told.append(part))
@@ -180,6 +185,7 @@ def test_exhaustive_tells_how_far_it_is_and_how_many_assignments_there_are():
     assert len(told) >= 2 and 0 < told[0] < 0.5
 
 
+@pytest.mark.slow
 def test_a_walk_is_the_same_for_the_same_seed():
     asked = small()
 
@@ -197,6 +203,7 @@ def test_factors_of_the_ranks_have_the_order_of_the_ranks():
     assert mesh.axes == ("data.0", "data.1", "data.2", "tensor.0")
 
 
+@pytest.mark.slow
 def test_a_pin_of_an_axis_holds_for_its_factors():
     asked = replace(request((4, 2), ("data", "tensor")), pins={"batch": {"data": "S(0)"}})
 
@@ -206,6 +213,7 @@ def test_a_pin_of_an_axis_holds_for_its_factors():
     assert str(strategy.storage[tokens].sbp).startswith("S(0), S(0)")
 
 
+@pytest.mark.slow
 def test_auto_is_no_slower_than_any_other():
     asked = small(shape=(2, 2), axes=("data", "tensor"))
     judge = Compilation(request=asked, limit_bytes=1 << 30)
@@ -221,6 +229,7 @@ def test_auto_is_no_slower_than_any_other():
         assert chosen.step_s <= other.step_s * (1 + 1e-9), name
 
 
+@pytest.mark.slow
 def test_auto_says_what_its_plans_hold_exactly():
     asked = small()
 
@@ -232,6 +241,7 @@ def test_auto_says_what_its_plans_hold_exactly():
     assert not any("at most" in line for line in said)
 
 
+@pytest.mark.slow
 def test_auto_cuts_stages_with_programs_of_their_own_if_there_are_micro_batches():
     graph = mlp((8, 8, 8), num_micro_batches=2)
     asked = PlanRequest(graph=graph, mesh=Placement.grid((2,), ("data",)), cluster=cluster())
@@ -260,6 +270,7 @@ class Variants:
         return mlp((32, 64), batch=512 // count, num_micro_batches=count)
 
 
+@pytest.mark.slow
 def test_auto_takes_smaller_micro_batches_where_memory_is_short():
     family = Variants()
     mesh = Placement.grid((2,), ("data",))
@@ -281,6 +292,7 @@ def test_auto_takes_smaller_micro_batches_where_memory_is_short():
     assert held.fits
 
 
+@pytest.mark.slow
 def test_the_problem_starts_from_what_was_found_axis_by_axis():
     asked = request((2, 2), ("data", "tensor"))
 

@@ -102,6 +102,7 @@ def test_the_segment_of_all_blocks_costs_what_the_step_does(shape):
     )
 
 
+@pytest.mark.slow
 def test_work_in_equal_parts_is_never_more_than_a_program_takes():
     segments = segments_of(mlp((8, 16, 16, 8), num_micro_batches=2))
 
@@ -127,6 +128,7 @@ def test_a_program_within_a_limit_holds_no_more_and_takes_no_less():
     assert free.memory_bytes(2) > limit
 
 
+@pytest.mark.slow
 def test_more_micro_batches_in_flight_hold_more_activations():
     segments = segments_of(gpt_step())
     found, _ = search(segments, (1,), (2, 1)).free()
@@ -166,6 +168,7 @@ def test_segments_of_more_equal_layers_are_posed_as_ones_of_few():
     assert len(many.work.nodes) > 2 * len(few.work.nodes)
 
 
+@pytest.mark.slow
 def test_a_segment_with_very_much_to_price_is_split_near_what_is_found_axis_by_axis(monkeypatch):
     segments = segments_of(mlp((16, 16, 16, 16, 16), num_micro_batches=2))
 

@@ -53,6 +53,7 @@ def step_s(problem, blocks, devices):
     return (m - 1) * max(times) + sum(times), memory
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     graphs(max_blocks=4),

@@ -6,6 +6,7 @@ from sbp_core.errors import SbpValueError
 from sbp_planner.stages import Block, BlockGraph, Flow, chain
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(graphs(max_blocks=7))
 def test_the_order_puts_each_block_after_all_that_it_depends_on(graph):

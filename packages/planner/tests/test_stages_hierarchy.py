@@ -56,18 +56,21 @@ limits = st.none() | st.integers(1, 60)
 versions = st.sampled_from(WeightVersions)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(graphs(), machines(FLAT), limits, st.booleans(), versions)
 def test_on_one_level_no_pipeline_is_faster(graph, levels, limit, replicate, kept):
     check_against_all(graph, levels, limit, replicate, kept)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(graphs(max_blocks=4), machines(NESTED), limits, st.booleans(), versions)
 def test_on_several_levels_no_pipeline_is_faster(graph, levels, limit, replicate, kept):
     check_against_all(graph, levels, limit, replicate, kept)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(graphs(max_blocks=4), machines([(3, 1), (4, 1), (3, 2)]))
 def test_what_the_search_minimises_is_what_the_pipeline_costs(graph, levels):
@@ -78,6 +81,7 @@ def test_what_the_search_minimises_is_what_the_pipeline_costs(graph, levels):
     assert found.searched_s == pytest.approx(price, rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(graphs(), machines([(4,), (2, 2), (3, 2), (2, 2, 2)]), st.floats(0.2, 3), limits)
 def test_a_search_within_a_bound_finds_the_best_or_nothing(graph, levels, share, limit):

@@ -13,6 +13,7 @@ def is_ideal(graph, mask):
     return all(not needed & ~mask for at, needed in enumerate(graph.predecessors) if mask >> at & 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(graphs(max_blocks=7))
 def test_all_down_closed_sets_are_found(graph):
@@ -27,6 +28,7 @@ def test_all_down_closed_sets_are_found(graph):
     assert found.masks[-1] == (1 << count) - 1
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(graphs(max_blocks=7), st.integers(1, 12))
 def test_some_ideals_are_ideals_of_every_number_of_blocks_and_are_measured(graph, limit):

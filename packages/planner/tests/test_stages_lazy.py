@@ -60,6 +60,7 @@ class Drawn:
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_the_best_is_that_of_all_prices(seed, limited):

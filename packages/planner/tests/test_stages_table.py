@@ -71,6 +71,7 @@ def best_of_all(problem):
     return best
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(problems())
 def test_no_pipeline_is_better(problem):

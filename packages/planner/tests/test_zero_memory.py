@@ -78,6 +78,7 @@ def compiled(name: str, num_micro_batches: int, piece_s: float = 0.0) -> Physica
 CASES = [(name, count) for name in FORMULAS for count in (1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_micro_batches"), CASES)
 def test_a_stage_holds_what_the_paper_says_and_a_few_buckets(name, num_micro_batches):
     memory = predict_memory(compiled(name, num_micro_batches)).ranks[0]
@@ -89,6 +90,7 @@ def test_a_stage_holds_what_the_paper_says_and_a_few_buckets(name, num_micro_bat
     assert memory.peak - held < 2.5 * BUCKET_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_micro_batches"), CASES)
 def test_a_rank_holds_what_is_predicted(name, num_micro_batches):
     plan = compiled(name, num_micro_batches)
@@ -107,6 +109,7 @@ def test_a_rank_holds_what_is_predicted(name, num_micro_batches):
         assert 0 <= memory.peak - meter.peak(rank) <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_gradients_that_are_scattered_early_take_no_longer(num_micro_batches):
     plans = [compiled("zero2", num_micro_batches, piece_s) for piece_s in (0.0, float("inf"))]

@@ -333,6 +333,7 @@ def test_extra_passes_run_and_are_verified() -> None:
 _LR = {"lr": 1e-2}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "apply",
     [tie_step_counters, fold_views, share_expressions, sum_losses, prepare_step],

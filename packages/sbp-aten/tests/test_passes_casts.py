@@ -172,6 +172,7 @@ def many() -> LogicalGraph:
     return _gpt_step(256)
 
 
+@pytest.mark.slow
 def test_gathers_of_sharded_parameters_halve(many: LogicalGraph) -> None:
     low = MixedPrecision(lower=("embedding",))
     full, _ = _moved(prepare_step(many), ZERO3)
@@ -188,6 +189,7 @@ def test_gathers_of_sharded_parameters_halve(many: LogicalGraph) -> None:
     assert full["parameters"] / 2 <= half["parameters"] <= full["parameters"] / 2 + extra
 
 
+@pytest.mark.slow
 def test_a_capture_under_autocast_gathers_half_as_well(many: LogicalGraph) -> None:
     cast = _gpt_step(256, autocast=True)
     full, _ = _moved(prepare_step(many), ZERO3)
@@ -196,6 +198,7 @@ def test_a_capture_under_autocast_gathers_half_as_well(many: LogicalGraph) -> No
     assert half["parameters"] < 0.65 * full["parameters"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_are_summed_in_the_dtype_that_is_asked(
     autocast: bool, many: LogicalGraph
@@ -244,6 +247,7 @@ def test_wide_products_are_products_in_value_and_in_signature(op: str) -> None:
     assert not report.wrong
 
 
+@pytest.mark.slow
 def test_placing_conversions_changes_no_bit_of_a_capture_under_autocast() -> None:
     graph = _gpt_step(3, autocast=True)
     torch.manual_seed(0)

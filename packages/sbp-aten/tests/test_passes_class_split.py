@@ -96,6 +96,7 @@ def _plan(graph: LogicalGraph, num_ranks: int) -> PhysicalPlan:
     return plan
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("places", [False, True], ids=["samples", "places"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_split_loss_is_the_loss_and_so_are_its_gradients(name: str, places: bool) -> None:
@@ -112,6 +113,7 @@ def test_a_split_loss_is_the_loss_and_so_are_its_gradients(name: str, places: bo
         torch.testing.assert_close(new[state], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_split_classes_give_the_losses_and_shards_of_one_device(name: str, num_ranks: int) -> None:
@@ -134,6 +136,7 @@ def test_split_classes_give_the_losses_and_shards_of_one_device(name: str, num_r
                 torch.testing.assert_close(held, own, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_logits_cross_between_ranks(name: str) -> None:
     classes = 64

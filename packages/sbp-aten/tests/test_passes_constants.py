@@ -209,6 +209,7 @@ def _chains(draw: st.DrawFn) -> LogicalGraph:
     return d.done(*results)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(_chains())
 def test_what_is_computed_before_the_step_is_what_the_step_would_compute(

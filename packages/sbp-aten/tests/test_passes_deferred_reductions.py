@@ -152,6 +152,7 @@ def test_a_norm_of_norms_is_one_root() -> None:
     assert all(changed.producers[ref.name].kind == "sum" for ref in stack.args[0])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_clipping_by_the_global_norm_moves_numbers_instead_of_gradients(num_ranks: int) -> None:
     mesh = Placement.grid((num_ranks,), ("data",))
@@ -228,6 +229,7 @@ def _norm_of_matrix(
 # Sums over micro-batches
 
 
+@pytest.mark.slow
 def test_addends_of_a_tied_gradient_are_accumulated_apart() -> None:
     graph = accumulate(_step("tied gpt"), 3)
 
@@ -240,6 +242,7 @@ def test_addends_of_a_tied_gradient_are_accumulated_apart() -> None:
     _assert_same("tied gpt", changed, graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_tied_parameter_sends_its_gradient_to_the_other_stage_once_a_step(count: int) -> None:
     graph = accumulate(_step("tied gpt"), count)
@@ -252,6 +255,7 @@ def test_a_tied_parameter_sends_its_gradient_to_the_other_stage_once_a_step(coun
     assert before.boxing_bytes - after.boxing_bytes == (count - 1) * size
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_under_pipeline_and_data_parallelism() -> None:
     mesh = Placement.grid((2, 2), ("pipe", "data"))
     pins: dict[str, PinValue] = {"batch": "S(0)", "parameters": "B"}

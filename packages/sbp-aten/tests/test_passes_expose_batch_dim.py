@@ -92,6 +92,7 @@ def _captured(
     return capture(model, _loss, batch, optimizer), initial_states(model, optimizer), batch
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_products_with_the_batch_apart_compute_the_same_step(name: str) -> None:
     graph, states, batch = _captured(name)

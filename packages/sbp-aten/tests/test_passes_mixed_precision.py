@@ -46,6 +46,7 @@ def _products(graph: LogicalGraph) -> list[Node]:
     return [node for node in graph.nodes if node.kind in ("mm", "addmm", "bmm")]
 
 
+@pytest.mark.slow
 def test_products_are_low_and_the_rest_is_full(gpt32: LogicalGraph) -> None:
     graph = prepare_step(gpt32, options=LOW)
 
@@ -198,6 +199,7 @@ def test_conversions_of_gradients_come_before_the_accumulation(gpt32: LogicalGra
     assert {graph.tensor(node.args[0].name).dtype for node in sums} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", [{"parameters": "B"}, {"parameters": "S(0)"}], ids=["B", "S(0)"])
 def test_ranks_compute_what_one_device_computes(
     pins: dict[str, str], gpt: Program, gpt32: LogicalGraph

@@ -117,6 +117,7 @@ def _assert_same(name: str, changed: LogicalGraph) -> None:
         torch.testing.assert_close(states[key], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("along", _BOTH)
 @pytest.mark.parametrize(
     ("name", "pattern"),
@@ -144,6 +145,7 @@ def test_an_embedding_is_sliced_by_columns() -> None:
     _assert_same("gpt", changed)
 
 
+@pytest.mark.slow
 def test_all_operators_of_a_tied_parameter_are_sliced() -> None:
     changed = verify_graph(slice_operators(_step("tied gpt"), {"tokens.weight": Slicing(count=2)}))
 
@@ -306,6 +308,7 @@ def _measured(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("along", _BOTH)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_sliced_parameter_is_gathered_and_reduced_part_by_part(
@@ -331,6 +334,7 @@ def test_a_sliced_parameter_is_gathered_and_reduced_part_by_part(
         assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_slices_move_the_bytes_of_the_whole_and_need_less_memory(num_ranks: int) -> None:
     graph = _step("wide", 64)
@@ -385,6 +389,7 @@ def test_slices_are_no_activations_though_they_wait_for_some() -> None:
     assert not set(activations(changed)).intersection(slices)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("along", _BOTH)
 @pytest.mark.parametrize(
     ("mesh", "count"),

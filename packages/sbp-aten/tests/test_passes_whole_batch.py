@@ -248,6 +248,7 @@ def deviation(loss: Loss, count: int, batch: Batch, clip_norm: float | None = No
     return worst
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("samples", [4, 8], ids="{} samples".format)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", [*RATIOS, *OTHERS])
@@ -291,6 +292,7 @@ def test_a_sum_over_the_batch_is_that_of_the_whole_batch():
     assert deviation(lambda m, b: 0.3 * of_places(m, b).sum(), 4, batch) < 1e-9
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(data=st.data(), count=st.sampled_from([2, 3, 4]), name=st.sampled_from(sorted(RATIOS)))
 def test_random_masks_train_on_the_loss_of_the_whole_batch(data, count, name):
@@ -377,6 +379,7 @@ REFUSED: Mapping[str, tuple[Loss, str, str]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_of_the_whole_batch_is_refused_with_its_line(name):
     loss, what, op = REFUSED[name]
@@ -467,6 +470,7 @@ def test_a_buffer_is_that_of_the_whole_batch():
     assert torch.allclose(states["mean"], model.mean, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_micro_batches_draw_the_random_numbers_of_the_whole_batch():
     def loss(model: Tagger, batch: Batch) -> Tensor:
         noise = 1 + torch.rand(8, dtype=torch.float64)

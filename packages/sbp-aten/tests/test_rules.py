@@ -241,6 +241,7 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("op", CASES)
 def test_every_claimed_signature_holds_when_it_is_run(op: str) -> None:
     check_rule(op, CASES[op])

@@ -201,11 +201,13 @@ def _modelled() -> dict[str, list[Sample]]:
 MODELLED = _modelled()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("op", CASES)
 def test_every_claimed_cut_of_attention_gives_what_one_device_gives(op: str) -> None:
     check_rule(op, CASES[op], axis_sizes=(2, 3))
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("op", MODELLED)
 def test_every_claimed_cut_of_an_accelerator_kernel_gives_what_its_model_gives(op: str) -> None:
     check_rule(op, MODELLED[op], axis_sizes=(2, 3), execute=model)

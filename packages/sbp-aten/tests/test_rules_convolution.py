@@ -80,11 +80,13 @@ CASES = {
 MASKS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 
 
+@pytest.mark.slow(but=9)
 @pytest.mark.parametrize("name", CASES)
 def test_a_convolution_can_be_cut_as_its_rule_says(name: str) -> None:
     check_rule(FORWARD, [CASES[name]], axis_sizes=(2, 3))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_a_convolution_can_be_cut_as_its_rule_says(name: str) -> None:
     mask = (True, True, CASES[name][0][2] is not None)
@@ -92,6 +94,7 @@ def test_the_gradient_of_a_convolution_can_be_cut_as_its_rule_says(name: str) ->
     check_rule(BACKWARD, [gradient(CASES[name], mask)], axis_sizes=(2, 3))
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["1d", "patches", "transposed, grouped"])
 def test_some_gradients_alone_can_be_cut_too(name: str, mask: Sequence[bool]) -> None:

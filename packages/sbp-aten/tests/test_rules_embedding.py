@@ -92,6 +92,7 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("op", CASES)
 def test_embeddings_can_be_cut_as_their_rules_say(op: str) -> None:
     check_rule(op, CASES[op], axis_sizes=(2, 3))

@@ -133,6 +133,7 @@ NOT_RUN = {op for op in random.RULES if op.endswith(("generator", "generator_dty
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("op", [*CASES, *RANDOM])
 def test_every_claimed_signature_holds_when_it_is_run(op: str) -> None:
     for args, kwargs in {**CASES, **RANDOM}[op]:

@@ -114,6 +114,7 @@ CASES: dict[str, list[Sample]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("op", CASES)
 def test_every_claimed_signature_holds_when_it_is_run(op: str) -> None:
     for args, kwargs in CASES[op]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -59,6 +60,7 @@ def real(*shape: int) -> Tensor:
 ENDS = [(3, 3, 11), (0, 0, 11)]
 
 
+@pytest.mark.slow
 def test_grouped_products_of_others_may_be_cut_as_pytorchs_own() -> None:
     for ends in ENDS:
         args = (real(11, 5), real(3, 5, 4), torch.tensor(ends))
@@ -66,6 +68,7 @@ def test_grouped_products_of_others_may_be_cut_as_pytorchs_own() -> None:
         check_rule(PRODUCT, [sample(*args)], rules=RULES)
 
 
+@pytest.mark.slow
 def test_both_gradients_of_a_grouped_product_may_be_cut() -> None:
     for ends in ENDS:
         args = (real(11, 5), real(3, 5, 4), torch.tensor(ends), real(11, 4))

@@ -159,6 +159,7 @@ OTHERS: dict[str, list[Sample]] = {
 CASES = {**READS, **WRITES, **OTHERS}
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("op", CASES)
 def test_indexing_can_be_cut_as_its_rules_say(op: str) -> None:
     check_rule(op, CASES[op], axis_sizes=(2, 3))

@@ -144,6 +144,7 @@ TRANSFORMS: dict[str, list[Sample]] = {
 CASES = {**FACTORISATIONS, **SOLVERS, **DEPRECATED, **TRANSFORMS}
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.filterwarnings("ignore:.*deprecated.*:UserWarning")
 @pytest.mark.parametrize("op", CASES)
 def test_every_claimed_cut_gives_what_one_device_gives(op: str) -> None:

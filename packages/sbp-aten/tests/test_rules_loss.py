@@ -206,6 +206,7 @@ def test_every_rule_has_a_case():
     assert covered == set(RULES)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("op", sorted(CASES))
 def test_execution_confirms_every_signature(op: str):
     reports = [verify(op, *args, isolated=False, **kwargs) for args, kwargs in CASES[op]]
@@ -323,6 +324,7 @@ PIECES: dict[str, tuple[Callable[..., torch.Tensor], Any, Any]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", sorted(PIECES))
 def test_every_operator_of_a_loss_and_its_gradient_can_split_the_batch(name: str):
     function, make_x, make_y = PIECES[name]

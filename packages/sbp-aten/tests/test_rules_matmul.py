@@ -113,6 +113,7 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("op", CASES)
 def test_every_claimed_cut_of_a_product_gives_what_one_device_gives(op: str) -> None:
     check_rule(op, CASES[op], axis_sizes=(2, 7))

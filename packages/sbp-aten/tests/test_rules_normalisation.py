@@ -180,6 +180,7 @@ def test_every_rule_has_a_case():
     assert covered == set(RULES)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("op", sorted(CASES))
 def test_execution_confirms_every_signature(op: str):
     reports = [

@@ -253,6 +253,7 @@ ELEMENTWISE: dict[str, list[Sample]] = {
 }
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("op", [*CASES, *ELEMENTWISE])
 def test_every_claimed_signature_holds_when_it_is_run(op: str) -> None:
     for args, kwargs in chain(CASES.get(op, ()), ELEMENTWISE.get(op, ())):

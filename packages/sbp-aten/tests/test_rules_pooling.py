@@ -132,6 +132,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("op", CASES)
 def test_pooling_can_be_cut_as_its_rule_says(op: str) -> None:
     check_rule(op, CASES[op](), axis_sizes=(2, 3))

@@ -118,6 +118,7 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("op", CASES)
 def test_every_claimed_signature_holds_when_it_is_run(op: str) -> None:
     for args, kwargs in CASES[op]:
@@ -221,6 +222,7 @@ _extents = st.sampled_from([0, 1, 2, 3, 5])
 _axes = st.tuples(st.integers(2, 4), st.integers(2, 4))
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(shape=st.lists(_extents, min_size=1, max_size=3), axes=_axes, data=st.data())
 def test_any_join_is_cut_as_derived(
@@ -239,6 +241,7 @@ def test_any_join_is_cut_as_derived(
     assert stacked.ok, str(stacked)
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(
     shape=st.lists(_extents, min_size=0, max_size=3),
@@ -253,6 +256,7 @@ def test_any_repetition_is_cut_as_derived(
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(rows=_extents, columns=_extents, offset=st.integers(-6, 6), axes=_axes)
 def test_any_diagonal_and_triangle_is_cut_as_derived(
@@ -273,6 +277,7 @@ def test_any_diagonal_and_triangle_is_cut_as_derived(
         assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(
     shape=st.lists(_extents, min_size=1, max_size=3),

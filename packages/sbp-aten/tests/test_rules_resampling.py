@@ -155,6 +155,7 @@ CASES: dict[str, list[Sample]] = {
 RULES = {**folding.RULES, **padding.RULES, **resampling.RULES}
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("op", CASES)
 def test_the_operator_can_be_cut_as_its_rule_says(op: str) -> None:
     check_rule(op, CASES[op], axis_sizes=(2, 3))

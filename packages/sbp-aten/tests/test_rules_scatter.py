@@ -98,6 +98,7 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("op", CASES)
 def test_scatter_can_be_cut_as_its_rules_say(op: str) -> None:
     with warnings.catch_warnings():

@@ -204,6 +204,7 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("op", CASES)
 def test_every_claimed_signature_holds_when_it_is_run(op: str) -> None:
     for args, kwargs in CASES[op]:
@@ -330,6 +331,7 @@ def _regrouped(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 _meshes = st.lists(st.integers(2, 4), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(shapes=_regrouped(), mesh=_meshes)
 def test_any_reshape_holds_on_any_mesh(
@@ -344,6 +346,7 @@ def test_any_reshape_holds_on_any_mesh(
 _shapes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8]), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(shape=_shapes, mesh=_meshes, data=st.data())
 def test_any_slice_and_its_gradient_hold_on_any_mesh(
@@ -360,6 +363,7 @@ def test_any_slice_and_its_gradient_hold_on_any_mesh(
     assert refuted(mesh, "aten.slice_backward.default", backward, {}) == []
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(shape=_shapes, mesh=_meshes, data=st.data())
 def test_any_permutation_selection_and_expansion_hold_on_any_mesh(

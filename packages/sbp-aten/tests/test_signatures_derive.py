@@ -211,6 +211,7 @@ def test_users_ask_for_signatures_with_tensors_or_shapes() -> None:
     assert texts(by_tensors) == texts(by_shapes) == texts(derive(MATMUL, 2))
 
 
+@pytest.mark.slow
 def test_what_operators_mean_is_known_without_torch() -> None:
     program = (
         "import sys, sbp_aten.passes, sbp_aten.rules; from sbp_core.signatures.registry import "

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return first, second
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @example(shapes=((12,), (2, 6)), dim=0, blocks=3, num_parts=2)
 @given(

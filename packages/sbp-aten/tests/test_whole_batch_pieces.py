@@ -134,6 +134,7 @@ FOLLOWED: dict[str, tuple[Loss, int]] = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_loop_over_samples_trains_as_on_the_whole_batch(name, count):
@@ -145,6 +146,7 @@ def test_a_loop_over_samples_trains_as_on_the_whole_batch(name, count):
         assert deviation(loss, count) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_micro_batch_takes_the_turns_of_its_own_samples():
     turns = [
         sum(node.kind == "tanh" for node in prepared(FOLLOWED["rows"][0], count)[0].nodes)
@@ -178,6 +180,7 @@ APART: dict[str, Loss] = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_not_treated_alike_are_refused_where_they_are_taken(name, count):
@@ -214,6 +217,7 @@ OTHERS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("name", OTHERS)
 def test_micro_batches_train_on_the_loss_of_the_whole_batch(name, count):
@@ -243,6 +247,7 @@ def over_itself(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return scores.square().mean() * (total / total) + (total / total)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("loss", [with_maxima, without_a_maximum, over_itself])
 def test_sums_with_maxima_are_those_of_the_whole_batch_or_refused(loss, count):

@@ -259,6 +259,7 @@ def check(max_examples: int) -> None:
     assert sum(ran) > 0.6 * len(ran)
 
 
+@pytest.mark.slow
 def test_micro_batches_equal_the_whole_batch_or_are_refused():
     check(15)
 

@@ -205,6 +205,7 @@ def test_the_thread_looks_for_ranks_that_stay_stopped(
     assert told and "is stopped by a signal" in learned[0]
 
 
+@pytest.mark.slow
 def test_silence_on_another_host_counts_when_a_connection_broke(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

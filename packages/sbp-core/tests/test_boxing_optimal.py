@@ -47,6 +47,7 @@ def grid(*mesh_shape: int) -> Placement:
     return Placement.grid(mesh_shape)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("mesh", [(3,), (2, 1), (2, 2)])
 @pytest.mark.parametrize("shape", [(12, 12), (5, 3)])
 def test_no_sequence_of_steps_on_a_mesh_is_better(
@@ -55,6 +56,7 @@ def test_no_sequence_of_steps_on_a_mesh_is_better(
     assert disagreements(shape, [grid(*mesh)]) == []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("shape", "reductions"), [((16,), ("sum",)), ((9,), ("sum", "max")), ((0,), ("max",))]
 )

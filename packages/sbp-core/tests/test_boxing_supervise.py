@@ -183,6 +183,7 @@ def test_a_crash_points_to_the_fault_handler():
     assert "PYTHONFAULTHANDLER" in str(ended)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_ended_at_the_timeout_and_said_to_have_been_stopped():
     pids: list[int] = []
 

@@ -74,6 +74,7 @@ def test_a_flood_of_lines_does_not_outlive_the_timeout():
     assert ended.exit_status == 124
 
 
+@pytest.mark.slow
 def test_a_process_that_ignores_sigterm_is_killed():
     pids: list[int] = []
     program = f"""
@@ -90,6 +91,7 @@ def test_a_process_that_ignores_sigterm_is_killed():
     assert not is_alive(pids[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_process_hears_that_it_is_ended_and_its_last_words_are_passed_on(stopped):
     def react(line: Line) -> None:
@@ -121,6 +123,7 @@ _PARENT = f"""
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("apart", ["0", "1"], ids=["same group", "session of its own"])
 @pytest.mark.parametrize("after", ["end", "fail", "wait"])
 def test_what_a_process_has_started_ends_with_the_run(after, apart):

@@ -42,6 +42,7 @@ def signals_when(text: str, times: int, number: int) -> Heard:
     return heard
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @hears_signals()
 def test_processes_that_stop_gently_take_the_time_to_save(number):
@@ -100,6 +101,7 @@ def test_processes_that_are_asked_what_they_are_at_go_on(number):
     assert [end.code for end in report.exits] == [128 + signal.SIGTERM] * 2
 
 
+@pytest.mark.slow
 @hears_signals()
 def test_a_second_signal_leaves_them_a_moment():
     heard = signals_when("ready", 1, signal.SIGTERM)

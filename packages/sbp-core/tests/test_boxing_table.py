@@ -71,6 +71,7 @@ def check_pairs(
     return met
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN, SHORT])
 @pytest.mark.parametrize(
     ("mesh", "every"), [((3,), 1), ((1, 2), 1), ((2, 2), 1), ((2, 3), 1), ((2, 2, 2), 41)]

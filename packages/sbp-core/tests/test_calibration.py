@@ -360,6 +360,7 @@ def test_a_calibration_of_nothing_or_of_two_backends_is_refused() -> None:
         Calibration.of([sample(), sample(backend="mpi")])
 
 
+@pytest.mark.slow
 def test_a_calibration_survives_json() -> None:
     calibration = calibrate(made_up(0.05, sizes=SIZES[::3]))
 
@@ -380,6 +381,7 @@ def test_errors_are_of_samples_that_the_fit_did_not_see() -> None:
     assert entry.error == pytest.approx(0.9, abs=0.05)
 
 
+@pytest.mark.slow
 def test_every_inner_size_every_case_and_every_collective_is_left_out_once() -> None:
     samples = made_up(sizes=SIZES[::6])
 
@@ -398,6 +400,7 @@ def test_every_inner_size_every_case_and_every_collective_is_left_out_once() -> 
     assert not {SIZES[0], SIZES[18]} & {one.shared_bytes for one in left_out["size"]}
 
 
+@pytest.mark.slow
 def test_the_errors_of_a_quiet_machine_are_small_in_every_way() -> None:
     errors, _ = cross_validate(made_up(0.03))
 
@@ -423,6 +426,7 @@ def test_an_error_far_beyond_is_told_as_how_many_times() -> None:
     assert "worst 3,257 times of 1" in str(FitError.of("size", [held_out]))
 
 
+@pytest.mark.slow
 def test_a_calibration_shows_itself_without_its_samples() -> None:
     shown = repr(calibrate(made_up(sizes=SIZES[::9])))
 

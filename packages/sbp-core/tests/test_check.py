@@ -42,6 +42,7 @@ def _with_quota(plan: PhysicalPlan, rank: int, register: str, quota: int) -> Phy
     return _changed(plan, rank, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

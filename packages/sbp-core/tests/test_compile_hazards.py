@@ -298,6 +298,7 @@ def _parts_of_a_class() -> Mapping[str, Actor]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     st.permutations(["gather", "use", "view", "far", "look", "commit", "update"]),

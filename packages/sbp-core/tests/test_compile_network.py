@@ -171,6 +171,7 @@ def test_a_step_by_itself_takes_what_its_replay_takes(plan: PhysicalPlan) -> Non
         )
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("plan", _PLANS.values(), ids=_PLANS)
 def test_the_period_is_that_of_a_replay_of_many_steps(plan: PhysicalPlan) -> None:
     for timed in (plan, *(_with_random_times(plan, seed) for seed in range(4))):

@@ -158,6 +158,7 @@ def test_a_whole_backward_is_one_segment_if_that_is_asked_for():
     assert Phase.WEIGHT_GRADIENT not in phases
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     name=st.sampled_from(FLUSHING),

@@ -158,6 +158,7 @@ def test_unfolded_firings_are_those_of_all_ranks_with_each_group_together(
         at += len(group)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("in_flight", [(2, 1), (4, 4)])
 @pytest.mark.parametrize(
     "options",

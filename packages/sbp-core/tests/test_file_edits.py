@@ -28,6 +28,7 @@ def test_a_file_that_nobody_edited_is_used(name: str, tmp_path: Path) -> None:
         kind.use(path)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_edited_file_is_used_or_refused(name: str, tmp_path: Path) -> None:
     found = [try_edit(KINDS[name], seed, tmp_path) for seed in range(150)]

@@ -100,6 +100,7 @@ def assert_no_conversion_costs_less(data, shape, tensor, machine):
             assert least_bytes in (0, pytest.approx(size))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @asked
 def test_no_conversion_costs_less_and_none_moves_fewer_bytes(data, shape, tensor, machine):

@@ -27,6 +27,7 @@ def least(sizes, factors):
     return min(total_cost(factors, values) for values in product(*map(range, sizes)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(problems())
 def test_elimination_finds_the_least_of_all_assignments(problem):
@@ -38,6 +39,7 @@ def test_elimination_finds_the_least_of_all_assignments(problem):
     assert found.cost == least(sizes, factors) == total_cost(factors, found.values)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(problems())
 def test_holding_variables_never_ends_above_the_start(problem):

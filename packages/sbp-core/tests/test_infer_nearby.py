@@ -75,6 +75,7 @@ PATTERNS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(PATTERNS, ENTRIES, ENTRIES)
 def test_a_pin_that_can_hold_holds_and_the_plan_is_legal(pattern, data, tensor):

@@ -280,6 +280,7 @@ def exhaustive(graph, mesh, machine):
     return best
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     batch=st.integers(2, 64),

@@ -74,6 +74,7 @@ def _check_bubbles(name: str, ranks: range, micro_batches: range) -> int:
     return compared
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", FORMS)
 def test_bubbles_are_those_of_the_closed_forms(name: str) -> None:
     assert _check_bubbles(name, range(2, 7), range(1, 13)) > 50

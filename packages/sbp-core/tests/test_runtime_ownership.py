@@ -221,6 +221,7 @@ def arrives(plan: PhysicalPlan, name: str, to: int | None) -> bool:
     return all(held[rank][1].is_broadcast for rank in wanted)
 
 
+@pytest.mark.slow
 @given(plans(), st.data())
 def test_a_route_brings_a_state_to_one_rank_or_to_all(
     plan: PhysicalPlan, data: st.DataObject

@@ -339,6 +339,7 @@ def json_text(value: Any, random: Random) -> tuple[str, dict[Keys, int]]:
     return text, {**lines, (): 1}
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),

@@ -250,6 +250,7 @@ def _of_many_quotas(plan: PhysicalPlan, rng: Random) -> PhysicalPlan:
     )
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", ["data, overlapping", "tensor, overlapping", "three stages"])
 @pytest.mark.parametrize("edit", [_with_quotas, _with_orders])
 def test_a_changed_network_is_that_of_the_changed_plan(

@@ -85,6 +85,7 @@ def strategy_of(graph: LogicalGraph) -> Strategy:
     )
 
 
+@pytest.mark.slow
 @given(strategies())
 def test_a_strategy_comes_back_equal(strategy: Strategy) -> None:
     assert from_yaml(to_yaml(strategy)) == strategy

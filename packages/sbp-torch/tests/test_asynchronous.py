@@ -150,6 +150,7 @@ def on_ranks(plan: PhysicalPlan) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, session.state_dict()
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("vertical_sync", [False, True])
 @pytest.mark.parametrize(
     ("shape", "pins"),
@@ -175,6 +176,7 @@ def test_an_asynchronous_pipeline_is_the_simulation_of_delayed_updates(shape, pi
         torch.testing.assert_close(states[name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", ["2bw", "pipedream"])
 @pytest.mark.parametrize(
     ("shape", "each", "pins"),

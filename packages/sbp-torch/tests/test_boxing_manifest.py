@@ -30,6 +30,7 @@ def slices(draw: st.DrawFn) -> tuple[tuple[int, ...], Bounds]:
     return shape, tuple(bounds)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(slices())
 def test_a_span_is_where_the_elements_of_a_slice_are_if_they_have_no_gaps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ def exchange(step: BoxingStep, rank: int, shards: dict[int, torch.Tensor]) -> to
     return combine(step, rank, unpack(mine, buffers))
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(shape=SHAPES, sources=RANKS, targets=RANKS, before=SBPS, after=SBPS)
 def test_packed_buffers_make_the_shards_that_the_step_itself_makes(
@@ -124,6 +126,7 @@ def carry(step: BoxingStep, rank: int, buffers: dict[int, PackedBuffers]) -> Non
         chunk.copy_(sent[place])
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(collective_cases(), st.booleans(), st.booleans())
 def test_what_is_not_packed_makes_the_same_shards_as_what_is(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,7 @@ def run(found: Route, shards: dict[int, torch.Tensor]) -> dict[int, torch.Tensor
     return shards
 
 
+@pytest.mark.slow
 @thorough
 @given(cases())
 def test_a_route_brings_every_rank_its_part_of_the_tensor(case: BoxingCase) -> None:
@@ -102,6 +104,7 @@ def test_a_route_brings_every_rank_its_part_of_the_tensor(case: BoxingCase) -> N
     assert all(torch.equal(before[rank], kept[rank]) for rank in before), "inputs were changed"
 
 
+@pytest.mark.slow
 @quick
 @given(cases())
 def test_a_route_of_few_bytes_between_placements_is_as_right(case: BoxingCase) -> None:
@@ -113,6 +116,7 @@ def test_a_route_of_few_bytes_between_placements_is_as_right(case: BoxingCase) -
     assert torch.equal(assemble(after, *case.target, case.shape), logical_tensor(case))
 
 
+@pytest.mark.slow
 @thorough
 @given(cases())
 def test_a_route_is_a_chain_from_source_to_target(case: BoxingCase) -> None:
@@ -132,6 +136,7 @@ def test_a_route_is_a_chain_from_source_to_target(case: BoxingCase) -> None:
             assert set(changed) <= set(step.axes)
 
 
+@pytest.mark.slow
 @thorough
 @given(cases())
 def test_the_bytes_that_ranks_send_add_up_to_those_of_each_step(case: BoxingCase) -> None:
@@ -146,6 +151,7 @@ def test_the_bytes_that_ranks_send_add_up_to_those_of_each_step(case: BoxingCase
             assert transfer_messages(step).sum() == step.size_bytes
 
 
+@pytest.mark.slow
 @quick
 @given(cases(largest=2), st.integers(1, 3))
 def test_the_steps_of_even_and_uneven_tensors_move_the_exact_count(
@@ -163,6 +169,7 @@ def test_the_steps_of_even_and_uneven_tensors_move_the_exact_count(
                 assert uniform_bytes(step) in (None, step.size_bytes)
 
 
+@pytest.mark.slow
 @quick
 @given(cases(reductions=("sum",)), st.data())
 def test_no_detour_over_slices_moves_fewer_bytes(case: BoxingCase, data: st.DataObject) -> None:
@@ -175,6 +182,7 @@ def test_no_detour_over_slices_moves_fewer_bytes(case: BoxingCase, data: st.Data
     assert case.route.bytes <= first.bytes + second.bytes
 
 
+@pytest.mark.slow
 @quick
 @given(cases())
 def test_local_steps_are_the_same_alone_and_together(case: BoxingCase) -> None:
@@ -188,6 +196,7 @@ def test_local_steps_are_the_same_alone_and_together(case: BoxingCase) -> None:
         shards = after
 
 
+@pytest.mark.slow
 @quick
 @given(cases())
 def test_taking_apart_and_putting_together_gives_the_tensor(case: BoxingCase) -> None:
@@ -198,6 +207,7 @@ def test_taking_apart_and_putting_together_gives_the_tensor(case: BoxingCase) ->
         assert torch.equal(assemble(parts, placement, sbp, case.shape, check=True), logical)
 
 
+@pytest.mark.slow
 @quick
 @given(cases())
 def test_steps_take_time_exactly_when_ranks_take_part(case: BoxingCase) -> None:
@@ -218,6 +228,7 @@ def test_steps_take_time_exactly_when_ranks_take_part(case: BoxingCase) -> None:
             assert time_s == 0
 
 
+@pytest.mark.slow
 @quick
 @given(cases())
 def test_routes_survive_pickling_and_print_a_line_a_step(case: BoxingCase) -> None:

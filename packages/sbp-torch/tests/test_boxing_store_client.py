@@ -78,6 +78,7 @@ def test_of_two_failures_at_the_same_time_one_stays(
     assert {control_store.failure() for control_store in control_stores} == {"rank 0 failed"}
 
 
+@pytest.mark.slow
 def test_all_have_deregistered_once_each_has(control_stores: list[KeyValueControlStore]) -> None:
     for control_store in control_stores[:2]:
         control_store.deregister()

@@ -59,6 +59,7 @@ def timer(**changed: object) -> CallTimer:
     return CallTimer(**(given | changed))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("name", ["gpt", "buffers"])
 def test_every_call_of_a_plan_is_in_the_list(name: str, shape: tuple[int, ...]) -> None:
@@ -95,6 +96,7 @@ def test_a_list_is_a_file(tmp_path: Path) -> None:
         RankCalls.load(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_what_is_timed_computes_what_the_operator_does() -> None:
     call = call_of("aten.mm.default", listed(captured("mlp")))
     a, b = (torch.randn(entry.shape) for entry in call.inputs)
@@ -115,6 +117,7 @@ def test_updates_write_the_new_states_over_the_old_ones_as_in_plans() -> None:
     assert call.instructions[0].op == "sbp.fused_sgd_.default"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["gpt", "buffers"])
 def test_all_calls_of_a_step_are_timed(name: str) -> None:
     calls = listed(captured(name))
@@ -162,6 +165,7 @@ def product(side: int) -> LogicalGraph:
     return prepare_step(capture(model, lambda of, given: of(given["x"]).mean(), batch, optimizer))
 
 
+@pytest.mark.slow
 def test_indices_point_into_the_table_that_they_are_for() -> None:
     """Into all of its rows, as far as rows on a rank go: a few rows would lie in the cache."""
     graph = capture_tiny(num_rows=50).graph
@@ -239,6 +243,7 @@ def test_an_error_of_a_kernel_is_told() -> None:
     assert "mat1 and mat2" in why
 
 
+@pytest.mark.slow
 def test_what_needs_too_much_memory_is_left_out() -> None:
     calls = listed(captured("gpt")).calls
     limit = sorted(one.num_bytes for one in calls)[len(calls) // 2]

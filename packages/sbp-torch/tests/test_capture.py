@@ -35,6 +35,7 @@ def _captured(name: str) -> tuple[LogicalGraph, Mapping[str, torch.Tensor]]:
     return verify_graph(graph), initial_states(model, optimizer)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_captured_graph_computes_what_eager_computes_bit_for_bit(name: str) -> None:
     program = PROGRAMS[name]
@@ -49,6 +50,7 @@ def test_the_captured_graph_computes_what_eager_computes_bit_for_bit(name: str) 
         assert same_states(states, eager_states(model, optimizer))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_capture_from_the_middle_of_training_goes_on_bit_for_bit(name: str) -> None:
     program = PROGRAMS[name]
@@ -78,6 +80,7 @@ def test_capture_changes_nothing_on_model_and_optimizer() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.slow
 def test_capture_twice_gives_the_same_graph(gpt: Program, gpt_graph: LogicalGraph) -> None:
     model, optimizer = gpt.build(torch.float64)
 

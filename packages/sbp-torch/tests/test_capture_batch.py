@@ -58,6 +58,7 @@ def _same(left: object, right: object) -> bool:
     return left == right
 
 
+@pytest.mark.slow
 @given(_NESTED)
 def test_a_batch_of_any_form_comes_back_from_its_tensors(batch: object) -> None:
     doubled = {name: tensor * 2 for name, tensor in flatten_batch(batch).items()}

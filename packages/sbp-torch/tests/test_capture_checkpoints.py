@@ -49,6 +49,7 @@ def captured(act: Callable[[Any, Tensor], Tensor]) -> None:
     capture(Model(act), lambda model, x: model(x).square().sum(), torch.randn(4, 4))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("change", [assigns, writes, normalises])
 def test_a_checkpoint_that_changes_a_buffer_is_refused_as_pytorch_would_change_it_twice(

@@ -66,6 +66,7 @@ def test_a_step_for_cpus_stays_as_it_is_captured() -> None:
     assert all(kind.endswith(("_for_cpu", "_for_cpu_backward")) for kind in _kinds(graph))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("time", [16, 17])
 @pytest.mark.parametrize("mask", [(), (1, 1), (2, 4)], ids=["of all", "broadcast", "of each"])
 def test_masks_are_expanded_and_their_rows_aligned(mask: tuple[int, ...], time: int) -> None:
@@ -150,6 +151,7 @@ class Layers(nn.Module):
         return self.wide(x)
 
 
+@pytest.mark.slow
 def test_equal_calls_are_made_once_and_say_what_each_of_them_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

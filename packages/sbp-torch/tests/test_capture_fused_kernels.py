@@ -92,6 +92,7 @@ def _assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         ), key
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(
     ("dtype", "scale"), [*((dtype, 1.0) for dtype in DTYPES), (torch.float16, 1e-3)], ids=str
 )
@@ -108,6 +109,7 @@ def test_plain_code_is_what_counts_unless_the_optimizer_says_fused(
     _assert_alike(found, _eager(name, dtype, scale, fused=said))
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kernel_that_the_optimizer_asks_for_is_taken_unless_it_is_wrong(

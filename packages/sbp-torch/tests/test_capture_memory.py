@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +46,7 @@ _PROGRAM = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_masks_of_batch_by_time_by_time_are_captured_in_little_memory() -> None:
     printed = subprocess.run(
         [sys.executable, "-c", _PROGRAM], check=True, capture_output=True, text=True

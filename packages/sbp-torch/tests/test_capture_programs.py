@@ -200,6 +200,7 @@ def _captured(case: _Case) -> tuple[LogicalGraph, nn.Module, torch.optim.Optimiz
     return verify_graph(capture(model, case.loss, case.batch(), optimizer)), model, optimizer
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("name", CASES)
 def test_a_captured_program_trains_as_eager_does(name: str) -> None:
     case = CASES[name]
@@ -234,6 +235,7 @@ def test_checkpointed_ops_are_marked_and_not_traced_twice(name: str) -> None:
     assert not any(node.kind == "tanh" for node in graph.nodes if node.phase is Phase.BACKWARD)
 
 
+@pytest.mark.slow
 def test_every_backward_node_belongs_to_a_forward_node() -> None:
     for name, case in CASES.items():
         graph, _, _ = _captured(case)

@@ -125,6 +125,7 @@ def test_a_missing_step_is_named() -> None:
         run_graph(graph, initial_states(model), [batch], {"seed": 0})
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", ["dropout", "attention", "rand", "multinomial"])
 @pytest.mark.parametrize("axes", [("data",), ("pipe",)])
 def test_any_mesh_draws_the_numbers_of_one_device(name: str, axes: tuple[str, ...]) -> None:

@@ -113,6 +113,7 @@ def _halved(model: Any, y: Tensor) -> Tensor:
     return y * model.plain
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("act", [_moved, _swapped, _halved])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_an_assigned_buffer_is_the_new_state(
@@ -235,6 +236,7 @@ _CHANGES = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", _CHANGES)
 def test_a_change_that_no_state_carries_on_is_refused_and_undone(name: str) -> None:
     act, what, todo = _CHANGES[name]
@@ -420,6 +422,7 @@ def test_dropout_in_a_checkpoint_draws_one_mask_in_eager_and_graph(*, use_reentr
     _check_as_eager(_Model(act))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_run_as_they_are_captured(kind: type[nn.Module]) -> None:
     model = _Model(lambda m, y: m.recurrent(y)[0])

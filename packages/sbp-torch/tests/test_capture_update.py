@@ -33,6 +33,7 @@ from sbp_torch.capture import (
 from sbp_torch.testing.programs import assert_equal
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", TRACED)
 def test_ten_steps_from_the_first_on_equal_eager_bit_for_bit(name: str) -> None:
     model, optimizer = eager(TRACED[name], 10)
@@ -48,6 +49,7 @@ def test_ten_steps_from_the_first_on_equal_eager_bit_for_bit(name: str) -> None:
                     assert_equal(f"{owner}.{key}", states[f"{owner}.{key}"], value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESTATED)
 def test_ten_steps_in_other_words_equal_eager(name: str) -> None:
     model, _ = eager(RESTATED[name], 10)
@@ -57,6 +59,7 @@ def test_ten_steps_in_other_words_equal_eager(name: str) -> None:
     compare(states, model, 1e-12 if name != "asgd" else 1e-6)  # it keeps its rate in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["fused adamw", "lamb", "lars", "adafactor", "muon"])
 def test_sharded_states_come_to_the_same_numbers(name: str, strategy: str) -> None:
@@ -103,6 +106,7 @@ def test_capture_never_lists_the_files_of_pytorch(monkeypatch: pytest.MonkeyPatc
     assert symbolic_shapes.uninteresting_files is refuse
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_users_own_is_captured_with_its_python_counter() -> None:
     model, optimizer = eager(of(Counting), 5)
 
@@ -159,6 +163,7 @@ class Heavy(optim.SGD):
         super().step()
 
 
+@pytest.mark.slow
 def test_a_subclass_of_sgd_keeps_its_own_states_beside_the_velocity() -> None:
     maker = of(Heavy, lr=0.1, momentum=0.9)
     model, _ = eager(maker, 5)

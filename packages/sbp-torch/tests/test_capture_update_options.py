@@ -50,11 +50,13 @@ EVERYTHING = UpdateOptions(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_clipping_averages_and_scaling_can_be_sharded(strategy: str) -> None:
     compare_sharded(TRACED["fused adamw"], strategy, 2, EVERYTHING)
 
 
+@pytest.mark.slow
 def test_the_norm_is_that_of_all_stages_and_micro_batches() -> None:
     options = UpdateOptions(clip_norm=0.05, ema_decay=0.9, loss_scaling=LossScaling())
     model, optimizer = made(TRACED["fused adamw"])
@@ -92,6 +94,7 @@ def test_the_norm_is_that_of_all_stages_and_micro_batches() -> None:
         assert_near(name, made_states[name], value, 1e-11)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
 def test_clipping_by_norm_is_that_of_torch(order: float) -> None:
     norms: list[Tensor] = []
@@ -128,6 +131,7 @@ def test_the_norm_can_be_reported_without_clipping() -> None:
     assert set(found[0]) == {"loss", "grad_norm"}
 
 
+@pytest.mark.slow
 def test_averages_are_those_of_an_averaged_model() -> None:
     model, optimizer = made(TRACED["adamw"])
     ema = optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -149,6 +153,7 @@ def test_averages_are_those_of_an_averaged_model() -> None:
         assert_near(f"{name}.ema", states[f"{name}.ema"], value.detach(), 1e-15)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["momentum", "adamw", "fused adamw", "nadam", "adagrad", "lamb"])
 def test_a_step_that_overflows_changes_nothing_but_the_scale(name: str) -> None:
     options = UpdateOptions(
@@ -182,6 +187,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(name: str) -> None:
     compare(states, model, 1e-12)
 
 
+@pytest.mark.slow
 def test_the_count_of_averages_is_a_clock_of_its_own() -> None:
     model, optimizer = made(TRACED["adamw"])
 
@@ -195,6 +201,7 @@ def test_the_count_of_averages_is_a_clock_of_its_own() -> None:
     assert "gain.step" in tied["step_counter"]
 
 
+@pytest.mark.slow
 def test_settings_of_groups_can_be_scheduled() -> None:
     options = UpdateOptions(scheduled=("weight_decay", "beta2"))
     model, optimizer = made(of(optim.AdamW, lr=0.01, weight_decay=0.0))

@@ -96,6 +96,7 @@ def by_size(group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) 
     p.sub_(group["lr"] * g * state["share"].mul_(0.9))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rule", [sqrt_adam, counted, factored, by_size])
 def test_rules_as_other_packages_write_them_equal_eager(rule: Rule) -> None:
     assert_as_eager(ruled(rule, betas=(0.9, 0.99)))
@@ -154,6 +155,7 @@ def test_what_no_graph_would_do_is_refused(rule: Rule, match: str) -> None:
     assert_refused(ruled(rule), match)
 
 
+@pytest.mark.slow
 def test_states_that_begin_otherwise_are_captured_once_a_step_was_taken() -> None:
     def stepped(model: nn.Module) -> optim.Optimizer:
         optimizer = ruled(late)(model)
@@ -179,6 +181,7 @@ class Attributed(Ruled):
                 p.sub_(p.grad.abs().pow(self.power) * p.grad.sign() * self.factor * group["lr"])
 
 
+@pytest.mark.slow
 def test_attributes_of_an_optimizer_are_constants() -> None:
     assert_as_eager(of(Attributed))
 
@@ -236,6 +239,7 @@ class Whole(Ruled):
                 p.sub_(p.grad * group["lr"] / (total + 1 + index))
 
 
+@pytest.mark.slow
 def test_an_optimizer_sees_all_of_its_groups() -> None:
     def grouped(model: nn.Module) -> optim.Optimizer:
         first, *others = model.parameters()
@@ -266,6 +270,7 @@ class Decorated(Ruled):
                 p.sub_(p.grad * group["lr"])
 
 
+@pytest.mark.slow
 def test_decorators_of_the_users_own_run() -> None:
     assert_as_eager(of(Decorated))
 
@@ -317,6 +322,7 @@ class Signs(optim.SGD):
         super().step()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "maker",
     [
@@ -347,6 +353,7 @@ class Spare(nn.Module):
         return found
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_dampening_begins_with_the_first_step_of_each_parameter(frozen: bool) -> None:
     def begun() -> tuple[nn.Module, optim.Optimizer]:
@@ -383,6 +390,7 @@ def last_gradient(group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, 
     state["before"].copy_(g)
 
 
+@pytest.mark.slow
 def test_an_optimizer_keeps_the_mean_gradient_of_the_micro_batches() -> None:
     model, optimizer = made(ruled(last_gradient))
     graph = prepare_step(capture(model, net_loss, net_batch(0), optimizer), 2)
@@ -420,6 +428,7 @@ def noisy(group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) ->
     p.sub_(group["lr"] * (g + torch.randn_like(g)))
 
 
+@pytest.mark.slow
 def test_what_several_micro_batches_cannot_do_is_refused() -> None:
     model = Shrinking().double()
     changing = capture(model, net_loss, net_batch(0), optim.SGD(model.parameters()))

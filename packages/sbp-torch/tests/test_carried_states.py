@@ -100,6 +100,7 @@ def _compare(
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", _MODELS)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 @pytest.mark.parametrize(

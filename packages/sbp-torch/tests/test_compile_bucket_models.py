@@ -93,6 +93,7 @@ def _train(
     return losses, session.state_dict()
 
 
+@pytest.mark.slow
 def test_the_gradients_of_weights_and_biases_travel_together() -> None:
     graph = _graph()
 
@@ -112,6 +113,7 @@ def test_the_gradients_of_weights_and_biases_travel_together() -> None:
     assert sorted(step.shape for step in sent) == [(2,), (every,)]
 
 
+@pytest.mark.slow
 def test_the_parameters_of_a_block_are_gathered_in_one_call_a_phase() -> None:
     graph = _graph()
     strategy = _strategy(graph)
@@ -126,6 +128,7 @@ def test_the_parameters_of_a_block_are_gathered_in_one_call_a_phase() -> None:
     assert [block for block in backward if block != "norm"] == ["blocks.1", "blocks.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("regather", [("*",), ()], ids=["regathered", "kept"])
 @pytest.mark.parametrize("boxing_thread", [False, True], ids=["one thread", "own thread"])
@@ -152,6 +155,7 @@ def test_gathering_together_changes_no_bit_and_no_byte_on_the_wire(
     assert same_states(states, others)
 
 
+@pytest.mark.slow
 def test_on_a_grid_each_row_gathers_what_its_other_axis_splits() -> None:
     graph = _graph()
     mesh = Placement.grid((2, 2), ("data", "replica"))
@@ -165,6 +169,7 @@ def test_on_a_grid_each_row_gathers_what_its_other_axis_splits() -> None:
     assert same_states(_train(graph, together)[1], _train(graph, alone)[1])
 
 
+@pytest.mark.slow
 def test_fewer_gathers_make_larger_segments() -> None:
     graph = _graph()
     strategy = _strategy(graph)
@@ -178,6 +183,7 @@ def test_fewer_gathers_make_larger_segments() -> None:
     assert num_segments(0) == 16 + 1
 
 
+@pytest.mark.slow
 def test_no_more_than_a_block_is_gathered_ahead_of_its_use() -> None:
     graph = _graph()
     strategy = _strategy(graph)
@@ -190,6 +196,7 @@ def test_no_more_than_a_block_is_gathered_ahead_of_its_use() -> None:
     assert waits[second.name].startswith("forward.")
 
 
+@pytest.mark.slow
 def test_what_comes_next_is_packed_and_gathered_before_a_block_is_computed() -> None:
     graph = _graph()
     options = CompileOptions(bucket_bytes=_LARGE, overlap=True, prefetch=1)
@@ -212,6 +219,7 @@ def test_what_comes_next_is_packed_and_gathered_before_a_block_is_computed() -> 
         assert order.index(pack) < order.index(takes(pack)) < order.index(computes)
 
 
+@pytest.mark.slow
 def test_no_gather_of_the_backward_phase_begins_in_the_forward_phase() -> None:
     graph = _graph()
     options = CompileOptions(bucket_bytes=_LARGE, overlap=True, prefetch=1)
@@ -227,6 +235,7 @@ def test_no_gather_of_the_backward_phase_begins_in_the_forward_phase() -> None:
     assert gathers and all(order.index(name) > last for name in gathers)
 
 
+@pytest.mark.slow
 def test_shards_that_are_cast_before_they_are_gathered_travel_together_too() -> None:
     wide = replace(_GPT, model=lambda: Gpt(width=64))
     graph = _graph(PassOptions(mixed_precision=MixedPrecision(dtype="bfloat16")), program=wide)
@@ -276,6 +285,7 @@ def test_a_cast_that_was_gathered_alone_before_stays_where_it_is() -> None:
     _check_order(graph, items)
 
 
+@pytest.mark.slow
 def test_what_is_taken_out_of_a_gathered_buffer_counts_as_gathered() -> None:
     graph = _graph()
     plan = compile_plan(graph, _strategy(graph), CompileOptions(bucket_bytes=_LARGE))
@@ -292,6 +302,7 @@ def test_what_is_taken_out_of_a_gathered_buffer_counts_as_gathered() -> None:
     assert taken and all(kinds[key] is MemoryKind.GATHERED for key in taken)
 
 
+@pytest.mark.slow
 def test_a_rank_never_holds_the_gathered_parameters_of_two_blocks() -> None:
     graph = _graph()
     model, _ = _GPT.build()
@@ -337,6 +348,7 @@ def test_reductions_of_arguments_of_one_node_share_a_buffer() -> None:
     assert torch.allclose(session.state_dict()["v"], wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_pack_for_a_segment_stays_in_it() -> None:
     graph = _graph()
     items = bucket(graph, lower(graph, _strategy(graph)), _LARGE).items

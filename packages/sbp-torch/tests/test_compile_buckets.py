@@ -76,6 +76,7 @@ def _run(graph: LogicalGraph, plan: PhysicalPlan) -> tuple[list[torch.Tensor], R
     return [session.step({"x": batch}, {}).loss for batch in batches], session
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize(
     ("mesh", "pins"),

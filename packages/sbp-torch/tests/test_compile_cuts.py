@@ -96,6 +96,7 @@ def test_updates_come_as_their_gradients_arrive() -> None:
     assert first == ["layers.2", "layers.1", "layers.0"]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("bucket_bytes", [0, 300, None])
 @pytest.mark.parametrize("pins", [_DATA, _ZERO_3], ids=["data", "ZeRO-3"])
@@ -140,6 +141,7 @@ def test_one_thread_scatters_a_gradient_before_the_next_is_made() -> None:
     ]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("pins", [_ZERO_1, _ZERO_2], ids=["ZeRO-1", "ZeRO-2"])
 def test_cuts_of_one_thread_change_no_bit(pins: dict[str, object], num_micro_batches: int) -> None:
@@ -181,6 +183,7 @@ def _gathers_before(plan: PhysicalPlan, segment: str) -> int:
     return sum(name not in tokens or tokens[name] in done for name in gathers)
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_as_far_ahead_as_configured() -> None:
     graph = mlp((4, 8, 8, 8, 8, 4))
     strategy = _strategy(graph, _ZERO_3)
@@ -200,6 +203,7 @@ def test_negative_options_are_refused(options: dict[str, float]) -> None:
         CompileOptions(**options)
 
 
+@pytest.mark.slow
 def test_a_strategy_says_which_parameters_are_gathered_again() -> None:
     graph = mlp((4, 8, 8, 4), batch=64)
     strategy = _strategy(graph, _ZERO_3)

@@ -56,6 +56,7 @@ def test_new_states_take_the_memory_of_the_old_ones() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_no_second_copy_is_predicted() -> None:
     usual, taken = (data_parallel_plan(options) for options in (_BESIDE, _IN_PLACE))
 
@@ -79,6 +80,7 @@ def test_the_plan_says_so_in_its_file() -> None:
     assert not _taken(data_parallel_plan(_BESIDE))
 
 
+@pytest.mark.slow
 def test_what_boxing_looks_at_before_the_commit_is_overwritten() -> None:
     plan = compile_case("sharded states")  # parameters are gathered for forward and backward
 

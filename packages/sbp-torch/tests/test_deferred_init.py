@@ -324,6 +324,7 @@ _STEPS: tuple[Callable[[Tensor, Tensor], object], ...] = (
 )
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(0, 2 + len(_STEPS)), st.integers(0, 3), st.integers(0, 3)),

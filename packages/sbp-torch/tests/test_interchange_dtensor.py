@@ -150,6 +150,7 @@ def _rank(rank: int, meet: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_three_ranks_hold_the_parts_that_torch_would_give_them(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     meet = f"file://{tmp_path}/meet"

@@ -82,6 +82,7 @@ def _measured(plan: PhysicalPlan, gpt: Program, way: str) -> dict[int, tuple[int
         return {part.rank: (meter.peak(part.rank), meter.alive(part.rank)) for part in plan.ranks}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("way", _WAYS)
 def test_the_peak_of_a_gpt_is_as_predicted(gpt: Program, gpt_graph: LogicalGraph, way: str) -> None:
     plan = _gpt_plan(gpt_graph, way)
@@ -241,6 +242,7 @@ def test_the_compiled_plan_needs_no_more_than_its_planner_predicted(
     assert found.peak <= strategy.report["predicted_memory_bytes_per_rank"]
 
 
+@pytest.mark.slow
 def test_states_of_zero_are_divided_among_the_ranks(gpt_graph: LogicalGraph) -> None:
     whole = predict_memory(_gpt_plan(gpt_graph, "one")).ranks[0]
     parts = predict_memory(_gpt_plan(gpt_graph, "zero")).ranks
@@ -249,6 +251,7 @@ def test_states_of_zero_are_divided_among_the_ranks(gpt_graph: LogicalGraph) -> 
     assert all(rank.resting < 0.6 * whole.resting for rank in parts.values())
 
 
+@pytest.mark.slow
 def test_kinds_and_modules_add_up_to_the_peak(gpt_graph: LogicalGraph) -> None:
     for memory in predict_memory(_gpt_plan(gpt_graph, "data")).ranks.values():
         assert sum(memory.kinds.values()) == memory.peak == sum(memory.modules.values())
@@ -256,6 +259,7 @@ def test_kinds_and_modules_add_up_to_the_peak(gpt_graph: LogicalGraph) -> None:
         assert memory.kinds[MemoryKind.STATES] > 0
 
 
+@pytest.mark.slow
 def test_gradients_and_gathered_parameters_are_told_from_activations() -> None:
     plan = compile_case("sharded states")
     kinds = {b.kind for b in lifetimes(plan, Layouts())[0].buffers}
@@ -304,6 +308,7 @@ def test_a_segment_that_makes_nothing_still_lets_the_next_gather_begin() -> None
     assert alive["unused"].start == alive["unused"].end == nodes.index("unused")
 
 
+@pytest.mark.slow
 def test_the_table_names_every_rank_its_peak_and_the_largest_modules() -> None:
     found = predict_memory(compile_case("tensor parallel"))
 
@@ -328,6 +333,7 @@ def test_a_state_belongs_to_the_module_of_its_parameter() -> None:
     assert module_of_slot("h.0.weight.exp_avg", "optimizer_state") == "h.0"
 
 
+@pytest.mark.slow
 def test_the_meter_counts_views_once_and_forgets_what_is_gone() -> None:
     plan = compile_case("one rank")
     meter = MemoryMeter(plan)
@@ -378,6 +384,7 @@ def test_values_die_after_their_last_use_unless_they_leave() -> None:
     assert dying_keys(actor) == ((), ("x", "a"), ("unused",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero", "accumulation"])
 def test_the_profile_of_a_rank_has_the_peak_at_its_place_with_its_kinds(
     gpt_graph: LogicalGraph, way: str

@@ -13,6 +13,7 @@ from sbp_core.memory.communication_buffers import buffer_bytes, early_receive_by
 from sbp_torch.testing.cases import CASES, compile_case
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", CASES)
 def test_buffers_and_shards_are_what_a_collective_holds(name: str) -> None:
     plan = compile_case(name)

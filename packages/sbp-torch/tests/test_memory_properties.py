@@ -70,6 +70,7 @@ def _holds_what_was_predicted(data: st.DataObject, num_stages: int, num_micro_ba
         assert meter.alive(rank) == memory.resting
 
 
+@pytest.mark.slow
 @_QUICK
 @given(st.data(), st.integers(1, 2), st.integers(1, 3))
 def test_any_plan_holds_no_more_than_was_predicted(
@@ -94,6 +95,7 @@ def _never_alike(taken: Mapping[str, object]) -> tuple[tuple[object, ...], list[
     return (object(),), storages
 
 
+@pytest.mark.slow
 @_QUICK
 @given(st.data(), st.integers(1, 3), st.integers(1, 4))
 def test_firings_that_are_repeated_and_messages_that_wait_are_those_of_a_whole_replay(
@@ -119,6 +121,7 @@ def _is_that_of_each_rank(plan: PhysicalPlan) -> None:
     assert found == of_each_rank(replayed(plan, layouts, fold(plan, alone), alone))
 
 
+@pytest.mark.slow
 @_QUICK
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_the_memory_of_ranks_that_are_alike_is_that_of_each_of_them(

@@ -133,6 +133,7 @@ def _offloads_without_a_difference(data: st.DataObject) -> None:
     _runs_alike(optimizer, usual, offloads)
 
 
+@pytest.mark.slow
 @_QUICK
 @given(st.data())
 def test_offloaded_states_change_no_bit_of_losses_and_states(data: st.DataObject) -> None:
@@ -157,6 +158,7 @@ class _Optimistic(torch.optim.Optimizer):
                 state["prev"].copy_(grad * 0.5)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_state_is_stored_behind_its_fetch_also_if_its_new_value_does_not_need_it(
@@ -184,6 +186,7 @@ def test_very_many_plans_that_offload_change_no_bit(data: st.DataObject) -> None
     _offloads_without_a_difference(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "num_ranks"), [("adam", 1), ("fused amsgrad", 2), ("lamb", 2), ("momentum", 1)]
 )
@@ -285,6 +288,7 @@ def test_a_plan_that_offloads_is_read_as_it_was_written() -> None:
     assert PLAN.load(PLAN.dump(plan)) == plan
 
 
+@pytest.mark.slow
 def test_fewer_groups_in_flight_need_less_memory_of_the_device() -> None:
     graph = _graph("adam")
     strategy = _offloading(_strategy("adam", "ZeRO-1", 1), _states_of_optimizer(graph))
@@ -298,6 +302,7 @@ def test_fewer_groups_in_flight_need_less_memory_of_the_device() -> None:
     assert one.host_peak == two.host_peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins_offloaded", [False, True])
 def test_states_go_on_wherever_they_lie(begins_offloaded: bool) -> None:
     graph, strategy = _graph("fused adamw"), _strategy("fused adamw", "ZeRO-1", 2)
@@ -314,6 +319,7 @@ def test_states_go_on_wherever_they_lie(begins_offloaded: bool) -> None:
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+@pytest.mark.slow
 def test_a_snapshot_keeps_offloaded_states_that_later_steps_overwrite() -> None:
     graph, strategy = _graph("adam"), _strategy("adam", "ZeRO-1", 2)
     plan = compile_plan(graph, _offloading(strategy, _states_of_optimizer(graph)))

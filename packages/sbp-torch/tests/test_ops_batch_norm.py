@@ -36,6 +36,7 @@ def test_rows_are_sums_of_elements_and_of_squares(
     )
 
 
+@pytest.mark.slow
 @given(
     cut=st.integers(0, 32), offset=st.sampled_from([0.0, 1.0, 100.0, 1000.0]), last=st.booleans()
 )

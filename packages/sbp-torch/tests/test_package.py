@@ -32,6 +32,7 @@ sys.exit('torch' in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_planning_and_checking_import_no_torch_and_modules_can_be_called() -> None:
     assert subprocess.run([sys.executable, "-c", _SCRIPT], check=False).returncode == 0
 

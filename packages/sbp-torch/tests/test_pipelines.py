@@ -118,6 +118,7 @@ def plan_of(name, mesh, *, overlap=False, pins=None):
     return plan
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("pipedream", "2bw", "auto")])
 def test_a_pipeline_computes_what_one_device_does(name):
     plan = plan_of(name, Placement.grid((4,), ("pipe",)))
@@ -132,6 +133,7 @@ def test_a_pipeline_computes_what_one_device_does(name):
         torch.testing.assert_close(states[name], whole[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zbv", "zero_bubble", "interleaved"])
 @pytest.mark.parametrize("pins", [{}, {"batch": "S(0)", "parameters": "S(0)"}])
 def test_stages_may_be_data_parallel_or_sharded_and_overlap_their_boxing(name, pins):
@@ -143,6 +145,7 @@ def test_stages_may_be_data_parallel_or_sharded_and_overlap_their_boxing(name, p
     torch.testing.assert_close(losses, on_one_device()[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_both_stages_have_weight_gradients_of_their_own():
     plan = plan_of("zero_bubble", Placement.grid((2,), ("pipe",)))
 

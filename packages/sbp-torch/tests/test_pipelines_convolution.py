@@ -83,6 +83,7 @@ def masks_of(plan, phase: Phase) -> list[tuple[bool, ...]]:
     ]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", ["with bias", "without bias", "transposed"])
 def test_parts_of_a_convolution_compute_the_very_bits_of_the_whole(kind):
     states, scalars = captured(kind)[1], {"lr": 1e-2, "seed": 0, "step": 0}

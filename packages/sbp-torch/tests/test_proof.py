@@ -127,6 +127,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_pass_that_changes_a_result_is_refused_with_the_name_of_the_result(name, micro_batches):
@@ -174,6 +175,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_our_own_passes_are_proved(options, optimizer):
@@ -185,6 +187,7 @@ def test_our_own_passes_are_proved(options, optimizer):
     assert found.operators - found.alike < found.operators // 2
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("micro_batches", [2, 4])
 @pytest.mark.parametrize("options", ["default", "split classes", "mixed precision", "slices"])
 def test_micro_batches_are_proved_to_compute_the_whole_batch(options, micro_batches):
@@ -201,6 +204,7 @@ def test_micro_batches_are_proved_to_compute_the_whole_batch(options, micro_batc
     assert found.draws == ("some", "none", "first", "all"), found.lines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [LossMeaning.MEAN_OF_MICRO_BATCHES, LossMeaning.EACH_MICRO_BATCH])
 def test_micro_batches_with_losses_of_their_own_are_proved_part_by_part(loss):
     graph, _ = captured(rows=2)
@@ -259,6 +263,7 @@ def test_a_form_is_proved_once(tmp_path):
     assert not third.is_known
 
 
+@pytest.mark.slow
 def test_a_refused_form_is_not_kept(tmp_path):
     graph, states = captured()
     after = prepare_step(graph, extra=[scaled_gradient])
@@ -315,3 +320,30 @@ def test_what_cancels_in_one_and_not_quite_in_the_other_is_equal() -> None:
 
     assert off_by(nothing, rounding) == off_by(nothing, nothing) == 0.0
     assert off_by(nothing, torch.tensor([0.0, 1e-12]).double()) == float("inf")
+
+
+def with_a_rest(model: nn.Module, batch: Any) -> Any:
+    """Return a loss, and a metric that is zero but for rounding: a mean less itself."""
+    logits = model(batch["x"]).flatten(0, 1)
+    rest = logits.mean() - logits.mean(0).mean()
+    return F.cross_entropy(logits, batch["y"].flatten()), {"rest": rest}
+
+
+def captured_with_a_rest() -> LogicalGraph:
+    torch.manual_seed(0)
+    model = Model()
+    return capture(model, with_a_rest, batch_of(), torch.optim.SGD(model.parameters()))
+
+
+def test_of_an_output_that_is_a_rounding_error_nothing_is_said_and_the_rest_is_proved():
+    found = proof_of(captured_with_a_rest(), num_micro_batches=2, loss=WHOLE)
+
+    assert "'rest' is a rounding error" in found.but
+    assert found.draws == ("some", "none", "first", "all")
+
+
+def test_a_wrong_gradient_beside_a_rounding_error_is_refused():
+    graph = captured_with_a_rest()
+
+    with pytest.raises(GraphError, match=r"state 'embed\.weight'"):
+        proof_of(graph, num_micro_batches=2, loss=WHOLE, extra=[scaled_gradient])

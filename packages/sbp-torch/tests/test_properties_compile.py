@@ -55,12 +55,14 @@ _QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 _LONG = settings(max_examples=1500, deadline=None, derandomize=True)
 
 
+@pytest.mark.slow
 @_QUICK
 @given(st.data())
 def test_any_strategy_of_one_stage_computes_what_one_device_computes(data: st.DataObject) -> None:
     _any_plan_is_right(data, num_stages=1, num_micro_batches=1)
 
 
+@pytest.mark.slow
 @_QUICK
 @given(st.data(), st.integers(1, 3))
 def test_any_pipeline_of_two_stages_computes_what_one_device_computes(

@@ -161,6 +161,7 @@ def _stays(name: str, graph: LogicalGraph, seed: int) -> None:
     _types_hold(made, seed)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", _EXACT)
 @_QUICK
 @given(data=st.data())

@@ -80,6 +80,7 @@ def _is_said_of_every_rank(data: st.DataObject, num_stages: int, num_micro_batch
     assert said == said_alone
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data(), st.integers(1, 2), st.integers(1, 3))
 def test_what_is_said_of_a_class_is_said_of_every_rank(

@@ -149,6 +149,7 @@ _HOW = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("how", _HOW)
 def test_a_recomputed_step_is_the_step_itself_bit_for_bit(how: str) -> None:
     graph = _step("deep")
@@ -161,6 +162,7 @@ def test_a_recomputed_step_is_the_step_itself_bit_for_bit(how: str) -> None:
     assert same_states(states, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["noisy", "marked", "tied gpt"])
 def test_dropout_and_batch_norm_are_the_same_when_made_again(name: str) -> None:
     graph = _step(name)
@@ -181,6 +183,7 @@ def test_random_numbers_are_drawn_again_from_the_same_place() -> None:
     assert set(drawn[:2]) == set(drawn[2:])
 
 
+@pytest.mark.slow
 def test_what_the_user_marked_is_made_again_call_by_call() -> None:
     by_mark = recompute(_step("marked"), RecomputeOptions())
     by_name = recompute(_step("stateless"), _ALL)
@@ -307,6 +310,7 @@ def test_numbers_out_of_range_are_refused(wrong: Mapping[str, int]) -> None:
 # Budgets
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_costs_no_more_work_than_it_must() -> None:
     graph = _step("deep")
     whole = recompute_report(recompute(graph, _ALL))
@@ -336,6 +340,7 @@ def test_a_budget_that_nothing_fits_says_what_would() -> None:
     assert report.saved_after_bytes + report.largest_recomputed_bytes <= least
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_enough_where_sizes_have_no_common_unit() -> None:
     """Bytes are counted in units, rounded up: beside the least budget nothing seemed to fit."""
     widths = (1201, 1213, 1217, 1223, 1229, 1231)
@@ -352,6 +357,7 @@ def test_the_least_budget_is_enough_where_sizes_have_no_common_unit() -> None:
         recompute(graph, RecomputeOptions(memory_bytes=least - 1))
 
 
+@pytest.mark.slow
 def test_blocks_made_again_in_one_go_keep_less() -> None:
     graph = _step("deep")
     short, long = (
@@ -441,6 +447,7 @@ def _activation_bytes(memory: RankMemory) -> int:
     return memory.peak - memory.resting - memory.kinds.get(MemoryKind.BATCH, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _CASES)
 def test_plans_of_a_recomputed_step_need_less_memory_and_train_the_same(case: str) -> None:
     chosen, program = _CASES[case], _PROGRAMS["deep"]
@@ -476,6 +483,7 @@ def test_plans_of_a_recomputed_step_need_less_memory_and_train_the_same(case: st
             torch.testing.assert_close(value, new[name], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_waiting_changes_nothing_however_the_two_arguments_lie() -> None:
     def first(_op: str, args: list[Tensor], _kwargs: object) -> Tensor:
         return args[0]

@@ -83,6 +83,7 @@ def every_firing(plan: PhysicalPlan) -> dict[tuple[int, str], int]:
     }
 
 
+@pytest.mark.slow
 def test_where_ranks_have_several_threads_one_may_overwrite_before_another_knows_the_loss() -> None:
     plan = overwriting("boxing threads")
 
@@ -100,6 +101,7 @@ def test_a_loss_that_is_made_behind_the_first_update_comes_too_late() -> None:
     assert last_moments(late) == {(0, thread): len(order)}
 
 
+@pytest.mark.slow
 def test_where_nothing_is_overwritten_a_step_can_be_undone_to_its_end() -> None:
     plan = compile_case("accumulation", in_place_states=False)
 

@@ -119,6 +119,7 @@ def _compare(
                 torch.testing.assert_close(held, own, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _CASES)
 def test_every_strategy_computes_what_one_device_computes(
     name: str, gpt: Program, gpt_graph: LogicalGraph
@@ -133,6 +134,7 @@ def test_every_strategy_computes_what_one_device_computes(
     _compare(gpt, graph, plan, num_steps=3, size=4)
 
 
+@pytest.mark.slow
 def test_a_run_follows_plain_pytorch(gpt: Program, gpt_graph: LogicalGraph) -> None:
     model, optimizer = gpt.build(torch.float64)
     session = _start(
@@ -150,6 +152,7 @@ def test_a_run_follows_plain_pytorch(gpt: Program, gpt_graph: LogicalGraph) -> N
         torch.testing.assert_close(states[name], parameter.detach(), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("size", [5, 3, 1])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["mlp", "norm without bias"])
@@ -169,6 +172,7 @@ def test_batches_may_be_uneven_or_smaller_than_the_ranks(name: str, ranks: int, 
     _compare(program, graph, plan, num_steps=2, size=size)
 
 
+@pytest.mark.slow
 def test_an_uneven_batch_of_tokens_computes_what_one_device_computes(gpt: Program) -> None:
     model, optimizer = gpt.build(torch.float64)
     (batch,) = gpt.batches(1, 5)
@@ -189,6 +193,7 @@ def states(gpt: Program) -> dict[str, torch.Tensor]:
     return initial_states(*gpt.build(torch.float64))
 
 
+@pytest.mark.slow
 def test_states_come_back_as_they_were_given(
     plan: PhysicalPlan, states: dict[str, torch.Tensor]
 ) -> None:
@@ -239,6 +244,7 @@ class _Parts(dict[str, torch.Tensor]):
         return self[name][tuple(slice(*dim) for dim in bounds)].clone()
 
 
+@pytest.mark.slow
 def test_a_part_that_several_ranks_hold_is_read_once_and_is_each_ranks_own(
     gpt_graph: LogicalGraph, states: dict[str, torch.Tensor]
 ) -> None:
@@ -329,6 +335,7 @@ def test_a_missing_learning_rate_is_refused(
         _start(plan, states).step(gpt.batches(1)[0], {})
 
 
+@pytest.mark.slow
 def test_changing_a_tensor_that_went_in_or_came_out_changes_no_session(
     gpt_graph: LogicalGraph, states: dict[str, torch.Tensor]
 ) -> None:
@@ -399,6 +406,7 @@ def test_a_plan_in_a_wrong_order_comes_to_a_stand(
     assert caught.value.where[0].startswith("rank 0: ")
 
 
+@pytest.mark.slow
 def test_operators_use_the_threads_that_the_config_allows(
     gpt: Program, plan: PhysicalPlan, states: dict[str, torch.Tensor]
 ) -> None:

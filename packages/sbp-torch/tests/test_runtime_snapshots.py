@@ -62,6 +62,7 @@ def _address(store: StateStore, part: tuple[int, str]) -> int:
     return value.data_ptr()
 
 
+@pytest.mark.slow
 def test_copies_are_made_in_the_order_in_which_updates_overwrite() -> None:
     store, device = _store("sharded states")
     told: list[tuple[int, int, str]] = []
@@ -83,6 +84,7 @@ def test_copies_are_made_in_the_order_in_which_updates_overwrite() -> None:
     assert device.threads == {"sbp snapshot"}
 
 
+@pytest.mark.slow
 def test_a_state_that_no_update_overwrites_is_not_copied() -> None:
     store, device = _store("sharded states", in_place=False)
     threads = set(threading.enumerate())

@@ -85,6 +85,7 @@ def _run(name: str, case: str) -> _Run:
     return _Run(program=PROGRAMS[name], made=made, optimizer=optimizer, plan=plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "tied gpt", "buffers"])
 def test_a_deferred_model_is_captured_as_the_real_one(name: str) -> None:
     program = PROGRAMS[name]
@@ -95,6 +96,7 @@ def test_a_deferred_model_is_captured_as_the_real_one(name: str) -> None:
     assert graph == capture(model, program.loss, program.batches(1)[0], optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _CASES)
 def test_every_rank_gets_the_shards_of_the_one_device_initialisation(case: str) -> None:
     run = _run("tied gpt", case)
@@ -111,6 +113,7 @@ def test_every_rank_gets_the_shards_of_the_one_device_initialisation(case: str) 
         }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("case", _CASES)
 def test_no_rank_ever_holds_more_than_its_shards_and_one_parameter(case: str) -> None:
     run = _run("tied gpt", case)
@@ -197,6 +200,7 @@ class InParts(dict[str, Tensor]):
         return found
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("case", ["whole", "sharded unevenly", "two axes", "pipeline"])
 def test_of_states_that_are_read_in_parts_a_process_reads_what_its_ranks_hold(case: str) -> None:
     run = _run("tied gpt", case)
@@ -246,6 +250,7 @@ def test_states_that_do_not_fit_are_refused_before_any_is_replaced(change: str) 
         assert store.values is before
 
 
+@pytest.mark.slow
 def test_a_shard_of_another_process_or_stage_is_refused() -> None:
     run = _run("gpt", "pipeline")
     store = StateStore(run.plan, [1])

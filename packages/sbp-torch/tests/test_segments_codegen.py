@@ -216,6 +216,7 @@ def test_a_failing_line_is_shown_in_the_traceback() -> None:
     assert "aten_mm_default(v0, v0)" in text
 
 
+@pytest.mark.slow
 def test_generated_code_agrees_with_the_interpreter_bit_for_bit(
     gpt: Program, gpt_graph: LogicalGraph
 ) -> None:

@@ -217,6 +217,7 @@ def test_a_machine_without_a_gpu_is_refused_before_anything_starts(
         segment_maker("cudagraph")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_plan_of_recorded_segments_trains_as_the_eager_one(case: str) -> None:
     step, plan = CASES[case].step, compile_case(case)

@@ -153,6 +153,7 @@ def test_a_compiler_that_is_missing_is_noticed() -> None:
     assert problem
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_plan_of_traced_segments_trains_as_the_eager_one(case: str, tracer: Tracer) -> None:
     step, plan = CASES[case].step, compile_case(case)

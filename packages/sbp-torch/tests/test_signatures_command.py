@@ -112,6 +112,7 @@ def test_an_operator_of_ones_own_is_imported_and_found_out_by_execution(
     assert "P        P         discovered" in captured.out
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = [sys.executable, "-m", "sbp_torch.signatures", "--list"]
 

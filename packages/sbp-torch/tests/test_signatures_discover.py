@@ -61,6 +61,7 @@ def test_a_matrix_product_has_its_six_signatures() -> None:
     }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("op", "args", "expected"),
     [
@@ -88,6 +89,7 @@ def test_a_sum_is_jointly_linear_and_monotone_in_each_addend() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_contraction_gives_the_reduction_that_it_is() -> None:
     assert 'S(1) -> P("max")' in found("aten.amax.default", real(4, 5), [1])
     assert 'S(1) -> P("min")' in found("aten.all.dim", real(4, 5) > 0, 1)
@@ -109,6 +111,7 @@ def test_a_custom_operator_is_discovered() -> None:
     }
 
 
+@pytest.mark.slow
 def test_several_outputs_get_one_entry_each() -> None:
     weight, bias = torch.ones(8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
 
@@ -159,6 +162,7 @@ def test_shards_that_have_to_be_even_or_not_empty_are_told() -> None:
     assert needs[(P,)] == ()
 
 
+@pytest.mark.slow
 def test_a_candidate_that_crashes_is_illegal() -> None:
     def fragile(_op: str, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> torch.Tensor:
         x, w = args
@@ -178,6 +182,7 @@ def test_a_candidate_that_crashes_is_illegal() -> None:
     }
 
 
+@pytest.mark.slow
 def test_kernels_that_corrupt_memory_do_so_elsewhere() -> None:
     q, k, v = (real(3, 2, 4, 8) for _ in range(3))
 
@@ -190,6 +195,7 @@ def test_kernels_that_corrupt_memory_do_so_elsewhere() -> None:
     assert "B, B, P -> P, B" in {str(part) for part in made.signatures}
 
 
+@pytest.mark.slow
 def test_the_search_is_given_up_if_candidates_hang() -> None:
     def slow(_op: str, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> torch.Tensor:
         (x,) = args
@@ -220,6 +226,7 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
         discover("aten.nothing.default", real(4), cache=tmp_path)
 
 
+@pytest.mark.slow
 def test_types_are_enough() -> None:
     call = OpCall(
         op="aten.mul.Tensor",
@@ -235,6 +242,7 @@ def test_types_are_enough() -> None:
     assert "P, P -> P" not in made
 
 
+@pytest.mark.slow
 def test_what_is_derived_is_discovered() -> None:
     args = (real(3), real(3, 4), real(4, 3))
     call, _ = call_of("aten.addmm.default", args, {})
@@ -259,6 +267,7 @@ def test_a_cache_hit_runs_nothing(tmp_path: Path) -> None:
     assert CALLS == []  # only workers ran it
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("change", ["shape", "dtype", "axis_size", "literal"])
 def test_another_call_is_another_entry(tmp_path: Path, change: str) -> None:
     discover("aten.cumsum.default", real(4, 4), 1, cache=tmp_path, budget=2)
@@ -282,6 +291,7 @@ def test_a_larger_budget_is_not_served_by_a_search_cut_short(tmp_path: Path) -> 
     assert discover("aten.relu.default", real(4, 5), cache=tmp_path, budget=1) == long
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("damage", ["{", "[]", '{"key": 1}', "\x00"])
 def test_a_damaged_entry_is_ignored_and_replaced(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

@@ -89,6 +89,7 @@ def test_leaving_the_process_is_a_crash() -> None:
     assert after == Completed(1)
 
 
+@pytest.mark.slow
 def test_a_trial_that_takes_too_long_is_ended() -> None:
     sleeping, after = run_isolated([partial(time.sleep, 600), partial(int, 1)], timeout_s=1.5)
 
@@ -96,6 +97,7 @@ def test_a_trial_that_takes_too_long_is_ended() -> None:
     assert_no_child_is_left()
 
 
+@pytest.mark.slow
 def test_the_time_limit_is_that_of_one_trial() -> None:
     verdicts = run_isolated([partial(time.sleep, 0.5)] * 4, timeout_s=1.9)
 

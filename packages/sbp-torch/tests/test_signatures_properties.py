@@ -31,6 +31,7 @@ _sums_of_products = given(
 )
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @_sums_of_products
 def test_every_sum_of_products_is_cut_as_derived(
@@ -94,6 +95,7 @@ def _reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return grouped(), draw(st.permutations(grouped()))
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @given(shapes=_reshapes(), axis=st.integers(2, 4))
 def test_every_reshape_is_cut_as_derived(shapes: tuple[list[int], list[int]], axis: int) -> None:
@@ -129,6 +131,7 @@ _broadcasts = given(
 )
 
 
+@pytest.mark.slow
 @_EXAMPLES
 @_broadcasts
 def test_every_broadcast_is_cut_as_derived(
@@ -197,6 +200,7 @@ def _notations(draw: st.DrawFn) -> Notation:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(notation=_notations())
 def test_every_notation_reads_back_from_its_text(notation: Notation) -> None:

@@ -151,6 +151,7 @@ def test_a_rank_that_dies_is_a_verdict() -> None:
     assert "(B) -> (B)" not in reasons
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_a_verdict() -> None:
     run = whole_only(lambda: time.sleep(60))
 

@@ -92,6 +92,7 @@ _OF_STATES: dict[str, _Metric] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", _OF_STATES)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
@@ -145,6 +146,7 @@ _EXTREMES: dict[str, tuple[_Metric, Callable[[list[Tensor]], Tensor]]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", _EXTREMES)
 def test_extremes_of_micro_batches_are_that_of_the_step(name: str) -> None:
     metric, join = _EXTREMES[name]

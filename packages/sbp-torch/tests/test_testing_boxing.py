@@ -287,6 +287,7 @@ def _end_what_broken_backends_keep() -> Iterator[None]:
         one.close()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("kind", "test", "message"), BROKEN, ids=[kind.__name__ for kind, _, _ in BROKEN]
 )
@@ -295,6 +296,7 @@ def test_a_broken_backend_fails_the_suite(kind: type[Any], test: Test, message: 
         test(suite_of(kind))
 
 
+@pytest.mark.slow
 def test_the_unbroken_backend_passes_what_the_broken_ones_fail() -> None:
     for test in dict.fromkeys(test for _, test, _ in BROKEN):
         test(suite_of(LocalCommunicator))
@@ -360,6 +362,7 @@ def test_two_axes_have_every_pair_with_every_shape_and_dtype(num_ranks: int) -> 
         assert len(tensors) == 3 * (len(DTYPES) - adds)
 
 
+@pytest.mark.slow
 def test_every_collective_is_made_by_hand_on_merged_axes() -> None:
     cases = FAMILIES["merged axes"](8, DTYPES)
 

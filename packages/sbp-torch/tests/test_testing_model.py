@@ -146,6 +146,7 @@ def test_a_broken_model_fails_the_suite(
         test(suite)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("make", [TinyMlp, Bigram])
 def test_an_unbroken_model_passes_what_the_broken_ones_fail(make: Callable[[], nn.Module]) -> None:
     suite = suite_of(make)

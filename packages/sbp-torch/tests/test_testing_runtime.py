@@ -216,6 +216,7 @@ def test_a_broken_runtime_fails_the_suite(
         test(suite)
 
 
+@pytest.mark.slow
 def test_the_unbroken_runtime_passes_what_the_broken_ones_fail() -> None:
     suite = suite_of(ReferenceSession)
 

@@ -30,6 +30,7 @@ def _num_copies(plan: PhysicalPlan) -> int:
     return sum(entry.op == OVERWRITE for entry in _instructions(plan))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ALL)
 def test_updates_in_place_equal_those_beside(name: str) -> None:
     model, optimizer = made(ALL[name])
@@ -56,6 +57,7 @@ def test_updates_in_place_equal_those_beside(name: str) -> None:
         assert _num_copies(plans[0]) == 0
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["amsgrad", "adamax", "rprop", "asgd"])
 def test_a_new_value_is_copied_over_its_state_once_nobody_looks_at_the_old_one(name: str) -> None:
     model, optimizer = made(ALL[name])

@@ -13,7 +13,7 @@ The suites of the other kinds are in `sbp_torch.testing`. `calls`, `graphs` and 
 signatures, graphs, machines and plans by hand; `edits` makes random edits, `fuzz` tries them on
 what reads a kind of file, and `files` are the kinds that the core reads; `holdings`, `interrupts`
 and `marks` are about the process that runs the tests; `forked_programs` runs programs in copies of
-another.
+another; `slow` is a plugin of pytest.
 
 Subclass a suite in a test module under a name that begins with `Test`; pytest finds its tests. The
 modules import no pytest, and nothing is imported here.

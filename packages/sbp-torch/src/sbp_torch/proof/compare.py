@@ -19,6 +19,11 @@ def largest(value: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
+def wide(value: Tensor) -> Tensor:
+    """Return a value in double precision."""
+    return value.to(torch.complex128 if value.dtype.is_complex else torch.float64)
+
+
 def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
     """Return how far two values are off each other, of their largest element; 0 if within rounding.
 
@@ -34,8 +39,7 @@ def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
         return float("inf")
     if not wanted.dtype.is_floating_point and not wanted.dtype.is_complex:
         return 0.0 if bool((wanted == found).all()) else float("inf")
-    wide = torch.complex128 if wanted.dtype.is_complex else torch.float64
-    wanted, found = wanted.to(wide), found.to(wide)
+    wanted, found = wide(wanted), wide(found)
     same = (wanted == found) | (wanted.isnan() & found.isnan())
     if bool(same.all()):
         return 0.0

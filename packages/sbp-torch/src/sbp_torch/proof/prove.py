@@ -176,13 +176,19 @@ def _run_whole(
             told = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
         but = ""
-        if found and found[0].has_loss:
-            raise _refusal(found, step, first, of)
-        if found:
+        real = [one for one in found if not one.is_rounding]
+        if real and real[0].has_loss:
+            raise _refusal(real, step, first, of)
+        if found and not real:
+            but = (
+                f"{found[0].name!r} is a rounding error, {found[0].wanted:.3g} of one and "
+                f"{found[0].found:.3g} of the other, of which nothing can be said"
+            )
+        elif found:
             draws = draws[:-1]
             but = (
-                f"with all rows ignored, the loss is no number in both, and {found[0].name!r} is "
-                f"{found[0].found:.6g} instead of {found[0].wanted:.6g}"
+                f"with all rows ignored, the loss is no number in both, and {real[0].name!r} is "
+                f"{real[0].found:.6g} instead of {real[0].wanted:.6g}"
             )
         return replace(made, draws=tuple(how.ignored for how in draws), but=but)
     return replace(made, reason=f"it does not run on random numbers: {told}")

@@ -10,10 +10,13 @@ So a step is taken first, and each state is then drawn around the mean of what i
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +30,23 @@ from sbp_core.graph import (
     TensorType,
 )
 from sbp_core.runtime import Number
-from sbp_torch.proof.compare import TOLERANCE, largest, off_by
+from sbp_torch.proof.compare import TOLERANCE, largest, off_by, wide
 from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
 from sbp_torch.runtime.single import run_graph
 
 #: Of what all states of one kind have, as much counts as large in each: less is rounding.
 _SMALL = 1e-3
 
+_EPS = torch.finfo(torch.float64).eps
+
 #: Rounding errors of the difference between a new state and the old one, in units of it.
-_ROUNDING = 64 * torch.finfo(torch.float64).eps
+_ROUNDING = 64 * _EPS
+
+#: Inputs are changed by these many units in the last place, to see what rounding makes of outputs.
+_NUDGES = (3, -5, 7)
+
+#: Changes of so many times what such a nudge changes are rounding, too: sums in another order.
+_MUCH = 64
 
 #: Noise on parameters that are drawn around their known values.
 _NEAR = 0.05
@@ -58,16 +69,21 @@ class OutputDifference:
         kind: Loss, metric or state.
         wanted: The number that the first graph gives, where they differ most.
         found: That of the second.
+        gap: Their difference; infinite if one of them is no number.
         ignored: Which rows were.
         has_loss: Whether the loss of the first graph is a number there.
+        is_rounding: Whether the first graph differs as much from itself, if its inputs change by
+            some units in the last place. Nothing can be said then: the output cancels.
     """
 
     name: str
     kind: OutputKind
     wanted: float
     found: float
+    gap: float
     ignored: str
     has_loss: bool
+    is_rounding: bool = False
 
 
 #: Batches, scalars and states of a step.
@@ -93,7 +109,7 @@ class WholeStep:
     near: bool = False
 
     def differences(self, draws: Sequence[Draw]) -> Iterator[OutputDifference]:
-        """Yield what differs in the first draw in which something does.
+        """Yield what differs in the first draw in which something does but for rounding errors.
 
         Raises:
             SbpValueError: the loss is no number in the first draw, so that nothing can be said.
@@ -110,8 +126,10 @@ class WholeStep:
                 states = _around(before, states, warm, random)
             given = (batches, scalars, states)
             found = list(self._differences(before, after, given, how))
-            yield from found
-            if found:
+            noise = _noise(before, given) if found else {}
+            judged = [replace(one, is_rounding=one.gap <= _MUCH * noise[one.name]) for one in found]
+            yield from judged
+            if not all(one.is_rounding for one in judged):
                 return
 
     def can_ignore(self) -> bool:
@@ -274,6 +292,47 @@ def _tied(after: LogicalGraph, states: Mapping[str, Tensor | Number]) -> dict[st
     return found
 
 
+def _noise(graph: LogicalGraph, given: _Given) -> dict[str, float]:
+    """Return by how much each output changes if inputs change in their last places.
+
+    All elements of a tensor change by one factor, so that equal ones stay equal.
+    """
+    batches, scalars, states = given
+    most: dict[str, float] = defaultdict(float)
+    first = _moves(graph, batches, scalars, states)
+    for nudge in _NUDGES:
+        factors = itertools.cycle((1 + nudge * _EPS, 1 - nudge * _EPS, 1))
+        moved = _moves(
+            graph,
+            [{name: _times(one, next(factors)) for name, one in part.items()} for part in batches],
+            scalars,
+            {name: _times(one, next(factors)) for name, one in states.items()},
+        )
+        for name, value in moved.items():
+            most[name] = max(most[name], largest(value - first[name]))
+    return most
+
+
+def _moves(
+    graph: LogicalGraph,
+    batches: list[Mapping[str, Tensor]],
+    scalars: Mapping[str, Number],
+    states: Mapping[str, Tensor | Number],
+) -> dict[str, Tensor]:
+    """Return losses, metrics, and by how much each state changes."""
+    found, new = run_graph(graph, states, batches, scalars)
+    changes = {
+        name: wide(torch.as_tensor(new[name])) - wide(torch.as_tensor(one))
+        for name, one in states.items()
+    }
+    return {name: wide(one) for name, one in found.items()} | changes
+
+
+def _times(value: Tensor | Number, factor: float) -> Any:
+    is_float = value.dtype.is_floating_point if isinstance(value, Tensor) else False
+    return value * factor if is_float else value
+
+
 def _changed_states(
     before: LogicalGraph,
     after: LogicalGraph,
@@ -315,14 +374,16 @@ def _difference(
     wanted, found = pair
     numbers = float("nan"), float("nan")
     if found is not None and found.shape == wanted.shape and wanted.numel():
-        gap = (wanted.double() - found.double()).abs().nan_to_num(torch.inf).reshape(-1)
-        at = int(gap.argmax())
+        apart = (wanted.double() - found.double()).abs().nan_to_num(torch.inf).reshape(-1)
+        at = int(apart.argmax())
         numbers = float(wanted.reshape(-1)[at]), float(found.reshape(-1)[at])
+    gap = abs(numbers[0] - numbers[1])
     return OutputDifference(
         name=name,
         kind=kind,
         wanted=numbers[0],
         found=numbers[1],
+        gap=gap if gap < math.inf else math.inf,
         ignored=how.ignored,
         has_loss=has_loss,
     )

@@ -1,0 +1,158 @@
+"""The packages of this repository, what they declare of each other, and what of others.
+
+Packages are found in `packages/*/pyproject.toml`; a new one needs no edit here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+
+#: One exact version: pip then takes a CPU build where it is configured for one.
+TORCH = os.environ.get("SBP_TORCH", "torch==2.13.0")
+
+#: What depends on the build of PyTorch, and so has no place in constraints.txt.
+OF_TORCH = re.compile(r"(torch|triton|cupy.*|cuda-.*|nvidia-.*)$")
+
+
+def name_of(requirement: str) -> str:
+    """Return the name of the distribution that a requirement is about."""
+    return re.split(r"[^\w-]", requirement)[0]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of this repository."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, by which sessions call it."""
+        return self.folder.name
+
+    @property
+    def project(self) -> dict[str, Any]:
+        """The table `project` of its pyproject.toml."""
+        text = (self.folder / "pyproject.toml").read_text("utf-8")
+        project: dict[str, Any] = tomllib.loads(text)["project"]
+        return project
+
+    @property
+    def module(self) -> str:
+        """The name under which it is imported."""
+        return str(self.project["name"]).replace("-", "_")
+
+    @property
+    def dependencies(self) -> list[str]:
+        """The requirements that it declares, without extras."""
+        return list(self.project.get("dependencies", []))
+
+    @property
+    def extras(self) -> dict[str, list[str]]:
+        """The extras that it offers to users, with their requirements."""
+        found = dict(self.project.get("optional-dependencies", {}))
+        found.pop("test", None)
+        return found
+
+    @property
+    def extra_modules(self) -> list[str]:
+        """What the extras bring, by the names under which it is imported."""
+        entries = [entry for extra in self.extras.values() for entry in extra]
+        return sorted({name_of(entry).replace("-", "_") for entry in entries})
+
+    @property
+    def test_dependencies(self) -> list[str]:
+        """The requirements that it declares for its tests."""
+        return list(self.project.get("optional-dependencies", {}).get("test", []))
+
+    @property
+    def tests_at_once(self) -> bool:
+        """Whether its tests may run in several processes, for which it declares pytest-xdist."""
+        return any(entry.startswith("pytest-xdist") for entry in self.test_dependencies)
+
+
+#: What the tests of all packages depend on.
+_SHARED = ("constraints.txt", "integration/repository.py", "noxfile.py", "pyproject.toml")
+
+PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+
+
+def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:
+    """Return the packages of ours that a package declares, and those that they declare in turn."""
+    found: list[Package] = []
+    todo = [*package.dependencies, *more]
+    while todo:
+        name = name_of(todo.pop())
+        for other in PACKAGES:
+            if other.project["name"] == name and other not in (*found, package):
+                found.append(other)
+                todo += other.dependencies
+    return found
+
+
+def touched_packages(paths: Iterable[str]) -> list[Package]:
+    """Return the packages whose tests a change may break: its own, and all that declare these.
+
+    Args:
+        paths: Of the files that it touches, from the root of the repository. What all packages
+            share, such as the noxfile, touches all of them; tests of integration and documents
+            touch none.
+    """
+    touched: set[Package] = set()
+    for path in paths:
+        top, _, rest = path.partition("/")
+        if top == "packages":
+            touched |= {one for one in PACKAGES if one.name == rest.partition("/")[0]}
+        elif path in _SHARED:
+            return PACKAGES
+    return [
+        package
+        for package in PACKAGES
+        if package in touched or touched & {*needed_of(package, package.test_dependencies)}
+    ]
+
+
+def lowest_of(requirements: Iterable[str]) -> list[str]:
+    """Return requirements that hold other people's packages to the lowest declared versions."""
+    found = {}
+    for entry in requirements:
+        match = re.match(r"([\w-]+)(?:>=([\d.]+))?", entry)
+        if match and match[2] and not match[1].startswith("sbp-"):
+            found[match[1]] = f"{match[1]}=={match[2]}"
+    return sorted(found.values())
+
+
+def needed_of_others(with_tests: bool = False, with_extras: bool = False) -> set[str]:
+    """Return the requirements of all packages that are not packages of ours."""
+    found = {entry for package in PACKAGES for entry in package.dependencies}
+    if with_tests:
+        found |= {entry for package in PACKAGES for entry in package.test_dependencies}
+    if with_extras:
+        extras = [extra for package in PACKAGES for extra in package.extras.values()]
+        found |= {entry for extra in extras for entry in extra}
+    ours = {package.project["name"] for package in PACKAGES} | (set() if TORCH else {"torch"})
+    return {entry for entry in found if name_of(entry) not in ours}
+
+
+def dead_links() -> list[str]:
+    """Return links between the documents that lead nowhere, each after the document's path."""
+    documents = [
+        path
+        for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "integration/*/*.md")
+        for path in sorted(ROOT.glob(pattern))
+    ]
+    return [
+        f"{path.relative_to(ROOT)}: {link}"
+        for path in documents
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text("utf-8"))
+        if "://" not in link and not (path.parent / link).exists()
+    ]

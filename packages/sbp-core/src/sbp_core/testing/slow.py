@@ -1,0 +1,43 @@
+"""The mark `slow`, as a plugin of pytest: `addopts = "-p sbp_core.testing.slow"`.
+
+A test that takes a second or more is marked `@pytest.mark.slow`, and runs in the session of that
+name. Of a test with many cases, each of them short, some stay quick: `@pytest.mark.slow(but=3)`
+leaves three, evenly spread over all.
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from pluggy import HookimplMarker
+
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["pytest_collection_modifyitems", "pytest_configure"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line(
+        "markers", "slow(but=0): takes a second or more, runs in the session of that name"
+    )
+
+
+@HookimplMarker("pytest")(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take the mark from those cases that are to stay quick."""
+    for _, same in groupby(items, key=_function):
+        cases = list(same)
+        marks = [mark for mark in cases[0].own_markers if mark.name == "slow"]
+        but = sum(mark.kwargs.get("but", 0) for mark in marks)
+        for place in range(min(but, len(cases))):
+            item = cases[place * len(cases) // min(but, len(cases))]
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
+def _function(item: pytest.Item) -> tuple[object, object]:
+    return item.parent, getattr(item, "originalname", item.name)
