@@ -90,8 +90,9 @@ def train(python: str, torch: str, *, in_any_build: bool) -> int:
     with new_machine(python) as (folder, environment):
         copy = folder / "sbp"
         shutil.copytree(ROOT / "packages", copy / "packages")
-        for path in filter(Path.is_file, ROOT.iterdir()):
-            shutil.copy(path, copy)
+        (copy / "integration").mkdir()  # of which the noxfile needs some modules
+        for path in filter(Path.is_file, [*ROOT.iterdir(), *ROOT.glob("integration/*")]):
+            shutil.copy(path, copy / path.relative_to(ROOT))
         probe = ["python3", "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"]
         if not in_any_build:
             probed = subprocess.run([*probe, f"{torch}+cpu"], env=environment)

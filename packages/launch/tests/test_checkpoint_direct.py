@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import resource
 from itertools import pairwise
@@ -65,14 +67,20 @@ def test_whole_blocks_of_a_checkpoint_are_not_in_the_page_cache_and_the_rest_may
 
 
 def is_cached(path: Path, offset: int) -> bool:
-    """Return whether a byte of a file is read without the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
+    """Return whether a byte of a file is in the page cache; to read it might bring it there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
+    ):
+        first = ctypes.c_char.from_buffer(mapped)
+        page = ctypes.addressof(first) + offset // mmap.PAGESIZE * mmap.PAGESIZE
+        found = (ctypes.c_ubyte * 1)()
+        failed = libc.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), found)
+        del first  # which keeps the mapping open
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return bool(found[0] & 1)
 
 
 def test_a_file_system_without_such_writes_gets_others(

@@ -331,6 +331,36 @@ def test_a_number_that_no_text_can_hold_is_refused() -> None:
         read_pickle(pickle.dumps(1 << 20_000), known=[])
 
 
+class _Asking:
+    """What a pickle makes by calling `getattr`, as Python 3.11.0 to 3.11.3 writes enums."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> Any:
+        return getattr, self.args
+
+
+def test_a_member_of_an_enum_is_read_as_older_pythons_write_it() -> None:
+    member = read_pickle(pickle.dumps(_Asking(Path, "home")), known=["pathlib.Path"])
+
+    assert (str(member.of), member.args) == ("pathlib.Path", ("home",))
+
+
+@pytest.mark.parametrize(
+    "args", [(os, "sep"), (Path, 3), (getattr, "x"), ("x", "upper"), (Path, "home", None)]
+)
+def test_attributes_of_anything_else_are_refused(args: tuple[Any, ...]) -> None:
+    class Module:
+        def __reduce__(self) -> Any:
+            return __import__, ("os",)
+
+    given = tuple(Module() if one is os else one for one in args)
+
+    with pytest.raises(ConfigError, match="none of its format"):
+        read_pickle(pickle.dumps(_Asking(*given)), known=["pathlib.Path"])
+
+
 def changed(change: Callable[[Metadata], object]) -> Callable[[Path], None]:
     """Return what changes the metadata of a checkpoint."""
 

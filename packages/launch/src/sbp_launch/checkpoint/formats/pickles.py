@@ -31,6 +31,9 @@ from sbp_core.serialize import shown
 
 _TODO = "the file is damaged, or no checkpoint: get it again"
 
+#: Python 3.11.0 to 3.11.3 write a member of an enum as `getattr(Enum, "member")`.
+_MEMBER = "builtins.getattr"
+
 
 @dataclass(frozen=True, slots=True)
 class Named:
@@ -204,14 +207,8 @@ class _Reader:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise self._error("it asks for something without a name")
         found = Named(module, name)
-        if str(found) not in self.known:
-            raise ConfigError(
-                f"the pickle asks for {shown(str(found))[1:-1]}, which is none of its format",
-                where=self.where,
-                accepted="numbers, texts, lists and mappings"
-                + (f"; and names such as {', '.join(sorted(self.known)[-3:])}" * bool(self.known)),
-                todo="do not open this file elsewhere: it may run what it asks for",
-            )
+        if str(found) != _MEMBER and str(found) not in self.known:
+            raise self._stranger(found)
         self.stack.append(found)
 
     def call(self, args: Any) -> None:
@@ -219,6 +216,10 @@ class _Reader:
         of = self._pop()
         if not isinstance(of, Named) or not isinstance(args, tuple):
             raise self._error("it calls what is no name")
+        if str(of) == _MEMBER:
+            if [type(one) for one in args] != [Named, str] or str(args[0]) == _MEMBER:
+                raise self._stranger(of)
+            of, args = args[0], args[1:]
         self.stack.append(Made(of, args))
 
     def build(self) -> None:
@@ -228,6 +229,15 @@ class _Reader:
         if not isinstance(target, Made):
             raise self._error("it gives a state to what is not made")
         target.state = state
+
+    def _stranger(self, found: Named) -> ConfigError:
+        return ConfigError(
+            f"the pickle asks for {shown(str(found))[1:-1]}, which is none of its format",
+            where=self.where,
+            accepted="numbers, texts, lists and mappings"
+            + (f"; and names such as {', '.join(sorted(self.known)[-3:])}" * bool(self.known)),
+            todo="do not open this file elsewhere: it may run what it asks for",
+        )
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(f"this pickle cannot be read: {why}", where=self.where, todo=_TODO)
