@@ -167,7 +167,6 @@ class TestOsdpUnderALimit(TransformerSuite):
     def make_planner(self) -> Planner:
         return build_osdp(OsdpConfig(memory_bytes=self.memory_bytes))
 
-    @pytest.mark.slow
     def test_some_parameters_are_sharded_and_some_are_not(self) -> None:
         modes = self.plan(self.meshes[0], 1).report["osdp"]["modes"]
 

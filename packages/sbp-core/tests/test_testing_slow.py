@@ -15,7 +15,7 @@ import pytest
 def test_many(a, b): pass
 
 @pytest.mark.slow(but=9)
-@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("a", [pytest.param(0, marks=pytest.mark.exhaustive), 1, 2])
 def test_few(a): pass
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ _QUICK = ["test_many[0-1]", "test_many[1-2]", "test_many[3-1]", "test_few[1]", "
 def selected(folder: Path, marks: str) -> list[str]:
     """Return the tests that marks select, by their names."""
     (folder / "test_some.py").write_text(_TESTS, "utf-8")
-    plugin = ("-p", "sbp_core.testing.slow", "--strict-markers")
+    plugin = ("-p", "sbp_core.testing.slow", "-o", "markers=exhaustive")
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *plugin, "-m", marks]
     done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "::" in line]
@@ -46,7 +46,7 @@ def selected(folder: Path, marks: str) -> list[str]:
     ("marks", "names"),
     [
         ("not slow", [*_QUICK, "test_short"]),
-        ("slow", ["test_long", "TestAll::test_one"]),
+        ("slow", ["test_few[0]", "test_long", "TestAll::test_one"]),
     ],
 )
 def test_some_cases_of_a_slow_test_are_quick(tmp_path, marks, names):
@@ -59,4 +59,4 @@ def test_some_cases_of_a_slow_test_are_quick(tmp_path, marks, names):
 
 @pytest.mark.slow
 def test_without_a_selection_all_run(tmp_path):
-    assert len(selected(tmp_path, "")) == 15
+    assert len(selected(tmp_path, "")) == 16

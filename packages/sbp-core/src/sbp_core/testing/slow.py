@@ -2,7 +2,7 @@
 
 A test that takes a second or more is marked `@pytest.mark.slow`, and runs in the session of that
 name. Of a test with many cases, each of them short, some stay quick: `@pytest.mark.slow(but=3)`
-leaves three, evenly spread over all.
+leaves three, evenly spread over those that are not marked `exhaustive`, too.
 
 Stability: internal.
 """
@@ -31,11 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Take the mark from those cases that are to stay quick."""
     for _, same in groupby(items, key=_function):
-        cases = list(same)
-        marks = [mark for mark in cases[0].own_markers if mark.name == "slow"]
-        but = sum(mark.kwargs.get("but", 0) for mark in marks)
-        for place in range(min(but, len(cases))):
-            item = cases[place * len(cases) // min(but, len(cases))]
+        cases = [item for item in same if item.get_closest_marker("exhaustive") is None]
+        mark = cases[0].get_closest_marker("slow") if cases else None
+        but = min(mark.kwargs.get("but", 0), len(cases)) if mark else 0
+        for place in range(but):
+            item = cases[place * len(cases) // but]
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
