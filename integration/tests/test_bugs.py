@@ -23,6 +23,7 @@ def _mean_loss(model, batch):
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:the model is in eval mode")
 def test_pinned_shards_are_sent_before_all_ranks_have_met(pins, micro_batches):
     """A parameter that is split on one axis, with its states on both, ended in an IndexError.
 

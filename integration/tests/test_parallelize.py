@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from plain_training import (
     make_optimizer,
 )
 
-from sbp_core.errors import ConfigError, RunError, SbpValueError
+from sbp_core.errors import ConfigError, RunError
 from sbp_core.strategy import Strategy
 from sbp_launch import parallelize
 from sbp_torch.capture import UpdateOptions
@@ -118,7 +117,7 @@ def test_schedulers_do_not_warn_and_a_setting_that_changes_is_refused():
         step(batch_of(0))
         schedule.step()  # would warn, and warnings are errors here
         optimizer.param_groups[0]["weight_decay"] = 0.0
-        with pytest.raises(SbpValueError, match="weight_decay of parameter group 0"):
+        with pytest.raises(RunError, match="weight_decay of parameter group 0"):
             step(batch_of(0))
 
 
@@ -194,15 +193,14 @@ def test_an_optimizer_that_has_stepped_goes_on():
     optimizers = make_optimizer(model), make_optimizer(eager)
     for one, optimizer in zip((model, eager), optimizers, strict=True):
         eager_step(one, optimizer, batch_of(0))
-    before = copy.deepcopy((model.state_dict(), optimizers[0].state_dict()["state"]))
 
     with parallelize(model, loss_of, batch_of(0), optimizers[0], mesh=2) as step:
         eager_step(eager, optimizers[1], batch_of(1))
         step(batch_of(1))
 
         assert_trained_alike(step, eager, optimizers[1])
-    now = model.state_dict(), optimizers[0].state_dict()["state"]
-    torch.testing.assert_close(now, before, rtol=0, atol=0)  # the one-device program is as it was
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    torch.testing.assert_close(optimizers[0].state_dict(), optimizers[1].state_dict())
 
 
 def test_a_strategy_can_be_passed_and_is_reported():

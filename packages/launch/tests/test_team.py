@@ -12,8 +12,8 @@ import torch
 
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_launch.run.stopping import StopSignals, Terminated
+from sbp_launch.team import Team, fail_together, stop_together
 from sbp_launch.trainer.figures import Measured
-from sbp_launch.trainer.team import Team, fail_together, stop_together
 from sbp_torch.boxing import LocalBackend
 
 

@@ -12,12 +12,12 @@ from trainable import registry, run_config, run_of
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch.run.folder import RUN_FILES
 from sbp_launch.run.stopping import StopSignals
+from sbp_launch.team import Team
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer import loop, trainer
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import make_program
-from sbp_launch.trainer.team import Team
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values
 from sbp_torch.runtime.configs import ReferenceConfig

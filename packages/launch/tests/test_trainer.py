@@ -17,11 +17,11 @@ from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.patterns import check_patterns
 from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.team import DEADLINE_S, vote_deadline_s
 from sbp_launch.trainer import planned, trainer
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import make_program, model_loss
 from sbp_launch.trainer.session import make_backend, start
-from sbp_launch.trainer.team import DEADLINE_S, vote_deadline_s
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions

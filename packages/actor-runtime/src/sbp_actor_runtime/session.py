@@ -459,6 +459,11 @@ class ActorSession(Session):
         """See `Session.load_state_dict`."""
         self.store.load(states)
 
+    def replace(self, states: Mapping[str, Tensor]) -> None:
+        """See `Session.replace`; nothing is sent."""
+        self._check_whole()
+        self.store.replace(states)
+
     def __exit__(self, *raised: object) -> None:
         """Close; report an error that ends the block to the ranks of other processes."""
         error = raised[1]

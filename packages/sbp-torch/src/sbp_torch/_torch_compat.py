@@ -42,6 +42,7 @@ __all__ = [
     "TorchDispatchMode",
     "annotated",
     "argument_types",
+    "as_plain_tensors",
     "base_name",
     "checkpoints_inlined",
     "compile_graph",
@@ -437,6 +438,12 @@ def without_torch_functions() -> Iterator[None]:
     """Let no `__torch_function__` hear of what is called, that of modes neither. Tried on 2.13."""
     with torch._C.DisableTorchFunction():
         yield
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Let subclasses of tensors be handled as tensors; modes still hear. Tried on 2.13."""
+    found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from sbp_launch.parallelize.choices import Choice, Choices
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import Pins, plan_program
+from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.ranks import backend_of, mesh_of
@@ -84,11 +85,13 @@ def parallelize(
     `{"name": "osdp", "memory_bytes": 4e9}`; or it is the object itself.
 
     Args:
-        model: As one device would run it; it is not changed. Its tensors may lie on the device
-            `meta`; a `DeferredModel` makes each rank its own part only.
+        model: As one device would run it. While the step runs, and behind it, its tensors read as
+            what was trained; what is written to them between steps is taken over. They may lie on
+            the device `meta`; a `DeferredModel` makes each rank its own part only.
         loss: `loss(model, batch)` returns a 0-d tensor, or that and a mapping of metrics.
         batch: An example of what one step takes: only shapes and dtypes matter.
-        optimizer: Over `model.parameters()`. Its groups say the learning rates of each step.
+        optimizer: Over `model.parameters()`. Its groups say the learning rates of each step; its
+            `state` reads as that of the ranks.
         mesh: Ranks along each axis: `4`, `(2, 2)`. By default one for each process, on one axis.
         axes: Name of each axis; by default `data`; `data, tensor`; or `pipe, data, tensor`.
         planner: Decides how tensors are split: `infer`, `osdp`, `manual/tensor_parallel`, ...; or
@@ -159,9 +162,10 @@ def parallelize(
         batch_is=checked_batch_is(batch_is),
     )
     program = OneDeviceProgram.of(model, loss, optimizer, engine.settings.update)
-    planned, degree = plan_program(program, batch, chosen_planner, pins, engine)
+    following = Following(program)
+    planned, degree = plan_program(program, batch, chosen_planner, pins, engine, following)
     compared = Comparison(program, planned, engine, compare_steps) if compare_steps else None
-    return ParallelStep(program, planned, engine, degree, states, compared)
+    return ParallelStep(program, planned, engine, degree, states, following, compared)
 
 
 make_callable(__name__)

@@ -27,6 +27,15 @@ from sbp_torch.boxing.processes import gather_texts
 #: Bytes of a manifest as text; a longer one is compared by the hash of each value.
 _WIDTH_BYTES = 8192
 
+#: What manifests of a step call its batch.
+THE_BATCH = "the batch"
+
+_SAME_BATCHES = (
+    "pass batch_is='local' if each process loads its own part, by a DistributedSampler(..., "
+    "num_replicas=step.data_parallel_size, rank=step.data_parallel_rank); or seed the shuffling "
+    "alike in all processes"
+)
+
 #: Most characters of a value that a message shows.
 _SHOWN = 60
 
@@ -163,9 +172,7 @@ def compare_batches(
                     f"{name!r}",
                     where="the first batch",
                     accepted="the same values for the same samples",
-                    todo="pass batch_is='local' if each process loads its own part, by a "
-                    "DistributedSampler(..., num_replicas=step.data_parallel_size, "
-                    "rank=step.data_parallel_rank); or seed the shuffling alike in all processes",
+                    todo=_SAME_BATCHES,
                 )
 
 
@@ -197,7 +204,9 @@ def _difference(name: str, holders: Mapping[str, Sequence[int]]) -> ConfigError:
         for value, ranks in holders.items()
     )
     todo = "start all processes from the same environment, with the same arguments"
-    if name.startswith("the "):
+    if name == THE_BATCH:
+        todo = _SAME_BATCHES
+    elif name.startswith("the "):
         todo = (
             "see that nothing in the model, the loss and the settings depends on the rank, and "
             "that all processes run the same files"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,6 +14,7 @@ from sbp_core.plugins import Planner
 from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
+from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.flow import (
     Planned,
@@ -40,6 +42,7 @@ def plan_program(
     planner: Planner | Strategy,
     pins: Pins | None,
     engine: Engine,
+    following: Following,
 ) -> tuple[Planned, int]:
     """Return the checked plan, and of how many parts of processes a batch consists.
 
@@ -52,6 +55,7 @@ def plan_program(
         planner: Decides; or what was decided.
         pins: The user's.
         engine: Says for which mesh, and whether processes give parts of a batch.
+        following: Is told what was captured.
 
     Raises:
         ConfigError: see `parallelize`.
@@ -70,6 +74,9 @@ def plan_program(
         if parts == degree:
             planned = compiled(graph, strategy, settings)
             check_fits(planned, settings.cluster)
+            following.captured(
+                captured.original, partial(_captured_again, program, settings, degree)
+            )
             return _proved(planned, captured.original, example, program), degree
         degree = parts
     raise ConfigError(
@@ -79,6 +86,14 @@ def plan_program(
         accepted="batch_is='global', or a batch that is pinned",
         todo=_PIN_BATCH,
     )
+
+
+def _captured_again(
+    program: OneDeviceProgram, settings: PlanSettings, degree: int, batch: Any
+) -> LogicalGraph:
+    """Return what is captured of a step now, of a batch of one process."""
+    example = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
+    return capture_step(program.model, program.loss, example, program.optimizer, settings)
 
 
 def _proved(

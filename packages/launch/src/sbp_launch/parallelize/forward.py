@@ -15,6 +15,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import BatchIs, Session, StepResult
 from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
+from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.flow import Planned, capture_forward, evaluating, plan_beside
 from sbp_launch.planning.source_lines import naming_source_lines
@@ -32,12 +33,19 @@ class Forwards:
         train: How it is trained.
         engine: Starts sessions.
         degree: Of how many parts of processes a batch consists; 1 if they give whole batches.
+        following: Says whether the program has changed.
     """
 
     def __init__(
-        self, program: OneDeviceProgram, train: Planned, engine: Engine, degree: int
+        self,
+        program: OneDeviceProgram,
+        train: Planned,
+        engine: Engine,
+        degree: int,
+        following: Following,
     ) -> None:
         self._program, self._train, self._engine = program, train, engine
+        self._following = following
         self._degree = degree
         self._sessions: dict[tuple[object, ...], tuple[Session, LogicalGraph]] = {}
 
@@ -68,7 +76,10 @@ class Forwards:
         form = tuple((name, tuple(value.shape), value.dtype) for name, value in flat.items())
         if gather is not None:
             compare_forms(", ".join(f"{n!r} {dtype} {shape}" for n, shape, dtype in form), gather)
-        key = (in_evaluation, batch_is, form)
+        if self._following.has_other_forward():
+            self.close()
+        modes = () if in_evaluation else tuple(m.training for m in self._program.model.modules())
+        key = (in_evaluation, batch_is, form, modes)
         if key not in self._sessions:
             if len(self._sessions) >= _MOST_FORMS:
                 oldest, _ = self._sessions.pop(next(iter(self._sessions)))
@@ -87,7 +98,8 @@ class Forwards:
         plain = replace(settings, compile=replace(settings.compile, in_place_states=False))
         model = self._program.model
         name = "evaluate" if in_evaluation else "no_update"
-        with evaluating(model) if in_evaluation else nullcontext():
+        mode = evaluating(model) if in_evaluation else nullcontext()
+        with self._following.apart(), mode:
             graph = capture_forward(model, self._program.loss, example, plain, name)
         planned = plan_beside(self._train, graph, plain)
         return self._engine.runtime.start(planned.plan, training), graph

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
+
 from sbp_core.boxing import SurvivingRanks
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
@@ -28,12 +30,16 @@ from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.checkpoint.survivors import claimed_from_the_lost, pieces_left
 from sbp_launch.parallelize.agreement import Gather
 from sbp_launch.parallelize.joining import DEADLINE_S
+from sbp_launch.parallelize.scalars import restore_groups, saved_groups
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.output import write_plan
 from sbp_launch.run.environment import versions
 from sbp_launch.world import World
 
 logger = logging.getLogger(__name__)
+
+#: What a checkpoint calls the settings of the optimizer's groups.
+_GROUPS = "param_groups"
 
 #: How a step saves to another place, for messages.
 _ELSEWHERE = "save to another folder: step.save(FOLDER)"
@@ -58,10 +64,18 @@ class StepSaves:
         planned: Its plan.
         seed: Its seed.
         processes: Of the step.
+        optimizer: Whose settings are saved with the states.
     """
 
-    def __init__(self, planned: Planned, seed: int, processes: Processes) -> None:
+    def __init__(
+        self,
+        planned: Planned,
+        seed: int,
+        processes: Processes,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
         self._planned, self._seed, self._processes = planned, seed, processes
+        self._optimizer = optimizer
         self._saves = BackgroundSaves()
         #: The claim to the folder of the one that is under way.
         self._claim = ExitStack()
@@ -124,6 +138,7 @@ class StepSaves:
         return Metadata(
             step=step,
             seed=self._seed,
+            settings={_GROUPS: saved_groups(self._optimizer)},
             graph_hash=graph_hash(self._planned.graph),
             versions=versions(),
         )
@@ -208,6 +223,7 @@ def load_step(
     session: Session,
     seed: int,
     processes: Processes,
+    optimizer: torch.optim.Optimizer,
     *,
     keeps: bool,
     replacing: Callable[[], None],
@@ -222,6 +238,7 @@ def load_step(
         session: Whose states are replaced.
         seed: Of the step.
         processes: Of the step.
+        optimizer: Whose groups get the settings that were saved.
         keeps: Whether the states are to be kept if a checkpoint is damaged: it is read twice.
         replacing: Called before states are replaced: if this function raises behind that, the
             session has no states until it is given others.
@@ -253,7 +270,9 @@ def load_step(
                 raise
             logger.warning("%s; it is passed over", error.what)
         else:
-            return checkpoint.manifest.metadata.step
+            metadata = checkpoint.manifest.metadata
+            restore_groups(optimizer, metadata.settings.get(_GROUPS), checkpoint.place)
+            return metadata.step
     raise none_is_whole(storage, len(names))
 
 

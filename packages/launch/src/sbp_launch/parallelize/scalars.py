@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sbp_core.errors import SbpValueError
 from sbp_torch.capture import UpdateOptions, current_scalars
+from sbp_torch.optim.combined import members
 
-#: Settings of parameter groups that are inputs of a step only if `UpdateOptions.scheduled` says so.
-_CAPTURED = ("weight_decay", "momentum", "betas")
+logger = logging.getLogger(__name__)
 
 
 class UpdateScalars:
@@ -24,7 +27,6 @@ class UpdateScalars:
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: UpdateOptions) -> None:
         self._optimizer, self._update = optimizer, update
-        self._captured = self._constants()
 
     def now(self, given: Mapping[str, float]) -> dict[str, float]:
         """Return every scalar of the update, by name.
@@ -33,8 +35,7 @@ class UpdateScalars:
             given: Values for this step. `lr` is that of all groups, `lr.1` that of one.
 
         Raises:
-            SbpValueError: one is given that there is not; or a setting of a group has changed that
-                is no input of the step.
+            SbpValueError: one is given that there is not.
         """
         found = current_scalars(self._optimizer, self._update)
         for name, value in given.items():
@@ -47,32 +48,60 @@ class UpdateScalars:
                     "update=UpdateOptions(scheduled=(...))",
                 )
             found |= dict.fromkeys(meant, float(value))
-        self._refuse_changes()
         return found
 
-    def _constants(self) -> list[dict[str, Any]]:
-        """Return, of each group, the settings that the captured step has as constants."""
-        scheduled = {"betas" if one.startswith("beta") else one for one in self._update.scheduled}
-        kept = [key for key in _CAPTURED if key not in scheduled]
-        return [
-            {key: group[key] for key in kept if key in group}
-            for group in self._optimizer.param_groups
-        ]
 
-    def _refuse_changes(self) -> None:
-        """Refuse settings that have changed and would be ignored."""
-        now = self._constants()
-        if now == self._captured:
-            return
-        for number, (before, after) in enumerate(zip(self._captured, now, strict=True)):
-            for key in before:
-                if before[key] == after[key]:
-                    continue
-                names = "'beta1', 'beta2'" if key == "betas" else f"{key!r}"
-                raise SbpValueError(
-                    f"{key} of parameter group {number} is {after[key]} now, and was "
-                    f"{before[key]} when the step was captured",
-                    where="the optimizer",
-                    accepted="a change of lr, and of what is scheduled",
-                    todo=f"pass update=UpdateOptions(scheduled=({names},)) to parallelize",
-                )
+def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer's groups, as JSON: numbers, texts, lists of these."""
+    found = []
+    for group in _groups(optimizer):
+        values = {key: _plain(value) for key, value in group.items() if key != "params"}
+        found.append({key: value for key, value in values.items() if _is_json(value)})
+    return found
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> None:
+    """Give the groups of an optimizer settings that `saved_groups` returned.
+
+    Args:
+        optimizer: Perhaps another one; then its settings stay, with a warning.
+        saved: None, of a checkpoint that has none.
+        where: What the checkpoint is called.
+    """
+    if not isinstance(saved, list):
+        return
+    groups = _groups(optimizer)
+    if len(saved) != len(groups):
+        logger.warning(
+            "%s has the settings of %d parameter groups, and the optimizer has %d: its settings "
+            "stay as they are",
+            where,
+            len(saved),
+            len(groups),
+        )
+        return
+    for group, values in zip(groups, saved, strict=True):
+        for key, value in values.items():
+            before = group.get(key)
+            if isinstance(before, Tensor):
+                before.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [group for one in members(optimizer) for group in one.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    return [*map(_plain, value)] if isinstance(value, tuple | list) else value
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, float):
+        return isfinite(value)
+    return value is None or isinstance(value, bool | int | str)

@@ -25,6 +25,7 @@ from sbp_launch.console import say
 from sbp_launch.parallelize.agreement import Gather, compare_batches
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
+from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.output import StepOutput
@@ -56,13 +57,14 @@ class ParallelStep:
         engine: Engine,
         degree: int,
         states: Mapping[str, Tensor] | None,
+        following: Following,
         comparison: Comparison | None = None,
     ) -> None:
         self.world: World = engine.world
         self._program, self._planned, self._engine = program, planned, engine
         self._given_states = states
-        self._comparison = comparison
-        self._forwards = Forwards(program, planned, engine, degree)
+        self._following, self._comparison = following, comparison
+        self._forwards = Forwards(program, planned, engine, degree, following)
         self._session: Session | None = None
         self._backend: BoxingBackend | None = None
         self._first_step, self._updates, self._is_over = 0, True, False
@@ -102,7 +104,10 @@ class ParallelStep:
             raise
         self._session, self._backend, self._given_states = session, backend, None
         processes = processes_of(self.world, self._gather)
-        self._saves = StepSaves(self._planned, self._engine.seed, processes)
+        self._saves = StepSaves(
+            self._planned, self._engine.seed, processes, self._program.optimizer
+        )
+        self._following.begin(session, backend, self._planned.plan, self._gather)
         return self
 
     def close(self) -> None:
@@ -128,6 +133,7 @@ class ParallelStep:
 
     def _close(self, error: BaseException | None) -> None:
         self._is_over = True
+        self._following.end()
         with ExitStack() as closing:
             if self._session is not None:
                 # Ranks of other processes are told of an error that ends the block.
@@ -151,6 +157,13 @@ class ParallelStep:
                 todo="load others: step.load(PATH), or step.load_state_dict(states)",
             )
         return self._started
+
+    @property
+    def _current(self) -> Session:
+        """The started plan, with what was written to the model since the last step."""
+        session = self.session
+        self._following.take_over()
+        return session
 
     @property
     def _started(self) -> Session:
@@ -185,18 +198,22 @@ class ParallelStep:
                     "leaves that out"
                 )
             return self._forward(batch, self._engine.batch_is, in_evaluation=False)
-        values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         session = self.session
+        values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         if self._gather is not None and not self._has_compared:
             compare_batches(self._parts, flat, self._gather)
             self._has_compared = True
+        self._following.before_step(batch, values, None if self._engine.gives_parts else flat)
         compared = self._comparison if self._comparison and self._comparison.is_due else None
         if compared is not None and not compared.has_begun:
-            compared.begin(self.state_dict(to=0), self.steps_done)
+            first = self.state_dict(to=0)
+            with self._following.apart():
+                compared.begin(first, self.steps_done)
         with naming_source_lines(self._planned.graph):
             found = session.step(flat, values, batch_is=self._engine.batch_is)
         if compared is not None:
             compared.step(batch, float(found.loss), values)
+        self._following.behind_step()
         note_step(self._program.optimizer)
         assert self._saves is not None, "the step is started"
         self._saves.behind_step()
@@ -226,7 +243,7 @@ class ParallelStep:
 
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         result = self._forwards.step(
-            self.session,
+            self._current,
             batch,
             self._draws(),
             batch_is=batch_is,
@@ -298,12 +315,13 @@ class ParallelStep:
         Args:
             to: The rank whose process gets them; all if None. Elsewhere there are none.
         """
-        return self.session.state_dict(to=to)
+        return self._current.state_dict(to=to)
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
         self._started.load_state_dict(states)
         self._has_damaged_states = False
+        self._following.replaced()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
@@ -311,8 +329,9 @@ class ParallelStep:
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return what `optimizer.load_state_dict` takes: whole tensors on all ranks."""
-        program = self._program
-        return to_optimizer_state(self.state_dict(), program.model, program.optimizer)
+        program, states = self._program, self.state_dict()
+        with self._following.apart():
+            return to_optimizer_state(states, program.model, program.optimizer)
 
     def copy_to(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load what was trained into a model, and into an optimizer over its parameters.
@@ -322,6 +341,8 @@ class ParallelStep:
             optimizer: Likewise.
         """
         states = self.state_dict()
+        if self._following.copied_to(states, model, optimizer):
+            return
         model.load_state_dict(to_model_state(states, model))
         if optimizer is not None:
             optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
@@ -346,7 +367,7 @@ class ParallelStep:
                 step raises that, in all processes the same one, or `finish_saving`, the next `save`
                 or the end of the block.
         """
-        session = self.session
+        session = self._current
         assert self._saves is not None, "the step is started"
         backend = self._backend
         if backend is not None and backend.spans_processes and backend.failure_reason():
@@ -394,10 +415,12 @@ class ParallelStep:
             session,
             self._engine.seed,
             processes_of(self.world, self._gather),
+            self._program.optimizer,
             keeps=session.steps_done > 0 and not self._has_damaged_states,
             replacing=replacing,
         )
         self._has_damaged_states = False
+        self._following.replaced()
         self._first_step = done - session.steps_done
         if self._comparison is not None:
             self._comparison.forget()
@@ -427,8 +450,9 @@ class ParallelStep:
         weights = find_weights(
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )
-        with weights.over(program.own_states()) as states:
+        with self._following.apart(), weights.over(program.own_states()) as states:
             session.load_state_dict(states)
+        self._following.replaced()
 
     # The plan.
 

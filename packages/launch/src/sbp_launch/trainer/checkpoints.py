@@ -23,8 +23,8 @@ from sbp_launch.data import DataCursor
 from sbp_launch.planning import Planned
 from sbp_launch.run.environment import versions
 from sbp_launch.run.run import Run
+from sbp_launch.team import Team
 from sbp_launch.trainer.saved_settings import config_hash, settings_of
-from sbp_launch.trainer.team import Team
 
 logger = logging.getLogger(__name__)
 

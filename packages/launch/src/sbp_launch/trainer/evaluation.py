@@ -15,9 +15,9 @@ from sbp_core.runtime import Runtime, Session
 from sbp_launch.data import BatchLoader, LocalBatch, LocalPart, is_for_gpus
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.run import Run
+from sbp_launch.team import Team, fail_together
 from sbp_launch.trainer.planned import plan_evaluation
 from sbp_launch.trainer.program import Program
-from sbp_launch.trainer.team import Team, fail_together
 
 
 class Evaluator:

@@ -37,6 +37,7 @@ from sbp_launch.run.run import Run
 from sbp_launch.run.speed import Speed
 from sbp_launch.run.stopping import StopSignals
 from sbp_launch.settings.budget import Allowance
+from sbp_launch.team import Team, fail_together, stop_together, vote_deadline_s
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.callbacks import ask, make_callbacks, restore, together
 from sbp_launch.trainer.checkpoints import RunCheckpoints
@@ -45,7 +46,6 @@ from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.phases import PhaseTimes
 from sbp_launch.trainer.program import Program
 from sbp_launch.trainer.step import StepTaker
-from sbp_launch.trainer.team import Team, fail_together, stop_together, vote_deadline_s
 
 #: Seconds that processes agree on are sent as whole numbers of these.
 _TICK_S = 1e-6

@@ -10,12 +10,12 @@ from sbp_launch.data.loader import LocalBatch
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.run import Run
 from sbp_launch.run.speed import Speed
+from sbp_launch.team import Team
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.finite_loss import FiniteLoss
 from sbp_launch.trainer.first_bad_value import first_bad_value
 from sbp_launch.trainer.program import Program
-from sbp_launch.trainer.team import Team
 from sbp_torch.capture import scalar_values
 
 

@@ -9,9 +9,9 @@ from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.checkpoint.survivors import MEET_S, claimed_from_the_lost, pieces_left
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import SAVING
+from sbp_launch.team import DEADLINE_S
 from sbp_launch.trainer.checkpoints import ELSEWHERE
 from sbp_launch.trainer.loop import TrainingLoop
-from sbp_launch.trainer.team import DEADLINE_S
 
 
 def save_with_survivors(run: Run, loop: TrainingLoop, error: Exception) -> str:

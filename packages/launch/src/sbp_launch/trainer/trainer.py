@@ -28,6 +28,7 @@ from sbp_launch.run.run import Run, make_console
 from sbp_launch.run.status import StatusSignal
 from sbp_launch.run.stopping import STARTING, StopSignals
 from sbp_launch.settings.config import RunConfig
+from sbp_launch.team import Team, stop_together
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.checkpoints import (
     RunCheckpoints,
@@ -57,7 +58,6 @@ from sbp_launch.trainer.summary import (
     saved_lines,
     speed_lines,
 )
-from sbp_launch.trainer.team import Team, stop_together
 from sbp_launch.world import World
 from sbp_torch.kinds import LanguageModel, TextDataset
 

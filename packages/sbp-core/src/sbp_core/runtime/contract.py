@@ -227,6 +227,19 @@ class Session(ABC):
                 `RunError` that says so, until others are loaded.
         """
 
+    def replace(self, states: Mapping[str, Tensor]) -> None:
+        """Replace some states; the others stay. Each process calls it with the same ones.
+
+        Args:
+            states: Whole tensors, by names of `state_dict`.
+
+        Raises:
+            SbpValueError: one is unknown, or of another shape or dtype. The states are as they
+                were.
+            RunError: as of `gather`, in a runtime that replaces all or none.
+        """
+        self.load_state_dict({**self.state_dict(), **states})
+
     @abstractmethod
     def close(self) -> None:
         """Stop threads and leave the backend. Safe to call twice; states can still be read."""

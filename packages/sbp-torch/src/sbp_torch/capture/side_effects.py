@@ -108,7 +108,7 @@ class Snapshot:
         # alive, so that its id stays its own.
         if id(value) in self._held or type(value) in _PLAIN or isinstance(value, Tensor):
             return
-        content = _content(value)
+        content = content_of(value)
         if content is None:
             return
         self._held[id(value)] = (value, content, number, way)
@@ -133,7 +133,7 @@ class Snapshot:
                     found.append(_change(path, module, key, before, after))
         for value, content, number, way in self._held.values():
             path, module = self._modules[number]
-            now = _content(value)
+            now = content_of(value)
             if isinstance(content, dict):
                 for key in dict.fromkeys((*content, *now)):
                     before, after = content.get(key, _MISSING), now.get(key, _MISSING)
@@ -165,8 +165,8 @@ class Snapshot:
         if isinstance(before, Tensor):
             return False
         # What it held at the snapshot: a container that was replaced may have been changed as well.
-        old = self._held[id(before)][1] if id(before) in self._held else _content(before)
-        new = _content(after)
+        old = self._held[id(before)][1] if id(before) in self._held else content_of(before)
+        new = content_of(after)
         if old is None or new is None or isinstance(old, bytes):
             return bool(old == new)
         if isinstance(old, set):
@@ -203,7 +203,7 @@ class Snapshot:
             # refilled.
             now.update(own)
         for value, content, _, _ in self._held.values():
-            _refill(value, content)
+            refill(value, content)
 
 
 class _Missing:
@@ -227,7 +227,7 @@ def _change(
     )
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     """Return a copy of what a container holds: a list, dict, set or bytes; None if it is none."""
     if isinstance(value, MutableMapping):
         return dict(value)
@@ -241,7 +241,7 @@ def _content(value: Any) -> Any:
     return None
 
 
-def _refill(value: Any, content: Any) -> None:
+def refill(value: Any, content: Any) -> None:
     """Let a container hold again what it held."""
     if isinstance(value, tuple | frozenset):
         return
@@ -250,7 +250,7 @@ def _refill(value: Any, content: Any) -> None:
         if isinstance(value, numpy.ndarray) and value.tobytes() != content:
             value[...] = numpy.frombuffer(content, value.dtype).reshape(value.shape)
         return
-    now = _content(value)
+    now = content_of(value)
     if isinstance(value, MutableMapping):
         # Left alone if nothing changed: a class of the user's may do more than hold what it gets.
         alike = list(now) == list(content) and all(now[key] is content[key] for key in content)

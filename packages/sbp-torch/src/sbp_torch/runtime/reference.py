@@ -172,6 +172,11 @@ class ReferenceSession(Session):
         self.store.load(states)
         self.is_partially_updated = False
 
+    def replace(self, states: Mapping[str, Tensor]) -> None:
+        """See `Session.replace`; nothing is sent."""
+        self._check_whole()
+        self.store.replace(states)
+
     def close(self) -> None:
         """See `Session.close`. States can still be read."""
         self.closed = True

@@ -142,6 +142,14 @@ class SharedStates(StateStore):
             todo="load them there; this one reads them when its next step begins",
         )
 
+    def replace(self, states: Mapping[str, Tensor]) -> None:
+        """Refuse as `load` does.
+
+        Raises:
+            RunError: always.
+        """
+        self.load(states)
+
 
 def _words(slot: StateSlot, plan: PhysicalPlan) -> str:
     """Say how a state is stored."""

@@ -163,6 +163,32 @@ class StateStore:
             self._lost_by = words_of(error)
             raise
 
+    def replace(self, states: Mapping[str, Tensor]) -> None:
+        """Cut some whole states into every local rank's parts; the others stay.
+
+        Raises:
+            SbpValueError: one is unknown, or of another shape or dtype; tied states differ.
+        """
+        numbers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, whole in states.items():
+            slot = self.slots[known_state(self.plan, name)]
+            if slot.sbp is None:
+                numbers[slot.name][name] = whole
+            else:
+                check_tensor(name, whole, slot.shape, slot.dtype)
+        read: dict[str, Number] = {}
+        for slot_name, given in numbers.items():
+            kept = {name: self.whole(name) for name in self._names_of(slot_name)}
+            values = {name: _one_number(name, one) for name, one in {**kept, **given}.items()}
+            read[slot_name] = _tied_number(slot_name, values)
+        # Others keep the mappings that were here: snapshots, and steps.
+        parts = {rank: dict(held) for rank, held in self.values.items()}
+        for name in states.keys() & self._held(self.slots):
+            self._cut(self.slots[name], states[name], parts)
+        for held in parts.values():
+            held |= read
+        self.commit(parts)
+
     def _replace(
         self, states: Mapping[str, Tensor], names: Collection[str], values: Mapping[int, Values]
     ) -> None:

@@ -1,0 +1,393 @@
+"""What a loop changes between steps is followed, and equals plain PyTorch; or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import changing_ranks
+import pytest
+import torch
+from programs import registry
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.boxing.supervision import Line, supervise
+from sbp_core.errors import ConfigError, RunError
+from sbp_launch import parallelize
+
+LAYOUTS = (
+    {},
+    {"mesh": 4, "planner": "manual/zero"},
+    {"mesh": (2, 2), "micro_batches": 2, "pins": {"body.weight": {"tensor": "S(0)"}}},
+    {"mesh": 2, "axes": "pipe", "micro_batches": 4, "planner": "manual/pipeline"},
+)
+
+BETA = 1.0
+
+
+class Network(nn.Module):
+    """Two layers, a batch norm, a buffer that the loss reads, and numbers that forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.drop = nn.Dropout(0.0)
+        self.temperature, self.calls = 1.0, 0
+        self.register_buffer("weight", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.calls > 100:
+            x = x * 2
+        return self.head(self.drop(self.body(x).tanh())) / self.temperature
+
+
+def loss_of(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean() * model.weight * BETA
+
+
+def batch(index, size=8):
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": x[:, :3].sin()}
+
+
+class Twins:
+    """One program by `parallelize`, and one by plain PyTorch, that go through the same."""
+
+    def __init__(
+        self, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ):
+        torch.manual_seed(0)
+        self.models = [Network().double()]
+        self.models.append(copy.deepcopy(self.models[0]))
+        self.optimizers = [make(model) for model in self.models]
+
+    def start(self, **layout):
+        return parallelize(self.models[0], loss_of, batch(0), self.optimizers[0], **layout)
+
+    def steps(self, step, count, first=0):
+        """Take steps with both; their losses are equal."""
+        for index in range(first, first + count):
+            found = float(step(batch(index)))
+            self.optimizers[1].zero_grad()
+            wanted = loss_of(self.models[1], batch(index))
+            wanted.backward()
+            self.optimizers[1].step()
+            assert abs(found - wanted.item()) <= 1e-12
+
+    def both(self, change):
+        return [change(*pair) for pair in zip(self.models, self.optimizers, strict=True)]
+
+    def assert_equal(self):
+        assert_alike(*(model.state_dict() for model in self.models))
+        assert_alike(*(one.state_dict() for one in self.optimizers))
+
+
+def assert_alike(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def _write(model, optimizer):
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+        model.body.bias.data.clamp_(-0.1, 0.1)
+
+
+def _momentum(model, optimizer):
+    for held in optimizer.state.values():
+        held["momentum_buffer"].zero_()
+
+
+def _best_back(model, optimizer):
+    model.load_state_dict({name: one * 0.9 for name, one in model.state_dict().items()})
+
+
+def _one_more_step(model, optimizer):
+    optimizer.zero_grad()
+    loss_of(model, batch(77)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+FOLLOWED = {
+    "weights are written": _write,
+    "a buffer is filled": lambda model, optimizer: model.weight.fill_(0.5),
+    "best weights come back": _best_back,
+    "momentum is set to zero": _momentum,
+    "states are cleared": lambda model, optimizer: optimizer.state.clear(),
+    "states are loaded": lambda model, optimizer: optimizer.load_state_dict(
+        copy.deepcopy(optimizer.state_dict())
+    ),
+    "the rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.01),
+    "a step by hand": _one_more_step,
+    "a counter": lambda model, optimizer: setattr(model, "calls", 3),
+    "nothing": lambda model, optimizer: (model.eval(), model.train()),
+}
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_what_is_followed_equals_plain_pytorch(change, layout):
+    twins = Twins()
+
+    with twins.start(**layout) as step:
+        twins.steps(step, 2)
+        twins.both(FOLLOWED[change])
+        twins.steps(step, 2, first=2)
+        twins.assert_equal()
+    twins.assert_equal()  # also behind the block
+
+
+def test_averages_and_files_are_those_of_plain_pytorch(tmp_path):
+    twins = Twins()
+    averages = twins.both(lambda model, optimizer: AveragedModel(model))
+
+    with twins.start(mesh=2, planner="manual/zero") as step:
+        for index in range(3):
+            twins.steps(step, 1, first=index)
+            for average, model in zip(averages, twins.models, strict=True):
+                average.update_parameters(model)
+        assert_alike(*(one.state_dict() for one in averages))
+        torch.save(twins.models[0].state_dict(), tmp_path / "weights.pt")
+        twins.steps(step, 1, first=3)
+
+    read = torch.load(tmp_path / "weights.pt")
+    assert not torch.equal(read["head.bias"], twins.models[0].head.bias)
+    assert {type(one) for one in read.values()} == {torch.Tensor}
+
+
+def test_the_next_step_goes_on_with_model_and_optimizer():
+    """Gradual unfreezing: what is trained changes, and so does the step."""
+    twins = Twins()
+    twins.both(lambda model, optimizer: model.body.requires_grad_(False))
+    with twins.start(mesh=2) as step:
+        twins.steps(step, 2)
+        twins.both(lambda model, optimizer: model.body.requires_grad_(True))
+        with pytest.raises(RunError, match=r"'body\.weight' is to be trained(.|\n)*call paralleli"):
+            step(batch(2))
+    with twins.start(mesh=4, planner="manual/zero") as step:
+        twins.steps(step, 2, first=2)
+    twins.assert_equal()
+
+
+def test_a_model_is_trained_by_one_step_at_a_time():
+    twins = Twins()
+    with twins.start(mesh=2) as step:
+        step(batch(0))
+        with pytest.raises(ConfigError, match=r"another parallel step(.|\n)*copy\.deepcopy"):
+            twins.start(mesh=2)
+        other = copy.deepcopy(twins.models[0])
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        with parallelize(other, loss_of, batch(0), optimizer, mesh=2) as second:
+            second(batch(1))
+            assert not torch.equal(other.head.bias, twins.models[0].head.bias)
+
+
+def _beta(value):
+    globals()["BETA"] = value
+
+
+REFUSED = {
+    "a global": (lambda model, optimizer: _beta(2.0), r"BETA is 2\.0, and was 1\.0"),
+    "an attribute": (
+        lambda model, optimizer: setattr(model, "temperature", 2.0),
+        r"model\.temperature is 2\.0(.|\n)*test_following\.py:\d+(.|\n)*torch\.tensor\(2\.0\)",
+    ),
+    "a probability": (lambda model, optimizer: setattr(model.drop, "p", 0.5), r"drop\.p is 0\.5"),
+    "frozen": (lambda model, optimizer: model.head.requires_grad_(False), r"'head\.weight' is fro"),
+    "a hook": (
+        lambda model, optimizer: model.head.register_forward_hook(lambda m, a, y: y * 9),
+        r"a hook was registered on model\.head",
+    ),
+    "a module": (
+        lambda model, optimizer: setattr(model, "head", nn.Linear(6, 3).double()),
+        r"model\.head is another module",
+    ),
+    "a group": (
+        lambda model, optimizer: optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))]}
+        ),
+        "the optimizer has 2 parameter groups, and had 1",
+    ),
+    "a setting": (
+        lambda model, optimizer: optimizer.param_groups[0].update(nesterov=True),
+        r"nesterov of parameter group 0 is True",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _beta_as_before():
+    yield
+    _beta(1.0)
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_another_step_is_refused_by_name(change):
+    twins = Twins()
+    apply, told = REFUSED[change]
+
+    with twins.start(mesh=2) as step:
+        twins.steps(step, 2)
+        apply(twins.models[0], twins.optimizers[0])
+        with pytest.raises(RunError, match=told):
+            step(batch(2))
+        with pytest.raises(RunError, match=told):
+            step(batch(2))  # and again
+        assert step.steps_done == 2
+
+
+def test_what_is_read_and_makes_the_same_step_is_followed():
+    twins = Twins()
+
+    with twins.start(mesh=2) as step:
+        for index, calls in enumerate((0, 50, 100)):
+            twins.both(lambda model, optimizer: setattr(model, "calls", calls))
+            twins.steps(step, 1, first=index)
+        twins.models[0].calls = 101
+        with pytest.raises(RunError, match=r"model\.calls is 101, and was 100"):
+            step(batch(3))
+
+
+def test_an_evaluation_sees_what_the_program_is_now():
+    twins = Twins()
+
+    with twins.start(mesh=2) as step:
+        twins.steps(step, 1)
+        for value in (1.0, 2.0, 0.5):
+            _beta(value)
+            twins.both(lambda model, optimizer: model.weight.fill_(value))
+            found = float(step.evaluate(batch(5, size=6)))
+            with torch.no_grad():
+                wanted = float(loss_of(twins.models[1].eval(), batch(5, size=6)))
+            twins.models[1].train()
+            assert abs(found - wanted) <= 1e-12
+        twins.models[0].head = nn.Linear(6, 3).double()
+        with pytest.raises(RunError, match="another module"):
+            step.evaluate(batch(5, size=6))
+
+
+def test_a_state_that_a_loss_keeps_is_refused_and_is_as_it_was():
+    model = nn.LSTM(4, 4)
+    kept = {"h": (torch.zeros(1, 8, 4), torch.zeros(1, 8, 4))}
+    before = kept["h"]
+
+    def loss(model, batch):
+        made, kept["h"] = model(batch, tuple(one.detach() for one in kept["h"]))
+        return made.square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"changes what it reads: kept\['h'\](.|\n)*register_buf"):
+        parallelize(model, loss, torch.zeros(5, 8, 4), optimizer, mesh=2)
+    assert kept["h"] is before
+
+
+def test_a_mode_that_makes_another_step_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with parallelize(model, lambda m, b: m(b).sum(), torch.ones(4, 2), optimizer) as step:
+        step(torch.ones(4, 2))
+        model.eval()
+        step.evaluate(torch.ones(3, 2))
+        with pytest.raises(RunError, match=r"model is in eval mode(.|\n)*call model\.train\(\)"):
+            step(torch.ones(4, 2))
+        with step.no_update():
+            assert float(step(torch.ones(4, 2))) == float(step.evaluate(torch.ones(4, 2)))
+        model.train()
+        step(torch.ones(4, 2))
+
+
+def test_a_model_in_eval_mode_is_trained_in_it_and_said_so():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match=r"in eval mode, and is trained in that(.|\n)*\.train\("):
+        parallelize(model, lambda m, b: m(b).square().mean(), torch.ones(4, 2), optimizer)
+
+
+def test_settings_of_groups_come_back_with_a_checkpoint(tmp_path, caplog):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+        loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+        step = parallelize(model, loss, torch.ones(4, 3), optimizer, mesh=2)
+        return step, optimizer, schedule
+
+    step, optimizer, schedule = make()
+    with step:
+        for index in range(4):
+            step(torch.full((4, 3), index + 1.0))
+            schedule.step()
+        step.save(tmp_path)
+        wanted = float(step(torch.ones(4, 3))), float(step(torch.ones(4, 3)))
+
+    step, other, later = make()
+    with step:
+        step.load(tmp_path)
+        later.load_state_dict(schedule.state_dict())
+        assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
+        assert other.param_groups[0]["betas"] == (0.8, 0.9)
+        assert (float(step(torch.ones(4, 3))), float(step(torch.ones(4, 3)))) == wanted
+        other.param_groups.append({**other.param_groups[0], "params": []})
+        step.load(tmp_path)
+    assert "has the settings of 1 parameter groups, and the optimizer has 2" in caplog.text
+
+
+@cache
+def said_by(boxing: str) -> Mapping[int, Mapping[str, str]]:
+    """Run the program as two processes; return what each rank was told, by what was changed."""
+    backend: Any = registry().make("boxing", boxing, {})
+    assert isinstance(backend, BoxingBackend)
+    found: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    lines: list[Line] = []
+    command = [sys.executable, str(Path(changing_ranks.__file__)), *changing_ranks.CHANGES]
+    ended = supervise(backend.launch_specs(2, command), timeout_s=240, on_line=lines.append)
+    assert ended.error() is None, "\n".join(map(str, lines))
+    for line in lines:
+        if line.text.startswith("{"):
+            one = json.loads(line.text)
+            found[one["rank"]][one["change"]] = one["said"]
+    return found
+
+
+#: What ranks are told, of changes on one of them or on both.
+SAID = {
+    "beta here": (
+        "ConfigError: the ranks differ in the program: rank 0: as it was captured; rank 1: self.beta is 2.0",
+        "RunError: self.beta is 2.0, and was 1.0",
+    ),
+    "beta everywhere": ("RunError: self.beta is 2.0, and was 1.0",) * 2,
+    "rate here": ("ConfigError: the ranks differ in lr: rank 0: 0.1; rank 1: 0.2",) * 2,
+    "batch here": ("ConfigError: the ranks differ in the batch: rank 0: ",) * 2,
+    "weights here": (
+        "ConfigError: the ranks differ in the values written to model and optimizer: rank 0: none",
+    )
+    * 2,
+    "weights everywhere": ("off by 0e+00",) * 2,
+    "momentum everywhere": ("off by 0e+00",) * 2,
+    "shards everywhere": ("RunError: '0.weight' of the model is asked for, and ranks of other",)
+    * 2,
+    "whole from shards": ("off by 0e+00",) * 2,
+}
+
+
+@pytest.mark.parametrize("boxing", ["torch", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", changing_ranks.CHANGES)
+def test_ranks_of_several_processes_change_alike_or_are_told(change, boxing):
+    for rank in (0, 1):
+        said = said_by(boxing)[rank][change]
+        if said.startswith("off by"):
+            assert float(said.split()[-1]) <= 1e-15
+        else:
+            assert said.startswith(SAID[change][rank]), said

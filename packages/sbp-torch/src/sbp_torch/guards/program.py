@@ -1,0 +1,366 @@
+"""The guard of a captured step: what its program read, compared before each step.
+
+Capture runs a program's Python once. What that read is compared by identity and value: attributes
+of modules, modes and hooks, which tensors are trained, what functions find in cells, globals,
+defaults and objects, settings and members of the optimizer's groups. The model's own tensors are
+states of the step and not compared here; see `states`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbp_torch.capture.side_effects import refill
+from sbp_torch.capture.step import model_tensors
+from sbp_torch.guards.changed import (
+    ANEW,
+    MOST_ENTRIES,
+    NOTHING,
+    PLAIN,
+    Changed,
+    held_in,
+    is_same,
+    short,
+)
+from sbp_torch.guards.optimizer import OptimizerGuard
+from sbp_torch.guards.reads import Place, Reads, has_attributes
+from sbp_torch.update_options import UpdateOptions
+
+#: Where modules keep what is registered, and what that is called.
+_REGISTERS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+
+#: Attributes of modules that PyTorch's own call of a module reads.
+_OF_CALLS = {"training", *_REGISTERS, "forward"}
+
+#: Tensors up to so many elements are compared by value, too: writes through `.data` have no trace.
+_MOST_ELEMENTS = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """Attributes of a module or object: what is there now, and what was."""
+
+    label: str
+    owner: object
+    live: dict[str, Any]
+    kept: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    label: str
+    value: Any
+    content: Any
+
+
+class _HeldTensor:
+    """A tensor that is no state: how often it was written, and its values if it is small."""
+
+    __slots__ = ("copy", "label", "tensor", "version")
+
+    def __init__(self, label: str, tensor: Tensor) -> None:
+        self.label, self.tensor, self.version = label, tensor, _version(tensor)
+        small = tensor.numel() <= _MOST_ELEMENTS and tensor.device.type == "cpu"
+        self.copy = tensor.detach().clone() if small else None
+
+    def is_same(self) -> bool:
+        if _version(self.tensor) != self.version:
+            return False
+        return self.copy is None or torch.equal(self.copy, self.tensor)
+
+
+class Guard:
+    """What a program consists of at one moment, compared with what it is later.
+
+    Args:
+        model: The one-device program.
+        loss: `loss(model, batch)`.
+        optimizer: Over the model's parameters.
+        update: Says which settings of groups are inputs of the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any,
+        optimizer: torch.optim.Optimizer,
+        update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
+    ) -> None:
+        self._model, self._loss = model, loss
+        self._groups = OptimizerGuard(model, optimizer, update)
+        self.renew()
+
+    def renew(self) -> None:
+        """Take everything to be as it is now."""
+        self._reads = Reads()
+        self._mappings: list[_Mapping] = []
+        #: Attributes of objects that are not looked into: nothing read so far names them.
+        self._unread: list[tuple[str, str, Any]] = []
+        self._containers: list[_Container] = []
+        self._tensors: list[_HeldTensor] = []
+        self._states = model_tensors(self._model)
+        self._seen: dict[int, object] = {id(one): one for one in self._states.values()}
+        for path, module in self._model.named_modules():
+            self._module(f"model.{path}" if path else "model", module)
+        self._follow(self._reads.add(self._loss))
+        self._objects()
+        self._trained = [one.requires_grad for one in self._states.values()]
+        plain: list[_Container] = []
+        self._others: list[_Container] = []
+        for one in self._containers:
+            quick = isinstance(one.value, dict | list | set) and len(one.value) <= MOST_ENTRIES
+            (plain if quick else self._others).append(one)
+        self._live: list[Any] = [
+            *(one.live for one in self._mappings),
+            *(one.value for one in plain),
+        ]
+        self._kept = [*(one.kept for one in self._mappings), *(one.content for one in plain)]
+        #: Which tensor lies where: to compare containers compares their tensors by value.
+        self._lying = [
+            (held, key, value)
+            for held in self._live
+            for key, value in _entries(held)
+            if isinstance(value, Tensor)
+        ]
+        self._groups.renew()
+
+    # What there is.
+
+    def _follow(self, found: Iterator[tuple[str, object]]) -> None:
+        for label, value in found:
+            self._visit(label, value)
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        self._follow(self._reads.add_class(type(module)))
+        self._attributes(path, module)
+
+    def _attributes(self, label: str, owner: object) -> None:
+        live = vars(owner)
+        self._mappings.append(_Mapping(label, owner, live, dict(live)))
+        for key, value in live.items():
+            if key == "_modules" and isinstance(owner, nn.Module):  # each comes by itself
+                self._containers.append(_Container(f"{label}.{key}", value, dict(value)))
+            elif isinstance(owner, nn.Module):
+                self._visit(f"{label}.{key}", value)
+            else:
+                self._unread.append((key, f"{label}.{key}", value))
+
+    def _objects(self) -> None:
+        """Look into what objects hold, as far as something that was followed reads it."""
+        while True:
+            read = [one for one in self._unread if self._reads.may_read(one[0])]
+            if not read:
+                return
+            self._unread = [one for one in self._unread if not self._reads.may_read(one[0])]
+            for _, label, value in read:
+                self._visit(label, value)
+
+    def _visit(self, label: str, value: Any) -> None:
+        """Note what lies in a value, each once."""
+        left: deque[tuple[str, Any]] = deque([(label, value)])
+        while left:
+            label, value = left.popleft()
+            if isinstance(value, PLAIN) or id(value) in self._seen:
+                continue
+            if isinstance(value, nn.Module):
+                for path, module in value.named_modules():
+                    self._module(f"{label}.{path}" if path else label, module)
+                continue
+            self._seen[id(value)] = value
+            if isinstance(value, Tensor):
+                self._tensors.append(_HeldTensor(label, value))
+            elif (content := held_in(value)) is not None:
+                self._containers.append(_Container(label, value, content))
+                left.extend((f"{label}[{key!r}]", part) for key, part in _entries(content))
+            elif callable(value) and not has_attributes(value):
+                left.extend(self._reads.add(value, label))
+            elif has_attributes(value):
+                self._follow(self._reads.add_class(type(value)))
+                self._attributes(label, value)
+
+    def restore(self) -> None:
+        """Set back what lies in cells, globals, objects and containers; not in modules."""
+        for place in self._reads.places:
+            if not is_same(place.value, _now(place)):
+                place.write(place.value)
+        for one in self._mappings:
+            if not isinstance(one.owner, nn.Module):
+                refill(one.live, one.kept)
+        for kept in self._containers:
+            if isinstance(kept.value, dict | list | set) and len(kept.value) <= MOST_ENTRIES:
+                refill(kept.value, kept.content)
+
+    # What has become of it.
+
+    def holds(self) -> bool:
+        """Whether everything is as it was, as far as that is quickly seen."""
+        try:
+            return (
+                bool(self._live == self._kept)
+                and all(items[key] is value for items, key, value in self._lying)
+                and all(place.read() is place.value for place in self._reads.places)
+                and all(one.is_same() for one in self._tensors)
+                and self._trained == [one.requires_grad for one in self._states.values()]
+                and all(held_in(one.value) == one.content for one in self._others)
+                and self._groups.holds()
+            )
+        except Exception:  # tensors that were replaced are not compared; places are empty
+            return False
+
+    def changes(self, *, training: bool = True) -> list[Changed]:
+        """Return what is not as it was and may matter to the step.
+
+        Args:
+            training: Whether a training step is to be taken: else modes, what is trained and the
+                optimizer do not count.
+        """
+        if self.holds():
+            return []
+        found = [*self._of_mappings(training), *self._of_containers(), *self._of_places()]
+        for one in self._tensors:
+            if not one.is_same():
+                what = f"the tensor {one.label} was written"
+                todo = f"pass it in the batch; or register it as a buffer of the model; or {ANEW}"
+                found.append(Changed(what=what, where=self._line(one.label), todo=todo))
+        if training:
+            for (name, tensor), before in zip(self._states.items(), self._trained, strict=True):
+                if tensor.requires_grad is not before:
+                    now = "is frozen" if before else "is to be trained"
+                    was = "was trained" if before else "was frozen"
+                    what = f"{name!r} {now} (requires_grad), and {was} when the step was captured"
+                    found.append(Changed(what=what))
+            found += self._groups.changes()
+        return found
+
+    def _of_mappings(self, training: bool) -> Iterator[Changed]:
+        for one in self._mappings:
+            if _is_equal(one.live, one.kept):
+                continue
+            is_module = isinstance(one.owner, nn.Module)
+            for key in dict.fromkeys((*one.kept, *one.live)):
+                before, after = one.kept.get(key, NOTHING), one.live.get(key, NOTHING)
+                if is_same(before, after):
+                    continue
+                if key == "training" and is_module:
+                    if training and isinstance(after, bool):
+                        yield _mode(one.label, after)
+                elif self._counts(key, is_module):
+                    yield self._changed(f"{one.label}.{key}", key, before, after)
+                elif after is NOTHING:
+                    del one.kept[key]
+                else:
+                    one.kept[key] = after  # so that it is not looked at again
+
+    def _counts(self, key: str, is_module: bool) -> bool:
+        if is_module and (key in _OF_CALLS or key.endswith("_hooks")):
+            return True
+        return self._reads.may_read(key)
+
+    def _of_containers(self) -> Iterator[Changed]:
+        for one in self._containers:
+            now = held_in(one.value)
+            if isinstance(now, dict) and isinstance(one.content, dict):
+                owner, _, kind = one.label.rpartition(".")
+                for key in dict.fromkeys((*one.content, *now)):
+                    before, after = one.content.get(key, NOTHING), now.get(key, NOTHING)
+                    if is_same(before, after):
+                        continue
+                    if kind in _REGISTERS:
+                        yield _registered(f"{owner}.{key}", _REGISTERS[kind], before, after)
+                    elif kind.endswith("_hooks") or "_hooks_" in kind:
+                        verb = "removed from" if after is NOTHING else "registered on"
+                        yield Changed(what=f"a hook was {verb} {owner}")
+                    else:
+                        yield self._changed(f"{one.label}[{key!r}]", str(key), before, after)
+            elif not is_same(one.content, now):
+                yield self._changed(one.label, one.label, one.content, now)
+
+    def _of_places(self) -> Iterator[Changed]:
+        for place in self._reads.places:
+            after = _now(place)
+            if not is_same(place.value, after):
+                yield self._changed(place.label, place.label, place.value, after, place.where)
+
+    def _changed(
+        self, label: str, key: str, before: object, after: object, where: str = ""
+    ) -> Changed:
+        name = key.rpartition(".")[2]
+        todo = ANEW
+        if isinstance(after, int | float) and not isinstance(after, bool):
+            todo = (
+                f"pass it in the batch, as a tensor without dims: {{..., {name!r}: "
+                f"torch.tensor({after!r})}}, and read it there; or {ANEW}"
+            )
+        elif isinstance(after, Tensor):
+            todo = f"pass it in the batch; or {ANEW}"
+        return Changed(
+            what=f"{label} is {short(after)}, and was {short(before)} when the step was captured",
+            where=self._reads.line_of(name) or where,
+            todo=todo,
+        )
+
+    def _line(self, label: str) -> str:
+        return self._reads.line_of(label.rpartition(".")[2].partition("[")[0])
+
+
+def modules_in_eval_mode(model: nn.Module) -> list[str]:
+    """Return the modules in eval mode whose code asks for their mode, such as dropout."""
+    found = []
+    for path, module in model.named_modules():
+        reads = Reads()
+        deque(reads.add_class(type(module)), maxlen=0)
+        if not module.training and "training" in reads.names:
+            found.append(path or type(module).__name__)
+    return found
+
+
+def _is_equal(live: dict[str, Any], kept: dict[str, Any]) -> bool:
+    try:
+        return live == kept
+    except Exception:  # of tensors that were replaced, and objects with rules of their own
+        return False
+
+
+def _entries(held: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(held, dict):
+        return held.items()
+    return enumerate(held) if isinstance(held, list) else ()
+
+
+def _now(place: Place) -> Any:
+    try:
+        return place.read()
+    except (KeyError, ValueError):
+        return NOTHING
+
+
+def _mode(label: str, is_training: bool) -> Changed:
+    mode = {True: "train", False: "eval"}
+    return Changed(
+        what=f"{label} is in {mode[is_training]} mode, and was in {mode[not is_training]} mode "
+        "when the step was captured",
+        todo=f"call {label}.{mode[not is_training]}() before the step; step.evaluate(batch) "
+        f"evaluates without changing modes; or {ANEW}",
+    )
+
+
+def _registered(label: str, kind: str, before: object, after: object) -> Changed:
+    what = f"{label} is another {kind} than when the step was captured"
+    if before is NOTHING:
+        what = f"{label} is a new {kind}"
+    elif after is NOTHING or after is None:
+        what = f"the {kind} {label} was removed"
+    return Changed(what=what, is_structure=True)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

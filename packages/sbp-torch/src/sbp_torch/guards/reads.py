@@ -1,0 +1,271 @@
+"""What functions read beside their arguments: names, cells, globals, and what these lead to.
+
+PyTorch's and Python's own functions are taken to be what they are: only the names of attributes in
+them count, as `self.eps` in a layer of `torch.nn`. Functions of everybody else are followed into
+the functions that they call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Packages whose functions and objects stay as they are.
+_FIXED = {
+    *sys.stdlib_module_names,
+    "numpy",
+    "sbp_aten",
+    "sbp_core",
+    "sbp_launch",
+    "sbp_torch",
+    "torch",
+}
+_FIXED -= {"__main__"}
+
+#: Objects of Python's own that are there to hold settings.
+_SETTINGS = (argparse.Namespace, types.SimpleNamespace)
+
+#: What reads attributes whose names no code says.
+_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "eval", "exec", "locals"}
+
+#: Functions that are followed; a program that calls more of its own is followed so far.
+_MOST_FUNCTIONS = 5_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a function finds a value.
+
+    Args:
+        label: As the function writes it: `beta`, `config.beta`.
+        where: The function's file and line.
+        read: Returns what is there now; raises if there is nothing.
+        write: Puts another value there.
+        value: What was there.
+    """
+
+    label: str
+    where: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    value: Any
+
+
+class Reads:
+    """What some functions may read.
+
+    Attributes:
+        names: Attributes and keys that their code names.
+        any_name: Whether some of it asks for attributes by names that it makes up.
+        places: Cells, globals, attributes of modules of Python and of classes.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.any_name = False
+        self.places: list[Place] = []
+        self._codes: list[types.CodeType] = []
+        self._seen: dict[int, object] = {}  # itself by its id, so that the id stays its own
+        self._functions = 0
+
+    def may_read(self, name: str) -> bool:
+        """Whether the code may ask for an attribute."""
+        return self.any_name or name in self.names
+
+    def line_of(self, name: str) -> str:
+        """Return where the users' code first names something, as `file:line`; or ""."""
+        for code in self._codes:
+            for instruction in dis.get_instructions(code):
+                if instruction.argval == name and instruction.positions is not None:
+                    return f"{code.co_filename}:{instruction.positions.lineno}"
+        return ""
+
+    def add(self, called: object, label: str = "loss") -> Iterator[tuple[str, object]]:
+        """Follow what is called; yield the objects that it leads to, with what they are called.
+
+        Args:
+            called: A function, a method, a partial, a class, or an object with `__call__`.
+            label: What messages call it.
+        """
+        if isinstance(called, functools.partial):
+            yield from self.add(called.func, label)
+            for number, value in enumerate(called.args):
+                yield f"{label}.args[{number}]", value
+            yield f"{label}.keywords", called.keywords
+        elif isinstance(called, types.MethodType):
+            yield "self", called.__self__
+            yield from self.add(called.__func__, label)
+        elif isinstance(called, types.FunctionType):
+            yield from self._function(called)
+        elif isinstance(called, type):
+            yield from self.add_class(called)
+        else:
+            yield label, called
+
+    def add_class(self, cls: type) -> Iterator[tuple[str, object]]:
+        """Follow all methods of a class, and of those that it is made of."""
+        for base in cls.__mro__:
+            if base in (object, nn.Module, torch.optim.Optimizer) or not self._is_new(base):
+                continue
+            for name, value in list(vars(base).items()):
+                if name == "__init__":
+                    continue
+                function = _function_of(value)
+                if function is not None:
+                    yield from self._function(function)
+                elif not name.startswith("__") and not is_fixed(base):
+                    yield from self._place(base.__name__, base, name, "")
+            if not is_fixed(base) and "forward" in vars(base):
+                yield from self._place(base.__name__, base, "forward", "")
+
+    def _is_new(self, value: object) -> bool:
+        is_new = id(value) not in self._seen
+        self._seen[id(value)] = value
+        return is_new
+
+    def _function(self, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+        is_new = self._is_new(function) and not _is_generated(function)
+        if not is_new or self._functions >= _MOST_FUNCTIONS:
+            return
+        self._functions += 1
+        fixed = is_fixed(function)
+        codes = list(_nested(function.__code__))
+        for code in codes:
+            self.names.update(code.co_names)
+            self.names.update(one for one in code.co_consts if isinstance(one, str))
+        # Wrappers, such as `torch.no_grad()`, have PyTorch's code, and the user's in a cell.
+        where = _definition(function)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            yield from self._cell(name, cell, where)
+        if fixed or _root(function.__globals__.get("__name__", "")) in _FIXED:
+            return
+        self._codes += codes
+        used = {name for code in codes for name in code.co_names}
+        self.any_name |= bool(used & _ANY_NAME)
+        for name in sorted(used & function.__globals__.keys()):
+            yield from self._item(name, function.__globals__, name, where)
+        for number, value in enumerate(function.__defaults__ or ()):
+            yield f"default {number} of {function.__qualname__}", value
+        for name, value in (function.__kwdefaults__ or {}).items():
+            yield f"default {name} of {function.__qualname__}", value
+
+    def _cell(self, name: str, cell: types.CellType, where: str) -> Iterator[tuple[str, object]]:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # of a name that nothing was assigned to so far
+            return
+        if not self._is_new(cell) or name == "__class__":
+            return
+
+        def write(value: Any) -> None:
+            cell.cell_contents = value
+
+        yield from self._at(name, lambda: cell.cell_contents, write, value, where)
+
+    def _item(
+        self, label: str, items: dict[str, Any], key: str, where: str
+    ) -> Iterator[tuple[str, object]]:
+        value = items[key]
+        if isinstance(value, types.ModuleType):
+            if is_fixed(value):
+                return
+            names = sorted(self.names & vars(value).keys()) if self._is_new(value) else []
+            for name in names:
+                yield from self._item(f"{label}.{name}", vars(value), name, where)
+            return
+
+        def write(value: Any) -> None:
+            items[key] = value
+
+        yield from self._at(label, lambda: items[key], write, value, where)
+
+    def _place(
+        self, label: str, owner: type, name: str, where: str
+    ) -> Iterator[tuple[str, object]]:
+        value = vars(owner).get(name)
+        yield from self._at(
+            f"{label}.{name}",
+            lambda: vars(owner)[name],
+            functools.partial(setattr, owner, name),
+            value,
+            where,
+        )
+
+    def _at(
+        self,
+        label: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        value: object,
+        where: str,
+    ) -> Iterator[tuple[str, object]]:
+        if isinstance(value, types.BuiltinFunctionType | Enum) or (
+            isinstance(value, type | types.FunctionType) and is_fixed(value)
+        ):
+            if isinstance(value, types.FunctionType):  # perhaps around one of the user's
+                yield from self.add(value, label)
+            return
+        self.places.append(Place(label=label, where=where, read=read, write=write, value=value))
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial | type):
+            yield from self.add(value, label)
+        else:
+            yield label, value
+
+
+def is_fixed(value: object) -> bool:
+    """Whether a function, class, module or object belongs to what stays as it is."""
+    if isinstance(value, _SETTINGS):
+        return False
+    if isinstance(value, types.ModuleType):
+        return _root(value.__name__) in _FIXED
+    named = value if isinstance(value, type | types.FunctionType) else type(value)
+    return _root(named.__module__ or "") in _FIXED
+
+
+def has_attributes(value: object) -> bool:
+    """Whether what an object holds in attributes may be what somebody set."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor | Enum)
+        and not is_fixed(value)
+    )
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _function_of(value: object) -> types.FunctionType | None:
+    """Return the function that an entry of a class is or holds; None if it is none."""
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, staticmethod | classmethod | functools.cached_property):
+        value = value.func if isinstance(value, functools.cached_property) else value.__func__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_generated(function: types.FunctionType) -> bool:
+    """Whether `dataclasses` made a method: it reads all fields, and none for its own sake."""
+    return function.__code__.co_filename == "<string>" and function.__name__.startswith("__")
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _definition(function: types.FunctionType) -> str:
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
