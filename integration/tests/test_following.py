@@ -1,4 +1,4 @@
-"""What a loop changes between steps is followed, and equals plain PyTorch; or is refused by name."""
+"""What a loop changes between steps equals plain PyTorch, or is refused by name."""
 
 from __future__ import annotations
 
@@ -250,7 +250,8 @@ def test_what_is_read_and_makes_the_same_step_is_followed():
 
     with twins.start(mesh=2) as step:
         for index, calls in enumerate((0, 50, 100)):
-            twins.both(lambda model, optimizer: setattr(model, "calls", calls))
+            for model in twins.models:
+                model.calls = calls
             twins.steps(step, 1, first=index)
         twins.models[0].calls = 101
         with pytest.raises(RunError, match=r"model\.calls is 101, and was 100"):
@@ -264,7 +265,8 @@ def test_an_evaluation_sees_what_the_program_is_now():
         twins.steps(step, 1)
         for value in (1.0, 2.0, 0.5):
             _beta(value)
-            twins.both(lambda model, optimizer: model.weight.fill_(value))
+            for model in twins.models:
+                model.weight.fill_(value)
             found = float(step.evaluate(batch(5, size=6)))
             with torch.no_grad():
                 wanted = float(loss_of(twins.models[1].eval(), batch(5, size=6)))
@@ -364,7 +366,7 @@ def said_by(boxing: str) -> Mapping[int, Mapping[str, str]]:
 #: What ranks are told, of changes on one of them or on both.
 SAID = {
     "beta here": (
-        "ConfigError: the ranks differ in the program: rank 0: as it was captured; rank 1: self.beta is 2.0",
+        "ConfigError: the ranks differ in the program: rank 0: as it was captured; rank 1: self.b",
         "RunError: self.beta is 2.0, and was 1.0",
     ),
     "beta everywhere": ("RunError: self.beta is 2.0, and was 1.0",) * 2,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sbp_core.errors import SbpValueError
 from sbp_torch.capture import UpdateOptions, current_scalars
-from sbp_torch.optim.combined import members
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class UpdateScalars:
 def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of an optimizer's groups, as JSON: numbers, texts, lists of these."""
     found = []
-    for group in _groups(optimizer):
+    for group in optimizer.param_groups:
         values = {key: _plain(value) for key, value in group.items() if key != "params"}
         found.append({key: value for key, value in values.items() if _is_json(value)})
     return found
@@ -70,7 +69,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> 
     """
     if not isinstance(saved, list):
         return
-    groups = _groups(optimizer)
+    groups = optimizer.param_groups
     if len(saved) != len(groups):
         logger.warning(
             "%s has the settings of %d parameter groups, and the optimizer has %d: its settings "
@@ -87,10 +86,6 @@ def restore_groups(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> 
                 before.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [group for one in members(optimizer) for group in one.param_groups]
 
 
 def _plain(value: Any) -> Any:

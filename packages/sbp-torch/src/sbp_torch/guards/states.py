@@ -143,19 +143,23 @@ def _is_untraced(tensor: Any) -> bool:
 
 def _connect(tensor: Tensor, owner: ConnectedStates, name: str, *, untraced: bool) -> None:
     vars(tensor)[_OWNER] = (owner, name, untraced)
-    cls: Any = type(tensor)
-    tensor.__class__ = _connected_class(cls)
+    tensor.__class__ = _connected_class(type(tensor))
 
 
-@functools.cache
-def _connected_class(cls: Any) -> Any:
-    return type(cls.__name__, (_Connected, cls), {"__module__": cls.__module__})
+#: By the class of a tensor, that of one that is connected.
+_CLASSES: dict[type, Any] = {}
+
+
+def _connected_class(cls: type) -> Any:
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(cls.__name__, (_Connected, cls), {"__module__": cls.__module__})
+    return _CLASSES[cls]
 
 
 @contextmanager
 def _as_before(tensors: Iterable[Any]) -> Iterator[None]:
     """Let connected tensors be ordinary ones meanwhile."""
-    changed = [one for one in tensors if isinstance(one, _Connected)]
+    changed: list[Any] = [one for one in tensors if isinstance(one, _Connected)]
     held = [vars(one).pop(_OWNER) for one in changed]
     for one in changed:
         one.__class__ = type(one).__bases__[1]
