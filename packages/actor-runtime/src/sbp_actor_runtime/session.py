@@ -84,10 +84,12 @@ class ActorRuntime(Runtime):
         states: Mapping[str, Tensor] | Session,
         backend: BoxingBackend | None = None,
         ranks: Sequence[int] | None = None,
+        *,
+        keeps: bool = False,
     ) -> Session:
         """See `Runtime.start`."""
         if backend is None:
-            return self._start_beside(plan, states, ranks)
+            return self._start_beside(plan, states, ranks, keeps=keeps)
         if self.config.debug_fingerprints:
             backend = Fingerprinted(backend)
         backend.open([part.rank for part in plan.ranks])
@@ -103,6 +105,8 @@ class ActorRuntime(Runtime):
         plan: PhysicalPlan,
         states: Mapping[str, Tensor] | Session,
         ranks: Sequence[int] | None,
+        *,
+        keeps: bool,
     ) -> Session:
         """Start a plan on the states of another session and on its backend, which stays its own."""
         if not isinstance(states, ActorSession):
@@ -120,6 +124,7 @@ class ActorRuntime(Runtime):
             self.config,
             self.make_segment,
             owns_backend=False,
+            keeps=keeps,
         )
 
 
@@ -141,10 +146,11 @@ class ActorSession(Session):
         make_segment: SegmentMaker | None = None,
         *,
         owns_backend: bool = True,
+        keeps: bool = False,
     ) -> None:
         self.plan, self.backend, self.config = plan, backend, config
         self.owns_backend = owns_backend
-        self.store = store_of(plan, ranks, states)
+        self.store = store_of(plan, ranks, states, keeps=keeps)
         self.feeder = Feeder(plan, ranks)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
         self.local_ranks, self.steps_done = tuple(ranks), 0

@@ -163,9 +163,10 @@ def parallelize(
     )
     program = OneDeviceProgram.of(model, loss, optimizer, engine.settings.update)
     following = Following(program)
-    planned, degree = plan_program(program, batch, chosen_planner, pins, engine, following)
-    compared = Comparison(program, planned, engine, compare_steps) if compare_steps else None
-    return ParallelStep(program, planned, engine, degree, states, following, compared)
+    forms, degree = plan_program(program, batch, chosen_planner, pins, engine, following)
+    first = forms.first.planned
+    compared = Comparison(program, first, engine, compare_steps) if compare_steps else None
+    return ParallelStep(program, forms, engine, degree, states, following, compared)
 
 
 make_callable(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,8 +14,10 @@ from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
+from sbp_launch.parallelize.forms import Forms
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.flow import (
+    Captured,
     Planned,
     PlanSettings,
     capture_step,
@@ -43,7 +44,7 @@ def plan_program(
     pins: Pins | None,
     engine: Engine,
     following: Following,
-) -> tuple[Planned, int]:
+) -> tuple[Forms, int]:
     """Return the checked plan, and of how many parts of processes a batch consists.
 
     Of a part the whole has to be known before it is planned, and the plan says which parts there
@@ -74,10 +75,20 @@ def plan_program(
         if parts == degree:
             planned = compiled(graph, strategy, settings)
             check_fits(planned, settings.cluster)
-            following.captured(
-                captured.original, partial(_captured_again, program, settings, degree)
-            )
-            return _proved(planned, captured.original, example, program), degree
+            following.captured()
+
+            def capture(batch: Any, degree: int = degree) -> Captured:
+                own = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
+                return capture_training(
+                    program.model, program.loss, own, program.optimizer, settings
+                )
+
+            def prove(made: Planned, of: Captured, batch: Any, degree: int = degree) -> Planned:
+                own = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
+                return _proved(made, of.original, own, program)
+
+            made = _proved(planned, captured.original, example, program)
+            return Forms(made, captured, engine, following, capture, prove), degree
         degree = parts
     raise ConfigError(
         "the planner splits the batch in another way whenever its size changes, so that nobody can "
@@ -86,14 +97,6 @@ def plan_program(
         accepted="batch_is='global', or a batch that is pinned",
         todo=_PIN_BATCH,
     )
-
-
-def _captured_again(
-    program: OneDeviceProgram, settings: PlanSettings, degree: int, batch: Any
-) -> LogicalGraph:
-    """Return what is captured of a step now, of a batch of one process."""
-    example = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
-    return capture_step(program.model, program.loss, example, program.optimizer, settings)
 
 
 def _proved(

@@ -9,11 +9,10 @@ learning rates, written weights, batches that ranks differ in refused on all ran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from hashlib import blake2b
-from typing import Any
 
 import torch
 import xxhash
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from sbp_core.boxing import BoxingBackend, bounds_of
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
-from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_core.runtime import Session, known_state, state_slots
 from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of
 from sbp_launch.parallelize.program import OneDeviceProgram
@@ -55,13 +53,11 @@ class Following:
             before.let_go()
         self._guard = Guard(program.model, program.loss, program.optimizer, program.update)
         self._evaluated: Guard | None = None
-        self._capture: Callable[[Any], LogicalGraph] | None = None
-        self._captured = ""
         self._connected: ConnectedStates | None = None
         self._session: Session | None = None
         self._team: Team = Team()
         self._gather: Gather | None = None
-        self._is_open = False
+        self._is_open = self._is_renewed = False
         asleep = () if program.model.training else modules_in_eval_mode(program.model)
         if asleep:
             warnings.warn(
@@ -73,17 +69,12 @@ class Following:
 
     # From capture to the first step.
 
-    def captured(self, graph: LogicalGraph, capture: Callable[[Any], LogicalGraph]) -> None:
-        """Note how the step was captured.
-
-        Args:
-            graph: The captured step, as it is.
-            capture: Captures it again, of a batch of one process.
+    def captured(self) -> None:
+        """Note that the step was captured.
 
         Raises:
             ConfigError: capture itself has changed what the program reads.
         """
-        self._captured, self._capture = graph_hash(graph), capture
         if changes := self._guard.changes():
             one = changes[0]
             self._guard.restore()
@@ -134,36 +125,42 @@ class Following:
 
     # Steps.
 
-    def before_step(
-        self, batch: Any, scalars: Mapping[str, float], whole: Mapping[str, Tensor] | None
-    ) -> None:
-        """Take over what was written, and see that the step is the one that was captured.
+    def changes(self) -> list[Changed]:
+        """Return what the program read and is not as it was when a form was last found for it."""
+        return self._guard.changes()
 
-        All processes call this, and are to take the same step.
+    def accept(self) -> None:
+        """Note that there is a form for the program as it is."""
+        self._guard.renew()
+        self._is_renewed = True
+
+    def agree(
+        self,
+        problem: SbpError | None,
+        form: str,
+        scalars: Mapping[str, float],
+        whole: Mapping[str, Tensor] | None,
+        written: Mapping[str, Tensor],
+    ) -> None:
+        """See that all processes are about to take the same step; all of them call this.
 
         Args:
-            batch: Of this process.
+            problem: Why this process cannot take it.
+            form: What its form is called.
             scalars: Of the update.
-            whole: Its tensors by name, if each process gives the whole batch.
+            whole: The batch, if each process gives the whole one.
+            written: What was taken over of model and optimizer.
 
         Raises:
-            RunError: the program makes another step now; names what has changed.
-            ConfigError: the processes are about to take different steps; names what differs.
-                Raised in all of them.
+            SbpError: `problem`.
+            ConfigError: they are not; names what differs. Raised in all of them.
         """
-        problem: SbpError | None = None
-        written: Mapping[str, Tensor] = {}
-        try:
-            self._check(batch)
-            written = self.take_over()
-        except SbpError as error:
-            if self._gather is None:
-                raise
-            problem = error
         if self._gather is None:
+            if problem is not None:
+                raise problem
             return
         own = {name: repr(value) for name, value in scalars.items()}
-        own["the program"] = "as it was captured" if problem is None else words_of(problem)
+        own["the step"] = form if problem is None else words_of(problem)
         if written:
             own["the values written to model and optimizer"] = digest_of(written)
         if whole is not None:
@@ -177,22 +174,6 @@ class Following:
                 raise (problem or error) from None
         if problem is not None:
             raise problem
-
-    def _check(self, batch: Any) -> None:
-        changes = self._guard.changes()
-        if not changes:
-            return
-        if self._makes_another_step(batch):
-            raise _refusal(changes)
-        self._guard.renew()
-
-    def _makes_another_step(self, batch: Any) -> bool:
-        assert self._capture is not None, "it was captured"
-        with self.apart():
-            try:
-                return graph_hash(self._capture(batch)) != self._captured
-            except SbpError:
-                return True
 
     def has_other_forward(self) -> bool:
         """Whether the program may evaluate otherwise than when this was asked last.
@@ -208,7 +189,7 @@ class Following:
         else:
             changes = self._evaluated.changes(training=False)
         if any(one.is_structure for one in changes):
-            raise _refusal([one for one in changes if one.is_structure])
+            raise refusal([one for one in changes if one.is_structure])
         if changes:
             self._evaluated.renew()
         return bool(changes)
@@ -217,6 +198,9 @@ class Following:
         """Take over what was written to model and optimizer; return it by the names of states."""
         connected, session = self._connected, self._session
         assert connected is not None and session is not None, "it has begun"
+        if not self._guard.holds() or self._is_renewed:
+            connected.look_again()
+            self._is_renewed = False
         written = connected.written()
         if written:
             session.replace(written)
@@ -261,14 +245,20 @@ class Following:
         return optimizer is None
 
 
-def _refusal(changes: Sequence[Changed]) -> RunError:
+def refusal(changes: Sequence[Changed], problem: str = "") -> RunError:
+    """Return the error for a program that has changed and cannot be followed.
+
+    Args:
+        changes: What has.
+        problem: Why there is no form for it.
+    """
     first, more = changes[0], len(changes) - 1
     also = f" (and {more} more: {'; '.join(one.what for one in changes[1:4])})" if more else ""
     return RunError(
         f"{first.what}: it is another step now{also}",
-        where=first.where,
-        accepted="learning rates, weights, buffers and states of the optimizer may be changed "
-        "between steps; and what no step reads",
+        where=(first.where, problem) if problem else first.where,
+        accepted="changes that need no other states, of what the step reads; weights, buffers, "
+        "states of the optimizer, learning rates",
         todo=first.todo,
     )
 

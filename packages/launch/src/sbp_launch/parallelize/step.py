@@ -17,7 +17,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpValueError
 from sbp_core.graph import LogicalGraph
-from sbp_core.runtime import BatchIs, Session, batch_parts, local_samples
+from sbp_core.runtime import BatchIs, Session, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.checkpoint.survivors import MEET_S
@@ -26,13 +26,13 @@ from sbp_launch.parallelize.agreement import Gather, compare_batches
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
+from sbp_launch.parallelize.forms import Forms
 from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
 from sbp_launch.parallelize.scalars import UpdateScalars
-from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.output import print_plan
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.world import World
@@ -53,7 +53,7 @@ class ParallelStep:
     def __init__(
         self,
         program: OneDeviceProgram,
-        planned: Planned,
+        forms: Forms,
         engine: Engine,
         degree: int,
         states: Mapping[str, Tensor] | None,
@@ -61,20 +61,20 @@ class ParallelStep:
         comparison: Comparison | None = None,
     ) -> None:
         self.world: World = engine.world
-        self._program, self._planned, self._engine = program, planned, engine
+        self._program, self._forms, self._engine = program, forms, engine
+        self._planned = planned = forms.first.planned
         self._given_states = states
         self._following, self._comparison = following, comparison
         self._forwards = Forwards(program, planned, engine, degree, following)
         self._session: Session | None = None
         self._backend: BoxingBackend | None = None
-        self._first_step, self._updates, self._is_over = 0, True, False
+        self._first_step = self._num_steps = 0
+        self._updates, self._is_over = True, False
         self._scalars = UpdateScalars(program.optimizer, program.update)
         #: Gathers texts of the ranks of other processes, between steps.
         self._gather: Gather | None = None
         self._has_compared = self._has_damaged_states = False
         self._saves: StepSaves | None = None
-        ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
-        self._parts = batch_parts(planned.plan, ranks)
 
     # Life.
 
@@ -108,6 +108,7 @@ class ParallelStep:
             self._planned, self._engine.seed, processes, self._program.optimizer
         )
         self._following.begin(session, backend, self._planned.plan, self._gather)
+        self._forms.begin(session)
         return self
 
     def close(self) -> None:
@@ -140,6 +141,7 @@ class ParallelStep:
                 closing.callback(
                     self._session.__exit__, type(error) if error else None, error, None
                 )
+            closing.callback(self._forms.close)
             closing.callback(self._forwards.close)
             if self._saves is not None:
                 self._saves.end(error)
@@ -181,16 +183,18 @@ class ParallelStep:
         """Take one step: forward, backward and update of all micro-batches.
 
         Args:
-            batch: Of the form, shapes and dtypes of the example given to `parallelize`.
+            batch: Of the form and dtypes of the example given to `parallelize`. One of another
+                shape is another form of the step, captured and planned when it is met first.
             scalars: Settings of the update for this step: `lr`, for all parameter groups, or
                 `**{"lr.1": 0.1}` for one; and those of `UpdateOptions.scheduled`. What is left out
                 is what the optimizer's groups say now, so schedulers of `torch.optim` just work.
 
         Raises:
             SbpValueError: the batch does not fit, or there is no such scalar.
-            RunError: a rank failed; or the step is not started, or over.
+            ConfigError: the processes are about to take different steps.
+            RunError: a rank failed; what the loop has changed cannot be followed; or the step is
+                not started, or over.
         """
-        flat = self._checked(batch) if self._updates else flatten_batch(batch)
         if not self._updates:
             if scalars:
                 raise SbpValueError(
@@ -198,19 +202,22 @@ class ParallelStep:
                     "leaves that out"
                 )
             return self._forward(batch, self._engine.batch_is, in_evaluation=False)
-        session = self.session
+        flat = flatten_batch(batch)
+        self.session  # noqa: B018 - raises if there is none
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         if self._gather is not None and not self._has_compared:
-            compare_batches(self._parts, flat, self._gather)
+            compare_batches(self._forms.first.parts, flat, self._gather)
             self._has_compared = True
-        self._following.before_step(batch, values, None if self._engine.gives_parts else flat)
+        form = self._forms.before_step(batch, values)
+        assert form.session is not None, "the step is started"
         compared = self._comparison if self._comparison and self._comparison.is_due else None
         if compared is not None and not compared.has_begun:
             first = self.state_dict(to=0)
             with self._following.apart():
                 compared.begin(first, self.steps_done)
-        with naming_source_lines(self._planned.graph):
-            found = session.step(flat, values, batch_is=self._engine.batch_is)
+        with naming_source_lines(form.planned.graph):
+            found = form.session.step(flat, values, batch_is=self._engine.batch_is)
+        self._num_steps += 1
         if compared is not None:
             compared.step(batch, float(found.loss), values)
         self._following.behind_step()
@@ -256,28 +263,6 @@ class ParallelStep:
         """Return what random numbers are counted with."""
         return {"seed": self._engine.seed, "step": self.steps_done}
 
-    def _checked(self, batch: Any) -> dict[str, Tensor]:
-        """Return a batch by name.
-
-        Raises:
-            SbpValueError: it has another number of samples than every step.
-        """
-        flat = flatten_batch(batch)
-        for name, part in self._parts.items():
-            value, wanted = flat.get(name), part.shape
-            if value is None or value.dim() != len(wanted) or tuple(value.shape) == wanted:
-                continue
-            if tuple(value.shape[1:]) == wanted[1:]:
-                of = " of this process" if self._engine.gives_parts else ""
-                raise SbpValueError(
-                    f"{name!r} has {value.shape[0]} samples{of}, and every step takes {wanted[0]}",
-                    where="batch",
-                    accepted=f"shape {wanted}",
-                    todo="leave out the last, smaller batch: DataLoader(..., drop_last=True); "
-                    "step.evaluate takes any size",
-                )
-        return flat
-
     @property
     def data_parallel_size(self) -> int:
         """Parts of a batch that processes load: `num_replicas` of a `DistributedSampler`.
@@ -289,7 +274,7 @@ class ParallelStep:
             return 1
         plan = self._planned.plan
         held = (sum(map(len, local_samples(plan, [part.rank]))) for part in plan.ranks)
-        of = next((part.of for part in self._parts.values() if part.shape), 1)
+        of = next((part.of for part in self._forms.first.parts.values() if part.shape), 1)
         return of // max(held, default=of)
 
     @property
@@ -307,7 +292,7 @@ class ParallelStep:
     @property
     def steps_done(self) -> int:
         """Steps taken, those before a `load` included."""
-        return self._first_step + (0 if self._session is None else self._session.steps_done)
+        return self._first_step + self._num_steps
 
     def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
         """Return every state as a whole tensor, a copy: parameters, buffers, optimizer states.
@@ -416,12 +401,12 @@ class ParallelStep:
             self._engine.seed,
             processes_of(self.world, self._gather),
             self._program.optimizer,
-            keeps=session.steps_done > 0 and not self._has_damaged_states,
+            keeps=self._num_steps > 0 and not self._has_damaged_states,
             replacing=replacing,
         )
         self._has_damaged_states = False
         self._following.replaced()
-        self._first_step = done - session.steps_done
+        self._first_step = done - self._num_steps
         if self._comparison is not None:
             self._comparison.forget()
 

@@ -268,6 +268,8 @@ class Runtime(ABC):
         states: Mapping[str, Tensor] | Session,
         backend: BoxingBackend | None = None,
         ranks: Sequence[int] | None = None,
+        *,
+        keeps: bool = False,
     ) -> Session:
         """Start a plan on initial states; the backend is opened here and closed by the session.
 
@@ -275,11 +277,14 @@ class Runtime(ABC):
             plan: Checked (see `sbp_core.check`).
             states: Whole tensors by the names of `initial_states`. Or a session that runs in this
                 process: its states are shared, as they are when a step begins, and new values that
-                steps of the new session make of them are dropped; so an evaluation runs on what is
-                being trained. The two take their steps in turn.
+                steps of the new session make of them are dropped, unless it `keeps` them; so an
+                evaluation runs on what is being trained. The two take their steps in turn.
             backend: Not yet open. None uses that of the session whose states are shared, which
                 closes it; what fails in one of them ends both.
             ranks: Ranks to run in this process; all that the backend has here, if None.
+            keeps: Whether the session whose states are shared goes on with new values that steps
+                of the new one make: another form of the same training step. Asked for with a
+                session as `states` only.
 
         Raises:
             SbpValueError: a state is missing, or not as the plan says; a shared one is stored

@@ -359,7 +359,8 @@ def _registered(label: str, kind: str, before: object, after: object) -> Changed
         what = f"{label} is a new {kind}"
     elif after is NOTHING or after is None:
         what = f"the {kind} {label} was removed"
-    return Changed(what=what, is_structure=True)
+    both_tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
+    return Changed(what=what, is_structure=not (kind == "buffer" and both_tensors))
 
 
 def _version(tensor: Tensor) -> int:

@@ -146,6 +146,12 @@ def _connect(tensor: Tensor, owner: ConnectedStates, name: str, *, untraced: boo
     tensor.__class__ = _connected_class(type(tensor))
 
 
+def _disconnect(tensor: Any) -> None:
+    if isinstance(tensor, _Connected):
+        del vars(tensor)[_OWNER]
+        tensor.__class__ = type(tensor).__bases__[1]
+
+
 #: By the class of a tensor, that of one that is connected.
 _CLASSES: dict[type, Any] = {}
 
@@ -285,6 +291,17 @@ class ConnectedStates:
         with as_plain_tensors():
             self._versions = {name: one._version for name, one in self._tensors.items()}
 
+    def look_again(self) -> None:
+        """Connect tensors that were put in the places of others: they count as written."""
+        for name, tensor in model_tensors(self._model).items():
+            if name in self._tensors and tensor is not self._tensors[name]:
+                if isinstance(self._tensors[name], _Connected):
+                    self.read_model()
+                    _disconnect(self._tensors[name])
+                self._tensors[name], self._versions[name] = tensor, -1
+                if not isinstance(tensor, _Connected):
+                    _connect(tensor, self, name, untraced=False)
+
     def written(self) -> dict[str, Tensor]:
         """Return what was written since the last step, by the names of the states."""
         with as_plain_tensors():
@@ -334,9 +351,7 @@ class ConnectedStates:
     def disconnect(self) -> None:
         """End: the model's tensors are ordinary ones again, with the values that they have."""
         for tensor in self._tensors.values():
-            if isinstance(tensor, _Connected):
-                del vars(tensor)[_OWNER]
-                tensor.__class__ = type(tensor).__bases__[1]
+            _disconnect(tensor)
         for one in self._states:
             one.disconnect()
 

@@ -68,9 +68,11 @@ class ReferenceRuntime(Runtime):
         states: Mapping[str, Tensor] | Session,
         backend: BoxingBackend | None = None,
         ranks: Sequence[int] | None = None,
+        *,
+        keeps: bool = False,
     ) -> Session:
         """See `Runtime.start`; all ranks of the plan are here."""
-        return ReferenceSession(plan, states, self.config)
+        return ReferenceSession(plan, states, self.config, keeps=keeps)
 
 
 def build(config: ReferenceConfig) -> ReferenceRuntime:
@@ -86,6 +88,8 @@ class ReferenceSession(Session):
         plan: PhysicalPlan,
         states: Mapping[str, Tensor] | Session,
         config: ReferenceConfig,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.plan, self.config = plan, config
         #: Whether a step failed after it had overwritten a state.
@@ -103,7 +107,7 @@ class ReferenceSession(Session):
             }
         self.local_ranks = tuple(part.rank for part in plan.ranks)
         self.steps_done = 0
-        self.store = store_of(plan, self.local_ranks, states)
+        self.store = store_of(plan, self.local_ranks, states, keeps=keeps)
         self.feeder = Feeder(plan, self.local_ranks)
 
     def step(

@@ -11,21 +11,31 @@ from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError, nearest
 from sbp_core.runtime import Session
 from sbp_torch.runtime.snapshots import Copier
-from sbp_torch.runtime.store import StateStore
+from sbp_torch.runtime.store import StateStore, Values
 
 _ELSE = "plan both alike, or start from the session's state_dict()"
 
 
 def store_of(
-    plan: PhysicalPlan, ranks: Iterable[int], states: Mapping[str, Tensor] | Session
+    plan: PhysicalPlan,
+    ranks: Iterable[int],
+    states: Mapping[str, Tensor] | Session,
+    *,
+    keeps: bool = False,
 ) -> StateStore:
     """Return the states of a new session: cut from whole ones, or those of another session.
+
+    Args:
+        plan: Of the new session.
+        ranks: Of this process.
+        states: Whole ones; or the other session.
+        keeps: Whether the other session goes on with new values that steps of this one make.
 
     Raises:
         SbpValueError: a state is missing, or not as the plan says.
     """
     if isinstance(states, Session):
-        return SharedStates(plan, ranks, states)
+        return KeptStates(plan, ranks, states) if keeps else SharedStates(plan, ranks, states)
     store = StateStore(plan, ranks)
     store.load(states)
     return store
@@ -65,19 +75,24 @@ class SharedStates(StateStore):
                 )
         for slot in self.slots.values():
             self._check_slot(slot)
-        written = (name for part in plan.ranks for actor in part.actors for name in actor.in_place)
-        if (name := next(written, None)) is not None:
-            raise SbpValueError(
-                f"the plan overwrites {name!r}, which belongs to another session",
-                where="states",
-                todo="compile the plan with CompileOptions(in_place_states=False)",
-            )
+        self._check_overwritten()
         #: The states of each rank among those of the other session.
         self._names = {
             rank: [slot.name for slot in plan.by_rank[rank].slots if slot.name in self.slots]
             for rank in self.values
         }
         self.refresh()
+
+    def _check_overwritten(self) -> None:
+        written = (
+            name for part in self.plan.ranks for actor in part.actors for name in actor.in_place
+        )
+        if (name := next(written, None)) is not None:
+            raise SbpValueError(
+                f"the plan overwrites {name!r}, which belongs to another session",
+                where="states",
+                todo="compile the plan with CompileOptions(in_place_states=False)",
+            )
 
     def _check_slot(self, slot: StateSlot) -> None:
         other = self._theirs.slots.get(slot.name)
@@ -127,7 +142,7 @@ class SharedStates(StateStore):
     def close(self) -> None:
         """Leave copies to the other session."""
 
-    def commit(self, values: object) -> None:
+    def commit(self, values: dict[int, Values]) -> None:
         """Drop new values: the states are another session's, which may replace them now."""
         self.values = {rank: {} for rank in self.values}
 
@@ -149,6 +164,33 @@ class SharedStates(StateStore):
             RunError: always.
         """
         self.load(states)
+
+
+class KeptStates(SharedStates):
+    """The states of another session, which goes on with what steps make of them: both train.
+
+    Raises:
+        SbpValueError: as of `SharedStates`; or the plan overwrites a state that the other session
+            does not, so that its snapshots would not know of it.
+    """
+
+    def _check_overwritten(self) -> None:
+        known = self._theirs.copier.places
+        for part in self.plan.ranks:
+            for name in (name for actor in part.actors for name in actor.in_place):
+                if part.rank in self.values and (part.rank, name) not in known:
+                    raise SbpValueError(
+                        f"the plan overwrites {name!r}, and the session that has it does not",
+                        where="states",
+                        accepted="plans that overwrite the same states",
+                        todo=_ELSE,
+                    )
+
+    def commit(self, values: dict[int, Values]) -> None:
+        """Let new values take force in the other session, too."""
+        theirs = self._theirs
+        theirs.commit({rank: {**held, **values[rank]} for rank, held in theirs.values.items()})
+        self.values = values
 
 
 def _words(slot: StateSlot, plan: PhysicalPlan) -> str:
