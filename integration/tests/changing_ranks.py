@@ -30,7 +30,9 @@ class Case:
 
     def __init__(self, planner: str) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.model = nn.Sequential(
+            nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.0), nn.Linear(4, 2)
+        ).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.beta = 1.0
         self.batch = {"x": torch.ones(4, 4).double(), "y": torch.zeros(4, 2).double()}
@@ -38,6 +40,10 @@ class Case:
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return (model(batch["x"]) - batch["y"]).square().mean() * self.beta
+
+    def cut(self) -> None:
+        """Leave out half of the batch."""
+        self.batch = {name: value[:2] for name, value in self.batch.items()}
 
     def plain(self, change: Callable[[Case], object]) -> float:
         """Return the loss of plain PyTorch behind a change."""
@@ -55,6 +61,19 @@ class Case:
 CHANGES: dict[str, tuple[Callable[[Case], object], tuple[int, ...], str]] = {
     "beta here": (lambda case: setattr(case, "beta", 2.0), (1,), "manual/data_parallel"),
     "beta everywhere": (lambda case: setattr(case, "beta", 2.0), (0, 1), "manual/zero"),
+    "mode here": (lambda case: case.model.eval(), (1,), "manual/zero"),
+    "a size here": (lambda case: case.cut(), (1,), "manual/zero"),
+    "a size everywhere": (lambda case: case.cut(), (0, 1), "manual/zero"),
+    "frozen everywhere": (
+        lambda case: case.model[0].requires_grad_(False),
+        (0, 1),
+        "manual/zero",
+    ),
+    "a module here": (
+        lambda case: case.model.__setitem__(0, nn.Linear(4, 4).double()),
+        (1,),
+        "manual/data_parallel",
+    ),
     "rate here": (
         lambda case: case.optimizer.param_groups[0].update(lr=0.2),
         (1,),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError
 from sbp_core.graph import graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
@@ -103,6 +104,11 @@ class Forms:
             session=session,
             why=why,
         )
+
+    @property
+    def plans(self) -> tuple[PhysicalPlan, ...]:
+        """Of all forms, in the order in which they were met."""
+        return tuple(form.planned.plan for form in self._forms.values())
 
     def begin(self, session: Session) -> None:
         """Note the session of the first form."""

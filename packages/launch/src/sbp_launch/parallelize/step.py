@@ -442,6 +442,11 @@ class ParallelStep:
     # The plan.
 
     @property
+    def forms(self) -> tuple[PhysicalPlan, ...]:
+        """The plans of all forms of the step, as they were met; the first is `plan`."""
+        return self._forms.plans
+
+    @property
     def graph(self) -> LogicalGraph:
         """The captured step."""
         return self._planned.graph

@@ -458,8 +458,11 @@ def plan_form(train: Planned, captured: Captured, settings: PlanSettings) -> Pla
         )
 
     def plan(graph: LogicalGraph) -> Strategy:
-        states = {entry.name for entry in graph.inputs if entry.kind.is_state}
-        for name in sorted(states - known.storage.keys()):
+        here, there = (
+            {entry.name for entry in one.inputs if entry.kind.is_state}
+            for one in (graph, train.graph)
+        )
+        for name in sorted(here - there):
             raise PlanError(
                 f"it has the state {name!r}, and the step that was planned first has not",
                 accepted="forms over the same states",

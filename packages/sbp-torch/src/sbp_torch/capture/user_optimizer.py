@@ -89,6 +89,9 @@ class TracedOptimizer:
         own: dict[str, Any] = {key: states[f"{name}.{key}"] for key in group.states[name]}
         if self.tensor_steps and "step" in own:  # as exact as numbers on the host
             own["step"] = own["step"].double()
+        if self.tensor_steps and "capturable" in group.settings and group.parameters[name].dim():
+            # Where it is not captured, PyTorch computes with these on the host, too: ASGD's eta.
+            own |= {key: one.double() for key, one in own.items() if _is_number(one)}
         for key, (number, by) in group.numbers.get(name, {}).items():
             own[key] = number
             if by:
@@ -136,6 +139,10 @@ class TracedOptimizer:
                 todo="choose with torch.where on a 0-d tensor instead of if; write x ** 0.5, or "
                 "math.sqrt(x), for a sqrt that was imported by its name",
             ) from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 @contextmanager
