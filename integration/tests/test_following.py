@@ -213,7 +213,6 @@ FORMS = {
     "two groups": lambda model, optimizer: optimizer.add_param_group(
         {"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.01}
     ),
-    "a member": lambda model, optimizer: optimizer.param_groups[0]["params"].pop(0),
     "a buffer": lambda model, optimizer: setattr(
         model, "weight", torch.full((), 0.5, dtype=torch.float64)
     ),

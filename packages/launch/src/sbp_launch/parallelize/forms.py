@@ -150,6 +150,8 @@ class Forms:
         if not changes and not self._is_other_shape(shapes):
             self._known[shapes] = self.first
             return self.first
+        if structure := [one for one in changes if one.is_structure]:
+            raise refusal(structure)
         try:
             with self._following.apart():
                 form = self._of_program(batch, shapes, changes)
@@ -182,8 +184,6 @@ class Forms:
 
     def _of_program(self, batch: Any, shapes: Shapes, changes: list[Changed]) -> Form:
         """Return the form that the program has now: one that is known, or a new one."""
-        if structure := [one for one in changes if one.is_structure]:
-            raise refusal(structure)
         captured = self._capture(batch)
         name = graph_hash(captured.original)
         if name in self._forms:
