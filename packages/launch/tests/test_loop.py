@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainable import FakeClock, registry, run_config
+from trainable import Bigram, FakeClock, registry, run_config
 
-from sbp_core.errors import ConfigError, PluginError
+from sbp_core.errors import ConfigError, PluginError, RunError
 from sbp_core.plugins import (
     Callback,
     Factory,
@@ -334,6 +334,21 @@ def test_what_a_callback_raises_ends_the_run_with_its_states_saved(
         trainer.train(run_config(callbacks=("mine",)), with_callback(Failing()), tmp_path)
 
     assert "the states so far are in" in capsys.readouterr().out
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_model_that_is_changed_while_it_trains_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changing(Callback):
+        def on_step_end(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
+            if state.step == 2:
+                monkeypatch.setattr(Bigram, "logits", lambda self, tokens: self.embed(tokens))
+
+    with pytest.raises(RunError, match=r"Bigram\.logits is (.|\n)*trainer\.init_from"):
+        trainer.train(run_config(callbacks=("mine",)), with_callback(Changing()), tmp_path)
+
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
 
 

@@ -23,6 +23,7 @@ TABLE = list(range(20_000))
 
 class Weights:
     gamma = 1.0
+    unread = 1.0
 
 
 @dataclass
@@ -111,6 +112,10 @@ CHANGES = {
     "class": (lambda m, c, o: setattr(Weights, "gamma", 2.0), "Weights.gamma is 2.0"),
     "large list": (lambda m, c, o: TABLE.append(0), "TABLE"),
     "default": (lambda m, c, o: CONFIG["layers"].append(3), "CONFIG['layers'] is [1, 2, 3]"),
+    "method of a class": (
+        lambda m, c, o: setattr(Weights, "gamma", property(lambda self: 2)),
+        "Weights.gamma is <property",
+    ),
     "forward": (lambda m, c, o: setattr(m, "forward", lambda x: x), "model.forward is"),
     "mode": (lambda m, c, o: m.norm.eval(), "model.norm is in eval mode"),
     "hook": (lambda m, c, o: m.linear.register_forward_hook(print), "a hook was registered on"),
@@ -141,6 +146,7 @@ KEPT = {
     "counter": lambda m, c, o: setattr(m, "calls", 7),
     "new attribute": lambda m, c, o: setattr(m, "history", [1]),
     "unread setting": lambda m, c, o: setattr(SETTINGS, "unread", 7),
+    "unread attribute of a class": lambda m, c, o: setattr(Weights, "unread", 7),
     "unread field": lambda m, c, o: setattr(OPTIONS, "never", 7),
     "equal number": lambda m, c, o: setattr(m, "temperature", float("1.0")),
     "equal mapping": lambda m, c, o: setattr(m, "flags", {"scale": 1.0, "deep": [{"k": 1}]}),

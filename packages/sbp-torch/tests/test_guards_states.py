@@ -26,7 +26,7 @@ class Trained:
         self.asked = []
         update = UpdateOptions()
         self.connected = ConnectedStates(self.model, self.optimizer, update, self.read)
-        self.connected.connect(lambda: None)
+        self.connected.connect(lambda has_states: None)
 
     def read(self, names):
         self.asked.append(names)
@@ -212,7 +212,7 @@ def test_a_model_without_values_has_none_to_read():
     model = nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.Adam(model.parameters())
     connected = ConnectedStates(model, optimizer, UpdateOptions(), lambda names: {})
-    connected.connect(lambda: None)
+    connected.connect(lambda has_states: None)
     connected.behind_step()
 
     assert model.weight.is_meta and connected_elsewhere(model) is None

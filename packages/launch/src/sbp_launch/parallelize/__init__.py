@@ -162,7 +162,7 @@ def parallelize(
         batch_is=checked_batch_is(batch_is),
     )
     program = OneDeviceProgram.of(model, loss, optimizer, engine.settings.update)
-    following = Following(program)
+    following = Following(program, has_states=states is not None)
     forms, degree = plan_program(program, batch, chosen_planner, pins, engine, following)
     first = forms.first.planned
     compared = Comparison(program, first, engine, compare_steps) if compare_steps else None

@@ -42,22 +42,24 @@ class Following:
 
     Args:
         program: Not yet captured.
+        has_states: Whether it is trained from states that are given, not from its own.
 
     Raises:
         ConfigError: another parallel step, which is not over, trains the model.
+        RunError: what an earlier one has trained is spread over other processes, or lost.
     """
 
-    def __init__(self, program: OneDeviceProgram) -> None:
+    def __init__(self, program: OneDeviceProgram, *, has_states: bool) -> None:
         self._program = program
         if (before := connected_elsewhere(program.model)) is not None:
-            before.let_go()
+            before.let_go(has_states)
         self._guard = Guard(program.model, program.loss, program.optimizer, program.update)
         self._evaluated: Guard | None = None
         self._connected: ConnectedStates | None = None
         self._session: Session | None = None
         self._team: Team = Team()
         self._gather: Gather | None = None
-        self._is_open = self._is_renewed = False
+        self._is_open = self._has_changed = False
         asleep = () if program.model.training else modules_in_eval_mode(program.model)
         if asleep:
             warnings.warn(
@@ -99,11 +101,15 @@ class Following:
         self._connected.connect(self._let_go)
         self._connected.behind_step()  # states may be others: given, or those of rank 0
 
-    def _let_go(self) -> None:
+    def _let_go(self, has_states: bool) -> None:
         """Disconnect, as another step is to train the model.
+
+        Args:
+            has_states: Whether that has other states.
 
         Raises:
             ConfigError: this step is not over.
+            RunError: the states are spread over other processes, or lost.
         """
         if self._is_open:
             raise ConfigError(
@@ -114,10 +120,9 @@ class Following:
             )
         connected = self._connected
         assert connected is not None, "it has begun"
-        try:
+        if not has_states:
             connected.read_all()
-        finally:
-            connected.disconnect()
+        connected.disconnect()
 
     def end(self) -> None:
         """Note that the step is over; its states can still be read."""
@@ -127,12 +132,13 @@ class Following:
 
     def changes(self) -> list[Changed]:
         """Return what the program read and is not as it was when a form was last found for it."""
-        return self._guard.changes()
+        found = self._guard.changes()
+        self._has_changed |= bool(found)
+        return found
 
     def accept(self) -> None:
         """Note that there is a form for the program as it is."""
         self._guard.renew()
-        self._is_renewed = True
 
     def agree(
         self,
@@ -194,13 +200,17 @@ class Following:
             self._evaluated.renew()
         return bool(changes)
 
-    def take_over(self) -> dict[str, Tensor]:
-        """Take over what was written to model and optimizer; return it by the names of states."""
+    def take_over(self, *, is_checked: bool = False) -> dict[str, Tensor]:
+        """Take over what was written to model and optimizer; return it by the names of states.
+
+        Args:
+            is_checked: Whether `changes` was just called.
+        """
         connected, session = self._connected, self._session
         assert connected is not None and session is not None, "it has begun"
-        if not self._guard.holds() or self._is_renewed:
+        if self._has_changed or (not is_checked and not self._guard.holds()):
             connected.look_again()
-            self._is_renewed = False
+            self._has_changed = False
         written = connected.written()
         if written:
             session.replace(written)
@@ -288,7 +298,8 @@ def _read_here(
                 "it",
                 accepted="calls that all processes make: step.copy_to(model, optimizer), behind "
                 "which both read as what was trained; step.state_dict()",
-                todo="call step.copy_to(model, optimizer) in all processes first",
+                todo="call step.copy_to(model, optimizer) in all processes first; to train from "
+                "other values, pass states=... to parallelize",
             )
         value = session.shard(name, rank)
         assert isinstance(value, Tensor), "no host number"

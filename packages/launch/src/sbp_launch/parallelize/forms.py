@@ -134,7 +134,7 @@ class Forms:
         form, written = self.first, {}
         try:
             form = self._find(batch)
-            written = self._following.take_over()
+            written = self._following.take_over(is_checked=True)
         except SbpError as error:
             problem = error
         whole = None if self._engine.gives_parts else flatten_batch(batch)

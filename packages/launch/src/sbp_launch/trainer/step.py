@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sbp_core.errors import RunError
 from sbp_core.runtime import NotFiniteStepError, Session
 from sbp_launch.data.loader import LocalBatch
 from sbp_launch.planning.flow import Planned
@@ -15,8 +16,9 @@ from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.finite_loss import FiniteLoss
 from sbp_launch.trainer.first_bad_value import first_bad_value
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.program import Program, model_loss
 from sbp_torch.capture import scalar_values
+from sbp_torch.guards import Guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class StepTaker:
         self._tracer, self._team = tracer, team
         self._speed, self._step_units = speed, step_units
         self._given = scalar_values(program.model, program.optimizer, trainer.update)
+        self._guard = Guard(program.model, model_loss, program.optimizer, trainer.update)
         self._finite = FiniteLoss(run.config)
         session.only_finite = self._finite.undoes
 
@@ -89,8 +92,16 @@ class StepTaker:
             waited_s: Seconds that the step has waited for its batch.
 
         Raises:
-            RunError: a rank failed.
+            RunError: a rank failed; or something has changed what the program reads.
         """
+        if changes := self._guard.changes():
+            raise RunError(
+                f"{changes[0].what}: it is another step now",
+                where=changes[0].where,
+                accepted="a program that stays what it was when the run began",
+                todo="let the data give what changes, as a tensor of the batch; or start another "
+                "run with trainer.init_from",
+            )
         self._speed.begin(waited_s)
         factor = self._schedule.factor(*place)
         rates = {n: v * factor for n, v in self._given.items() if n.partition(".")[0] == "lr"}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sbp_torch._torch_compat import as_plain_tensors
 from sbp_torch.capture.side_effects import refill
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.guards.changed import (
@@ -110,6 +111,7 @@ class Guard:
             self._module(f"model.{path}" if path else "model", module)
         self._follow(self._reads.add(self._loss))
         self._objects()
+        self._reads.forget_unread()
         self._trained = [one.requires_grad for one in self._states.values()]
         plain: list[_Container] = []
         self._others: list[_Container] = []
@@ -204,15 +206,16 @@ class Guard:
     def holds(self) -> bool:
         """Whether everything is as it was, as far as that is quickly seen."""
         try:
-            return (
-                bool(self._live == self._kept)
-                and all(items[key] is value for items, key, value in self._lying)
-                and all(place.read() is place.value for place in self._reads.places)
-                and all(one.is_same() for one in self._tensors)
-                and self._trained == [one.requires_grad for one in self._states.values()]
-                and all(held_in(one.value) == one.content for one in self._others)
-                and self._groups.holds()
-            )
+            with as_plain_tensors():
+                return (
+                    bool(self._live == self._kept)
+                    and all(items[key] is value for items, key, value in self._lying)
+                    and all(place.read() is place.value for place in self._reads.places)
+                    and all(one.is_same() for one in self._tensors)
+                    and self._trained == [one.requires_grad for one in self._states.values()]
+                    and all(held_in(one.value) == one.content for one in self._others)
+                    and self._groups.holds()
+                )
         except Exception:  # tensors that were replaced are not compared; places are empty
             return False
 

@@ -52,6 +52,7 @@ class Place:
         read: Returns what is there now; raises if there is nothing.
         write: Puts another value there.
         value: What was there.
+        attribute: Its name, of an attribute of a class; else "".
     """
 
     label: str
@@ -59,6 +60,7 @@ class Place:
     read: Callable[[], Any]
     write: Callable[[Any], None]
     value: Any
+    attribute: str = ""
 
 
 class Reads:
@@ -81,6 +83,12 @@ class Reads:
     def may_read(self, name: str) -> bool:
         """Whether the code may ask for an attribute."""
         return self.any_name or name in self.names
+
+    def forget_unread(self) -> None:
+        """Leave out attributes of classes that no code names."""
+        self.places = [
+            one for one in self.places if not one.attribute or self.may_read(one.attribute)
+        ]
 
     def line_of(self, name: str) -> str:
         """Return where the users' code first names something, as `file:line`; or ""."""
@@ -123,10 +131,8 @@ class Reads:
                 function = _function_of(value)
                 if function is not None:
                     yield from self._function(function)
-                elif not name.startswith("__") and not is_fixed(base):
-                    yield from self._place(base.__name__, base, name, "")
-            if not is_fixed(base) and "forward" in vars(base):
-                yield from self._place(base.__name__, base, "forward", "")
+                if not name.startswith("__") and not is_fixed(base):
+                    yield from self._attribute(base, name)
 
     def _is_new(self, value: object) -> bool:
         is_new = id(value) not in self._seen
@@ -190,16 +196,14 @@ class Reads:
 
         yield from self._at(label, lambda: items[key], write, value, where)
 
-    def _place(
-        self, label: str, owner: type, name: str, where: str
-    ) -> Iterator[tuple[str, object]]:
-        value = vars(owner).get(name)
+    def _attribute(self, owner: type, name: str) -> Iterator[tuple[str, object]]:
         yield from self._at(
-            f"{label}.{name}",
+            f"{owner.__name__}.{name}",
             lambda: vars(owner)[name],
             functools.partial(setattr, owner, name),
-            value,
-            where,
+            vars(owner)[name],
+            "",
+            attribute=name,
         )
 
     def _at(
@@ -209,6 +213,7 @@ class Reads:
         write: Callable[[Any], None],
         value: object,
         where: str,
+        attribute: str = "",
     ) -> Iterator[tuple[str, object]]:
         if isinstance(value, types.BuiltinFunctionType | Enum) or (
             isinstance(value, type | types.FunctionType) and is_fixed(value)
@@ -216,7 +221,11 @@ class Reads:
             if isinstance(value, types.FunctionType):  # perhaps around one of the user's
                 yield from self.add(value, label)
             return
-        self.places.append(Place(label=label, where=where, read=read, write=write, value=value))
+        self.places.append(
+            Place(
+                label=label, where=where, read=read, write=write, value=value, attribute=attribute
+            )
+        )
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial | type):
             yield from self.add(value, label)
         else:

@@ -241,11 +241,12 @@ class ConnectedStates:
         self._of_optimizers = tuple(name for name in begins if self._is_optimizers(name))
         self._states = [_OptimizerStates(one, self) for one in members(optimizer)]
 
-    def connect(self, let_go: Callable[[], None]) -> None:
+    def connect(self, let_go: Callable[[bool], None]) -> None:
         """Begin: tensors and states are as those of the step.
 
         Args:
-            let_go: Called if somebody else wants the model; disconnects it, or raises.
+            let_go: Called if somebody else wants the model; disconnects it, or raises. Is told
+                whether they have states of their own.
         """
         self.let_go = let_go
         for name, tensor in self._tensors.items():
