@@ -165,17 +165,26 @@ def test_averages_and_files_are_those_of_plain_pytorch(tmp_path):
     assert {type(one) for one in read.values()} == {torch.Tensor}
 
 
-def test_the_next_step_goes_on_with_model_and_optimizer():
-    """Gradual unfreezing with momentum: the step has states that the first one has not."""
-    twins = Twins()
-    twins.both(lambda model, optimizer: model.body.requires_grad_(False))
-    with twins.start(mesh=2) as step:
-        twins.steps(step, 2)
-        twins.both(lambda model, optimizer: model.body.requires_grad_(True))
-        with pytest.raises(RunError, match=r"'body\.weight' is to be trained(.|\n)*call paralleli"):
-            step(batch(2))
-    with twins.start(mesh=4, planner="manual/zero") as step:
-        twins.steps(step, 2, first=2)
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_the_next_step_goes_on_with_model_and_optimizer(kind):
+    """Gradual unfreezing with moments: a step has states that the one before has not."""
+    made = {"lr": 0.01} if kind == "Adam" else {"lr": 0.01, "momentum": 0.9}
+    twins = Twins(lambda model: getattr(torch.optim, kind)(model.parameters(), **made))
+    layouts = ({"mesh": 2}, {"mesh": 4, "planner": "manual/zero"}, {})
+    index = 0
+    for frozen, layout in zip(("body", "head", ""), layouts, strict=True):
+        with twins.start(**layout) as step:
+            twins.steps(step, 2, first=index)
+            twins.both(lambda model, optimizer: model.requires_grad_(True))
+            if index:
+                with pytest.raises(
+                    RunError, match=r"is to be trained(.|\n)*call parallelize again"
+                ):
+                    step(batch(index))
+            if frozen:
+                twins.both(lambda m, o, name=frozen: m.get_submodule(name).requires_grad_(False))
+        index += 2
     twins.assert_equal()
 
 

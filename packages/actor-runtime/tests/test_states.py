@@ -151,6 +151,59 @@ def test_new_values_of_shared_states_are_dropped() -> None:
     assert torch.equal(losses[0], losses[2])
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_sessions_train_the_same_states_in_turn(name: str, in_place: bool) -> None:
+    step, plan = training_step(name), compile_case(name, in_place_states=in_place)
+    with start(name, plan) as alone:
+        for each in step.batches[:3]:
+            alone.step(each, step.scalars)
+        wanted = alone.state_dict()
+
+    with (
+        start(name, plan) as first,
+        build(ActorConfig()).start(plan, first, keeps=True) as second,
+    ):
+        for session, each in zip((first, second, first), step.batches[:3], strict=True):
+            session.step(each, step.scalars)
+            assert_states(second, first.state_dict())
+        assert_states(first, wanted)
+        snapshot = second.snapshot()
+        second.step(step.batches[0], step.scalars)
+        assert_pieces(snapshot.pieces(), wanted)
+        first.load_state_dict(step.states)
+        assert_states(second, step.states)
+
+
+def test_a_plan_that_overwrites_what_the_other_keeps_is_refused() -> None:
+    kept = compile_case("data parallel", in_place_states=False)
+    with (
+        start("data parallel", kept) as training,
+        pytest.raises(SbpValueError, match=r"(?s)overwrites '.*overwrite the same states"),
+    ):
+        build(ActorConfig()).start(compile_case("data parallel"), training, keeps=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_some_states_are_replaced_and_the_others_stay(name: str) -> None:
+    with start(name) as session:
+        run_step(session, name)
+        before = session.state_dict()
+        snapshot = session.snapshot()
+        chosen = {one: before[one] + 1 for one in list(before)[::2] if before[one].dim()}
+
+        session.replace(chosen)
+
+        assert_states(session, {**before, **chosen})
+        assert_pieces(snapshot.pieces(), before)
+        with pytest.raises(SbpValueError, match="shape"):
+            session.replace({**chosen, next(iter(chosen)): torch.ones(7, 7)})
+        with pytest.raises(SbpLookupError, match="no state is called 'nothing'"):
+            session.replace({"nothing": torch.ones(2)})
+        assert_states(session, {**before, **chosen})
+        run_step(session, name)
+
+
 def test_states_that_training_overwrites_are_shared_as_they_are() -> None:
     name, step = "data parallel", training_step("data parallel")
     batch = {key: value[:4] for key, value in step.batches[0].items()}

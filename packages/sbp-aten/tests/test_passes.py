@@ -190,6 +190,17 @@ def test_equal_counters_become_one_clock() -> None:
     assert tied.new_states == {"step_counter": "step_counter.add"}
 
 
+def test_counters_that_are_not_equal_are_clocks_of_their_own() -> None:
+    apart = verify_graph(tie_step_counters(_clocks((1, 2)), apart=True))
+
+    assert [entry.stands_for for entry in apart.inputs] == [("w0.step",), ("w1.step",)]
+    assert _texts(apart) == [
+        "step_counter.w1.step.add = add(%step_counter.w1.step, 2)",
+        "step_counter.w0.step.add = add(%step_counter.w0.step, 1)",
+        "power = pow(0.9, %step_counter.w1.step.add)",
+    ]
+
+
 def test_a_counter_that_tensors_read_stays_a_tensor() -> None:
     tied = tie_step_counters(_clocks((1, 1), extra_reader=True))
 

@@ -68,7 +68,7 @@ class ActorRuntime(Runtime):
         ConfigError: this machine lacks what the setting `compile` needs.
     """
 
-    traces = True
+    traces = has_forms = True
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config

@@ -132,7 +132,8 @@ class PassOptions:
     """The passes of a step; see `passes.pipeline` for their order.
 
     Args:
-        tie_step_counters: One step counter on the host instead of one tensor a parameter.
+        tie_step_counters: One step counter on the host for all parameters; else one for each, as
+            where they are not equal.
         fold_constants: What is known before the step is not computed in it.
         drop_identities: Operators that give back their argument go.
         fold_views: Transposes of transposes go, and reshapes of reshapes become one.

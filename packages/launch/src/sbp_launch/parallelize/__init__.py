@@ -148,6 +148,11 @@ def parallelize(
         update_options(update, clip_norm),
     )
 
+    program = OneDeviceProgram.of(model, loss, optimizer, settings.update)
+    following = Following(program, has_states=states is not None)
+    if not program.counts_alike(states):
+        settings = settings.without_tied_counters()
+
     def make_backend() -> BoxingBackend:
         return backend_of(world, boxing, choices, settings.mesh)
 
@@ -161,8 +166,6 @@ def parallelize(
         seed=seed,
         batch_is=checked_batch_is(batch_is),
     )
-    program = OneDeviceProgram.of(model, loss, optimizer, engine.settings.update)
-    following = Following(program, has_states=states is not None)
     forms, degree = plan_program(program, batch, chosen_planner, pins, engine, following)
     first = forms.first.planned
     compared = Comparison(program, first, engine, compare_steps) if compare_steps else None

@@ -190,6 +190,11 @@ class Forms:
             return self._forms[name]
         why = changes[0].what if changes else f"batches {_told(shapes)}"
         self._check_number(why)
+        if not self._engine.runtime.has_forms:
+            raise RunError(
+                f"the runtime {type(self._engine.runtime).__name__} takes steps of one form only",
+                accepted="the form that was planned first; runtime='actor' has others",
+            )
         planned = plan_form(self.first.planned, captured, self._engine.settings)
         planned = self._prove(planned, captured, batch)
         assert self._training is not None, "the step is started"

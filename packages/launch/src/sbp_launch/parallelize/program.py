@@ -14,6 +14,10 @@ from sbp_core.errors import ConfigError, SbpTypeError, SbpValueError, unknown_na
 from sbp_torch.capture import UpdateOptions, flatten_batch, initial_states, rebuild_batch
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.interchange.torch_states import from_model_state
+from sbp_torch.optim import members
+
+#: How the names of step counters end.
+_COUNTER = ".step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,27 @@ class OneDeviceProgram:
         if self.deferred is not None:
             return self.deferred.states(self.optimizer, self.update)
         return initial_states(self.model, self.optimizer, self.update, copy=False)
+
+    def counts_alike(self, given: Mapping[str, Tensor] | None) -> bool:
+        """Whether the optimizer has taken the same number of steps with all that it trains.
+
+        That is not so behind a layer was frozen for a while, or was added.
+
+        Args:
+            given: Values that are taken in place of the program's own.
+        """
+        if given and any(name.endswith(_COUNTER) for name in given):
+            counts = {float(value) for name, value in given.items() if name.endswith(_COUNTER)}
+            return len(counts) == 1
+        trained = [
+            (one, parameter)
+            for one in members(self.optimizer)
+            for group in one.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        held = [one.state.get(parameter, {}).get("step", 0.0) for one, parameter in trained]
+        return len({float(value) for value in held}) <= 1
 
     def first_states(self, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Return every state by its name in the graph.

@@ -156,6 +156,11 @@ class PlanSettings:
             input_gradients_first=self.compile.input_gradients_first,
         )
 
+    def without_tied_counters(self) -> PlanSettings:
+        """Return them for states whose step counters differ, so that no number stands for all."""
+        passes = replace(self.compile.passes, tie_step_counters=False)
+        return replace(self, compile=replace(self.compile, passes=passes))
+
     def request(
         self, graph: LogicalGraph, pins: Mapping[str, str | Mapping[str, str]] | None = None
     ) -> PlanRequest:

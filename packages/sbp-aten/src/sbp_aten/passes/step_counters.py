@@ -1,7 +1,8 @@
 """Move step counters to the host and keep one instead of one a parameter.
 
-`torch.optim` keeps a 0-d `step` tensor beside every parameter. They count the same steps, so one
-host number does: `tie_step_counters` finds counters that only count and are only read on the host.
+`torch.optim` keeps a 0-d `step` tensor beside every parameter. Mostly they count the same steps, so
+that one host number does: `tie_step_counters` finds counters that only count and are only read on
+the host.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ from sbp_core.graph import (
 STEP_COUNTER = "step_counter"
 
 
-def tie_step_counters(graph: LogicalGraph) -> LogicalGraph:
+def tie_step_counters(graph: LogicalGraph, *, apart: bool = False) -> LogicalGraph:
     """Replace equal counting states by one host scalar `step_counter`.
 
     States of one key count together; those of further keys have counters of their own, such as
     `step_counter.count`.
+
+    Args:
+        graph: As it was captured.
+        apart: Whether each has a host scalar of its own, such as `step_counter.w1.step`, as they
+            are not equal: behind some parameters were frozen, say.
 
     before: s1 = add(w1.step, 1); n1 = host.item(s1); s2 = add(w2.step, 1); n2 = host.item(s2)
     after:  s1 = host.add(step_counter, 1)            n1, n2 are s1;  states w1.step, w2.step: s1
@@ -42,9 +48,12 @@ def tie_step_counters(graph: LogicalGraph) -> LogicalGraph:
     found: dict[str, dict[str, Node]] = defaultdict(dict)
     for entry in graph.inputs:
         if node := _counter(graph, entry):
-            found[entry.name.rpartition(".")[2]][entry.name] = node
+            key = entry.name if apart else entry.name.rpartition(".")[2]
+            found[key][entry.name] = node
     for index, (key, counters) in enumerate(found.items()):
-        graph = _tied(graph, STEP_COUNTER if index == 0 else f"{STEP_COUNTER}.{key}", counters)
+        graph = _tied(
+            graph, STEP_COUNTER if index == 0 and not apart else f"{STEP_COUNTER}.{key}", counters
+        )
     return graph
 
 

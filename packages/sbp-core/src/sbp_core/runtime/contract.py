@@ -255,11 +255,13 @@ class Runtime(ABC):
     """Kind `runtime`: `build(config)` returns one.
 
     `traces` says whether its sessions note what they do in `Session.trace`, and `traces_operators`
-    whether they note each operator if the trace asks for it.
+    whether they note each operator if the trace asks for it; `has_forms` whether `start` takes
+    `keeps`.
     """
 
     traces: bool = False
     traces_operators: bool = False
+    has_forms: bool = False
 
     @abstractmethod
     def start(

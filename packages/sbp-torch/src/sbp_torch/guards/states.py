@@ -426,11 +426,14 @@ class _OptimizerStates(defaultdict[Any, Any]):
             self._owner.read_optimizer()
 
     def take(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take states by the number of their parameter, as `state_dict()` has them."""
+        """Take states by the number of their parameter, as `state_dict()` has them.
+
+        Those that the step does not have, of parameters that are frozen, stay.
+        """
         members = [one for group in self.optimizer.param_groups for one in group["params"]]
-        dict.clear(self)
         for number, held in states.items():
-            dict.__setitem__(self, members[number], dict(held))
+            before = dict.get(self, members[number], {})
+            dict.__setitem__(self, members[number], {**before, **held})
         self.is_behind = False
         self._note()
 

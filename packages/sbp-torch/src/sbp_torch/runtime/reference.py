@@ -59,6 +59,8 @@ Segments = Mapping[ActorId, OwningSegment]
 class ReferenceRuntime(Runtime):
     """Runs every rank in the calling thread; the backend is neither opened nor used."""
 
+    has_forms = True
+
     def __init__(self, config: ReferenceConfig) -> None:
         self.config = config
 
