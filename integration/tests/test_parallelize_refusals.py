@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_training import batch_of, loss_of, make_model, make_optimizer
+from plain_training import SIZE, batch_of, loss_of, make_model, make_optimizer
 from torch import nn
 
-from sbp_core.errors import ConfigError, RunError, SbpLookupError, SbpTypeError, SbpValueError
+from sbp_core.errors import (
+    CaptureError,
+    ConfigError,
+    RunError,
+    SbpLookupError,
+    SbpTypeError,
+    SbpValueError,
+)
 from sbp_launch import parallelize
 from sbp_torch.capture import UpdateOptions
 
@@ -65,8 +72,8 @@ def test_states_that_do_not_fit_are_refused():
 def test_a_batch_that_does_not_fit_says_what_to_do():
     model = make_model()
     with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
-        with pytest.raises(SbpValueError, match="drop_last=True"):
-            step(batch_of(0, size=3))
+        with pytest.raises(CaptureError, match=r"mat1 and mat2(.|\n)*plain_training\.py"):
+            step({**batch_of(0), "x": torch.zeros(SIZE, 5, dtype=torch.float64)})
         with pytest.raises(SbpValueError, match="'y' is missing"):
             step({"x": batch_of(0)["x"]})
         with pytest.raises(SbpValueError, match="no scalar 'momentum'"):
