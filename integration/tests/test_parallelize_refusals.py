@@ -72,7 +72,7 @@ def test_states_that_do_not_fit_are_refused():
 def test_a_batch_that_does_not_fit_says_what_to_do():
     model = make_model()
     with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
-        with pytest.raises(CaptureError, match=r"mat1 and mat2(.|\n)*plain_training\.py"):
+        with pytest.raises(CaptureError, match=r"same reduction dim(.|\n)*plain_training\.py"):
             step({**batch_of(0), "x": torch.zeros(SIZE, 5, dtype=torch.float64)})
         with pytest.raises(SbpValueError, match="'y' is missing"):
             step({"x": batch_of(0)["x"]})
