@@ -146,6 +146,29 @@ def test_weights_that_are_loaded_are_those_of_the_next_step(trained):
     assert not any(one.any() for one in found.values())
 
 
+def test_what_is_written_to_the_model_says_nothing_of_the_optimizer(trained):
+    trained.model.load_state_dict(trained.model.state_dict())
+    assert trained.connected.written()
+    trained.connected.taken_over()
+
+    assert trained.optimizer.state[trained.model[0].weight]["exp_avg"][0, 0] == 7
+
+
+def test_a_tensor_with_rules_of_its_own_is_left_alone_and_said_so(caplog):
+    class Own(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model = nn.Linear(2, 2)
+    model.weight = Own(torch.ones(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ConnectedStates(model, optimizer, UpdateOptions(), lambda names: {}).connect(lambda _: None)
+
+    assert type(model.weight) is Own and type(model.bias) is not nn.Parameter
+    assert "'weight' is of a class with a __torch_function__ of its own" in caplog.text
+
+
 def test_the_states_of_an_optimizer_are_read_and_written(trained):
     optimizer, weight = trained.optimizer, trained.model[0].weight
     assert len(optimizer.state) == 4

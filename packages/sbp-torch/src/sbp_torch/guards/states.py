@@ -15,9 +15,8 @@ mean what they mean in a loop on one device.
 from __future__ import annotations
 
 import copy
-import functools
+import logging
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,9 +30,12 @@ from sbp_torch._torch_compat import as_plain_tensors, storage_key
 from sbp_torch.capture import initial_states
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import AVERAGE
+from sbp_torch.guards.optimizer_states import OptimizerStates
 from sbp_torch.interchange.torch_states import to_optimizer_state
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import UpdateOptions
+
+logger = logging.getLogger(__name__)
 
 #: Reads states by name, whole, each as it is behind the last step.
 ReadStates = Callable[[tuple[str, ...]], Mapping[str, Tensor]]
@@ -233,13 +235,24 @@ class ConnectedStates:
             if not tensor.is_meta and _is_ordinary(tensor)
         }
         self._versions = {name: one._version for name, one in self._tensors.items()}
+        own = (
+            name
+            for name, one in model_tensors(model).items()
+            if not (one.is_meta or _is_ordinary(one))
+        )
+        if (name := next(own, None)) is not None:
+            logger.warning(
+                "%r is of a class with a __torch_function__ of its own, so that it does not read "
+                "as what is trained: step.state_dict() has it, and step.copy_to(model) writes it",
+                name,
+            )
         #: Of tensors whose memory was handed out: what it held then.
         self._handed_out: dict[str, Tensor] = {}
         self._is_behind = False
         begins = initial_states(model, optimizer, update, copy=False)
         #: The states of the step that are those of the optimizer.
         self._of_optimizers = tuple(name for name in begins if self._is_optimizers(name))
-        self._states = [_OptimizerStates(one, self) for one in members(optimizer)]
+        self._states = [OptimizerStates(one, self.read_optimizer) for one in members(optimizer)]
 
     def connect(self, let_go: Callable[[bool], None]) -> None:
         """Begin: tensors and states are as those of the step.
@@ -338,7 +351,8 @@ class ConnectedStates:
         with as_plain_tensors():
             self._versions = {name: one._version for name, one in self._tensors.items()}
         for one in self._states:
-            one.taken_over()
+            if one.is_written():
+                one.taken_over()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -388,109 +402,3 @@ def connected_elsewhere(model: nn.Module) -> ConnectedStates | None:
         if isinstance(tensor, _Connected):
             return _owner(tensor)
     return None
-
-
-class _OptimizerStates(defaultdict[Any, Any]):
-    """The `state` of an optimizer, read from a step when it is asked for."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, owner: ConnectedStates) -> None:
-        super().__init__(dict)
-        self.optimizer, self._owner = optimizer, owner
-        self.is_behind = self._is_apart = False
-        self._before: Any = optimizer.state
-        self._known: dict[tuple[int, Any], tuple[Any, int]] = {}
-
-    def connect(self) -> None:
-        self._before = self.optimizer.state
-        dict.update(self, self._before)
-        self.optimizer.state = self
-        self._note()
-
-    def disconnect(self) -> None:
-        if self.is_in_place:
-            self._before.clear()
-            self._before.update(dict.items(self))
-            self.optimizer.state = self._before
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        before, self._is_apart = self._is_apart, True
-        try:
-            yield
-        finally:
-            self._is_apart = before
-
-    def ask(self) -> None:
-        """Read the states, if they are asked for by somebody else than what reads them."""
-        if self.is_behind and not self._is_apart:
-            self._owner.read_optimizer()
-
-    def take(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take states by the number of their parameter, as `state_dict()` has them.
-
-        Those that the step does not have, of parameters that are frozen, stay.
-        """
-        members = [one for group in self.optimizer.param_groups for one in group["params"]]
-        for number, held in states.items():
-            before = dict.get(self, members[number], {})
-            dict.__setitem__(self, members[number], {**before, **held})
-        self.is_behind = False
-        self._note()
-
-    def _entries(self) -> dict[tuple[int, Any], tuple[Any, int]]:
-        return {
-            (id(parameter), key): (value, value._version if isinstance(value, Tensor) else 0)
-            for parameter, held in dict.items(self.optimizer.state)
-            for key, value in held.items()
-        }
-
-    def _note(self) -> None:
-        self._known = self._entries()
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the optimizer still asks here for its states."""
-        return self.optimizer.state is self
-
-    def is_written(self) -> bool:
-        """Whether somebody has changed what was read, or put other states in its place."""
-        if not self.is_in_place:
-            return True
-        if self.is_behind:  # nobody has asked since
-            return False
-        now, known = self._entries(), self._known
-        return now.keys() != known.keys() or any(
-            value is not known[key][0] or version != known[key][1]
-            for key, (value, version) in now.items()
-        )
-
-    def taken_over(self) -> None:
-        """Go on with what the optimizer has now."""
-        if not self.is_in_place:
-            dict.clear(self)
-            self.connect()
-        self.is_behind = False
-        self._note()
-
-    def __reduce__(self) -> Any:
-        self.ask()
-        return defaultdict, (dict,), None, None, iter([*dict.items(self)])
-
-
-def _asking(name: str) -> Any:
-    original = getattr(defaultdict, name)
-
-    @functools.wraps(original)
-    def method(self: _OptimizerStates, *args: Any, **kwargs: Any) -> Any:
-        self.ask()
-        return original(self, *args, **kwargs)
-
-    return method
-
-
-for _name in (
-    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__repr__"),
-    *("__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault"),
-    *("update", "values"),
-):
-    setattr(_OptimizerStates, _name, _asking(_name))
