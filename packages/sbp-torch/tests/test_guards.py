@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import random
+import types
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,19 @@ class Options:
 OPTIONS = Options()
 
 
+@dataclass(slots=True)
+class Slotted:
+    rate: float = 1.0
+
+
+class Mode(Enum):
+    FIRST, SECOND = 1, 2
+
+
+SLOTTED, MODE, CRITERION = Slotted(), Mode.FIRST, nn.functional.mse_loss
+TABLES = {"small": types.MappingProxyType(CONFIG)}
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -52,7 +68,12 @@ class Model(nn.Module):
 
 
 def helper(x):
+    x = x * SLOTTED.rate if MODE is Mode.FIRST else CRITERION(x, x)
+    x = x * helper.factor * TABLES["small"]["beta"]
     return x * SETTINGS.alpha * Weights.gamma * OPTIONS.scale * len(TABLE)
+
+
+helper.factor = 1.0
 
 
 def noted(function):
@@ -91,8 +112,8 @@ def program(monkeypatch):
     return model, loss, set_beta, optimizer
 
 
-def _global(value):
-    globals()["GLOBAL"] = value
+def _global(value, name="GLOBAL"):
+    globals()[name] = value
 
 
 #: What is changed (model m, cell c, optimizer o), and what is said of it.
@@ -110,8 +131,31 @@ CHANGES = {
     "setting": (lambda m, c, o: setattr(SETTINGS, "alpha", 2.0), "SETTINGS.alpha is 2.0"),
     "dataclass": (lambda m, c, o: setattr(OPTIONS, "scale", 2.0), "OPTIONS.scale is 2.0"),
     "class": (lambda m, c, o: setattr(Weights, "gamma", 2.0), "Weights.gamma is 2.0"),
+    "slot": (lambda m, c, o: setattr(SLOTTED, "rate", 2.0), "SLOTTED.rate is 2.0"),
+    "enum": (lambda m, c, o: _global(Mode.SECOND, "MODE"), "MODE is <Mode.SECOND: 2>"),
+    "function": (lambda m, c, o: _global(nn.functional.l1_loss, "CRITERION"), "CRITERION is <func"),
+    "attribute of a function": (lambda m, c, o: setattr(helper, "factor", 2.0), "helper['factor']"),
+    "order": (
+        lambda m, c, o: m.flags.update(scale=m.flags.pop("scale")),
+        "the entries of model.flags are in another order",
+    ),
+    "autocast": (
+        lambda m, c, o: torch.set_autocast_enabled("cpu", True),
+        "the default dtype, and the dtypes of torch.autocast",
+    ),
+    "hook on a gradient": (
+        lambda m, c, o: m.linear.weight.register_hook(lambda g: g),
+        "a hook was registered on, or removed from, 'linear.weight'",
+    ),
+    "hook on the optimizer": (
+        lambda m, c, o: o.register_step_post_hook(print),
+        "a hook was registered on the optimizer",
+    ),
     "large list": (lambda m, c, o: TABLE.append(0), "TABLE"),
-    "default": (lambda m, c, o: CONFIG["layers"].append(3), "CONFIG['layers'] is [1, 2, 3]"),
+    "default": (
+        lambda m, c, o: CONFIG["layers"].append(3),
+        "the defaults of make_loss.<locals>.loss[0] is [1, 2, 3]",
+    ),
     "method of a class": (
         lambda m, c, o: setattr(Weights, "gamma", property(lambda self: 2)),
         "Weights.gamma is <property",
@@ -143,6 +187,7 @@ CHANGES = {
 
 #: What no step reads, or what is an input of it.
 KEPT = {
+    "hook that changes no step": lambda m, c, o: m.register_load_state_dict_pre_hook(print),
     "counter": lambda m, c, o: setattr(m, "calls", 7),
     "new attribute": lambda m, c, o: setattr(m, "history", [1]),
     "unread setting": lambda m, c, o: setattr(SETTINGS, "unread", 7),
@@ -168,6 +213,10 @@ def _as_before():
     vars(OPTIONS).update(before[1])
     CONFIG.update(before[2])
     CONFIG["layers"][:] = before[3]
+    torch.set_autocast_enabled("cpu", False)
+    SLOTTED.rate = helper.factor = 1.0
+    _global(Mode.FIRST, "MODE")
+    _global(nn.functional.mse_loss, "CRITERION")
     del TABLE[20_000:]
     Weights.gamma = 1.0
     _global(1.0)
@@ -228,7 +277,6 @@ def test_evaluation_does_not_ask_for_modes_and_the_optimizer(program):
     guard = Guard(model, loss, optimizer)
 
     model.eval()
-    model.linear.requires_grad_(False)
     optimizer.param_groups[0]["eps"] = 0.1
 
     assert len(guard.changes()) > 3
@@ -268,9 +316,33 @@ def test_an_optimizer_of_ones_own_is_compared_by_what_its_code_names():
     optimizer.param_groups[0]["limit"], optimizer.limit = 2.0, 2.0
 
     assert [one.what.partition(",")[0] for one in guard.changes()] == [
-        "limit of parameter group 0 is 2.0",
         "Clipped.limit is 2.0",
+        "limit of parameter group 0 is 2.0",
     ]
+
+
+def test_generators_of_numbers_are_compared_and_iterators_are_named():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers, turns = random.Random(0), iter([1.0, 2.0])
+    drawing = Guard(model, lambda model, batch: model(batch).sum() * numbers.random(), optimizer)
+    assert drawing.holds() and not drawing.iterators
+
+    before = numbers.getstate()
+    numbers.random()
+
+    assert [one.what.partition(" is ")[0] for one in drawing.changes()] == ["numbers"]
+    assert numbers.getstate() != before
+    taking = Guard(model, lambda model, batch: model(batch).sum() * next(turns), optimizer)
+    assert taking.iterators == ["turns"]
+
+
+def test_a_constant_that_is_no_number_is_what_it_was():
+    model, held = nn.Linear(2, 2), torch.tensor([1.0, float("nan")])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, lambda model, batch: model(batch).sum() * held[0], optimizer)
+
+    assert guard.holds() and not guard.changes()
 
 
 def test_what_a_loss_has_changed_is_set_back(program):

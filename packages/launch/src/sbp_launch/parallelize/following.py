@@ -77,6 +77,13 @@ class Following:
         Raises:
             ConfigError: capture itself has changed what the program reads.
         """
+        if self._guard.iterators:
+            raise ConfigError(
+                f"the loss, or the model, reads {self._guard.iterators[0]}, which gives another "
+                "value each time that it is asked: the captured step would repeat the first",
+                accepted="a loss that reads its batch, and what stays the same",
+                todo="ask it in the loop, and pass what it gives in the batch, as a tensor",
+            )
         if changes := self._guard.changes():
             one = changes[0]
             self._guard.restore()
@@ -225,6 +232,7 @@ class Following:
     def replaced(self) -> None:
         """Note that the states were replaced, and with them what was written before."""
         if self._connected is not None:
+            self._connected.look_again()
             self._connected.taken_over()
             self._connected.behind_step()
 

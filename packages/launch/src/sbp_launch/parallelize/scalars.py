@@ -36,7 +36,15 @@ class UpdateScalars:
         Raises:
             SbpValueError: one is given that there is not.
         """
-        found = current_scalars(self._optimizer, self._update)
+        try:
+            found = current_scalars(self._optimizer, self._update)
+        except (TypeError, ValueError) as error:
+            rates = [group.get("lr") for group in self._optimizer.param_groups]
+            raise SbpValueError(
+                f"a setting of the optimizer's groups is no number: {error}",
+                where=f"the optimizer, whose groups have lr={rates}",
+                accepted="numbers",
+            ) from error
         for name, value in given.items():
             meant = [own for own in found if own == name or own.rpartition(".")[0] == name]
             if not meant:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +15,11 @@ from sbp_torch.capture.side_effects import content_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-#: Containers of more entries are compared by their length.
+#: Of containers of more entries, both ends are compared.
 MOST_ENTRIES = 10_000
+
+#: Entries at each end.
+_END = 2_000
 
 ANEW = (
     "go on with a new step: step.copy_to(model, optimizer), end the `with` block, and call "
@@ -47,13 +53,30 @@ NOTHING: Any = _Nothing()
 
 
 def held_in(value: Any) -> Any:
-    """Return a copy of what a container holds, or the length of one that holds very much."""
-    try:
-        if len(value) > MOST_ENTRIES and not hasattr(value, "tobytes"):
-            return {"": len(value)} if isinstance(value, dict | list | tuple | set) else None
-    except TypeError:
-        pass
-    return content_of(value)
+    """Return a copy of what a container holds, of a very long one both ends; None if it is none.
+
+    A generator of random numbers holds its state.
+    """
+    if isinstance(value, random.Random):
+        return [value.getstate()]
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        state = value if isinstance(value, numpy.random.RandomState) else value.bit_generator
+        return [repr(state.get_state() if hasattr(state, "get_state") else state.state)]
+    if isinstance(value, Mapping):
+        found = dict(value)
+        return found if len(found) <= MOST_ENTRIES else {"": len(found), **_ends(found.items())}
+    found = content_of(value)
+    if isinstance(found, list) and len(found) > MOST_ENTRIES:
+        return [len(found), *found[:_END], *found[-_END:]]
+    return found
+
+
+def _ends(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    every = [*items]
+    return dict([*every[:_END], *every[-_END:]])
 
 
 def is_same(before: Any, after: Any) -> bool:

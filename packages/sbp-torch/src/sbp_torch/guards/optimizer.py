@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from sbp_torch.guards.changed import ANEW, NOTHING, Changed, is_same, short
-from sbp_torch.guards.reads import Reads, is_fixed
+from sbp_torch.guards.reads import Reads
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
-#: Attributes of optimizers that PyTorch or its schedulers change.
-_OF_TORCH = {"defaults", "param_groups", "state", "step"}
+#: Attributes of optimizers that are compared otherwise, or that PyTorch's schedulers change.
+OF_OPTIMIZERS = {"defaults", "param_groups", "state", "step"}
 
 
 class OptimizerGuard:
@@ -43,7 +43,6 @@ class OptimizerGuard:
         self._names = {id(one): name for name, one in self._model.named_parameters()}
         self._read: list[set[str]] = []
         self._kept: list[list[dict[str, Any]]] = []
-        self._own: list[dict[str, Any]] = []
         self._parts = list(members(self._optimizer))
         for one in self._parts:
             reads = Reads()
@@ -55,8 +54,6 @@ class OptimizerGuard:
             self._kept.append(
                 [{**group, "params": [*group["params"]]} for group in one.param_groups]
             )
-            mine = () if is_fixed(type(one)) else reads.names - _OF_TORCH
-            self._own.append({key: vars(one)[key] for key in mine if key in vars(one)})
         self._members = [[*map(id, group["params"])] for group in self._groups()]
         self._keys = [
             [sorted(read & group.keys()) for group in kept]
@@ -70,25 +67,19 @@ class OptimizerGuard:
         """Whether everything is as it was."""
         if [[*map(id, group["params"])] for group in self._groups()] != self._members:
             return False
-        for one, keys, kept, own in zip(
-            self._parts, self._keys, self._kept, self._own, strict=True
-        ):
+        for one, keys, kept in zip(self._parts, self._keys, self._kept, strict=True):
             for group, read, before in zip(one.param_groups, keys, kept, strict=True):
                 if len(group) != len(before) or any(
                     self._taken(k, group[k]) != self._taken(k, before[k]) for k in read
                 ):
                     return False
-            if any(vars(one).get(key) is not value for key, value in own.items()):
-                return False
         return True
 
     def changes(self) -> list[Changed]:
         """Return what is not as it was and may matter to the step."""
         found: list[Changed] = []
         number = 0
-        for one, read, kept, own in zip(
-            self._parts, self._read, self._kept, self._own, strict=True
-        ):
+        for one, read, kept in zip(self._parts, self._read, self._kept, strict=True):
             if len(one.param_groups) != len(kept):
                 what = f"the optimizer has {len(one.param_groups)} parameter groups, and had "
                 what += f"{len(kept)} when the step was captured"
@@ -98,14 +89,6 @@ class OptimizerGuard:
             for group, before in zip(one.param_groups, kept, strict=True):
                 found += self._of_group(number, group, before, read)
                 number += 1
-            found += [
-                Changed(
-                    what=f"{type(one).__name__}.{key} is {short(vars(one).get(key, NOTHING))}, and "
-                    f"was {short(value)} when the step was captured"
-                )
-                for key, value in own.items()
-                if not is_same(vars(one).get(key, NOTHING), value)
-            ]
         return found
 
     def _of_group(

@@ -8,15 +8,21 @@ states of the step and not compared here; see `states`.
 
 from __future__ import annotations
 
+import operator
+import sys
+import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import IOBase
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sbp_torch._torch_compat import as_plain_tensors
+from sbp_torch.capture.convert import MAX_CONSTANT
 from sbp_torch.capture.side_effects import refill
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.guards.changed import (
@@ -29,8 +35,9 @@ from sbp_torch.guards.changed import (
     is_same,
     short,
 )
-from sbp_torch.guards.optimizer import OptimizerGuard
-from sbp_torch.guards.reads import Place, Reads, has_attributes
+from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
+from sbp_torch.guards.reads import Place, Reads, has_attributes, is_fixed
+from sbp_torch.optim import members
 from sbp_torch.update_options import UpdateOptions
 
 #: Where modules keep what is registered, and what that is called.
@@ -39,8 +46,29 @@ _REGISTERS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "mod
 #: Attributes of modules that PyTorch's own call of a module reads.
 _OF_CALLS = {"training", *_REGISTERS, "forward"}
 
+#: Hooks that change what a step computes.
+_HOOKS = {
+    *(f"_forward_{kind}" for kind in ("hooks", "pre_hooks")),
+    *(f"_backward_{kind}" for kind in ("hooks", "pre_hooks")),
+    *(f"_forward_{kind}_{how}" for kind in ("hooks", "pre_hooks") for how in ("with_kwargs",)),
+    *("_forward_hooks_always_called", "_is_full_backward_hook"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+}
+
+#: Hooks of all modules, and of all optimizers.
+_HOOKS_OF_ALL = [
+    (f"{module.__name__}.{key}", value)
+    for module in (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
+    for key, value in vars(module).items()
+    if key.startswith("_global") and key.endswith("_hooks") and isinstance(value, dict)
+]
+_HOOKS |= {label.rpartition(".")[2] for label, _ in _HOOKS_OF_ALL}
+
+_AROUND = "the default dtype, and the dtypes of torch.autocast on CPU and CUDA,"
+
 #: Tensors up to so many elements are compared by value, too: writes through `.data` have no trace.
-_MOST_ELEMENTS = 1_024
+#: Larger ones are no constants of a graph.
+_MOST_ELEMENTS = MAX_CONSTANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +77,7 @@ class _Mapping:
 
     label: str
     owner: object
-    live: dict[str, Any]
+    live: Mapping[str, Any]
     kept: dict[str, Any]
 
 
@@ -73,7 +101,9 @@ class _HeldTensor:
     def is_same(self) -> bool:
         if _version(self.tensor) != self.version:
             return False
-        return self.copy is None or torch.equal(self.copy, self.tensor)
+        if self.copy is None or torch.equal(self.copy, self.tensor):
+            return True
+        return bool(torch.allclose(self.copy, self.tensor, rtol=0, atol=0, equal_nan=True))
 
 
 class Guard:
@@ -93,7 +123,7 @@ class Guard:
         optimizer: torch.optim.Optimizer,
         update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
     ) -> None:
-        self._model, self._loss = model, loss
+        self._model, self._loss, self._optimizer = model, loss, optimizer
         self._groups = OptimizerGuard(model, optimizer, update)
         self.renew()
 
@@ -105,32 +135,50 @@ class Guard:
         self._unread: list[tuple[str, str, Any]] = []
         self._containers: list[_Container] = []
         self._tensors: list[_HeldTensor] = []
+        #: What gives another value each time that it is asked, which a captured step does not.
+        self.iterators: list[str] = []
         self._states = model_tensors(self._model)
         self._seen: dict[int, object] = {id(one): one for one in self._states.values()}
         for path, module in self._model.named_modules():
             self._module(f"model.{path}" if path else "model", module)
         self._follow(self._reads.add(self._loss))
+        for label, hooks in _HOOKS_OF_ALL:
+            self._containers.append(_Container(label, hooks, dict(hooks)))
+        for part in members(self._optimizer):
+            self._optimizer_itself(part)
         self._objects()
-        self._reads.forget_unread()
+        for cls in self._reads.classes:
+            self._mappings.append(_Mapping(cls.__name__, cls, vars(cls), dict(vars(cls))))
         self._trained = [one.requires_grad for one in self._states.values()]
-        plain: list[_Container] = []
+        self._hooks, self._around = self._tensor_hooks(), _around()
+        #: What lies in mappings and lists, as it is whenever it is looked at.
+        self._lying: list[Iterable[Any]] = [one.live.values() for one in self._mappings]
+        self._sets: list[tuple[Any, Any]] = []
         self._others: list[_Container] = []
         for one in self._containers:
-            quick = isinstance(one.value, dict | list | set) and len(one.value) <= MOST_ENTRIES
-            (plain if quick else self._others).append(one)
-        self._live: list[Any] = [
-            *(one.live for one in self._mappings),
-            *(one.value for one in plain),
-        ]
-        self._kept = [*(one.kept for one in self._mappings), *(one.content for one in plain)]
-        #: Which tensor lies where: to compare containers compares their tensors by value.
-        self._lying = [
-            (held, key, value)
-            for held in self._live
-            for key, value in _entries(held)
-            if isinstance(value, Tensor)
-        ]
+            is_long = len(one.value) > MOST_ENTRIES if hasattr(one.value, "__len__") else True
+            if isinstance(one.value, dict) and not is_long:
+                self._lying.append(dict.values(one.value))
+            elif isinstance(one.value, list) and not is_long:
+                self._lying.append(one.value)
+            elif isinstance(one.value, set) and not is_long:
+                self._sets.append((one.value, one.content))
+            else:
+                self._others.append(one)
+        self._ids = self._ids_now()
         self._groups.renew()
+
+    def _ids_now(self) -> list[int]:
+        """Return what lies in mappings and lists; what was kept of them keeps it alive."""
+        return [*map(id, chain.from_iterable(self._lying))]
+
+    def _tensor_hooks(self) -> list[list[object] | None]:
+        """Return the hooks on gradients of the model's tensors."""
+        found = []
+        for one in self._states.values():
+            first, second = one._backward_hooks, one._post_accumulate_grad_hooks
+            found.append([*(first or ()), *(second or ())] if first or second else None)
+        return found
 
     # What there is.
 
@@ -145,7 +193,18 @@ class Guard:
         self._follow(self._reads.add_class(type(module)))
         self._attributes(path, module)
 
+    def _optimizer_itself(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note hooks, and attributes of one that PyTorch does not have."""
+        for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            hooks = getattr(optimizer, key)
+            self._containers.append(_Container(f"the optimizer.{key}", hooks, dict(hooks)))
+        if not is_fixed(type(optimizer)):
+            self._follow(self._reads.add_class(type(optimizer)))
+            self._attributes(type(optimizer).__name__, optimizer)
+
     def _attributes(self, label: str, owner: object) -> None:
+        if not hasattr(owner, "__dict__"):
+            return
         live = vars(owner)
         self._mappings.append(_Mapping(label, owner, live, dict(live)))
         for key, value in live.items():
@@ -153,12 +212,13 @@ class Guard:
                 self._containers.append(_Container(f"{label}.{key}", value, dict(value)))
             elif isinstance(owner, nn.Module):
                 self._visit(f"{label}.{key}", value)
-            else:
+            elif not _is_of_optimizer(owner, key):
                 self._unread.append((key, f"{label}.{key}", value))
 
     def _objects(self) -> None:
         """Look into what objects hold, as far as something that was followed reads it."""
         while True:
+            self._follow(self._reads.again())
             read = [one for one in self._unread if self._reads.may_read(one[0])]
             if not read:
                 return
@@ -180,13 +240,24 @@ class Guard:
             self._seen[id(value)] = value
             if isinstance(value, Tensor):
                 self._tensors.append(_HeldTensor(label, value))
-            elif (content := held_in(value)) is not None:
-                self._containers.append(_Container(label, value, content))
+                continue
+            if isinstance(value, Iterator) and not isinstance(value, IOBase):
+                self.iterators.append(label)
+            kind = label.rpartition(".")[2]
+            if kind.startswith("_") and kind.endswith("_hooks") and kind not in _HOOKS:
+                continue
+            content = held_in(value)
+            if content is not None:
+                if not isinstance(value, tuple | frozenset):  # which stay as they are
+                    self._containers.append(_Container(label, value, content))
                 left.extend((f"{label}[{key!r}]", part) for key, part in _entries(content))
+            if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+                left.append((label, value.__self__))
             elif callable(value) and not has_attributes(value):
                 left.extend(self._reads.add(value, label))
             elif has_attributes(value):
                 self._follow(self._reads.add_class(type(value)))
+                self._follow(self._reads.add_slots(value, label))
                 self._attributes(label, value)
 
     def restore(self) -> None:
@@ -195,7 +266,7 @@ class Guard:
             if not is_same(place.value, _now(place)):
                 place.write(place.value)
         for one in self._mappings:
-            if not isinstance(one.owner, nn.Module):
+            if not isinstance(one.owner, nn.Module | type):
                 refill(one.live, one.kept)
         for kept in self._containers:
             if isinstance(kept.value, dict | list | set) and len(kept.value) <= MOST_ENTRIES:
@@ -208,23 +279,25 @@ class Guard:
         try:
             with as_plain_tensors():
                 return (
-                    bool(self._live == self._kept)
-                    and all(items[key] is value for items, key, value in self._lying)
+                    self._ids_now() == self._ids
                     and all(place.read() is place.value for place in self._reads.places)
                     and all(one.is_same() for one in self._tensors)
                     and self._trained == [one.requires_grad for one in self._states.values()]
-                    and all(held_in(one.value) == one.content for one in self._others)
+                    and self._hooks == self._tensor_hooks()
+                    and self._around == _around()
+                    and all(now == before for now, before in self._sets)
+                    and all(is_same(one.content, held_in(one.value)) for one in self._others)
                     and self._groups.holds()
                 )
-        except Exception:  # tensors that were replaced are not compared; places are empty
+        except Exception:  # places are empty
             return False
 
     def changes(self, *, training: bool = True) -> list[Changed]:
         """Return what is not as it was and may matter to the step.
 
         Args:
-            training: Whether a training step is to be taken: else modes, what is trained and the
-                optimizer do not count.
+            training: Whether a training step is to be taken: else modes and the optimizer do not
+                count.
         """
         if self.holds():
             return []
@@ -234,23 +307,39 @@ class Guard:
                 what = f"the tensor {one.label} was written"
                 todo = f"pass it in the batch; or register it as a buffer of the model; or {ANEW}"
                 found.append(Changed(what=what, where=self._line(one.label), todo=todo))
-        if training:
+        if (now := _around()) != self._around:
+            found.append(Changed(what=f"{_AROUND} are {now}, and were {self._around}"))
+        with as_plain_tensors():
+            hooks = zip(self._states, self._hooks, self._tensor_hooks(), strict=True)
+            found += [
+                Changed(what=f"a hook was registered on, or removed from, {name!r}")
+                for name, before, after in hooks
+                if before != after
+            ]
             for (name, tensor), before in zip(self._states.items(), self._trained, strict=True):
                 if tensor.requires_grad is not before:
-                    now = "is frozen" if before else "is to be trained"
+                    now_told = "is frozen" if before else "is to be trained"
                     was = "was trained" if before else "was frozen"
-                    what = f"{name!r} {now} (requires_grad), and {was} when the step was captured"
+                    what = (
+                        f"{name!r} {now_told} (requires_grad), and {was} when the step was captured"
+                    )
                     found.append(Changed(what=what))
+        if training:
             found += self._groups.changes()
+        if not found:  # so that it is not looked at again
+            self._ids = self._ids_now()
         return found
 
     def _of_mappings(self, training: bool) -> Iterator[Changed]:
         for one in self._mappings:
-            if _is_equal(one.live, one.kept):
+            if _is_identical(one.live, one.kept):
                 continue
             is_module = isinstance(one.owner, nn.Module)
             for key in dict.fromkeys((*one.kept, *one.live)):
                 before, after = one.kept.get(key, NOTHING), one.live.get(key, NOTHING)
+                if _is_of_optimizer(one.owner, key):
+                    one.kept[key] = after
+                    continue
                 if is_same(before, after):
                     continue
                 if key == "training" and is_module:
@@ -261,18 +350,26 @@ class Guard:
                 elif after is NOTHING:
                     del one.kept[key]
                 else:
-                    one.kept[key] = after  # so that it is not looked at again
+                    one.kept[key] = after
 
     def _counts(self, key: str, is_module: bool) -> bool:
-        if is_module and (key in _OF_CALLS or key.endswith("_hooks")):
+        if is_module and (key in _OF_CALLS or key in _HOOKS):
             return True
+        if key.startswith("_") and key.endswith("_hooks"):
+            return False
         return self._reads.may_read(key)
 
     def _of_containers(self) -> Iterator[Changed]:
         for one in self._containers:
+            if not one.value and not one.content:
+                continue
+            if isinstance(one.value, dict) and _is_identical(one.value, one.content):
+                continue
+            if isinstance(one.value, set) and one.value == one.content:
+                continue
+            owner, _, kind = one.label.rpartition(".")
             now = held_in(one.value)
             if isinstance(now, dict) and isinstance(one.content, dict):
-                owner, _, kind = one.label.rpartition(".")
                 for key in dict.fromkeys((*one.content, *now)):
                     before, after = one.content.get(key, NOTHING), now.get(key, NOTHING)
                     if is_same(before, after):
@@ -284,6 +381,8 @@ class Guard:
                         yield Changed(what=f"a hook was {verb} {owner}")
                     else:
                         yield self._changed(f"{one.label}[{key!r}]", str(key), before, after)
+                if [*now] != [*one.content] and now.keys() == one.content.keys():
+                    yield Changed(what=f"the entries of {one.label} are in another order")
             elif not is_same(one.content, now):
                 yield self._changed(one.label, one.label, one.content, now)
 
@@ -326,11 +425,24 @@ def modules_in_eval_mode(model: nn.Module) -> list[str]:
     return found
 
 
-def _is_equal(live: dict[str, Any], kept: dict[str, Any]) -> bool:
-    try:
-        return live == kept
-    except Exception:  # of tensors that were replaced, and objects with rules of their own
-        return False
+def _is_of_optimizer(owner: object, key: str) -> bool:
+    """Whether an attribute is one that the optimizer's own guard, or nobody, has to compare."""
+    return isinstance(owner, torch.optim.Optimizer) and (
+        key in OF_OPTIMIZERS or key.startswith("_")
+    )
+
+
+def _is_identical(live: Mapping[Any, Any], kept: Mapping[Any, Any]) -> bool:
+    return len(live) == len(kept) and all(map(operator.is_, live.values(), kept.values()))
+
+
+def _around() -> tuple[object, ...]:
+    """Return what surrounds each operator, whatever the program is."""
+    casts = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cpu", "cuda")
+    )
+    return (torch.get_default_dtype(), *casts)
 
 
 def _entries(held: Any) -> Iterable[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,8 +35,18 @@ _FIXED -= {"__main__"}
 #: Objects of Python's own that are there to hold settings.
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
 
+#: Objects of PyTorch that losses read, and loops change.
+_OF_TORCH = (
+    torch.distributions.Distribution,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+)
+
 #: What reads attributes whose names no code says.
-_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter", "eval", "exec", "locals"}
+_ANY_NAME = {
+    *("getattr", "vars", "__dict__", "attrgetter", "eval", "exec", "locals"),
+    *("asdict", "astuple", "fields", "model_dump", "_asdict"),
+}
 
 #: Functions that are followed; a program that calls more of its own is followed so far.
 _MOST_FUNCTIONS = 5_000
@@ -52,7 +62,6 @@ class Place:
         read: Returns what is there now; raises if there is nothing.
         write: Puts another value there.
         value: What was there.
-        attribute: Its name, of an attribute of a class; else "".
     """
 
     label: str
@@ -60,7 +69,6 @@ class Place:
     read: Callable[[], Any]
     write: Callable[[Any], None]
     value: Any
-    attribute: str = ""
 
 
 class Reads:
@@ -79,16 +87,14 @@ class Reads:
         self._codes: list[types.CodeType] = []
         self._seen: dict[int, object] = {}  # itself by its id, so that the id stays its own
         self._functions = 0
+        #: Classes whose attributes may be what somebody set.
+        self.classes: list[type] = []
+        self._modules: list[tuple[str, types.ModuleType, str]] = []
+        self._met: set[tuple[int, str]] = set()
 
     def may_read(self, name: str) -> bool:
         """Whether the code may ask for an attribute."""
         return self.any_name or name in self.names
-
-    def forget_unread(self) -> None:
-        """Leave out attributes of classes that no code names."""
-        self.places = [
-            one for one in self.places if not one.attribute or self.may_read(one.attribute)
-        ]
 
     def line_of(self, name: str) -> str:
         """Return where the users' code first names something, as `file:line`; or ""."""
@@ -131,8 +137,31 @@ class Reads:
                 function = _function_of(value)
                 if function is not None:
                     yield from self._function(function)
-                if not name.startswith("__") and not is_fixed(base):
-                    yield from self._attribute(base, name)
+                elif not is_fixed(base) and not name.startswith("__"):
+                    yield f"{base.__name__}.{name}", value
+            if not is_fixed(base):
+                self.classes.append(base)
+
+    def add_slots(self, value: object, label: str) -> Iterator[tuple[str, object]]:
+        """Yield what an object holds in slots, as far as the code so far names them."""
+        for base in type(value).__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name) and not name.startswith("__"):
+                    yield from self._at(
+                        f"{label}.{name}",
+                        functools.partial(getattr, value, name),
+                        functools.partial(setattr, value, name),
+                        getattr(value, name),
+                        "",
+                    )
+
+    def again(self) -> Iterator[tuple[str, object]]:
+        """Yield what modules of Python hold under names that were met since."""
+        for label, module, where in list(self._modules):
+            for name in sorted(self.names & vars(module).keys()):
+                if (id(vars(module)), name) not in self._met:
+                    yield from self._item(f"{label}.{name}", vars(module), name, where)
 
     def _is_new(self, value: object) -> bool:
         is_new = id(value) not in self._seen
@@ -148,7 +177,7 @@ class Reads:
         codes = list(_nested(function.__code__))
         for code in codes:
             self.names.update(code.co_names)
-            self.names.update(one for one in code.co_consts if isinstance(one, str))
+            self.names.update(_texts(code.co_consts))
         # Wrappers, such as `torch.no_grad()`, have PyTorch's code, and the user's in a cell.
         where = _definition(function)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -159,10 +188,18 @@ class Reads:
         self._codes += codes
         used = {name for code in codes for name in code.co_names}
         self.any_name |= bool(used & _ANY_NAME)
+        if function.__defaults__ is not None:
+            yield from self._at(
+                f"the defaults of {function.__qualname__}",
+                lambda: function.__defaults__,
+                functools.partial(setattr, function, "__defaults__"),
+                function.__defaults__,
+                where,
+            )
+        if vars(function):
+            yield function.__qualname__, vars(function)
         for name in sorted(used & function.__globals__.keys()):
             yield from self._item(name, function.__globals__, name, where)
-        for number, value in enumerate(function.__defaults__ or ()):
-            yield f"default {number} of {function.__qualname__}", value
         for name, value in (function.__kwdefaults__ or {}).items():
             yield f"default {name} of {function.__qualname__}", value
 
@@ -183,28 +220,18 @@ class Reads:
         self, label: str, items: dict[str, Any], key: str, where: str
     ) -> Iterator[tuple[str, object]]:
         value = items[key]
+        self._met.add((id(items), key))
         if isinstance(value, types.ModuleType):
             if is_fixed(value):
                 return
-            names = sorted(self.names & vars(value).keys()) if self._is_new(value) else []
-            for name in names:
-                yield from self._item(f"{label}.{name}", vars(value), name, where)
+            if self._is_new(value):
+                self._modules.append((label, value, where))
             return
 
         def write(value: Any) -> None:
             items[key] = value
 
         yield from self._at(label, lambda: items[key], write, value, where)
-
-    def _attribute(self, owner: type, name: str) -> Iterator[tuple[str, object]]:
-        yield from self._at(
-            f"{owner.__name__}.{name}",
-            lambda: vars(owner)[name],
-            functools.partial(setattr, owner, name),
-            vars(owner)[name],
-            "",
-            attribute=name,
-        )
 
     def _at(
         self,
@@ -213,19 +240,10 @@ class Reads:
         write: Callable[[Any], None],
         value: object,
         where: str,
-        attribute: str = "",
     ) -> Iterator[tuple[str, object]]:
-        if isinstance(value, types.BuiltinFunctionType | Enum) or (
-            isinstance(value, type | types.FunctionType) and is_fixed(value)
-        ):
-            if isinstance(value, types.FunctionType):  # perhaps around one of the user's
-                yield from self.add(value, label)
+        self.places.append(Place(label=label, where=where, read=read, write=write, value=value))
+        if isinstance(value, Enum) or (isinstance(value, type) and is_fixed(value)):
             return
-        self.places.append(
-            Place(
-                label=label, where=where, read=read, write=write, value=value, attribute=attribute
-            )
-        )
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial | type):
             yield from self.add(value, label)
         else:
@@ -234,7 +252,7 @@ class Reads:
 
 def is_fixed(value: object) -> bool:
     """Whether a function, class, module or object belongs to what stays as it is."""
-    if isinstance(value, _SETTINGS):
+    if isinstance(value, (*_SETTINGS, *_OF_TORCH)):
         return False
     if isinstance(value, types.ModuleType):
         return _root(value.__name__) in _FIXED
@@ -245,7 +263,7 @@ def is_fixed(value: object) -> bool:
 def has_attributes(value: object) -> bool:
     """Whether what an object holds in attributes may be what somebody set."""
     return (
-        hasattr(value, "__dict__")
+        (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
         and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor | Enum)
         and not is_fixed(value)
     )
@@ -274,6 +292,15 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _nested(constant)
+
+
+def _texts(constants: Iterable[object]) -> Iterator[str]:
+    """Yield the texts among constants: keys, and attributes that patterns of `match` name."""
+    for one in constants:
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, tuple):
+            yield from _texts(one)
 
 
 def _definition(function: types.FunctionType) -> str:

@@ -14,22 +14,28 @@ mean what they mean in a loop on one device.
 
 from __future__ import annotations
 
-import copy
 import logging
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from sbp_core.errors import RunError
-from sbp_torch._torch_compat import as_plain_tensors, storage_key
+from sbp_torch._torch_compat import as_plain_tensors
 from sbp_torch.capture import initial_states
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import AVERAGE
+from sbp_torch.guards.connected import (
+    Connected,
+    as_before,
+    connect,
+    disconnect,
+    is_ordinary,
+    name_of,
+    owner_of,
+)
 from sbp_torch.guards.optimizer_states import OptimizerStates
 from sbp_torch.interchange.torch_states import to_optimizer_state
 from sbp_torch.optim.combined import members
@@ -39,175 +45,6 @@ logger = logging.getLogger(__name__)
 
 #: Reads states by name, whole, each as it is behind the last step.
 ReadStates = Callable[[tuple[str, ...]], Mapping[str, Tensor]]
-
-#: Attribute of a connected tensor: whose it is, its name, and whether its writes leave no trace.
-_OWNER = "_sbp_states"
-
-
-def _getters(*names: str) -> set[Any]:
-    found = {getattr(Tensor, name) for name in names if hasattr(Tensor, name)}
-    return {getattr(one, "__get__", one) for one in found}
-
-
-def _setters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__set__ for name in names}
-
-
-#: What tells of a tensor, but not of its values.
-_ABOUT = {
-    *_getters(
-        *("_backward_hooks", "_base", "_grad_fn", "_post_accumulate_grad_hooks", "_version"),
-        *("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn"),
-        *("is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu"),
-        *("itemsize", "layout", "name", "names", "nbytes", "ndim", "output_nr"),
-        *("requires_grad", "retains_grad", "shape"),
-    ),
-    *_setters("_backward_hooks", "requires_grad"),
-    *(
-        getattr(Tensor, name)
-        for name in (
-            *("__hash__", "__len__", "_is_view", "data_ptr", "dim", "element_size", "get_device"),
-            *("is_complex", "is_contiguous", "is_floating_point", "is_inference"),
-            *("is_pinned", "is_same_size", "is_shared", "is_signed", "ndimension", "nelement"),
-            *("numel", "register_hook", "requires_grad_", "size", "storage_offset", "stride"),
-        )
-    ),
-}
-
-(_GRAD,) = _getters("grad")
-
-#: What writes, or hands out memory to be written, without a trace.
-_UNTRACED = {
-    *_getters("data"),
-    *_setters("data"),
-    Tensor.__array__,
-    Tensor.__dlpack__,
-    Tensor.numpy,
-    Tensor.untyped_storage,
-}
-
-#: Where PyTorch itself looks for gradients in a loop that has none to give: what it does there to
-#: parameters without a gradient is nothing.
-_MAY_FIND_NO_GRADIENT = ("torch/optim/", "torch/nn/modules/module.py")
-
-
-class _Connected:
-    """A tensor of a model whose state lives on ranks; mixed into the tensor's own class."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if func in _ABOUT:
-            with as_plain_tensors():
-                return func(*args, **given)
-        connected = [one for one in tree_leaves((args, given)) if isinstance(one, _Connected)]
-        if func == _GRAD:
-            return _gradient(args[0], sys._getframe(1).f_code.co_filename)
-        if func == Tensor.__repr__:
-            return connected[0]._read_as_plain(repr)
-        for one in connected:
-            _owner(one).asked_for(one, untraced=func in _UNTRACED or _is_untraced(one))
-        with as_plain_tensors():
-            found = func(*args, **given)
-            for one in tree_leaves(found):
-                if isinstance(one, Tensor) and not isinstance(one, _Connected):
-                    _connect_alias(one, connected, untraced=func in _UNTRACED)
-        return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._read_as_plain(lambda plain: copy.deepcopy(plain, memo))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._read_as_plain(lambda plain: plain.__reduce_ex__(protocol))
-
-    def _read_as_plain(self: Any, call: Callable[[Any], Any]) -> Any:
-        _owner(self).asked_for(self, untraced=False)
-        with _as_before([self]):
-            return call(self)
-
-
-def _owner(tensor: Any) -> ConnectedStates:
-    found: ConnectedStates = vars(tensor)[_OWNER][0]
-    return found
-
-
-def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor's class has no `__torch_function__` of its own."""
-    classes = (one for one in type(tensor).__mro__ if "__torch_function__" in vars(one))
-    return next(classes) in (Tensor, torch._C.TensorBase, nn.Parameter)
-
-
-def _is_untraced(tensor: Any) -> bool:
-    return bool(vars(tensor)[_OWNER][2])
-
-
-def _connect(tensor: Tensor, owner: ConnectedStates, name: str, *, untraced: bool) -> None:
-    vars(tensor)[_OWNER] = (owner, name, untraced)
-    tensor.__class__ = _connected_class(type(tensor))
-
-
-def _disconnect(tensor: Any) -> None:
-    if isinstance(tensor, _Connected):
-        del vars(tensor)[_OWNER]
-        tensor.__class__ = type(tensor).__bases__[1]
-
-
-#: By the class of a tensor, that of one that is connected.
-_CLASSES: dict[type, Any] = {}
-
-
-def _connected_class(cls: type) -> Any:
-    if cls not in _CLASSES:
-        _CLASSES[cls] = type(cls.__name__, (_Connected, cls), {"__module__": cls.__module__})
-    return _CLASSES[cls]
-
-
-@contextmanager
-def _as_before(tensors: Iterable[Any]) -> Iterator[None]:
-    """Let connected tensors be ordinary ones meanwhile."""
-    changed: list[Any] = [one for one in tensors if isinstance(one, _Connected)]
-    held = [vars(one).pop(_OWNER) for one in changed]
-    for one in changed:
-        one.__class__ = type(one).__bases__[1]
-    try:
-        yield
-    finally:
-        for one, entry in zip(changed, held, strict=True):
-            vars(one)[_OWNER] = entry
-            one.__class__ = _connected_class(type(one))
-
-
-def _connect_alias(tensor: Tensor, connected: Iterable[Any], *, untraced: bool) -> None:
-    """Connect a view of a connected tensor, so that it is read and written as that is."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return
-    for one in connected:
-        if storage_key(tensor) == storage_key(one):
-            owner, name, before = vars(one)[_OWNER]
-            _connect(tensor, owner, name, untraced=untraced or before)
-            return
-
-
-def _gradient(tensor: Any, caller: str) -> Tensor | None:
-    """Return the gradient of a tensor.
-
-    Raises:
-        RunError: it has none, and somebody asks but PyTorch's own loops, which then do nothing.
-    """
-    with as_plain_tensors():
-        found: Tensor | None = tensor.grad
-    if found is not None or any(part in caller for part in _MAY_FIND_NO_GRADIENT):
-        return found
-    name = vars(tensor)[_OWNER][1]
-    raise RunError(
-        f"the gradient of {name!r} is asked for, and gradients live inside a step only",
-        where=caller,
-        accepted="what the step does with them: clip_norm=, update=UpdateOptions(...)",
-        todo="clip by clip_norm= of parallelize; its norm is the metric 'grad_norm'; return "
-        "others as metrics of the loss: torch.autograd.grad(loss, parameter, create_graph=True)",
-    )
 
 
 class ConnectedStates:
@@ -232,13 +69,13 @@ class ConnectedStates:
         self._tensors = {
             name: tensor
             for name, tensor in model_tensors(model).items()
-            if not tensor.is_meta and _is_ordinary(tensor)
+            if not tensor.is_meta and is_ordinary(tensor)
         }
         self._versions = {name: one._version for name, one in self._tensors.items()}
         own = (
             name
             for name, one in model_tensors(model).items()
-            if not (one.is_meta or _is_ordinary(one))
+            if not (one.is_meta or is_ordinary(one))
         )
         if (name := next(own, None)) is not None:
             logger.warning(
@@ -252,6 +89,7 @@ class ConnectedStates:
         begins = initial_states(model, optimizer, update, copy=False)
         #: The states of the step that are those of the optimizer.
         self._of_optimizers = tuple(name for name in begins if self._is_optimizers(name))
+        self._dtypes = {name: begins[name].dtype for name in self._of_optimizers}
         self._states = [OptimizerStates(one, self.read_optimizer) for one in members(optimizer)]
 
     def connect(self, let_go: Callable[[bool], None]) -> None:
@@ -263,7 +101,7 @@ class ConnectedStates:
         """
         self.let_go = let_go
         for name, tensor in self._tensors.items():
-            _connect(tensor, self, name, untraced=False)
+            connect(tensor, self, name)
         for one in self._states:
             one.connect()
 
@@ -280,7 +118,7 @@ class ConnectedStates:
             RunError: the states are spread over ranks of other processes, or lost.
         """
         self.read_model()
-        name = vars(tensor)[_OWNER][1]
+        name = name_of(tensor)
         if untraced and name not in self._handed_out:
             with as_plain_tensors():
                 self._handed_out[name] = self._tensors[name].detach().clone()
@@ -309,15 +147,21 @@ class ConnectedStates:
         """Connect tensors that were put in the places of others: they count as written."""
         for name, tensor in model_tensors(self._model).items():
             if name in self._tensors and tensor is not self._tensors[name]:
-                if isinstance(self._tensors[name], _Connected):
+                if isinstance(self._tensors[name], Connected):
                     self.read_model()
-                    _disconnect(self._tensors[name])
+                    disconnect(self._tensors[name])
                 self._tensors[name], self._versions[name] = tensor, -1
-                if not isinstance(tensor, _Connected):
-                    _connect(tensor, self, name, untraced=False)
+                self.read_model()  # the others, as what follows takes the model to be up to date
+                if not isinstance(tensor, Connected):
+                    connect(tensor, self, name)
 
     def written(self) -> dict[str, Tensor]:
-        """Return what was written since the last step, by the names of the states."""
+        """Return what was written since the last step, by the names of the states.
+
+        Raises:
+            RunError: something was written through an alias from before the step, which does not
+                know that its values are behind; or a state of the optimizer is gone.
+        """
         with as_plain_tensors():
             found = {
                 name: tensor.detach()
@@ -328,11 +172,26 @@ class ConnectedStates:
                     and not torch.equal(tensor.detach(), self._handed_out[name])
                 )
             }
+        if found and self._is_behind:
+            raise RunError(
+                f"{next(iter(found))!r} was written through an alias that was made before the "
+                "parallel step began, such as parameter.data or a view",
+                accepted="writes to the model's own tensors, and to aliases that were made since",
+                todo="make the alias inside of the `with` block, or anew behind each step",
+            )
         if any(one.is_written() for one in self._states):
             self.read_optimizer()
             with self.apart():
                 own = initial_states(self._model, self._optimizer, self._update, copy=False)
-            found |= {name: own[name] for name in self._of_optimizers if name in own}
+            for name, dtype in self._dtypes.items():
+                if name in own:
+                    found[name] = own[name].to(dtype)
+                elif self._tensors[name.rpartition(".")[0]].requires_grad:
+                    raise RunError(
+                        f"the state {name!r} of the optimizer was taken away",
+                        accepted="states of other values, and optimizer.state.clear()",
+                        todo="set it to zero: tensor.zero_()",
+                    )
         return found
 
     def take_optimizer(self, states: Mapping[str, Tensor]) -> None:
@@ -358,7 +217,7 @@ class ConnectedStates:
     def apart(self) -> Iterator[None]:
         """Let the model's tensors be ordinary ones meanwhile, with the values that they have."""
         with ExitStack() as stack:
-            stack.enter_context(_as_before(self._tensors.values()))
+            stack.enter_context(as_before(self._tensors.values()))
             for one in self._states:
                 stack.enter_context(one.apart())
             yield
@@ -366,7 +225,7 @@ class ConnectedStates:
     def disconnect(self) -> None:
         """End: the model's tensors are ordinary ones again, with the values that they have."""
         for tensor in self._tensors.values():
-            _disconnect(tensor)
+            disconnect(tensor)
         for one in self._states:
             one.disconnect()
 
@@ -399,6 +258,7 @@ class ConnectedStates:
 def connected_elsewhere(model: nn.Module) -> ConnectedStates | None:
     """Return what the tensors of a model are connected to; None if they are ordinary ones."""
     for tensor in model_tensors(model).values():
-        if isinstance(tensor, _Connected):
-            return _owner(tensor)
+        if isinstance(tensor, Connected):
+            found: ConnectedStates = owner_of(tensor)
+            return found
     return None

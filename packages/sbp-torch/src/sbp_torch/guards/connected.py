@@ -1,0 +1,231 @@
+"""Tensors that hear of every operator: they are brought up to date before somebody reads them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sbp_core.errors import RunError
+from sbp_torch._torch_compat import as_plain_tensors, storage_key
+
+
+class Owner(Protocol):
+    """What connected tensors are brought up to date by."""
+
+    def asked_for(self, tensor: Any, *, untraced: bool) -> None:
+        """Hear that a tensor is to be read or written.
+
+        Args:
+            tensor: Which.
+            untraced: Whether what is written to it leaves no trace in its version.
+        """
+
+
+#: Attribute of a connected tensor: whose it is, its name, and whether its writes leave no trace.
+_OWNER = "_sbp_states"
+
+
+def _getters(*names: str) -> set[Any]:
+    found = {getattr(Tensor, name) for name in names if hasattr(Tensor, name)}
+    return {getattr(one, "__get__", one) for one in found}
+
+
+def _setters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__set__ for name in names}
+
+
+#: What tells of a tensor, but not of its values.
+_ABOUT = {
+    *_getters(
+        *("_backward_hooks", "_base", "_grad_fn", "_post_accumulate_grad_hooks", "_version"),
+        *("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn"),
+        *("is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu"),
+        *("itemsize", "layout", "name", "names", "nbytes", "ndim", "output_nr"),
+        *("requires_grad", "retains_grad", "shape"),
+    ),
+    *_setters("_backward_hooks", "requires_grad"),
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *("__hash__", "__len__", "_is_view", "data_ptr", "dim", "element_size", "get_device"),
+            *("is_complex", "is_contiguous", "is_floating_point", "is_inference"),
+            *("is_pinned", "is_same_size", "is_shared", "is_signed", "ndimension", "nelement"),
+            *("numel", "register_hook", "requires_grad_", "size", "storage_offset", "stride"),
+        )
+    ),
+}
+
+(_GRAD,) = _getters("grad")
+_SETS_DATA = _setters("data")
+
+#: What writes, or hands out memory to be written, without a trace.
+_UNTRACED = {
+    *_getters("data"),
+    *_setters("data"),
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.numpy,
+    Tensor.storage,
+    Tensor.untyped_storage,
+}
+
+#: Where PyTorch itself looks for gradients: what it does to parameters without one is nothing, but
+#: for clipping, which the loop then believes in.
+_OF_TORCH, _CLIPPING = "/torch/", "/torch/nn/utils/clip_grad"
+
+#: The code that asks a tensor to be of its own class when it is detached.
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
+
+
+class Connected:
+    """A tensor of a model whose state lives on ranks; mixed into the tensor's own class."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in _ABOUT:
+            with as_plain_tensors():
+                return func(*args, **given)
+        connected = [one for one in tree_leaves((args, given)) if isinstance(one, Connected)]
+        if func == _GRAD:
+            return _gradient(args[0], sys._getframe(1).f_code.co_filename)
+        if func in (Tensor.__repr__, Tensor.__format__):
+            return args[0]._read_as_plain(lambda plain: func(plain, *args[1:], **given))
+        for one in connected:
+            owner_of(one).asked_for(one, untraced=func in _UNTRACED or _is_untraced(one))
+        with as_plain_tensors():
+            found = func(*args, **given)
+            for one in tree_leaves(found):
+                if isinstance(one, Tensor) and not isinstance(one, Connected):
+                    _connect_alias(one, connected, untraced=func in _UNTRACED)
+            if func in _SETS_DATA:  # what was given is an alias from now on
+                _connect_alias(args[1], connected[:1], untraced=True)
+        if func == Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+            found.__class__ = type(args[0])  # as nn.Parameter(tensor) asks for
+        return found
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an ordinary tensor: what is made by a connected one's class is not connected."""
+        return cls.__bases__[1](*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._read_as_plain(lambda plain: copy.deepcopy(plain, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._read_as_plain(lambda plain: plain.__reduce_ex__(protocol))
+
+    def _read_as_plain(self: Any, call: Callable[[Any], Any]) -> Any:
+        owner_of(self).asked_for(self, untraced=False)
+        with as_before([self]):
+            return call(self)
+
+
+def owner_of(tensor: Any) -> Any:
+    """Return what a tensor was connected by."""
+    return vars(tensor)[_OWNER][0]
+
+
+def name_of(tensor: Any) -> str:
+    """Return the name that a tensor was connected under."""
+    return str(vars(tensor)[_OWNER][1])
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor's class has no `__torch_function__` of its own."""
+    classes = (one for one in type(tensor).__mro__ if "__torch_function__" in vars(one))
+    return next(classes) in (Tensor, torch._C.TensorBase, nn.Parameter)
+
+
+def _is_untraced(tensor: Any) -> bool:
+    return bool(vars(tensor)[_OWNER][2])
+
+
+def connect(tensor: Tensor, owner: Owner, name: str, *, untraced: bool = False) -> None:
+    """Let a tensor ask its owner before it is read or written.
+
+    Args:
+        tensor: An ordinary one.
+        owner: Who brings it up to date.
+        name: For the owner.
+        untraced: Whether what is written to it leaves no trace in its version.
+    """
+    vars(tensor)[_OWNER] = (owner, name, untraced)
+    tensor.__class__ = _connected_class(type(tensor))
+
+
+def disconnect(tensor: Any) -> None:
+    """Let a tensor be an ordinary one again."""
+    if isinstance(tensor, Connected):
+        del vars(tensor)[_OWNER]
+        tensor.__class__ = type(tensor).__bases__[1]
+
+
+#: By the class of a tensor, that of one that is connected.
+_CLASSES: dict[type, Any] = {}
+
+
+def _connected_class(cls: type) -> Any:
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(cls.__name__, (Connected, cls), {"__module__": cls.__module__})
+    return _CLASSES[cls]
+
+
+@contextmanager
+def as_before(tensors: Iterable[Any]) -> Iterator[None]:
+    """Let connected tensors be ordinary ones meanwhile."""
+    changed: list[Any] = [one for one in tensors if isinstance(one, Connected)]
+    held = [vars(one).pop(_OWNER) for one in changed]
+    for one in changed:
+        one.__class__ = type(one).__bases__[1]
+    try:
+        yield
+    finally:
+        for one, entry in zip(changed, held, strict=True):
+            if not isinstance(one, Connected):  # meanwhile
+                vars(one)[_OWNER] = entry
+                one.__class__ = _connected_class(type(one))
+
+
+def _connect_alias(tensor: Tensor, connected: Iterable[Any], *, untraced: bool) -> None:
+    """Connect a view of a connected tensor, so that it is read and written as that is."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return
+    for one in connected:
+        try:
+            is_alias = storage_key(tensor) == storage_key(one)
+        except NotImplementedError:  # of transforms, such as vmap
+            return
+        if is_alias:
+            owner, name, before = vars(one)[_OWNER]
+            connect(tensor, owner, name, untraced=untraced or before)
+            return
+
+
+def _gradient(tensor: Any, caller: str) -> Tensor | None:
+    """Return the gradient of a tensor.
+
+    Raises:
+        RunError: it has none, and somebody asks but PyTorch's own loops, which then do nothing.
+    """
+    with as_plain_tensors():
+        found: Tensor | None = tensor.grad
+    is_of_torch = _OF_TORCH in caller and _CLIPPING not in caller
+    if found is not None or is_of_torch:
+        return found
+    name = vars(tensor)[_OWNER][1]
+    raise RunError(
+        f"the gradient of {name!r} is asked for, and gradients live inside a step only",
+        where=caller,
+        accepted="what the step does with them: clip_norm=, update=UpdateOptions(...)",
+        todo="clip by clip_norm= of parallelize; its norm is the metric 'grad_norm'; return "
+        "others as metrics of the loss: torch.autograd.grad(loss, parameter, create_graph=True)",
+    )
