@@ -16,6 +16,8 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning import flow
 from sbp_launch.trainer import trainer
 
+pytest.importorskip("sbp_planner", reason="parallelize asks for a planner")
+
 
 def program() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
