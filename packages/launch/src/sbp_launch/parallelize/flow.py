@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -75,7 +76,8 @@ def plan_program(
         if parts == degree:
             planned = compiled(graph, strategy, settings)
             check_fits(planned, settings.cluster)
-            following.captured()
+            again = partial(capture_step, *given, settings)
+            following.captured(captured.original, again)
 
             def capture(batch: Any, degree: int = degree) -> Captured:
                 own = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)

@@ -9,7 +9,7 @@ learning rates, written weights, batches that ranks differ in refused on all ran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from hashlib import blake2b
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sbp_core.boxing import BoxingBackend, bounds_of
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
+from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_core.runtime import Session, known_state, state_slots
 from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of
 from sbp_launch.parallelize.program import OneDeviceProgram
@@ -71,25 +72,33 @@ class Following:
 
     # From capture to the first step.
 
-    def captured(self) -> None:
+    def captured(self, graph: LogicalGraph, again: Callable[[], LogicalGraph]) -> None:
         """Note that the step was captured.
 
+        What its capture has changed is set back. That it changes something once, such as a cache
+        that is filled, is harmless: the next capture changes nothing more, and makes the same step.
+
+        Args:
+            graph: The captured step.
+            again: Captures it.
+
         Raises:
-            ConfigError: capture itself has changed what the program reads.
+            ConfigError: each capture changes what the program reads.
         """
-        if self._guard.iterators:
+        changes = self._guard.changes()
+        if not changes:
+            return
+        program = self._program
+        behind = Guard(program.model, program.loss, program.optimizer, program.update)
+        try:
+            is_once = graph_hash(again()) == graph_hash(graph) and not behind.changes()
+        except SbpError:  # such as of tensors of the first capture
+            is_once = False
+        self._guard.restore()
+        if not is_once:
             raise ConfigError(
-                f"the loss, or the model, reads {self._guard.iterators[0]}, which gives another "
-                "value each time that it is asked: the captured step would repeat the first",
-                accepted="a loss that reads its batch, and what stays the same",
-                todo="ask it in the loop, and pass what it gives in the batch, as a tensor",
-            )
-        if changes := self._guard.changes():
-            one = changes[0]
-            self._guard.restore()
-            raise ConfigError(
-                f"the loss changes what it reads: {one.what}",
-                where=one.where,
+                f"the loss changes what it reads: {changes[0].what}",
+                where=changes[0].where,
                 accepted="a loss that reads its batch, and changes nothing but buffers of the "
                 "model",
                 todo="return what is to be kept as a metric; or let it be a buffer of the model, "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +57,10 @@ NOTHING: Any = _Nothing()
 def held_in(value: Any) -> Any:
     """Return a copy of what a container holds, of a very long one both ends; None if it is none.
 
-    A generator of random numbers holds its state.
+    A generator of random numbers holds its state, and so does an iterator, as far as it tells.
     """
+    if isinstance(value, Iterator):
+        return _place_of(value)
     if isinstance(value, random.Random):
         return [value.getstate()]
     if isinstance(value, torch.Generator):
@@ -72,6 +76,21 @@ def held_in(value: Any) -> Any:
     if isinstance(found, list) and len(found) > MOST_ENTRIES:
         return [len(found), *found[:_END], *found[-_END:]]
     return found
+
+
+def _place_of(iterator: Iterator[Any]) -> list[object] | None:
+    """Return how far an iterator is; None if nobody knows."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return [None if frame is None else (frame.f_lasti, repr(frame.f_locals))]
+    if type(iterator).__module__ not in ("builtins", "itertools"):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 says that 3.14 will not tell
+        try:
+            return [repr(iterator.__reduce__()[1:])]
+        except TypeError:
+            return None
 
 
 def _ends(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -14,7 +14,6 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import IOBase
 from itertools import chain
 from typing import Any
 
@@ -135,8 +134,6 @@ class Guard:
         self._unread: list[tuple[str, str, Any]] = []
         self._containers: list[_Container] = []
         self._tensors: list[_HeldTensor] = []
-        #: What gives another value each time that it is asked, which a captured step does not.
-        self.iterators: list[str] = []
         self._states = model_tensors(self._model)
         self._seen: dict[int, object] = {id(one): one for one in self._states.values()}
         for path, module in self._model.named_modules():
@@ -220,11 +217,11 @@ class Guard:
         while True:
             self._follow(self._reads.again())
             read = [one for one in self._unread if self._reads.may_read(one[0])]
-            if not read:
-                return
             self._unread = [one for one in self._unread if not self._reads.may_read(one[0])]
             for _, label, value in read:
                 self._visit(label, value)
+            if not read and not self._reads.has_more:
+                return
 
     def _visit(self, label: str, value: Any) -> None:
         """Note what lies in a value, each once."""
@@ -241,8 +238,6 @@ class Guard:
             if isinstance(value, Tensor):
                 self._tensors.append(_HeldTensor(label, value))
                 continue
-            if isinstance(value, Iterator) and not isinstance(value, IOBase):
-                self.iterators.append(label)
             kind = label.rpartition(".")[2]
             if kind.startswith("_") and kind.endswith("_hooks") and kind not in _HOOKS:
                 continue

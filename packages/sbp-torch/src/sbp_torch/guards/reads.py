@@ -48,6 +48,9 @@ _ANY_NAME = {
     *("asdict", "astuple", "fields", "model_dump", "_asdict"),
 }
 
+#: Methods that are called by what they are for, without their names.
+_CALLED = {"__call__", "__getattr__", "__getattribute__", "__getitem__", "forward", "step"}
+
 #: Functions that are followed; a program that calls more of its own is followed so far.
 _MOST_FUNCTIONS = 5_000
 
@@ -90,6 +93,8 @@ class Reads:
         #: Classes whose attributes may be what somebody set.
         self.classes: list[type] = []
         self._modules: list[tuple[str, types.ModuleType, str]] = []
+        #: Of classes: name, label, value, and whether the class is fixed.
+        self._kept: list[tuple[str, str, object, bool]] = []
         self._met: set[tuple[int, str]] = set()
 
     def may_read(self, name: str) -> bool:
@@ -127,18 +132,20 @@ class Reads:
             yield label, called
 
     def add_class(self, cls: type) -> Iterator[tuple[str, object]]:
-        """Follow all methods of a class, and of those that it is made of."""
+        """Follow what is called without a name, and keep the other methods until code names them.
+
+        A class has many methods, to save and to load and to generate, that no step calls.
+        """
         for base in cls.__mro__:
             if base in (object, nn.Module, torch.optim.Optimizer) or not self._is_new(base):
                 continue
             for name, value in list(vars(base).items()):
-                if name == "__init__":
-                    continue
-                function = _function_of(value)
-                if function is not None:
-                    yield from self._function(function)
-                elif not is_fixed(base) and not name.startswith("__"):
-                    yield f"{base.__name__}.{name}", value
+                if name in _CALLED:
+                    function = _function_of(value)
+                    if function is not None:
+                        yield from self._function(function)
+                elif name != "__init__":
+                    self._kept.append((name, f"{base.__name__}.{name}", value, is_fixed(base)))
             if not is_fixed(base):
                 self.classes.append(base)
 
@@ -157,11 +164,29 @@ class Reads:
                     )
 
     def again(self) -> Iterator[tuple[str, object]]:
-        """Yield what modules of Python hold under names that were met since."""
+        """Yield what classes, and modules of Python, hold under names that were met since."""
+        kept, self._kept = self._kept, []
+        for name, label, value, fixed in kept:
+            function = _function_of(value)
+            if name not in self.names:
+                self._kept.append((name, label, value, fixed))
+            elif function is not None:
+                yield from self._function(function)
+            elif not fixed:
+                yield label, value
         for label, module, where in list(self._modules):
             for name in sorted(self.names & vars(module).keys()):
                 if (id(vars(module)), name) not in self._met:
                     yield from self._item(f"{label}.{name}", vars(module), name, where)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `again` would yield something."""
+        return any(name in self.names for name, *_ in self._kept) or any(
+            (id(vars(module)), name) not in self._met
+            for _, module, _ in self._modules
+            for name in self.names & vars(module).keys()
+        )
 
     def _is_new(self, value: object) -> bool:
         is_new = id(value) not in self._seen

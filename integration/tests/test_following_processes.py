@@ -1,0 +1,71 @@
+"""What a loop changes on one of several processes, or on all of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import changing_ranks
+import pytest
+from programs import registry
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.boxing.supervision import Line, supervise
+
+
+@cache
+def said_by(boxing: str) -> Mapping[int, Mapping[str, str]]:
+    """Run the program as two processes; return what each rank was told, by what was changed."""
+    backend: Any = registry().make("boxing", boxing, {})
+    assert isinstance(backend, BoxingBackend)
+    found: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    lines: list[Line] = []
+    command = [sys.executable, str(Path(changing_ranks.__file__)), *changing_ranks.CHANGES]
+    ended = supervise(backend.launch_specs(2, command), timeout_s=240, on_line=lines.append)
+    assert ended.error() is None, "\n".join(map(str, lines))
+    for line in lines:
+        if line.text.startswith("{"):
+            one = json.loads(line.text)
+            found[one["rank"]][one["change"]] = one["said"]
+    return found
+
+
+#: What ranks are told, of changes on one of them or on both.
+SAID = {
+    "beta here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
+    "beta everywhere": ("off by 0e+00",) * 2,
+    "mode here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
+    "a size here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
+    "a size everywhere": ("off by 0e+00",) * 2,
+    "frozen everywhere": ("off by 0e+00",) * 2,
+    "a module here": (
+        "ConfigError: the ranks differ in the step: rank 0: form ",
+        "RunError: model.0 is another module",
+    ),
+    "rate here": ("ConfigError: the ranks differ in lr: rank 0: 0.1; rank 1: 0.2",) * 2,
+    "batch here": ("ConfigError: the ranks differ in the batch: rank 0: ",) * 2,
+    "weights here": (
+        "ConfigError: the ranks differ in the values written to model and optimizer: rank 0: none",
+    )
+    * 2,
+    "weights everywhere": ("off by 0e+00",) * 2,
+    "momentum everywhere": ("off by 0e+00",) * 2,
+    "shards everywhere": ("RunError: '0.weight' of the model is asked for, and ranks of other",)
+    * 2,
+    "whole from shards": ("off by 0e+00",) * 2,
+}
+
+
+@pytest.mark.parametrize("boxing", ["torch", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", changing_ranks.CHANGES)
+def test_ranks_of_several_processes_change_alike_or_are_told(change, boxing):
+    for rank in (0, 1):
+        said = said_by(boxing)[rank][change]
+        if said.startswith("off by"):
+            assert float(said.split()[-1]) <= 1e-15
+        else:
+            assert said.startswith(SAID[change][rank]), said
