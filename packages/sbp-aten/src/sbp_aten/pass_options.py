@@ -132,8 +132,8 @@ class PassOptions:
     """The passes of a step; see `passes.pipeline` for their order.
 
     Args:
-        tie_step_counters: One step counter on the host for all parameters; else one for each, as
-            where they are not equal.
+        tie_step_counters: One step counter on the host instead of one tensor a parameter.
+        counters_apart: One step counter on the host for each parameter, as they are not equal.
         fold_constants: What is known before the step is not computed in it.
         drop_identities: Operators that give back their argument go.
         fold_views: Transposes of transposes go, and reshapes of reshapes become one.
@@ -155,6 +155,7 @@ class PassOptions:
     """
 
     tie_step_counters: bool = True
+    counters_apart: bool = False
     fold_constants: bool = True
     drop_identities: bool = True
     fold_views: bool = True

@@ -158,7 +158,7 @@ class PlanSettings:
 
     def without_tied_counters(self) -> PlanSettings:
         """Return them for states whose step counters differ, so that no number stands for all."""
-        passes = replace(self.compile.passes, tie_step_counters=False)
+        passes = replace(self.compile.passes, counters_apart=True)
         return replace(self, compile=replace(self.compile, passes=passes))
 
     def request(

@@ -62,8 +62,8 @@ def chosen_passes(
         whole_batch_of: Micro-batches whose loss is that of the whole batch; 1 leaves the loss of
             each as it is.
     """
-    yield "tie_step_counters", partial(tie_step_counters, apart=not options.tie_step_counters)
     cleaning: dict[str, GraphPass] = {
+        "tie_step_counters": partial(tie_step_counters, apart=options.counters_apart),
         "fold_constants": fold_constants,
         "drop_identities": drop_identities,
         "fold_views": fold_views,

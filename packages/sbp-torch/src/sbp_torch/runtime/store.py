@@ -435,8 +435,8 @@ def _tied_number(name: str, found: Mapping[str, Number]) -> Number:
         raise SbpValueError(
             f"the states tied into {name!r} are not one number: {dict(found)}",
             accepted="equal step counters on all parameters",
-            todo="compile without tying them: compile.passes.tie_step_counters=false, in Python "
-            "PassOptions(tie_step_counters=False)",
+            todo="compile without tying them: compile.passes.counters_apart=true, in Python "
+            "PassOptions(counters_apart=True)",
         )
     return next(iter(found.values()))
 
