@@ -383,6 +383,19 @@ def test_a_state_that_a_loss_keeps_is_refused_and_is_as_it_was():
     assert kept["h"] is before
 
 
+def test_an_evaluation_does_not_hide_a_mode_from_the_next_step():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = torch.arange(8.0).reshape(4, 2)
+
+    with parallelize(model, lambda m, b: m(b).square().mean(), given, optimizer) as step:
+        step(given)
+        model.eval()
+        step.evaluate(given)
+        step(given)
+        assert (len(step.forms), int(model[1].num_batches_tracked)) == (2, 1)
+
+
 def test_what_a_loss_keeps_once_is_harmless():
     model, kept = nn.Linear(4, 4), {}
 

@@ -281,6 +281,7 @@ def test_evaluation_does_not_ask_for_modes_and_the_optimizer(program):
 
     assert len(guard.changes()) > 3
     assert not guard.changes(training=False)
+    assert not guard.holds() and len(guard.changes()) > 3  # which an evaluation has not forgotten
     model.temperature = 2.0
     assert [one.what[:17] for one in guard.changes(training=False)] == ["model.temperature"]
 

@@ -2,7 +2,8 @@
 
 weights, buffers, states of the optimizer that are written    taken over
 what the program read, changed, and it is the same step       followed: it is captured again
-... and it is another step                                    refused, with the user's line
+... and it is another step over the same states               another form, see `forms`
+... and it has other states, or cannot be captured            refused, with the user's line
 learning rates, written weights, batches that ranks differ in refused on all ranks
 """
 

@@ -321,7 +321,7 @@ class Guard:
                     found.append(Changed(what=what))
         if training:
             found += self._groups.changes()
-        if not found:  # so that it is not looked at again
+        if not found and training:  # all was looked at; so that it is not looked at again
             self._ids = self._ids_now()
         return found
 
