@@ -9,13 +9,13 @@ from torch import nn
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
 from sbp_core.plugins import discover
+from sbp_launch.planning.beside import plan_beside
 from sbp_launch.planning.flow import (
     PlanSettings,
     capture_forward,
     capture_training,
     compiled,
     evaluating,
-    plan_beside,
 )
 
 

@@ -281,9 +281,18 @@ def test_evaluation_does_not_ask_for_modes_and_the_optimizer(program):
 
     assert len(guard.changes()) > 3
     assert not guard.changes(training=False)
-    assert not guard.holds() and len(guard.changes()) > 3  # which an evaluation has not forgotten
     model.temperature = 2.0
     assert [one.what[:17] for one in guard.changes(training=False)] == ["model.temperature"]
+
+
+def test_an_evaluation_forgets_no_mode(program):
+    model, loss, _, optimizer = program
+    guard = Guard(model, loss, optimizer)
+
+    model.norm.eval()
+    assert not guard.changes(training=False)
+
+    assert [one.what[:10] for one in guard.changes()] == ["model.norm"]
 
 
 def test_scheduled_settings_may_change_and_their_neighbours_may_not(program):

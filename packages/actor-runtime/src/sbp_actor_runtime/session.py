@@ -89,9 +89,8 @@ class ActorRuntime(Runtime):
     ) -> Session:
         """See `Runtime.start`."""
         if backend is None:
-            return self._start_beside(plan, states, ranks, keeps=keeps)
-        if self.config.debug_fingerprints:
-            backend = Fingerprinted(backend)
+            return self._start_beside(plan, states, ranks, keeps)
+        backend = Fingerprinted(backend) if self.config.debug_fingerprints else backend
         backend.open([part.rank for part in plan.ranks])
         try:
             local_ranks = tuple(ranks) if ranks is not None else backend.local_ranks()
@@ -105,7 +104,6 @@ class ActorRuntime(Runtime):
         plan: PhysicalPlan,
         states: Mapping[str, Tensor] | Session,
         ranks: Sequence[int] | None,
-        *,
         keeps: bool,
     ) -> Session:
         """Start a plan on the states of another session and on its backend, which stays its own."""
@@ -148,8 +146,7 @@ class ActorSession(Session):
         owns_backend: bool = True,
         keeps: bool = False,
     ) -> None:
-        self.plan, self.backend, self.config = plan, backend, config
-        self.owns_backend = owns_backend
+        self.plan, self.backend, self.config, self.owns_backend = plan, backend, config, owns_backend
         self.store = store_of(plan, ranks, states, keeps=keeps)
         self.feeder = Feeder(plan, ranks)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
@@ -466,7 +463,7 @@ class ActorSession(Session):
         self.store.load(states)
 
     def replace(self, states: Mapping[str, Tensor]) -> None:
-        """See `Session.replace`; nothing is sent."""
+        """See `Session.replace`."""
         self._check_whole()
         self.store.replace(states)
 

@@ -23,7 +23,8 @@ from sbp_core.graph import graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following, refusal
-from sbp_launch.planning.flow import Captured, Planned, plan_form
+from sbp_launch.planning.beside import plan_form
+from sbp_launch.planning.flow import Captured, Planned
 from sbp_torch.capture import flatten_batch
 from sbp_torch.guards import Changed
 

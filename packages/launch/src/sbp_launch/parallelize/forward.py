@@ -17,7 +17,8 @@ from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
-from sbp_launch.planning.flow import Planned, capture_forward, evaluating, plan_beside
+from sbp_launch.planning.beside import plan_beside
+from sbp_launch.planning.flow import Planned, capture_forward, evaluating
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_torch.capture import flatten_batch
 

@@ -20,16 +20,13 @@ from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
 from sbp_core.check import CheckReport, check
 from sbp_core.cluster import Cluster
-from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, check_strategy, lower
+from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, lower
 from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph import (
-    InputKind,
     LogicalGraph,
-    Phase,
     rename_outputs,
     rename_uses,
 )
-from sbp_core.infer import infer_strategy
 from sbp_core.memory import (
     KeptPlans,
     MemoryReport,
@@ -438,111 +435,6 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
             accepted=error.accepted,
             todo=error.todo,
         ) from error
-
-
-def plan_form(train: Planned, captured: Captured, settings: PlanSettings) -> Planned:
-    """Plan another form of a training step, with every state where the first form has it.
-
-    What the first form says of operators holds, if they are the same ones; else it is inferred
-    anew around the states.
-
-    Args:
-        train: The first form.
-        captured: Another one: of another batch, or of a program that has changed.
-        settings: Those of the first form.
-
-    Raises:
-        PlanError: it has states that the first form has not.
-        ConfigError: a rank would not fit its memory.
-    """
-    known = train.strategy
-    if any(known.staleness):
-        raise PlanError(
-            "the plan trains on parameters of earlier steps, which another form does not know",
-            accepted="plans without staleness",
-        )
-
-    def plan(graph: LogicalGraph) -> Strategy:
-        here, there = (
-            {entry.name for entry in one.inputs if entry.kind.is_state}
-            for one in (graph, train.graph)
-        )
-        for name in sorted(here - there):
-            raise PlanError(
-                f"it has the state {name!r}, and the step that was planned first has not",
-                accepted="forms over the same states",
-            )
-        names = {node.name for node in graph.nodes if not node.is_host}
-        inputs = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
-        if names == known.nodes.keys() and inputs == known.storage.keys():
-            with suppress(SbpError):
-                check_strategy(graph, known)
-                return known
-        modules = _stage_modules(train, graph)
-        found = infer_strategy(
-            PlanRequest(graph=graph, mesh=settings.mesh, cluster=settings.cluster),
-            planner=known.planner,
-            pins={name: str(known.storage[name].sbp) for name in inputs if name in known.storage},
-            stages=known.stages,
-            stage_patterns=modules if len(modules) > 1 else (),
-            in_flight=known.in_flight,
-        )
-        return replace(found, regather=known.regather)
-
-    graph, strategy = captured.planned(plan)
-    made = compiled(graph, strategy, settings)
-    check_fits(made, settings.cluster)
-    return made
-
-
-def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> Planned:
-    """Plan forward and loss with every state, batch entry and module where training has them.
-
-    Args:
-        train: The training step.
-        graph: Of `capture_forward`, over the same model.
-        settings: Those of the training step.
-
-    Raises:
-        ConfigError: a rank would not fit its memory.
-    """
-    stored = {name: str(entry.sbp) for name, entry in train.strategy.storage.items()}
-    modules = _stage_modules(train, graph)
-    pins = {
-        e.name: stored[e.name] for e in graph.inputs if e.kind.is_state or e.kind is InputKind.BATCH
-    }
-    strategy = infer_strategy(
-        PlanRequest(graph=graph, mesh=settings.mesh, cluster=settings.cluster),
-        planner=train.strategy.planner,
-        pins=pins,
-        stages=train.strategy.stages,
-        stage_patterns=modules if len(modules) > 1 else (),
-        in_flight=(1,) * len(modules),
-    )
-    # What an evaluation does not read, such as the counts of batch norms, has no stage of its own.
-    unread = {
-        name: train.strategy.storage[name]
-        for name in strategy.storage
-        if name in train.strategy.storage and not graph.users[name]
-    }
-    strategy = replace(
-        strategy, storage={**strategy.storage, **unread}, regather=train.strategy.regather
-    )
-    made = compiled(graph, strategy, settings)
-    check_fits(made, settings.cluster)
-    return made
-
-
-def _stage_modules(train: Planned, graph: LogicalGraph) -> list[list[str]]:
-    """Return the modules of each stage of a training step that another graph has, too."""
-    modules: list[list[str]] = [[] for _ in train.strategy.stages]
-    left = {node.module for node in graph.nodes}  # dropout has no part in an evaluation
-    for node in train.graph.nodes:
-        if node.name in train.strategy.nodes and node.phase is Phase.FORWARD and node.module:
-            stage = train.strategy.nodes[node.name].stage
-            if node.module in left and node.module not in modules[stage]:
-                modules[stage].append(node.module)
-    return modules
 
 
 @contextmanager

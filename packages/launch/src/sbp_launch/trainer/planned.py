@@ -16,6 +16,7 @@ from sbp_core.infer import PinValue
 from sbp_core.memory import KeptPlans
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
+from sbp_launch.planning.beside import plan_beside
 from sbp_launch.planning.family import StepFamily
 from sbp_launch.planning.flow import (
     Captured,
@@ -26,7 +27,6 @@ from sbp_launch.planning.flow import (
     check_fits,
     compiled,
     evaluating,
-    plan_beside,
     prepared,
     regathering,
     with_averages,
