@@ -146,7 +146,8 @@ class ActorSession(Session):
         owns_backend: bool = True,
         keeps: bool = False,
     ) -> None:
-        self.plan, self.backend, self.config, self.owns_backend = plan, backend, config, owns_backend
+        self.plan, self.config = plan, config
+        self.backend, self.owns_backend = backend, owns_backend
         self.store = store_of(plan, ranks, states, keeps=keeps)
         self.feeder = Feeder(plan, ranks)
         self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
