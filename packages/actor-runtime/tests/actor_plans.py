@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import ActorSession, build
+from sbp_actor_runtime.runtime import build
+from sbp_actor_runtime.session import ActorSession
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.infer import infer_strategy

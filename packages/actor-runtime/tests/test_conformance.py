@@ -1,5 +1,5 @@
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import ActorRuntime, build
+from sbp_actor_runtime.runtime import ActorRuntime, build
 from sbp_torch.testing.runtime import RuntimeConformance
 
 

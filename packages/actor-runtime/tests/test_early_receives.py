@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import ActorRuntime
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_core.boxing import Delivery, Pending
 from sbp_core.compile import Receive, Send, early_receives
 from sbp_core.runtime import NotFiniteStepError

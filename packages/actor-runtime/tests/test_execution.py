@@ -6,9 +6,9 @@ import pytest
 import torch
 from actor_plans import DATA, PIPELINE, THREADS
 
-from sbp_actor_runtime import session as session_module
+from sbp_actor_runtime import runtime as runtime_module
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import ActorRuntime
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError
 from sbp_torch.boxing.local import LocalBackend
@@ -21,7 +21,7 @@ from sbp_torch.testing.cases import CASES, compile_case, reference_run
 def test_traced_segments_train_as_eager_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "cpp_compiler_problem", lambda: "")
     maker = InductorSegments(compiler=lambda module, inputs: module)
-    monkeypatch.setattr(session_module, "segment_maker", lambda *_, **__: maker)
+    monkeypatch.setattr(runtime_module, "segment_maker", lambda *_, **__: maker)
     step, plan = CASES[case].step, compile_case(case)
     expected, _ = reference_run(case)
     runtime = ActorRuntime(ActorConfig(compile="inductor"))
@@ -36,7 +36,7 @@ def test_traced_segments_train_as_eager_ones(case: str, monkeypatch: pytest.Monk
 def test_ranks_in_equal_positions_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "cpp_compiler_problem", lambda: "")
     maker = InductorSegments(compiler=lambda module, inputs: module)
-    monkeypatch.setattr(session_module, "segment_maker", lambda *_, **__: maker)
+    monkeypatch.setattr(runtime_module, "segment_maker", lambda *_, **__: maker)
     step, plan = CASES["data parallel"].step, compile_case("data parallel")
     segments = {a.name for part in plan.ranks for a in part.actors if isinstance(a, Compute)}
 

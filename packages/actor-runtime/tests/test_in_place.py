@@ -21,7 +21,7 @@ from actor_plans import (
 )
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import build
+from sbp_actor_runtime.runtime import build
 from sbp_core.check import check
 from sbp_core.compile import COMMIT
 from sbp_core.compile.actors import Compute, Instruction

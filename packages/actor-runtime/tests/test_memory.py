@@ -11,7 +11,8 @@ from actor_plans import training_step
 from torch import Tensor
 
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import ActorSession, build
+from sbp_actor_runtime.runtime import build
+from sbp_actor_runtime.session import ActorSession
 from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.memory import predict_memory
 from sbp_torch.boxing.local import LocalBackend

@@ -3,7 +3,7 @@ import sys
 from importlib.metadata import entry_points
 
 from sbp_actor_runtime import plugin
-from sbp_actor_runtime.session import ActorRuntime
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_core.plugins import API_VERSION, discover
 
 

@@ -36,7 +36,7 @@ from actor_plans import (
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import WorkerReport
-from sbp_actor_runtime.session import ActorRuntime
+from sbp_actor_runtime.runtime import ActorRuntime
 from sbp_core.errors import BoxingError, GraphError, RunError, SbpTypeError, SbpValueError
 from sbp_core.testing.interrupts import hears_signals
 from sbp_torch.boxing.local import LocalBackend

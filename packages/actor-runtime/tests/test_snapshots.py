@@ -40,8 +40,8 @@ class HoldingDevice(CpuDevice):
 
 def test_the_update_of_a_state_waits_for_its_own_copy_only() -> None:
     with start(ALONE) as session:
-        *_, (_, late) = session.store.overwritten
-        early = next(iter(session.store.overwritten))[1]
+        *_, (_, late) = session.store.layout.overwritten
+        early = next(iter(session.store.layout.overwritten))[1]
         shards = {name: session.shard(name, 0) for name in (early, late)}
         assert all(isinstance(value, Tensor) for value in shards.values())
         before = {name: value.clone() for name, value in shards.items()}
@@ -177,7 +177,8 @@ def test_copies_stay_within_the_limit_and_are_of_their_moment(
             assert_pieces(reading.result(20.0), states)
             if limit_bytes is not None:
                 # A thread may be about to let go of the last one.
-                largest = max(shard_bytes(session, part) for part in session.store.overwritten)
+                overwritten = session.store.layout.overwritten
+                largest = max(shard_bytes(session, part) for part in overwritten)
                 assert device.most_bytes <= limit_bytes + largest
                 assert device.now_bytes <= limit_bytes
 
@@ -219,7 +220,7 @@ def test_a_compiled_segment_is_told_of_before_it_begins(monkeypatch: pytest.Monk
     with start(ALONE) as usual:
         losses = [run_step(usual, ALONE, index) for index in range(3)]
     make_segment = segment_maker("eager")
-    monkeypatch.setattr("sbp_actor_runtime.session.segment_maker", lambda *_, **__: make_segment)
+    monkeypatch.setattr("sbp_actor_runtime.runtime.segment_maker", lambda *_, **__: make_segment)
     taken = []
     with start(ALONE, compile="inductor") as session:
         session.store.copier.device = SlowDevice([0.005])  # or all is copied before any update

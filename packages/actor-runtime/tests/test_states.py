@@ -12,7 +12,8 @@ from actor_plans import DATA, PIPELINE, SharedBackend, assert_states, run_step, 
 
 from sbp_actor_runtime import session as session_module
 from sbp_actor_runtime.configs import ActorConfig
-from sbp_actor_runtime.session import ActorSession, build
+from sbp_actor_runtime.runtime import build
+from sbp_actor_runtime.session import ActorSession
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import (

@@ -78,7 +78,7 @@ def test_copies_are_made_in_the_order_in_which_updates_overwrite() -> None:
 
     assert len(device.copied) > 10
     for rank in range(4):
-        mine = {_address(store, (r, n)): n for r, n in store.overwritten if r == rank}
+        mine = {_address(store, (r, n)): n for r, n in store.layout.overwritten if r == rank}
         found = [mine[address] for address in device.copied if address in mine]
         assert found == [name for _, r, name in sorted(told, key=lambda t: t[0]) if r == rank]
     assert device.threads == {"sbp snapshot"}
@@ -122,7 +122,7 @@ def test_ranks_own_and_copy_parts_of_what_they_hold(
 
     pieces = list(store.pieces())
     with store.snapshot(0) as snapshot:
-        for part in store.overwritten:
+        for part in store.layout.overwritten:
             before_overwrite = store.copier.before_overwrite(part[0])
             if before_overwrite is not None:
                 before_overwrite(part[1])
@@ -147,7 +147,7 @@ def _tensors(store: StateStore) -> list[Tensor]:
 
 def test_an_update_makes_the_copy_that_it_needs_and_waits_for_no_other() -> None:
     store, device = _store("sharded states")
-    first, *_, last = store.overwritten
+    first, *_, last = store.layout.overwritten
     opening = device.held[_address(store, first)] = threading.Event()
     snapshot = store.snapshot(0)
 
@@ -165,7 +165,7 @@ def test_an_update_makes_the_copy_that_it_needs_and_waits_for_no_other() -> None
 
 
 def _is_of(store: StateStore, part: tuple[int, str], bounds: object) -> bool:
-    return (*part, bounds) in store.owned
+    return (*part, bounds) in store.layout.owned
 
 
 def test_when_all_is_copied_a_step_has_nothing_to_wait_for() -> None:
@@ -179,7 +179,7 @@ def test_when_all_is_copied_a_step_has_nothing_to_wait_for() -> None:
 
 def test_a_copy_that_cannot_be_made_fails_the_snapshot_and_not_the_step() -> None:
     store, device = _store("sharded states")
-    rank, name = next(iter(store.overwritten))
+    rank, name = next(iter(store.layout.overwritten))
     device.refused.add(_address(store, (rank, name)))
     snapshot = store.snapshot(7)
 
@@ -225,9 +225,9 @@ def test_on_a_device_the_update_follows_copies_that_are_only_started() -> None:
     store, _ = _store("sharded states")
     store.copier.device = device = AsynchronousDevice()
     snapshot = store.snapshot(0)
-    _wait_until(lambda: len(device.started) == len(store.overwritten))
+    _wait_until(lambda: len(device.started) == len(store.layout.overwritten))
 
-    for rank, name in store.overwritten:
+    for rank, name in store.layout.overwritten:
         before_overwrite = store.copier.before_overwrite(rank)
         assert before_overwrite is not None, "they are only started"
         before_overwrite(name)
@@ -242,7 +242,7 @@ def test_on_a_device_the_update_follows_copies_that_are_only_started() -> None:
 
 def test_releasing_a_snapshot_ends_its_copies() -> None:
     store, device = _store("sharded states")
-    first = next(iter(store.overwritten))
+    first = next(iter(store.layout.overwritten))
     opening = device.held[_address(store, first)] = threading.Event()
     snapshot = store.snapshot(0)
     _wait_until(lambda: first in snapshot._begun)
@@ -260,11 +260,11 @@ def test_releasing_a_snapshot_ends_its_copies() -> None:
 
 
 def _sizes(store: StateStore) -> dict[tuple[int, str], int]:
-    return {part: _owned(store, part).nbytes for part in store.overwritten}
+    return {part: _owned(store, part).nbytes for part in store.layout.overwritten}
 
 
 def _owned(store: StateStore, part: tuple[int, str]) -> Tensor:
-    value = store.owned_part(part, store.values[part[0]][part[1]])
+    value = store.layout.owned_part(part, store.values[part[0]][part[1]])
     assert isinstance(value, Tensor)
     return value
 
@@ -341,7 +341,7 @@ def test_an_update_for_which_others_wait_too_long_goes_beyond_the_limit(
     states = CASES["sharded states"].step.states
     snapshot = store.snapshot(4, limit_bytes=0, patience_s=0.01)
 
-    for part in store.overwritten:  # nobody reads
+    for part in store.layout.overwritten:  # nobody reads
         _update(store, part)
 
     assert_pieces(snapshot.pieces(), states)
@@ -357,7 +357,8 @@ def test_what_has_no_room_is_read_where_it_is_and_its_update_waits() -> None:
     with ThreadPoolExecutor(1) as rank:
         updating: list[Future[None]] = []
         for piece in snapshot.pieces():
-            part = next((p for p in store.overwritten if _holds(store, p, piece.value)), None)
+            overwritten = store.layout.overwritten
+            part = next((p for p in overwritten if _holds(store, p, piece.value)), None)
             if part is not None:
                 updating.append(rank.submit(_update, store, part))
                 assert not updating[-1].done()
@@ -366,9 +367,9 @@ def test_what_has_no_room_is_read_where_it_is_and_its_update_waits() -> None:
             one.result(_HANGS_S)
 
     assert device.copied == []
-    assert len(updating) == len(store.overwritten)
+    assert len(updating) == len(store.layout.overwritten)
     assert_pieces(found, states)
-    assert all((_owned(store, part) == -1.0).all() for part in store.overwritten)
+    assert all((_owned(store, part) == -1.0).all() for part in store.layout.overwritten)
 
 
 def _holds(store: StateStore, part: tuple[int, str], value: object) -> bool:

@@ -11,7 +11,7 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_actor_runtime.configs import ActorConfig
-    from sbp_actor_runtime.session import ActorRuntime
+    from sbp_actor_runtime.runtime import ActorRuntime
 
 __all__ = ["ActorConfig", "ActorRuntime"]
 
@@ -19,6 +19,6 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "ActorConfig": "configs",
-        "ActorRuntime": "session",
+        "ActorRuntime": "runtime",
     },
 )

@@ -75,7 +75,7 @@ class BetweenSteps:
         def take_part(rank: int) -> None:
             value = self.store.values[rank].get(name)
             assert value is None or isinstance(value, Tensor), "no host number"
-            if value is not None and self.store.slots[name].offloaded:
+            if value is not None and self.store.layout.slots[name].offloaded:
                 value = self.store.device.put(value)  # which transports take it from
             for index, steps in enumerate(routes):
                 value = self._pass(rank, steps, value, f"gather {name!r}, route {index}")

@@ -1,4 +1,4 @@
-"""The actor runtime: starts a worker thread for every thread of every local rank, and runs steps.
+"""The session of the actor runtime: a worker thread for every thread of every local rank.
 
 After a failure or an interrupt the workers end, and the session is over. Before the commit of the
 step (`sbp_core.compile.commit`) that leaves the states as they were, on all ranks. Behind it
@@ -25,12 +25,11 @@ from sbp_actor_runtime.status import worker_status
 from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import BoxingError, RunError, SbpValueError
+from sbp_core.errors import BoxingError, RunError
 from sbp_core.runtime import (
     BatchIs,
     NotFiniteStepError,
     Number,
-    Runtime,
     Session,
     Snapshot,
     StatePiece,
@@ -38,7 +37,6 @@ from sbp_core.runtime import (
     check_destination,
     gather_routes,
 )
-from sbp_torch.boxing.processes import Fingerprinted
 from sbp_torch.runtime import (
     Feeder,
     Values,
@@ -50,7 +48,7 @@ from sbp_torch.runtime import (
     tells_of_partial_update,
     undone,
 )
-from sbp_torch.segments import SegmentMaker, failed_call, segment_maker
+from sbp_torch.segments import SegmentMaker, failed_call
 
 logger = logging.getLogger(__name__)
 
@@ -59,76 +57,6 @@ GRACE_S = 10.0
 
 #: Part of a deadline, in which other ranks may wait for this one, that an update waits for room.
 ROOM_PATIENCE = 0.5
-
-
-class ActorRuntime(Runtime):
-    """Runs the local ranks of a plan on threads of this process.
-
-    Raises:
-        ConfigError: this machine lacks what the setting `compile` needs.
-    """
-
-    traces = has_forms = True
-
-    def __init__(self, config: ActorConfig) -> None:
-        self.config = config
-        self.make_segment: SegmentMaker | None = None
-        # Of what was compiled, nobody knows where one operator ends and the next begins.
-        self.traces_operators = config.compile == "eager"
-        if config.compile != "eager":
-            self.make_segment = segment_maker(config.compile, fallback=config.compile_fallback)
-
-    def start(
-        self,
-        plan: PhysicalPlan,
-        states: Mapping[str, Tensor] | Session,
-        backend: BoxingBackend | None = None,
-        ranks: Sequence[int] | None = None,
-        *,
-        keeps: bool = False,
-    ) -> Session:
-        """See `Runtime.start`."""
-        if backend is None:
-            return self._start_beside(plan, states, ranks, keeps)
-        backend = Fingerprinted(backend) if self.config.debug_fingerprints else backend
-        backend.open([part.rank for part in plan.ranks])
-        try:
-            local_ranks = tuple(ranks) if ranks is not None else backend.local_ranks()
-            return ActorSession(plan, states, backend, local_ranks, self.config, self.make_segment)
-        except BaseException:
-            backend.close()
-            raise
-
-    def _start_beside(
-        self,
-        plan: PhysicalPlan,
-        states: Mapping[str, Tensor] | Session,
-        ranks: Sequence[int] | None,
-        keeps: bool,
-    ) -> Session:
-        """Start a plan on the states of another session and on its backend, which stays its own."""
-        if not isinstance(states, ActorSession):
-            raise SbpValueError(
-                "there is no backend",
-                accepted="a backend, or states of a session that has one",
-                todo="pass a backend that is not yet open",
-            )
-        local_ranks = tuple(ranks) if ranks is not None else states.local_ranks
-        return ActorSession(
-            plan,
-            states,
-            states.backend,
-            local_ranks,
-            self.config,
-            self.make_segment,
-            owns_backend=False,
-            keeps=keeps,
-        )
-
-
-def build(config: ActorConfig) -> ActorRuntime:
-    """Return the runtime. Kind `runtime`, name `actor`."""
-    return ActorRuntime(config)
 
 
 class ActorSession(Session):
@@ -232,9 +160,7 @@ class ActorSession(Session):
             is_undone = not failed and self._is_to_undo(reports)
             results = {} if failed or is_undone else self._commit(reports)
         except BoxingError as error:
-            failure = RunError(error.what, where=error.where, todo=error.todo)
-            self._abort(error, failure)
-            raise failure from error
+            raise self._fail(error) from error
         except BaseException as error:
             # Such as an interrupt from the keyboard: the workers are in the middle of the step.
             self._stop_workers()  # so that none begins an update any more
@@ -289,10 +215,14 @@ class ActorSession(Session):
             self.together.agree("plan", self.plan.hash, deadline_s)
             self.has_agreed = True
 
+    @property
+    def _over(self) -> str:
+        return "the session is closed" if self.closed else "the session ended in a failed step"
+
     def _check_usable(self) -> None:
         if self.closed or self.failure is not None:
             raise RunError(
-                "the session is closed" if self.closed else "the session ended in a failed step",
+                self._over,
                 where=self.failure.what if self.failure is not None else "",
                 todo="start a new session from a checkpoint"
                 if self._is_partially_updated()
@@ -332,6 +262,12 @@ class ActorSession(Session):
         # Other processes have to know that states are of two steps, which only the failure says.
         self.backend.fail(failure if tells_of_partial_update(failure.what) else cause)
         self._stop_workers()
+
+    def _fail(self, error: BoxingError) -> RunError:
+        """Abort the session as another rank cannot be reached; return the error that says so."""
+        failure = RunError(error.what, where=error.where, todo=error.todo)
+        self._abort(error, failure)
+        return failure
 
     def _stop_workers(self) -> None:
         for worker in self.workers.values():
@@ -427,7 +363,7 @@ class ActorSession(Session):
     def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
         """See `Session.state_dict`."""
         check_destination(self.plan, to)
-        return self._gather(self.store.names, "all states", to)
+        return self._gather(self.store.layout.names, "all states", to)
 
     def _gather(self, names: Sequence[str], what: str, to: int | None) -> dict[str, Tensor]:
         """Return whole states by name, where they go; without sending if all ranks are here."""
@@ -436,10 +372,7 @@ class ActorSession(Session):
             return {name: self.store.whole(name) for name in names}
         if self.closed or self.failure is not None:
             raise RunError(
-                f"ranks of other processes cannot be asked for {what} any more: "
-                + (
-                    "the session is closed" if self.closed else "the session ended in a failed step"
-                ),
+                f"ranks of other processes cannot be asked for {what} any more: {self._over}",
                 where=self.failure.what if self.failure is not None else "",
                 accepted="gather() and state_dict() before that; pieces(), which sends nothing",
                 todo="save the pieces() of every process",
@@ -451,9 +384,7 @@ class ActorSession(Session):
             self.together.agree("states to gather", call)
             found = {name: self.together.gather(name, to) for name in names}
         except BoxingError as error:
-            failure = RunError(error.what, where=error.where, todo=error.todo)
-            self._abort(error, failure)
-            raise failure from error
+            raise self._fail(error) from error
         except BaseException as error:
             self._abort(error, RunError(f"gathering {what} was interrupted by {error!r}"))
             raise
@@ -467,6 +398,12 @@ class ActorSession(Session):
         """See `Session.replace`."""
         self._check_whole()
         self.store.replace(states)
+
+    def widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+        """See `Session.widen`."""
+        self._check_whole()
+        self.store.widen(plan, states)
+        self.plan = self.together.plan = self.store.plan
 
     def __exit__(self, *raised: object) -> None:
         """Close; report an error that ends the block to the ranks of other processes."""

@@ -37,6 +37,7 @@ from sbp_core.runtime.ownership import (
     lost_states,
     state_owners,
     state_slots,
+    widened,
 )
 from sbp_core.runtime.snapshot import Snapshot
 from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace
@@ -70,4 +71,5 @@ __all__ = [
     "state_owners",
     "state_slots",
     "unwatched",
+    "widened",
 ]

@@ -240,6 +240,27 @@ class Session(ABC):
         """
         self.load_state_dict({**self.state_dict(), **states})
 
+    def widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+        """Hold the states of another plan, too. Each process calls it with the same plan.
+
+        What is here stays where it is. Another session for that plan can then be started on the
+        states of this one. Where a host number stood for several states, and there is one for each
+        in that plan, this session takes no more steps of its own.
+
+        Args:
+            plan: Of the same ranks; stores the states of this session as they are stored here.
+            states: Whole tensors, by the names of what only that plan has.
+
+        Raises:
+            SbpValueError: one is missing, or of another shape or dtype. The states are as they
+                were.
+            RunError: the runtime cannot; see `Runtime.has_forms`.
+        """
+        raise RunError(
+            f"a session of type {type(self).__name__} holds the states of one plan only",
+            accepted="sessions of a runtime that has forms, such as 'actor'",
+        )
+
     @abstractmethod
     def close(self) -> None:
         """Stop threads and leave the backend. Safe to call twice; states can still be read."""

@@ -17,7 +17,7 @@ A slice of several times `SHARE_BYTES` that several ranks hold is owned in parts
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING
@@ -158,6 +158,42 @@ def _parts(bounds: Bounds, item_bytes: int, num_holders: int) -> Iterator[Bounds
     cuts = [start + (stop - start) * turn // count for turn in range(count + 1)]
     for span in pairwise(cuts):
         yield (*bounds[:dim], span, *bounds[dim + 1 :])
+
+
+def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
+    """Return a plan whose ranks hold the states of another plan, too; they do what they did.
+
+    Where a host number stands for a state in both plans, that of the other one does from then on.
+
+    Args:
+        plan: Any.
+        other: Of the same ranks and stages. A state of both is stored alike.
+    """
+    own, theirs = state_slots(plan), state_slots(other)
+    moved = {
+        state for name, tied in other.ties.items() if plan.ties.get(name) != tied for state in tied
+    }
+    left = {
+        name: tuple(state for state in tied if state not in moved)
+        for name, tied in plan.ties.items()
+    }
+    gone = {name for name, tied in left.items() if not tied and name not in theirs}
+    ranks = tuple(
+        replace(
+            part,
+            slots=(
+                *(slot for slot in part.slots if slot.name not in gone),
+                *(
+                    slot
+                    for slot in other.by_rank[part.rank].slots
+                    if InputKind(slot.kind).is_state and slot.name not in own
+                ),
+            ),
+        )
+        for part in plan.ranks
+    )
+    ties = {**{name: tied for name, tied in left.items() if tied}, **other.ties}
+    return replace(plan, ranks=ranks, ties=ties)
 
 
 def known_state(plan: PhysicalPlan, name: str) -> str:

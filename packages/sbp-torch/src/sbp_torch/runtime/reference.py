@@ -171,7 +171,7 @@ class ReferenceSession(Session):
         """See `Session.state_dict`."""
         self._check_whole()
         check_destination(self.plan, to)
-        return {name: self.store.whole(name) for name in self.store.names}
+        return {name: self.store.whole(name) for name in self.store.layout.names}
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""

@@ -10,6 +10,7 @@ from sbp_core.boxing import bounds_of
 from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import RunError, SbpLookupError, SbpValueError, nearest
 from sbp_core.runtime import Session
+from sbp_torch.runtime.layout import StateLayout
 from sbp_torch.runtime.snapshots import Copier
 from sbp_torch.runtime.store import StateStore, Values
 
@@ -66,19 +67,19 @@ class SharedStates(StateStore):
                 accepted="sessions of the runtimes actor and reference; whole states",
                 todo="pass session.state_dict()",
             )
-        self._source, self._theirs = source, theirs
+        self._source, self._theirs, self._snapshots = source, theirs, theirs._snapshots
         for rank in self.values:
             if rank not in theirs.values:
                 raise SbpLookupError(
                     f"rank {rank} does not run in the session that has the states",
                     accepted=", ".join(map(str, theirs.values)),
                 )
-        for slot in self.slots.values():
+        for slot in self.layout.slots.values():
             self._check_slot(slot)
         self._check_overwritten()
         #: The states of each rank among those of the other session.
         self._names = {
-            rank: [slot.name for slot in plan.by_rank[rank].slots if slot.name in self.slots]
+            rank: [slot.name for slot in plan.by_rank[rank].slots if slot.name in self.layout.slots]
             for rank in self.values
         }
         self.refresh()
@@ -95,9 +96,9 @@ class SharedStates(StateStore):
             )
 
     def _check_slot(self, slot: StateSlot) -> None:
-        other = self._theirs.slots.get(slot.name)
+        other = self._theirs.layout.slots.get(slot.name)
         if other is None:
-            near = nearest(slot.name, self._theirs.slots)
+            near = nearest(slot.name, self._theirs.layout.slots)
             raise SbpValueError(
                 f"the session has no state {slot.name!r}",
                 where="states",
@@ -128,7 +129,9 @@ class SharedStates(StateStore):
             RunError: the states of the other session belong to two steps.
         """
         self._source.pieces()  # raises if there are no whole states
-        held = self._theirs.values
+        held, updating = self._theirs.values, self._theirs.layout.updating
+        if self.layout.updating is not updating:
+            self.layout = StateLayout(self.plan, self.values, updating)
         self.values = {
             rank: {name: held[rank][name] for name in names} for rank, names in self._names.items()
         }
@@ -157,6 +160,14 @@ class SharedStates(StateStore):
             todo="load them there; this one reads them when its next step begins",
         )
 
+    def widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+        """Refuse as `load` does.
+
+        Raises:
+            RunError: always.
+        """
+        self.load(states)
+
     def replace(self, states: Mapping[str, Tensor]) -> None:
         """Refuse as `load` does.
 
@@ -175,7 +186,7 @@ class KeptStates(SharedStates):
     """
 
     def _check_overwritten(self) -> None:
-        known = self._theirs.copier.places
+        known = self._theirs.layout.places
         for part in self.plan.ranks:
             for name in (name for actor in part.actors for name in actor.in_place):
                 if part.rank in self.values and (part.rank, name) not in known:

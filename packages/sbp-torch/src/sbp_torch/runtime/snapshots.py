@@ -23,7 +23,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import groupby
 from math import inf
 from queue import SimpleQueue
@@ -33,11 +32,11 @@ import torch
 from torch import Tensor
 
 from sbp_core.boxing import itemsize
-from sbp_core.compile import Compute, PhysicalPlan, first_overwrites
 from sbp_core.errors import RunError
 from sbp_core.runtime import Number, Snapshot, StatePiece, StateSlice
 from sbp_core.units import format_bytes
 from sbp_torch.runtime.devices import Aside, RankDevice
+from sbp_torch.runtime.layout import Part
 
 if TYPE_CHECKING:
     from sbp_torch.runtime.store import StateStore
@@ -46,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that an update waits for room before it says so.
 TOLD_S = 1.0
-
-#: A part of a state: of which rank, and by which name ranks know it.
-Part = tuple[int, str]
 
 
 class StateSnapshot(Snapshot):
@@ -69,13 +65,14 @@ class StateSnapshot(Snapshot):
         patience_s: float = inf,
     ) -> None:
         self.steps_done = steps_done
-        self._store, self._copier = store, store.copier
+        self._layout, self._copier = store.layout, store.copier
         self._limit_bytes, self._patience_s = limit_bytes, patience_s
         self._is_limited = limit_bytes is not None
         # A store replaces these and changes none.
         self._values, self._tied_dtypes = store.values, store.tied_dtypes
         self._since = store.device.now()
-        self._to_copy: Mapping[Part, None] = {} if self._copier.is_closed else store.overwritten
+        is_over = self._copier.is_closed
+        self._to_copy: Mapping[Part, None] = {} if is_over else self._layout.overwritten
         self._changed = threading.Condition()
         self._begun: set[Part] = set()
         self._made: dict[Part, Aside | Exception] = {}
@@ -104,7 +101,7 @@ class StateSnapshot(Snapshot):
         """
         with self._changed:
             while not self._is_settled(part):
-                value = self._store.owned_part(part, self._values[part[0]][part[1]])
+                value = self._layout.owned_part(part, self._values[part[0]][part[1]])
                 assert isinstance(value, Tensor), "host numbers are not overwritten"
                 if part in self._begun or part == self._read_in_place:
                     self._changed.wait()
@@ -204,8 +201,8 @@ class StateSnapshot(Snapshot):
     def _in_order(self) -> list[tuple[Part, StateSlice]]:
         found = [
             ((rank, name), one)
-            for rank, name, bounds in self._store.owned_in_order
-            for one in self._store.slices_of(name, bounds, self._tied_dtypes)
+            for rank, name, bounds in self._layout.owned_in_order
+            for one in self._layout.slices_of(name, bounds, self._tied_dtypes)
         ]
         return sorted(found, key=lambda entry: -itemsize(entry[1].dtype))
 
@@ -238,7 +235,7 @@ class StateSnapshot(Snapshot):
             values = self._values
             if self._is_limited and not self._is_settled(part):
                 self._read_in_place = part
-                return self._store.owned_part(part, values[part[0]][part[1]])
+                return self._layout.owned_part(part, values[part[0]][part[1]])
         copy = self.copy(part)
         if self._released.is_set():
             raise RunError("the snapshot was released", todo="read it before")
@@ -250,7 +247,7 @@ class StateSnapshot(Snapshot):
                 "trainer.checkpoint.wait=true, step.save(folder), session.pieces()",
             ) from copy
         if copy is None:
-            return self._store.owned_part(part, values[part[0]][part[1]])
+            return self._layout.owned_part(part, values[part[0]][part[1]])
         return copy.wait()
 
     def _await_thread(self, part: Part) -> None:
@@ -269,6 +266,11 @@ class StateSnapshot(Snapshot):
             self._read_in_place, self._is_full = None, False
             self._changed.notify_all()
 
+    @property
+    def is_released(self) -> bool:
+        """Whether nobody reads it any more."""
+        return self._released.is_set()
+
     def release(self) -> None:
         """See `Snapshot.release`."""
         self._released.set()
@@ -285,12 +287,11 @@ class Copier:
     """Copies aside what updates overwrite, and keeps the memory for the next time.
 
     Args:
-        plan: Of the session whose updates these are.
         device: Of the states.
     """
 
-    def __init__(self, plan: PhysicalPlan, device: RankDevice) -> None:
-        self.plan, self.device = plan, device
+    def __init__(self, device: RankDevice) -> None:
+        self.device = device
         self.is_closed = False
         self._lock = threading.Lock()
         #: Those of which a part may not be copied yet.
@@ -300,20 +301,6 @@ class Copier:
         #: Memory of copies that nobody needs any more, by bytes.
         self._buffers: dict[int, list[Tensor]] = {}
         self._kept_bytes = 0
-
-    @cached_property
-    def places(self) -> Mapping[Part, tuple[int, int]]:
-        """When an update overwrites a part of a state: its firing, and the instruction in it."""
-        found: dict[Part, tuple[int, int]] = {}
-        for part in self.plan.ranks:
-            for order in part.orders.values():
-                for place, (name, _) in enumerate(order):
-                    actor = part.by_name[name]
-                    firsts = first_overwrites(actor) if isinstance(actor, Compute) else {}
-                    inside = {state: at for at, states in firsts.items() for state in states}
-                    for state in actor.in_place:
-                        found[part.rank, state] = (place, inside.get(state, len(inside)))
-        return found
 
     def begin(self, snapshot: StateSnapshot) -> None:
         """Have the thread copy a snapshot; the first one starts it."""

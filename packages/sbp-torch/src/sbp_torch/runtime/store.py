@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from torch import Tensor
 from sbp_core.boxing import Bounds, bounds_of
 from sbp_core.compile import PhysicalPlan, StateSlot
 from sbp_core.errors import RunError, SbpLookupError, SbpTypeError, SbpValueError, words_of
-from sbp_core.runtime import StatePiece, StateSlice, known_state, state_owners, state_slots
+from sbp_core.runtime import StatePiece, known_state, widened
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.runtime.devices import device_of
-from sbp_torch.runtime.snapshots import Copier, Part, StateSnapshot
+from sbp_torch.runtime.layout import StateLayout, part_of
+from sbp_torch.runtime.snapshots import Copier, StateSnapshot
 
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
@@ -59,23 +61,20 @@ class StateStore:
     """
 
     def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
-        self.plan = plan
         self.device = device_of(plan)
         self.values: dict[int, Values] = {rank: {} for rank in ranks}
+        self.layout = StateLayout(plan, self.values, [plan])
+        #: Those that are not released, which hold values of earlier steps.
+        self._snapshots: WeakSet[StateSnapshot] = WeakSet()
         #: Of the states that a host number stands for, as they were last given.
         self.tied_dtypes: dict[str, torch.dtype] = {}
         #: Why there are no states, if what was loaded last has replaced only some; else empty.
         self._lost_by = ""
 
-    @cached_property
-    def slots(self) -> Mapping[str, StateSlot]:
-        """One slot of every state of the plan, by the name that ranks know it by."""
-        return state_slots(self.plan)
-
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all states: those of `state_dict`."""
-        return tuple(tied for name in self.slots for tied in self._names_of(name))
+    def plan(self) -> PhysicalPlan:
+        """The plan of the session, with the states that it was given since."""
+        return self.layout.plan
 
     def refresh(self) -> None:
         """See that there are states, and what they are now, if they are those of another session.
@@ -94,10 +93,6 @@ class StateStore:
         """Let new states of all ranks take force."""
         # One assignment, so that an interrupt leaves all of them before it or after it.
         self.values = values
-
-    def _names_of(self, slot_name: str) -> tuple[str, ...]:
-        """Return the states that are kept as one: several, of a host number that is tied."""
-        return self.plan.ties.get(slot_name, (slot_name,))
 
     def shard(self, name: str, rank: int) -> Tensor | Number:
         """Return one rank's part of a state (not a copy).
@@ -139,15 +134,8 @@ class StateStore:
             SbpValueError: a state is missing, unknown, or of another shape or dtype; tied states
                 differ.
         """
-        slots = self.slots
-        numbers = {
-            tied: name
-            for name, slot in slots.items()
-            if slot.sbp is None
-            for tied in self._names_of(name)
-        }
-        self._check_names(states, slots, numbers)
-        held_here = self._held(slots)
+        numbers, held_here = self.layout.numbers, self.layout.held
+        self._check_names(states, self.layout.slots, numbers)
         if any(self.values.values()):  # else there is nothing to be kept from harm
             self._check_forms(states, held_here)
         read, dtypes = self._read_numbers(states, numbers)
@@ -171,23 +159,72 @@ class StateStore:
         """
         numbers: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, whole in states.items():
-            slot = self.slots[known_state(self.plan, name)]
+            slot = self.layout.slots[known_state(self.plan, name)]
             if slot.sbp is None:
                 numbers[slot.name][name] = whole
             else:
                 check_tensor(name, whole, slot.shape, slot.dtype)
         read: dict[str, Number] = {}
         for slot_name, given in numbers.items():
-            kept = {name: self.whole(name) for name in self._names_of(slot_name)}
+            kept = {name: self.whole(name) for name in self.layout.names_of(slot_name)}
             values = {name: _one_number(name, one) for name, one in {**kept, **given}.items()}
             read[slot_name] = _tied_number(slot_name, values)
         # Others keep the mappings that were here: snapshots, and steps.
         parts = {rank: dict(held) for rank, held in self.values.items()}
-        for name in states.keys() & self._held(self.slots):
-            self._cut(self.slots[name], states[name], parts)
+        for name in states.keys() & self.layout.held:
+            self._cut(self.layout.slots[name], states[name], parts)
         for held in parts.values():
             held |= read
         self.commit(parts)
+
+    def widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+        """Hold the states of another plan, too; what is here stays where it is.
+
+        Args:
+            plan: Stores what is here as it is here. A host number may stand for fewer states there:
+                then those have one of their own from now on.
+            states: Whole tensors, by the names of what only that plan has.
+
+        Raises:
+            SbpValueError: one is missing, or of another shape or dtype.
+        """
+        before = self.layout
+        after = StateLayout(widened(before.plan, plan), self.values, (*before.updating, plan))
+        for name in after.names:
+            if name not in before.names and name not in states:
+                raise SbpValueError(f"{name!r} is missing", accepted="every state that is new")
+        read: dict[str, Number] = {}
+        dtypes = dict(self.tied_dtypes)
+        for slot_name in {*after.numbers.values()}:
+            names = after.names_of(slot_name)
+            if slot_name in before.slots and before.names_of(slot_name) == names:
+                continue
+            taken = {
+                name: self.whole(name) if name in before.numbers else states[name] for name in names
+            }
+            numbers = {name: _one_number(name, one) for name, one in taken.items()}
+            read[slot_name] = _tied_number(slot_name, numbers)
+            dtypes |= {name: one.dtype for name, one in taken.items()}
+        # Others keep the mappings that were here: snapshots, and steps.
+        values = {rank: dict(held) for rank, held in self.values.items()}
+        if any(not one.is_released for one in self._snapshots):
+            for rank, name in after.places.keys() - before.places.keys():
+                value = values.get(rank, {}).get(name)
+                if isinstance(value, Tensor):  # which a snapshot did not copy
+                    values[rank][name] = self._put(before.slots[name], value.clone())
+        self.layout = after
+        try:
+            for name, whole in _each(states, after.held - before.held):
+                self._cut(after.slots[name], whole, values)
+        except BaseException:
+            self.layout = before
+            raise
+        for held in values.values():
+            for name in before.slots.keys() - after.slots.keys():
+                del held[name]
+            held |= read
+        self.tied_dtypes = dtypes
+        self.commit(values)
 
     def _replace(
         self, states: Mapping[str, Tensor], names: Collection[str], values: Mapping[int, Values]
@@ -201,11 +238,11 @@ class StateStore:
         if isinstance(states, ReadInParts):
             for name in names:
                 let_go(name)
-                self._read(self.slots[name], states, values)
+                self._read(self.layout.slots[name], states, values)
             return
         for name, whole in _each(states, names):
             let_go(name)
-            self._cut(self.slots[name], whole, values)
+            self._cut(self.layout.slots[name], whole, values)
             del whole  # before the next is made
 
     def _read_numbers(
@@ -218,15 +255,6 @@ class StateStore:
             found[numbers[name]][name] = _one_number(name, value)
             dtypes[name] = value.dtype
         return {name: _tied_number(name, values) for name, values in found.items()}, dtypes
-
-    def _held(self, slots: Mapping[str, StateSlot]) -> set[str]:
-        """Return the states, but for host numbers, of which a local rank has a part."""
-        return {
-            name
-            for name, slot in slots.items()
-            if slot.sbp is not None
-            and not self.values.keys().isdisjoint(self.plan.stages[slot.stage].rank_list)
-        }
 
     def _check_names(
         self,
@@ -251,7 +279,7 @@ class StateStore:
     def _check_forms(self, states: Mapping[str, Tensor], names: Iterable[str]) -> None:
         """Refuse states of another shape or dtype, of a mapping that has them, or knows them."""
         for name in names:
-            slot = self.slots[name]
+            slot = self.layout.slots[name]
             if isinstance(states, ReadInParts):
                 check_tensor(name, states.like(name), slot.shape, slot.dtype)
             elif isinstance(states, dict):
@@ -288,76 +316,19 @@ class StateStore:
                 copy = held.clone()
                 new[rank][slot.name] = self._put(slot, copy) if slot.offloaded else copy
 
-    @cached_property
-    def owned(self) -> tuple[tuple[int, str, Bounds], ...]:
-        """What the local ranks own: rank, slot of the state, and where its part lies in it."""
-        return self._owned()
-
-    def _owned(self, among: Collection[int] | None = None) -> tuple[tuple[int, str, Bounds], ...]:
-        return tuple(
-            (rank, name, bounds)
-            for name, owners in state_owners(self.plan, among).items()
-            for rank, bounds in owners.items()
-            if rank in self.values
-        )
-
     def pieces(self, among: Collection[int] | None = None) -> Iterator[StatePiece]:
         """Yield what the local ranks own of the states; `among`: see `state_owners`."""
         values, tied_dtypes = self.values, self.tied_dtypes
-        for rank, name, bounds in self.owned if among is None else self._owned(among):
-            value = _part(values[rank][name], self._index(rank, name, bounds))
-            for one in self.slices_of(name, bounds, tied_dtypes):
+        layout = self.layout
+        for rank, name, bounds in layout.owned if among is None else layout.owned_among(among):
+            value = part_of(values[rank][name], layout.index(rank, name, bounds))
+            for one in layout.slices_of(name, bounds, tied_dtypes):
                 yield one.with_value(value)
-
-    def _index(self, rank: int, name: str, bounds: Bounds) -> tuple[slice, ...] | None:
-        """Return where in what a rank holds that lies which it owns; None if it owns all of it."""
-        slot = self.slots[name]
-        if slot.sbp is None:
-            return None
-        held = bounds_of(slot.shape, self.plan.stages[slot.stage], slot.sbp)[rank]
-        if held == bounds:
-            return None
-        return tuple(
-            slice(start - first, stop - first)
-            for (start, stop), (first, _) in zip(bounds, held, strict=True)
-        )
-
-    @cached_property
-    def _owned_indices(self) -> Mapping[Part, tuple[slice, ...] | None]:
-        return {(rank, name): self._index(rank, name, bounds) for rank, name, bounds in self.owned}
-
-    def owned_part(self, part: Part, value: Tensor | Number) -> Tensor | Number:
-        """Return what a rank owns of what it holds: no copy."""
-        return _part(value, self._owned_indices[part])
-
-    def slices_of(
-        self, name: str, bounds: Bounds, tied_dtypes: Mapping[str, torch.dtype]
-    ) -> Iterator[StateSlice]:
-        """Yield the slice of what is kept as one: of several states, of a host number."""
-        slot = self.slots[name]
-        for tied in self._names_of(name):
-            dtype = slot.dtype
-            if slot.sbp is None:
-                dtype = str(tied_dtypes[tied]).removeprefix("torch.")
-            yield StateSlice(name=tied, shape=slot.shape, dtype=dtype, bounds=bounds)
 
     @cached_property
     def copier(self) -> Copier:
         """Copies aside what updates overwrite."""
-        return Copier(self.plan, self.device)
-
-    @cached_property
-    def overwritten(self) -> Mapping[Part, None]:
-        """What the local ranks own and updates overwrite, in the order in which they do."""
-        places = self.copier.places
-        owned = [(rank, name) for rank, name, _ in self.owned if (rank, name) in places]
-        return dict.fromkeys(sorted(owned, key=lambda part: (*places[part], part)))
-
-    @cached_property
-    def owned_in_order(self) -> tuple[tuple[int, str, Bounds], ...]:
-        """What the local ranks own: first what no update overwrites, then in their order."""
-        order = {part: index for index, part in enumerate(self.overwritten)}
-        return tuple(sorted(self.owned, key=lambda entry: order.get(entry[:2], -1)))
+        return Copier(self.device)
 
     def snapshot(
         self,
@@ -377,6 +348,7 @@ class StateStore:
         """
         assert not at_once or limit_bytes is None, "nobody reads yet"
         made = StateSnapshot(self, steps_done, limit_bytes, patience_s)
+        self._snapshots.add(made)
         if at_once:
             made.copy_all()
         else:
@@ -389,11 +361,11 @@ class StateStore:
 
     def number(self, name: str) -> Tensor | None:
         """Return a state that ranks keep as a host number, as a 0-d tensor; None of any other."""
-        slot = self.slots[known_state(self.plan, name)]
+        slot = self.layout.slots[known_state(self.plan, name)]
         if slot.sbp is not None:
             return None
         number = next(iter(self.values.values()))[slot.name]
-        dtypes = [self.tied_dtypes[tied] for tied in self._names_of(slot.name)]
+        dtypes = [self.tied_dtypes[tied] for tied in self.layout.names_of(slot.name)]
         return torch.tensor(number, dtype=self.tied_dtypes.get(name, dtypes[0]))
 
     def whole(self, name: str) -> Tensor:
@@ -405,7 +377,7 @@ class StateStore:
         number = self.number(name)
         if number is not None:
             return number
-        slot = self.slots[name]
+        slot = self.layout.slots[name]
         assert slot.sbp is not None, "else it is a number"
         stage = self.plan.stages[slot.stage]
         parts = {rank: self.values[rank][name] for rank in stage.rank_list}
@@ -439,13 +411,6 @@ def _tied_number(name: str, found: Mapping[str, Number]) -> Number:
             "PassOptions(counters_apart=True)",
         )
     return next(iter(found.values()))
-
-
-def _part(value: Tensor | Number, index: tuple[slice, ...] | None) -> Tensor | Number:
-    if index is None:
-        return value
-    assert isinstance(value, Tensor), "host numbers have no parts"
-    return value[index]
 
 
 def check_tensor(
