@@ -24,8 +24,8 @@ class Trained:
         self.optimizer = make_optimizer(self.model.parameters())
         self.states = initial_states(self.model, self.optimizer)
         self.asked = []
-        update = UpdateOptions()
-        self.connected = ConnectedStates(self.model, self.optimizer, update, self.read)
+        self.connected = ConnectedStates(self.model, self.read)
+        self.connected.add(self.optimizer, UpdateOptions())
         self.connected.connect(lambda has_states: None)
 
     def read(self, names):
@@ -162,8 +162,7 @@ def test_a_tensor_with_rules_of_its_own_is_left_alone_and_said_so(caplog):
 
     model = nn.Linear(2, 2)
     model.weight = Own(torch.ones(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ConnectedStates(model, optimizer, UpdateOptions(), lambda names: {}).connect(lambda _: None)
+    ConnectedStates(model, lambda names: {}).connect(lambda _: None)
 
     assert type(model.weight) is Own and type(model.bias) is not nn.Parameter
     assert "'weight' is of a class with a __torch_function__ of its own" in caplog.text
@@ -234,7 +233,8 @@ def test_behind_its_end_a_model_is_an_ordinary_one(trained):
 def test_a_model_without_values_has_none_to_read():
     model = nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.Adam(model.parameters())
-    connected = ConnectedStates(model, optimizer, UpdateOptions(), lambda names: {})
+    connected = ConnectedStates(model, lambda names: {})
+    connected.add(optimizer, UpdateOptions())
     connected.connect(lambda has_states: None)
     connected.behind_step()
 

@@ -42,13 +42,15 @@ from sbp_launch.parallelize.flow import Pins, plan_program
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
+from sbp_launch.parallelize.program_step import ProgramStep
 from sbp_launch.parallelize.ranks import backend_of, mesh_of
 from sbp_launch.parallelize.step import ParallelStep
+from sbp_launch.parallelize.training import Training
 from sbp_launch.world import World
 from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import DeferredModel
 
-__all__ = ["ParallelStep", "StepOutput", "parallelize"]
+__all__ = ["ParallelStep", "ProgramStep", "StepOutput", "parallelize"]
 
 
 @in_arguments()
@@ -149,7 +151,8 @@ def parallelize(
     )
 
     program = OneDeviceProgram.of(model, loss, optimizer, settings.update)
-    following = Following(program, has_states=states is not None)
+    training = Training(program.model, has_states=states is not None)
+    following = Following(program)
     if not program.counts_alike(states):
         settings = settings.without_tied_counters()
 
@@ -166,10 +169,13 @@ def parallelize(
         seed=seed,
         batch_is=checked_batch_is(batch_is),
     )
-    forms, degree = plan_program(program, batch, chosen_planner, pins, engine, following)
-    first = forms.first.planned
-    compared = Comparison(program, first, engine, compare_steps) if compare_steps else None
-    return ParallelStep(program, forms, engine, degree, states, following, compared)
+    planned = plan_program(program, batch, chosen_planner, pins, engine, following)
+    compared = (
+        Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
+    )
+    return ParallelStep(
+        program, planned, engine, following, training, chosen_planner, states, compared
+    )
 
 
 make_callable(__name__)

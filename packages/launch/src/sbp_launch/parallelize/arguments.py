@@ -81,12 +81,7 @@ def make_settings(
         ConfigError: there are no micro-batches, or they do not divide into updates; or their loss
             has no such meaning, or another one than what has several updates.
     """
-    if type(micro_batches) is not int or micro_batches < 1:
-        raise ConfigError(
-            f"micro_batches={micro_batches!r}",
-            where="the argument micro_batches",
-            accepted="an integer >= 1",
-        )
+    checked_micro_batches(micro_batches)
     if loss_is not in get_args(LossIs):
         raise ConfigError(
             f"loss_is={loss_is!r}",
@@ -119,6 +114,21 @@ def make_settings(
         micro_batches_per_update=micro_batches_per_update,
         update=update,
     )
+
+
+def checked_micro_batches(micro_batches: int) -> int:
+    """Return how many micro-batches a step has.
+
+    Raises:
+        ConfigError: it is no number of them.
+    """
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise ConfigError(
+            f"micro_batches={micro_batches!r}",
+            where="the argument micro_batches",
+            accepted="an integer >= 1",
+        )
+    return micro_batches
 
 
 def compile_config(

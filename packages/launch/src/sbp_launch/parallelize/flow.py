@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
+
+import torch
+from torch import nn
 
 from sbp_core.compile import check_strategy
 from sbp_core.errors import ConfigError
@@ -15,8 +19,8 @@ from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
-from sbp_launch.parallelize.forms import Forms
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
+from sbp_launch.planning.beside import PlanAround, plan_form
 from sbp_launch.planning.flow import (
     Captured,
     Planned,
@@ -38,6 +42,71 @@ _SHARING = ("pipe", "tensor")
 _PIN_BATCH = "pin it: pins={'batch': {'data': 'S(0)', '*': 'B'}}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCapture:
+    """Captures the step of a program, and proves what was planned of it.
+
+    Args:
+        program: Whose step.
+        degree: Of how many parts of processes a batch consists.
+        settings: How it is captured.
+    """
+
+    program: OneDeviceProgram
+    degree: int
+    settings: PlanSettings
+
+    def __call__(self, batch: Any) -> Captured:
+        """Return the step of a batch of one process, as the program is now."""
+        return capture_training(*self._given(batch), self.settings)
+
+    def again(self, batch: Any) -> LogicalGraph:
+        """Return the step of a batch of one process, as it is captured."""
+        return capture_step(*self._given(batch), self.settings)
+
+    def _given(self, batch: Any) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
+        program = self.program
+        return program.model, program.loss, self._example(batch), program.optimizer
+
+    def _example(self, batch: Any) -> Any:
+        settings = self.settings
+        parts = settings.captured_parts
+        return captured_batch(batch, settings.micro_batches, self.degree, parts)
+
+    def proved(self, made: Planned, captured: Captured, batch: Any) -> Planned:
+        """Return a plan with what is proved of it.
+
+        Args:
+            made: Of the captured step.
+            captured: Of such a batch.
+            batch: Of one process.
+        """
+        program = self.program
+
+        def capture(batch: Any) -> LogicalGraph:
+            given = (program.model, program.loss, batch, program.optimizer)
+            return capture_step(*given, made.settings)
+
+        return proved(made, captured.original, self._example(batch), program.own_states, capture)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProgram:
+    """A program's step, planned.
+
+    Args:
+        planned: What is trained, checked and proved.
+        captured: What it was planned of.
+        capture: Captures it anew.
+        plan: Plans a graph with more pins, as this was planned.
+    """
+
+    planned: Planned
+    captured: Captured
+    capture: StepCapture
+    plan: PlanAround
+
+
 def plan_program(
     program: OneDeviceProgram,
     batch: Any,
@@ -45,8 +114,9 @@ def plan_program(
     pins: Pins | None,
     engine: Engine,
     following: Following,
-) -> tuple[Forms, int]:
-    """Return the checked plan, and of how many parts of processes a batch consists.
+    beside: Planned | None = None,
+) -> PlannedProgram:
+    """Return the checked plan of a program.
 
     Of a part the whole has to be known before it is planned, and the plan says which parts there
     are: what is usual is tried first, and what the planner then says, second.
@@ -58,6 +128,7 @@ def plan_program(
         pins: The user's.
         engine: Says for which mesh, and whether processes give parts of a batch.
         following: Is told what was captured.
+        beside: The step around whose states this is planned, if there is one.
 
     Raises:
         ConfigError: see `parallelize`.
@@ -67,30 +138,24 @@ def plan_program(
     if engine.gives_parts:
         sizes = zip(settings.mesh.axes, settings.mesh.mesh_shape, strict=True)
         degree = prod(size for axis, size in sizes if axis not in _SHARING)
+
+    def plan(graph: LogicalGraph, more: Mapping[str, str]) -> Strategy:
+        return _strategy(graph, planner, {**more, **(pins or {})} or None, settings)
+
     for _ in range(2):
-        example = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
-        given = (program.model, program.loss, example, program.optimizer)
-        captured = capture_training(*given, settings)
-        graph, strategy = captured.planned(lambda graph: _strategy(graph, planner, pins, settings))
-        parts = _batch_parts(graph, strategy) if engine.gives_parts else 1
-        if parts == degree:
+        capture = StepCapture(program=program, degree=degree, settings=settings)
+        captured = capture(batch)
+        if beside is not None:
+            planned = plan_form(beside, captured, settings, plan)
+        else:
+            graph, strategy = captured.planned(partial(plan, more={}))
             planned = compiled(graph, strategy, settings)
+        parts = _batch_parts(planned.graph, planned.strategy) if engine.gives_parts else 1
+        if parts == degree:
             check_fits(planned, settings.cluster)
-            again = partial(capture_step, *given, settings)
-            following.captured(captured.original, again)
-
-            def capture(batch: Any, degree: int = degree) -> Captured:
-                own = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
-                return capture_training(
-                    program.model, program.loss, own, program.optimizer, settings
-                )
-
-            def prove(made: Planned, of: Captured, batch: Any, degree: int = degree) -> Planned:
-                own = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
-                return _proved(made, of.original, own, program)
-
-            made = _proved(planned, captured.original, example, program)
-            return Forms(made, captured, engine, following, capture, prove), degree
+            following.captured(captured.original, partial(capture.again, batch))
+            planned = capture.proved(planned, captured, batch)
+            return PlannedProgram(planned=planned, captured=captured, capture=capture, plan=plan)
         degree = parts
     raise ConfigError(
         "the planner splits the batch in another way whenever its size changes, so that nobody can "
@@ -99,18 +164,6 @@ def plan_program(
         accepted="batch_is='global', or a batch that is pinned",
         todo=_PIN_BATCH,
     )
-
-
-def _proved(
-    planned: Planned, captured: LogicalGraph, example: Any, program: OneDeviceProgram
-) -> Planned:
-    """Return the plan with what is proved of it."""
-
-    def capture(batch: Any) -> LogicalGraph:
-        given = (program.model, program.loss, batch, program.optimizer)
-        return capture_step(*given, planned.settings)
-
-    return proved(planned, captured, example, program.own_states, capture)
 
 
 def _strategy(

@@ -13,8 +13,8 @@ planned when it is met first, and kept. All forms train the same states, which s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sbp_core.compile import PhysicalPlan
@@ -22,7 +22,9 @@ from sbp_core.errors import RunError, SbpError
 from sbp_core.graph import graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
+from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following, refusal
+from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
 from sbp_torch.capture import flatten_batch
@@ -53,7 +55,7 @@ class Form:
         captured: The hash of what was captured.
         planned: How it is done.
         parts: What of a batch a process gives.
-        session: Takes its steps; None before the first form is started.
+        session: Takes its steps; None before there is one.
         why: What made it another form, for messages.
     """
 
@@ -65,34 +67,33 @@ class Form:
 
 
 class Forms:
-    """The forms of one step.
+    """The forms of the step of one program.
 
     Args:
-        first: What `parallelize` has planned.
-        captured: Of which captured step.
+        first: What was planned of it.
         engine: Starts the others.
         following: Says whether the program has changed.
-        capture: Captures the step as it is now, of a batch of one process.
-        prove: Proves what was planned of it, of such a batch.
+        training: Has the states.
+        number: Of the program, among those of the training.
     """
 
     def __init__(
         self,
-        first: Planned,
-        captured: Captured,
+        first: PlannedProgram,
         engine: Engine,
         following: Following,
-        capture: Callable[[Any], Captured],
-        prove: Callable[[Planned, Captured, Any], Planned],
+        training: Training,
+        number: int,
     ) -> None:
-        self._engine, self._following = engine, following
-        self._capture, self._prove = capture, prove
+        self._engine, self._following, self._training = engine, following, training
+        self._capture, self._plan, self._number = first.capture, first.plan, number
         self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
-        self.first = self._form(first, graph_hash(captured.original), None)
+        self.first = self._form(first.planned, graph_hash(first.captured.original), None)
         self._forms = {self.first.captured: self.first}
         #: By the shapes of batches: the form for the program as it is.
         self._known: dict[Shapes, Form] = {}
-        self._training: Session | None = None
+        #: Whether the program is as it was when the first form was planned.
+        self._is_as_planned = True
         self._has_warned = False
 
     def _form(
@@ -111,11 +112,39 @@ class Forms:
         """Of all forms, in the order in which they were met."""
         return tuple(form.planned.plan for form in self._forms.values())
 
-    def begin(self, session: Session) -> None:
-        """Note the session of the first form."""
-        self._training = session
-        self.first = self._form(self.first.planned, self.first.captured, session)
-        self._forms[self.first.captured] = self.first
+    def begin(self) -> None:
+        """Start the first form: the session that has the states takes its steps, if it can."""
+        planned, name = self.first.planned, self.first.captured
+        training = self._training
+        if self._number == 0:
+            session = training.started
+        else:
+            self._check_runtime()
+            if not training.counts_as(planned.plan):
+                training.count_apart()  # as two programs have one optimizer
+            session = self._start(planned)
+        self.first = self._forms[name] = self._form(planned, name, session)
+
+    def _check_runtime(self) -> None:
+        if not self._engine.runtime.has_forms:
+            raise RunError(
+                f"the runtime {type(self._engine.runtime).__name__} takes steps of one form only",
+                accepted="the form that was planned first; runtime='actor' has others",
+            )
+
+    def _start(self, planned: Planned) -> Session:
+        """Start a plan on the states of the training, which gets those that it has not."""
+        training = self._training
+        training.widen(planned.plan, self._capture.program)
+        return self._engine.runtime.start(planned.plan, training.started, keeps=True)
+
+    def count_apart(self) -> None:
+        """Forget all forms: from now on, each parameter has a step counter of its own."""
+        self.close()
+        self._forms.clear()
+        self._known.clear()
+        settings = self._capture.settings.without_tied_counters()
+        self._capture = replace(self._capture, settings=settings)
 
     def before_step(self, batch: Any, scalars: Mapping[str, float]) -> Form:
         """Return the form of the next step; all processes call this, and take the same step.
@@ -134,27 +163,30 @@ class Forms:
         problem: SbpError | None = None
         form, written = self.first, {}
         try:
-            form = self._find(batch)
-            written = self._following.take_over(is_checked=True)
+            changes = self._following.changes()
+            if structure := [one for one in changes if one.is_structure]:
+                raise refusal(structure)
+            written = self._following.take_over(self._training)
+            form = self._find(batch, changes)
         except SbpError as error:
             problem = error
         whole = None if self._engine.gives_parts else flatten_batch(batch)
         told = f"form {form.captured} of batches {_told(self._shapes(batch))}"
-        self._following.agree(problem, told, scalars, whole, written)
+        if self._number:
+            told = f"program {self._number + 1}, {told}"
+        self._training.agree(problem, told, scalars, whole, written)
         return form
 
-    def _find(self, batch: Any) -> Form:
-        changes = self._following.changes()
+    def _find(self, batch: Any, changes: list[Changed]) -> Form:
         shapes = self._shapes(batch)
         if not changes and shapes in self._known:
             return self._known[shapes]
-        if not changes and not self._is_other_shape(shapes):
+        is_first = self._is_as_planned and bool(self._forms)
+        if not changes and not self._is_other_shape(shapes) and (is_first or self._is_odd(shapes)):
             self._known[shapes] = self.first
             return self.first
-        if structure := [one for one in changes if one.is_structure]:
-            raise refusal(structure)
         try:
-            with self._following.apart():
+            with self._training.capturing(self._capture.program):
                 form = self._of_program(batch, shapes, changes)
         except SbpError as error:
             if changes and not self._is_other_shape(shapes):
@@ -163,6 +195,7 @@ class Forms:
         if changes:
             self._following.accept()
             self._known.clear()
+            self._is_as_planned = False
         self._known[shapes] = form
         return form
 
@@ -172,16 +205,19 @@ class Forms:
             for name, value in flatten_batch(batch).items()
         )
 
-    def _is_other_shape(self, shapes: Shapes) -> bool:
-        """Whether a batch is one of the first form, but for its shape.
+    def _is_odd(self, shapes: Shapes) -> bool:
+        """Whether a batch has other entries or dtypes than those of the first form.
 
-        Of one that has other entries or dtypes, the session of the first form says what is wrong.
+        Then the session of that form says what is wrong.
         """
-        parts = self.first.parts
-        given = {name: (shape, dtype.removeprefix("torch.")) for name, shape, dtype in shapes}
-        if any(name not in given or given[name][1] != parts[name].dtype for name in parts):
-            return False
-        return any(given[name][0] != part.shape for name, part in parts.items())
+        given = {name: dtype.removeprefix("torch.") for name, _, dtype in shapes}
+        return any(given.get(name) != part.dtype for name, part in self.first.parts.items())
+
+    def _is_other_shape(self, shapes: Shapes) -> bool:
+        """Whether a batch is one of the first form, but for its shape."""
+        given = {name: shape for name, shape, _ in shapes}
+        parts = self.first.parts.items()
+        return not self._is_odd(shapes) and any(given[name] != part.shape for name, part in parts)
 
     def _of_program(self, batch: Any, shapes: Shapes, changes: list[Changed]) -> Form:
         """Return the form that the program has now: one that is known, or a new one."""
@@ -191,17 +227,23 @@ class Forms:
             return self._forms[name]
         why = changes[0].what if changes else f"batches {_told(shapes)}"
         self._check_number(why)
-        if not self._engine.runtime.has_forms:
-            raise RunError(
-                f"the runtime {type(self._engine.runtime).__name__} takes steps of one form only",
-                accepted="the form that was planned first; runtime='actor' has others",
-            )
-        planned = plan_form(self.first.planned, captured, self._engine.settings)
-        planned = self._prove(planned, captured, batch)
-        assert self._training is not None, "the step is started"
-        session = self._engine.runtime.start(planned.plan, self._training, keeps=True)
-        self._forms[name] = form = self._form(planned, name, session, why)
+        self._check_runtime()
+        planned = self._planned(captured)
+        if not self._training.counts_as(planned.plan):
+            # A layer was frozen, or begins to be trained: its steps are no longer those of others.
+            self._training.count_apart()
+            captured = self._capture(batch)
+            planned = self._planned(captured)
+        planned = self._capture.proved(planned, captured, batch)
+        form = self._form(planned, name, self._start(planned), why)
+        if not self._forms:
+            self.first = form
+        self._forms[name] = form
         return form
+
+    def _planned(self, captured: Captured) -> Planned:
+        settings = self._capture.settings
+        return plan_form(self._training.planned, captured, settings, self._plan)
 
     def _check_number(self, why: str) -> None:
         """Say that there are many forms.
@@ -228,9 +270,9 @@ class Forms:
             )
 
     def close(self) -> None:
-        """Close the sessions of all forms but the first."""
+        """Close all sessions but the one that has the states."""
         for form in self._forms.values():
-            if form is not self.first and form.session is not None:
+            if form.session is not None and form.session is not self._training.started:
                 form.session.close()
 
 

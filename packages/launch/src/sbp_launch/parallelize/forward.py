@@ -17,6 +17,7 @@ from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
+from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import plan_beside
 from sbp_launch.planning.flow import Planned, capture_forward, evaluating
 from sbp_launch.planning.source_lines import naming_source_lines
@@ -35,6 +36,7 @@ class Forwards:
         engine: Starts sessions.
         degree: Of how many parts of processes a batch consists; 1 if they give whole batches.
         following: Says whether the program has changed.
+        training: Has the states.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class Forwards:
         engine: Engine,
         degree: int,
         following: Following,
+        training: Training,
     ) -> None:
         self._program, self._train, self._engine = program, train, engine
-        self._following = following
+        self._following, self._training = following, training
         self._degree = degree
         self._sessions: dict[tuple[object, ...], tuple[Session, LogicalGraph]] = {}
 
@@ -100,7 +103,7 @@ class Forwards:
         model = self._program.model
         name = "evaluate" if in_evaluation else "no_update"
         mode = evaluating(model) if in_evaluation else nullcontext()
-        with self._following.apart(), mode:
+        with self._training.apart(), mode:
             graph = capture_forward(model, self._program.loss, example, plain, name)
         planned = plan_beside(self._train, graph, plain)
         return self._engine.runtime.start(planned.plan, training), graph

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from sbp_torch.capture import UpdateOptions, flatten_batch, initial_states, rebu
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.interchange.torch_states import from_model_state
 from sbp_torch.optim import members
+
+#: What SGD calls the momentum of a parameter.
+VELOCITY = "momentum_buffer"
 
 #: How the names of step counters end.
 _COUNTER = ".step"
@@ -133,6 +137,48 @@ class OneDeviceProgram:
             todo="make it by sbp_torch.deferred_init.deferred(build, seed), which makes each rank "
             "its own part; or pass states=..., such as safetensors.torch.load_file(path)",
         )
+
+
+@contextmanager
+def as_stepped(program: OneDeviceProgram, updated: Collection[str]) -> Iterator[None]:
+    """Let SGD know meanwhile which parameters have a momentum, whose values are elsewhere.
+
+    It makes the first momentum of a parameter of the gradient, and so asks whether there is one.
+
+    Args:
+        program: Whose optimizer.
+        updated: Names of states that have values.
+    """
+    made = []
+    for one in members(program.optimizer):
+        for name, parameter in program.model.named_parameters():
+            has_one = f"{name}.{VELOCITY}" in updated and isinstance(one, torch.optim.SGD)
+            if has_one and parameter not in one.state:
+                momentum = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                one.state[parameter] = {VELOCITY: momentum}
+                made.append((one.state, parameter))
+    try:
+        yield
+    finally:
+        for state, parameter in made:
+            del state[parameter]
+
+
+@contextmanager
+def without_states(program: OneDeviceProgram, parameters: Collection[str]) -> Iterator[None]:
+    """Let the optimizer know no states of some parameters meanwhile."""
+    named = dict(program.model.named_parameters())
+    held = [
+        (one.state, named[name], one.state.pop(named[name]))
+        for one in members(program.optimizer)
+        for name in parameters
+        if named[name] in one.state
+    ]
+    try:
+        yield
+    finally:
+        for state, parameter, value in held:
+            state[parameter] = value
 
 
 def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch
-
 from sbp_core.boxing import SurvivingRanks
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
@@ -30,8 +28,9 @@ from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.checkpoint.survivors import claimed_from_the_lost, pieces_left
 from sbp_launch.parallelize.agreement import Gather
 from sbp_launch.parallelize.joining import DEADLINE_S
+from sbp_launch.parallelize.loading import load_states
 from sbp_launch.parallelize.scalars import restore_groups, saved_groups
-from sbp_launch.planning.flow import Planned
+from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.output import write_plan
 from sbp_launch.run.environment import versions
 from sbp_launch.world import World
@@ -61,21 +60,13 @@ class StepSaves:
     """Saves the checkpoints of a parallel step: at once, or while later steps run.
 
     Args:
-        planned: Its plan.
+        training: Has the states, and the optimizers whose settings are saved with them.
         seed: Its seed.
         processes: Of the step.
-        optimizer: Whose settings are saved with the states.
     """
 
-    def __init__(
-        self,
-        planned: Planned,
-        seed: int,
-        processes: Processes,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self._planned, self._seed, self._processes = planned, seed, processes
-        self._optimizer = optimizer
+    def __init__(self, training: Training, seed: int, processes: Processes) -> None:
+        self._training, self._seed, self._processes = training, seed, processes
         self._saves = BackgroundSaves()
         #: The claim to the folder of the one that is under way.
         self._claim = ExitStack()
@@ -95,7 +86,7 @@ class StepSaves:
         def begin() -> None:
             if self._processes.is_first:
                 claim.enter_context(_claimed(storage))
-                write_plan(folder, self._planned)
+                write_plan(folder, self._training.planned)
 
         with claim:
             self._processes.agree(begin, "the plan cannot be written", str(folder))
@@ -116,7 +107,7 @@ class StepSaves:
             logger.warning("the checkpoint %s is not saved: a rank has ended", self._saves.name)
         self._saves.abandon()
         self._claim.close()
-        pieces, _ = pieces_left(self._planned.plan, session, left, step, DEADLINE_S)
+        pieces, _ = pieces_left(self._training.plan, session, left, step, DEADLINE_S)
         processes = Processes(
             rank=self._processes.rank,
             ranks=left.ranks,
@@ -129,7 +120,7 @@ class StepSaves:
             def begin() -> None:
                 if processes.is_first:
                     held.enter_context(claimed_from_the_lost(storage))
-                    write_plan(folder, self._planned)
+                    write_plan(folder, self._training.planned)
 
             processes.agree(begin, "what is left cannot be written", str(folder))
             save(storage, step_name(step), self._metadata(step), pieces, processes)
@@ -138,8 +129,8 @@ class StepSaves:
         return Metadata(
             step=step,
             seed=self._seed,
-            settings={_GROUPS: saved_groups(self._optimizer)},
-            graph_hash=graph_hash(self._planned.graph),
+            settings={_GROUPS: saved_groups(self._training.groups)},
+            graph_hash=graph_hash(self._training.planned.graph),
             versions=versions(),
         )
 
@@ -220,10 +211,9 @@ def _claimed(storage: Storage) -> Iterator[None]:
 
 def load_step(
     path: Path,
-    session: Session,
+    training: Training,
     seed: int,
     processes: Processes,
-    optimizer: torch.optim.Optimizer,
     *,
     keeps: bool,
     replacing: Callable[[], None],
@@ -235,10 +225,9 @@ def load_step(
 
     Args:
         path: Of one, or of a folder of them, of which damaged ones are passed over with a warning.
-        session: Whose states are replaced.
+        training: Whose states are replaced, and whose groups get the settings that were saved.
         seed: Of the step.
         processes: Of the step.
-        optimizer: Whose groups get the settings that were saved.
         keeps: Whether the states are to be kept if a checkpoint is damaged: it is read twice.
         replacing: Called before states are replaced: if this function raises behind that, the
             session has no states until it is given others.
@@ -262,7 +251,7 @@ def load_step(
             if keeps:
                 verify_together(checkpoint, processes)
             states = ReadTogether(checkpoint, replacing)
-            session.load_state_dict(states)
+            load_states(training, states, checkpoint)
             if (problem := states.agree(processes)) is not None:
                 raise problem
         except DamagedError as error:
@@ -271,7 +260,7 @@ def load_step(
             logger.warning("%s; it is passed over", error.what)
         else:
             metadata = checkpoint.manifest.metadata
-            restore_groups(optimizer, metadata.settings.get(_GROUPS), checkpoint.place)
+            restore_groups(training.groups, metadata.settings.get(_GROUPS), checkpoint.place)
             return metadata.step
     raise none_is_whole(storage, len(names))
 

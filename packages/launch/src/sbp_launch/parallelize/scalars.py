@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -58,29 +58,28 @@ class UpdateScalars:
         return found
 
 
-def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of an optimizer's groups, as JSON: numbers, texts, lists of these."""
+def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of parameter groups, as JSON: numbers, texts, lists of these."""
     found = []
-    for group in optimizer.param_groups:
+    for group in groups:
         values = {key: _plain(value) for key, value in group.items() if key != "params"}
         found.append({key: value for key, value in values.items() if _is_json(value)})
     return found
 
 
-def restore_groups(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> None:
-    """Give the groups of an optimizer settings that `saved_groups` returned.
+def restore_groups(groups: Sequence[dict[str, Any]], saved: Any, where: str) -> None:
+    """Give parameter groups settings that `saved_groups` returned.
 
     Args:
-        optimizer: Perhaps another one; then its settings stay, with a warning.
+        groups: Perhaps others; then their settings stay, with a warning.
         saved: None, of a checkpoint that has none.
         where: What the checkpoint is called.
     """
     if not isinstance(saved, list):
         return
-    groups = optimizer.param_groups
     if len(saved) != len(groups):
         logger.warning(
-            "%s has the settings of %d parameter groups, and the optimizer has %d: its settings "
+            "%s has the settings of %d parameter groups, and there are %d: their settings "
             "stay as they are",
             where,
             len(saved),

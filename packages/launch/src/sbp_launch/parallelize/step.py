@@ -1,47 +1,41 @@
-"""The parallel step: what `parallelize` returns, and what a training loop calls."""
+"""The parallel step: what `parallelize` returns, with the states that it trains."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
-from sbp_core.boxing import BoxingBackend
-from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import RunError, SbpValueError
-from sbp_core.graph import LogicalGraph
-from sbp_core.runtime import BatchIs, Session, local_samples
+from sbp_core.collection import collection_paused
+from sbp_core.errors import RunError
+from sbp_core.plugins import Planner
+from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.checkpoint.survivors import MEET_S
-from sbp_launch.console import say
-from sbp_launch.parallelize.agreement import Gather, compare_batches
+from sbp_launch.parallelize.arguments import checked_micro_batches, in_arguments, update_options
+from sbp_launch.parallelize.choices import Choice, Choices
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
+from sbp_launch.parallelize.flow import Pins, PlannedProgram, plan_program
 from sbp_launch.parallelize.following import Following
-from sbp_launch.parallelize.forms import Forms
-from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.joining import join
-from sbp_launch.parallelize.output import StepOutput
+from sbp_launch.parallelize.loading import load_states
 from sbp_launch.parallelize.program import OneDeviceProgram
+from sbp_launch.parallelize.program_step import ProgramStep
 from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
-from sbp_launch.parallelize.scalars import UpdateScalars
-from sbp_launch.planning.output import print_plan
-from sbp_launch.planning.source_lines import naming_source_lines
-from sbp_launch.world import World
-from sbp_torch.capture import flatten_batch
+from sbp_launch.parallelize.training import Training
+from sbp_torch.capture import UpdateOptions
 from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
-from sbp_torch.optim import note_step
 
 
-class ParallelStep:
+class ParallelStep(ProgramStep):
     """A training step on all ranks: call it with a batch, inside a `with` block.
 
     Made by `parallelize`. Several processes, one a rank, make the same calls in the same order.
@@ -53,28 +47,18 @@ class ParallelStep:
     def __init__(
         self,
         program: OneDeviceProgram,
-        forms: Forms,
+        planned: PlannedProgram,
         engine: Engine,
-        degree: int,
-        states: Mapping[str, Tensor] | None,
         following: Following,
+        training: Training,
+        planner: Planner | Strategy,
+        states: Mapping[str, Tensor] | None,
         comparison: Comparison | None = None,
     ) -> None:
-        self.world: World = engine.world
-        self._program, self._forms, self._engine = program, forms, engine
-        self._planned = planned = forms.first.planned
-        self._given_states = states
-        self._following, self._comparison = following, comparison
-        self._forwards = Forwards(program, planned, engine, degree, following)
-        self._session: Session | None = None
-        self._backend: BoxingBackend | None = None
-        self._first_step = self._num_steps = 0
-        self._updates, self._is_over = True, False
-        self._scalars = UpdateScalars(program.optimizer, program.update)
-        #: Gathers texts of the ranks of other processes, between steps.
-        self._gather: Gather | None = None
-        self._has_compared = self._has_damaged_states = False
-        self._saves: StepSaves | None = None
+        super().__init__(program, planned, engine, following, training, comparison)
+        self._planner, self._given_states = planner, states
+        self._beside: list[ProgramStep] = []
+        self._is_over = False
 
     # Life.
 
@@ -85,7 +69,8 @@ class ParallelStep:
             RunError: it was started before.
             ConfigError: the ranks have different programs; names the difference.
         """
-        if self._session is not None or self._is_over:
+        training = self._training
+        if training.has_begun or self._is_over:
             raise RunError(
                 "this parallel step was started before",
                 accepted="one `with` block for each call of parallelize",
@@ -96,19 +81,17 @@ class ParallelStep:
         states = self._program.first_states(self._given_states)
         session = self._engine.runtime.start(self._planned.plan, states, backend)
         try:
-            self._gather = join(
-                session, backend, self._planned, self._engine, self._program, states
-            )
+            gather = join(session, backend, self._planned, self._engine, self._program, states)
         except BaseException as error:
             session.__exit__(type(error), error, error.__traceback__)
             raise
-        self._session, self._backend, self._given_states = session, backend, None
-        processes = processes_of(self.world, self._gather)
-        self._saves = StepSaves(
-            self._planned, self._engine.seed, processes, self._program.optimizer
-        )
-        self._following.begin(session, backend, self._planned.plan, self._gather)
-        self._forms.begin(session)
+        self._given_states = None
+        training.begin(session, backend, gather)
+        training.saves = StepSaves(training, self._engine.seed, processes_of(self.world, gather))
+        self._forms.begin()
+        for one in self._beside:
+            one._begin()
+        training.connect()
         return self
 
     def close(self) -> None:
@@ -134,165 +117,111 @@ class ParallelStep:
 
     def _close(self, error: BaseException | None) -> None:
         self._is_over = True
-        self._following.end()
+        training = self._training
+        training.end()
         with ExitStack() as closing:
-            if self._session is not None:
+            if training.has_begun:
                 # Ranks of other processes are told of an error that ends the block.
-                closing.callback(
-                    self._session.__exit__, type(error) if error else None, error, None
-                )
-            closing.callback(self._forms.close)
-            closing.callback(self._forwards.close)
-            if self._saves is not None:
-                self._saves.end(error)
+                kind = type(error) if error else None
+                closing.callback(training.started.__exit__, kind, error, None)
+                for one in (self, *self._beside):
+                    closing.callback(one._close_sessions)
+            if training.saves is not None:
+                training.saves.end(error)
 
     @property
     def session(self) -> Session:
-        """The started plan.
+        """The started plan of the first program, whose ranks have all states.
 
         Raises:
             RunError: it is not started, or has lost its states in `load`.
         """
-        if self._has_damaged_states:
-            raise RunError(
-                "this parallel step has no states: those that it was to load are damaged",
-                todo="load others: step.load(PATH), or step.load_state_dict(states)",
-            )
-        return self._started
+        return self._training.session
 
-    @property
-    def _current(self) -> Session:
-        """The started plan, with what was written to the model since the last step."""
-        session = self.session
-        self._following.take_over()
-        return session
+    # Programs.
 
-    @property
-    def _started(self) -> Session:
-        """The started plan, whatever became of its states."""
-        if self._session is None:
-            raise RunError(
-                "this parallel step is not started",
-                todo="use it in a `with` block: with parallelize(...) as step; or call start()",
-            )
-        return self._session
+    @in_arguments()
+    @collection_paused()
+    def beside(
+        self,
+        loss: Callable[[nn.Module, Any], Any],
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        planner: Choice | Planner | None = None,
+        pins: Pins | None = None,
+        micro_batches: int | None = None,
+        clip_norm: float | None = None,
+        update: UpdateOptions | None = None,
+    ) -> ProgramStep:
+        """Plan another training step of the model, on the same states: a second loss or optimizer.
 
-    # Steps.
-
-    def __call__(self, batch: Any, /, **scalars: float) -> StepOutput:
-        """Take one step: forward, backward and update of all micro-batches.
+        Such as of a critic beside an actor, or of a generator beside a discriminator. Every state
+        stays where it is; those that only the other optimizer has are added. The two are called in
+        any order, in all processes the same. Checkpoints, `steps_done` and `state_dict` are of both
+        together, and belong to this step. What is not said here is as in `parallelize`.
 
         Args:
-            batch: Of the form and dtypes of the example given to `parallelize`. One of another
-                shape is another form of the step, captured and planned when it is met first.
-            scalars: Settings of the update for this step: `lr`, for all parameter groups, or
-                `**{"lr.1": 0.1}` for one; and those of `UpdateOptions.scheduled`. What is left out
-                is what the optimizer's groups say now, so schedulers of `torch.optim` just work.
+            loss: `loss(model, batch)`, as `parallelize` takes it.
+            batch: An example of what one step takes; its form may be another one.
+            optimizer: Over some of the model's parameters, others than those of the first one; by
+                default the first one. What no optimizer of a step has does not change in it.
+            planner: Decides how new states are split; by default that of the first program. States
+                that are there stay as they are.
+            pins: How you decide on tensors by name, over what the planner says.
+            micro_batches: Parts of one step; by default as many as of the first program.
+            clip_norm: Largest norm of all gradients together.
+            update: What else happens once a step beside the optimizer.
 
         Raises:
-            SbpValueError: the batch does not fit, or there is no such scalar.
-            ConfigError: the processes are about to take different steps.
-            RunError: a rank failed; what the loop has changed cannot be followed; or the step is
-                not started, or over.
+            ConfigError: something cannot be meant, or does not fit what is there; another optimizer
+                has states of the same parameters.
+            CaptureError: the step cannot be captured; says at which line of your code.
+            GraphError: see `parallelize`.
+            RunError: this step is over; or the runtime takes steps of one form only.
         """
-        if not self._updates:
-            if scalars:
-                raise SbpValueError(
-                    f"{next(iter(scalars))}= is a setting of the update, and step.no_update() "
-                    "leaves that out"
-                )
-            return self._forward(batch, self._engine.batch_is, in_evaluation=False)
-        flat = flatten_batch(batch)
-        self.session  # noqa: B018 - raises if there is none
-        values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
-        if self._gather is not None and not self._has_compared:
-            compare_batches(self._forms.first.parts, flat, self._gather)
-            self._has_compared = True
-        form = self._forms.before_step(batch, values)
-        assert form.session is not None, "the step is started"
-        compared = self._comparison if self._comparison and self._comparison.is_due else None
-        if compared is not None and not compared.has_begun:
-            first = self.state_dict(to=0)
-            with self._following.apart():
-                compared.begin(first, self.steps_done)
-        with naming_source_lines(form.planned.graph):
-            found = form.session.step(flat, values, batch_is=self._engine.batch_is)
-        self._num_steps += 1
-        if compared is not None:
-            compared.step(batch, float(found.loss), values)
-        self._following.behind_step()
-        note_step(self._program.optimizer)
-        assert self._saves is not None, "the step is started"
-        self._saves.behind_step()
-        return StepOutput.of(found)
-
-    def evaluate(self, batch: Any, /, *, batch_is: BatchIs | None = None) -> StepOutput:
-        """Return loss and metrics of a batch in evaluation mode; nothing changes.
-
-        Args:
-            batch: Of any size. The first one of each size is captured and planned.
-            batch_is: What this process passes, if not what it passes to training steps.
-        """
-        return self._forward(batch, batch_is or self._engine.batch_is, in_evaluation=True)
-
-    @contextmanager
-    def no_update(self) -> Iterator[None]:
-        """Let steps inside the `with` block return their loss and change nothing.
-
-        The model stays in the mode in which it trains. Gradients are not accumulated over steps: a
-        plan is one whole step, with the update in it, and `micro_batches=` accumulates inside it.
-        """
-        before, self._updates = self._updates, False
-        try:
-            yield
-        finally:
-            self._updates = before
-
-    def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
-        result = self._forwards.step(
-            self._current,
-            batch,
-            self._draws(),
-            batch_is=batch_is,
-            in_evaluation=in_evaluation,
-            gather=self._gather,
+        training, first, engine = self._training, self._program, self._engine
+        if self._is_over:
+            raise RunError(
+                "this parallel step is over",
+                todo="call step.beside inside of its `with` block, or before",
+            )
+        chosen = self._planner
+        if planner is not None:
+            chosen = Choices(engine.registry).chosen("planner", planner)
+        settings = replace(
+            engine.settings,
+            update=update_options(update, clip_norm),
+            micro_batches=checked_micro_batches(
+                engine.settings.micro_batches if micro_batches is None else micro_batches
+            ),
+        ).without_tied_counters()
+        own = replace(engine, settings=settings)
+        program = replace(
+            first,
+            loss=loss,
+            optimizer=first.optimizer if optimizer is None else optimizer,
+            update=settings.update,
         )
-        return StepOutput.of(result)
-
-    def _draws(self) -> dict[str, float]:
-        """Return what random numbers are counted with."""
-        return {"seed": self._engine.seed, "step": self.steps_done}
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Parts of a batch that processes load: `num_replicas` of a `DistributedSampler`.
-
-        Raises:
-            SbpValueError: the ranks hold other samples of one batch tensor than of another.
-        """
-        if self.world.size == 1:
-            return 1
-        plan = self._planned.plan
-        held = (sum(map(len, local_samples(plan, [part.rank]))) for part in plan.ranks)
-        of = next((part.of for part in self._forms.first.parts.values() if part.shape), 1)
-        return of // max(held, default=of)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which part this process loads: `rank` of a `DistributedSampler`.
-
-        Processes that hold the same samples, along an axis `tensor`, load the same part; one that
-        reads no batch, in the middle of a pipeline, may load any.
-        """
-        samples = local_samples(self._planned.plan, self._engine.ranks)
-        return samples[0].start // len(samples[0]) if samples else 0
+        training.check_optimizer(program)
+        following = Following(program)
+        with training.capturing(program):
+            planned = plan_program(
+                program, batch, chosen, pins, own, following, beside=training.planned
+            )
+        made = ProgramStep(program, planned, own, following, training)
+        self._beside.append(made)
+        if training.has_begun:
+            training.compare_programs(planned.planned, engine.registry)
+            made._begin()
+        return made
 
     # States.
 
     @property
     def steps_done(self) -> int:
         """Steps taken, those before a `load` included."""
-        return self._first_step + self._num_steps
+        return self._training.steps_done
 
     def state_dict(self, *, to: int | None = None) -> dict[str, Tensor]:
         """Return every state as a whole tensor, a copy: parameters, buffers, optimizer states.
@@ -304,9 +233,10 @@ class ParallelStep:
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
-        self._started.load_state_dict(states)
-        self._has_damaged_states = False
-        self._following.replaced()
+        training = self._training
+        load_states(training, states, states)
+        training.has_damaged_states = False
+        training.replaced()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
@@ -315,7 +245,7 @@ class ParallelStep:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return what `optimizer.load_state_dict` takes: whole tensors on all ranks."""
         program, states = self._program, self.state_dict()
-        with self._following.apart():
+        with self._training.apart():
             return to_optimizer_state(states, program.model, program.optimizer)
 
     def copy_to(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -326,7 +256,7 @@ class ParallelStep:
             optimizer: Likewise.
         """
         states = self.state_dict()
-        if self._following.copied_to(states, model, optimizer):
+        if self._training.copied_to(states, model, optimizer):
             return
         model.load_state_dict(to_model_state(states, model))
         if optimizer is not None:
@@ -352,17 +282,17 @@ class ParallelStep:
                 step raises that, in all processes the same one, or `finish_saving`, the next `save`
                 or the end of the block.
         """
-        session = self._current
-        assert self._saves is not None, "the step is started"
-        backend = self._backend
+        session, training = self._current, self._training
+        assert training.saves is not None, "the step is started"
+        backend = training.backend
         if backend is not None and backend.spans_processes and backend.failure_reason():
             left = backend.survivors(MEET_S)
             try:
-                self._saves.save_left(Path(folder), session, self.steps_done, left)
+                training.saves.save_left(Path(folder), session, self.steps_done, left)
             finally:
                 left.leave()
             return
-        self._saves.save(Path(folder), session, self.steps_done, wait=wait)
+        training.saves.save(Path(folder), session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
         """Wait until what `save(..., wait=False)` saves is on the disk; all processes call it.
@@ -370,8 +300,8 @@ class ParallelStep:
         Raises:
             RunError: it cannot be written.
         """
-        if self._saves is not None:
-            self._saves.finish()
+        if self._training.saves is not None:
+            self._training.saves.finish()
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, perhaps of another mesh; all processes call it.
@@ -390,23 +320,22 @@ class ParallelStep:
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
         self.finish_saving()
-        session = self._started
+        training = self._training
 
         def replacing() -> None:
-            self._has_damaged_states = True  # until all processes have read theirs whole
+            training.has_damaged_states = True  # until all processes have read theirs whole
 
         done = load_step(
             Path(path),
-            session,
+            training,
             self._engine.seed,
-            processes_of(self.world, self._gather),
-            self._program.optimizer,
-            keeps=self._num_steps > 0 and not self._has_damaged_states,
+            processes_of(self.world, training.gather),
+            keeps=training.num_steps > 0 and not training.has_damaged_states,
             replacing=replacing,
         )
-        self._has_damaged_states = False
-        self._following.replaced()
-        self._first_step = done - self._num_steps
+        training.has_damaged_states = False
+        training.replaced()
+        training.first_step = done - training.num_steps
         if self._comparison is not None:
             self._comparison.forget()
 
@@ -435,51 +364,12 @@ class ParallelStep:
         weights = find_weights(
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )
-        with self._following.apart(), weights.over(program.own_states()) as states:
+        with self._training.apart(), weights.over(program.own_states()) as states:
             session.load_state_dict(states)
-        self._following.replaced()
-
-    # The plan.
-
-    @property
-    def forms(self) -> tuple[PhysicalPlan, ...]:
-        """The plans of all forms of the step, as they were met; the first is `plan`."""
-        return self._forms.plans
-
-    @property
-    def graph(self) -> LogicalGraph:
-        """The captured step."""
-        return self._planned.graph
-
-    @property
-    def strategy(self) -> Strategy:
-        """How every tensor is stored and every operator split."""
-        return self._planned.strategy
-
-    @property
-    def plan(self) -> PhysicalPlan:
-        """What every rank runs."""
-        return self._planned.plan
-
-    def report(self, file: TextIO | None = None, *, max_rows: int = 30) -> None:
-        """Print the plan as `sbp-plan` does: layouts, what is sent, time, memory. On rank 0 only.
-
-        With what was proved of it; and, after the steps that are compared with one device, how far
-        they are off.
-
-        Args:
-            file: Where; standard output if None.
-            max_rows: Most rows of its table; 0 for no table.
-        """
-        if self.world.rank != 0:
-            return
-        out = file or sys.stdout
-        console = Console(file=out, width=None if out.isatty() else 100)
-        mesh = self._engine.settings.mesh
-        sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
-        print_plan(console, self._planned, sizes, max_rows, "raise max_rows to see them")
-        say(console, self._comparison.lines() if self._comparison else [])
+        self._training.replaced()
 
     def __repr__(self) -> str:
-        state = "over" if self._is_over else "not started" if self._session is None else "started"
+        state = (
+            "over" if self._is_over else "started" if self._training.has_begun else "not started"
+        )
         return f"<ParallelStep on {self._engine.settings.mesh}, {state}>"

@@ -1,7 +1,11 @@
-"""Plans beside that of a training step, around the states that it has: forms, and evaluations."""
+"""Plans beside that of a training step, around the states that it has.
+
+Those of its other forms, of other programs over its states, and of evaluations.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,20 +17,27 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.flow import Captured, Planned, PlanSettings, check_fits, compiled
 
+#: Plans a graph, with what is pinned of it: SBP by name.
+PlanAround = Callable[[LogicalGraph, Mapping[str, str]], Strategy]
 
-def plan_form(train: Planned, captured: Captured, settings: PlanSettings) -> Planned:
-    """Plan another form of a training step, with every state where the first form has it.
 
-    What the first form says of operators holds, if they are the same ones; else it is inferred
-    anew around the states.
+def plan_form(
+    train: Planned, captured: Captured, settings: PlanSettings, plan: PlanAround
+) -> Planned:
+    """Plan another step on the states of a training step, each of which stays where it is.
+
+    What that says of operators holds, if they are the same ones. Else, if there are states that it
+    has not, the planner is asked; and without new ones, or if it cannot keep to what is there,
+    operators are inferred around the states.
 
     Args:
-        train: The first form.
-        captured: Another one: of another batch, or of a program that has changed.
-        settings: Those of the first form.
+        train: The training step.
+        captured: Another one: of another batch, of a program that has changed, or another program.
+        settings: Of the other step.
+        plan: The planner.
 
     Raises:
-        PlanError: it has states that the first form has not.
+        PlanError: the training step trains on parameters of earlier steps.
         ConfigError: a rank would not fit its memory.
     """
     known = train.strategy
@@ -36,34 +47,33 @@ def plan_form(train: Planned, captured: Captured, settings: PlanSettings) -> Pla
             accepted="plans without staleness",
         )
 
-    def plan(graph: LogicalGraph) -> Strategy:
-        here, there = (
-            {entry.name for entry in one.inputs if entry.kind.is_state}
-            for one in (graph, train.graph)
-        )
-        for name in sorted(here - there):
-            raise PlanError(
-                f"it has the state {name!r}, and the step that was planned first has not",
-                accepted="forms over the same states",
-            )
+    def around(graph: LogicalGraph) -> Strategy:
         names = {node.name for node in graph.nodes if not node.is_host}
         inputs = {entry.name for entry in graph.inputs if graph.is_tensor(entry.name)}
         if names == known.nodes.keys() and inputs == known.storage.keys():
             with suppress(SbpError):
                 check_strategy(graph, known)
                 return known
+        pins = {name: str(known.storage[name].sbp) for name in inputs if name in known.storage}
+        if any(e.kind.is_state and e.name in inputs - known.storage.keys() for e in graph.inputs):
+            with suppress(SbpError):
+                found = plan(graph, pins)
+                if found.stages == known.stages and all(
+                    found.storage[name] == known.storage[name] for name in pins
+                ):
+                    return found
         modules = _stage_modules(train, graph)
         found = infer_strategy(
             PlanRequest(graph=graph, mesh=settings.mesh, cluster=settings.cluster),
             planner=known.planner,
-            pins={name: str(known.storage[name].sbp) for name in inputs if name in known.storage},
+            pins=pins,
             stages=known.stages,
             stage_patterns=modules if len(modules) > 1 else (),
             in_flight=known.in_flight,
         )
         return replace(found, regather=known.regather)
 
-    graph, strategy = captured.planned(plan)
+    graph, strategy = captured.planned(around)
     made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made

@@ -196,6 +196,23 @@ def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
     return replace(plan, ranks=ranks, ties=ties)
 
 
+def counted_apart(plan: PhysicalPlan) -> PhysicalPlan:
+    """Return a plan in which each host number stands for one state, to be held by `widened`."""
+    ties = {f"{name}.{state}": (state,) for name, tied in plan.ties.items() for state in tied}
+    ranks = tuple(
+        replace(
+            part,
+            slots=tuple(
+                replace(slot, name=name)
+                for slot in part.slots
+                for name in (f"{slot.name}.{state}" for state in plan.ties.get(slot.name, ()))
+            ),
+        )
+        for part in plan.ranks
+    )
+    return replace(plan, ranks=ranks, ties=ties)
+
+
 def known_state(plan: PhysicalPlan, name: str) -> str:
     """Return by which name ranks know a state: a host number may stand for several.
 

@@ -53,19 +53,13 @@ class ConnectedStates:
     Args:
         model: The one-device program. Tensors of classes that have a `__torch_function__` of their
             own, and those without values, are left alone.
-        optimizer: Over the model's parameters.
-        update: As given to `capture`.
         read: Reads states of the step.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        update: UpdateOptions,
-        read: ReadStates,
-    ) -> None:
-        self._model, self._optimizer, self._update, self._read = model, optimizer, update, read
+    def __init__(self, model: nn.Module, read: ReadStates) -> None:
+        self._model, self._read = model, read
+        #: What trains it: optimizers, with what happens beside each.
+        self._programs: list[tuple[torch.optim.Optimizer, UpdateOptions]] = []
         self._tensors = {
             name: tensor
             for name, tensor in model_tensors(model).items()
@@ -86,11 +80,35 @@ class ConnectedStates:
         #: Of tensors whose memory was handed out: what it held then.
         self._handed_out: dict[str, Tensor] = {}
         self._is_behind = False
-        begins = initial_states(model, optimizer, update, copy=False)
-        #: The states of the step that are those of the optimizer.
-        self._of_optimizers = tuple(name for name in begins if self._is_optimizers(name))
-        self._dtypes = {name: begins[name].dtype for name in self._of_optimizers}
-        self._states = [OptimizerStates(one, self.read_optimizer) for one in members(optimizer)]
+        #: dtypes of the states of the step that are those of optimizers.
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._states: list[OptimizerStates] = []
+        self._is_connected = False
+
+    def add(self, optimizer: torch.optim.Optimizer, update: UpdateOptions) -> None:
+        """Know the states of an optimizer, which the step has; if it is known, new ones of it.
+
+        What was written to it before has been taken over.
+
+        Args:
+            optimizer: Over the model's parameters.
+            update: As given to `capture`.
+        """
+        if not any(optimizer is known and update is same for known, same in self._programs):
+            self._programs.append((optimizer, update))
+        with self.apart():
+            begins = initial_states(self._model, optimizer, update, copy=False)
+        self._dtypes |= {
+            name: one.dtype for name, one in begins.items() if self._is_optimizers(name)
+        }
+        known = {id(one.optimizer) for one in self._states}
+        for part in members(optimizer):
+            if id(part) not in known:
+                self._states.append(OptimizerStates(part, self.read_optimizer))
+                if self._is_connected:
+                    self._states[-1].connect()
+        for one in self._states:
+            one.is_behind |= one.optimizer in members(optimizer)
 
     def connect(self, let_go: Callable[[bool], None]) -> None:
         """Begin: tensors and states are as those of the step.
@@ -99,7 +117,7 @@ class ConnectedStates:
             let_go: Called if somebody else wants the model; disconnects it, or raises. Is told
                 whether they have states of their own.
         """
-        self.let_go = let_go
+        self.let_go, self._is_connected = let_go, True
         for name, tensor in self._tensors.items():
             connect(tensor, self, name)
         for one in self._states:
@@ -182,7 +200,13 @@ class ConnectedStates:
         if any(one.is_written() for one in self._states):
             self.read_optimizer()
             with self.apart():
-                own = initial_states(self._model, self._optimizer, self._update, copy=False)
+                own = {
+                    name: value
+                    for optimizer, update in self._programs
+                    for name, value in initial_states(
+                        self._model, optimizer, update, copy=False
+                    ).items()
+                }
             for name, dtype in self._dtypes.items():
                 if name in own:
                     found[name] = own[name].to(dtype)
@@ -194,11 +218,14 @@ class ConnectedStates:
                     )
         return found
 
-    def take_optimizer(self, states: Mapping[str, Tensor]) -> None:
-        """Give the optimizer states that are those of the step."""
+    def take_optimizer(
+        self, states: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Give an optimizer states that are those of the step."""
         with self.apart():
             for one in self._states:
-                one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])
+                if one.optimizer in members(optimizer):
+                    one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])
 
     def _is_optimizers(self, name: str) -> bool:
         parameter, _, key = name.rpartition(".")
@@ -250,7 +277,7 @@ class ConnectedStates:
                 todo="ask the step: step.optimizer_state_dict(), step.state_dict()",
             )
         with self.apart():
-            states = self._read(self._of_optimizers)
+            states = self._read(tuple(self._dtypes))
             for one in behind:
                 one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])
 

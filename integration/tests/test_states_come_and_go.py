@@ -1,0 +1,173 @@
+"""States that a step begins to have, or no longer trains, while it goes on: equal to plain PyTorch.
+
+Layers that are unfrozen have moments that the first form of the step had not, and count their own
+steps. They are added where the others are, and checkpoints have all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_following import LAYOUTS, Twins, assert_alike, batch, loss_of
+
+from sbp_launch import parallelize
+
+OPTIMIZERS = {
+    "Adam": {"lr": 0.01},
+    "SGD": {"lr": 0.01, "momentum": 0.9},
+    "AdamW": {"lr": 0.01, "amsgrad": True},
+    "Adagrad": {"lr": 0.01},
+}
+
+
+def twins_of(kind):
+    make = getattr(torch.optim, kind)
+    return Twins(lambda model: make(model.parameters(), **OPTIMIZERS[kind]))
+
+
+def trains(name, is_trained):
+    return lambda model, optimizer: model.get_submodule(name).requires_grad_(is_trained)
+
+
+@pytest.mark.slow(but=5)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_layers_are_unfrozen_and_frozen_again(kind, layout):
+    twins = twins_of(kind)
+    twins.both(trains("body", False))
+
+    with twins.start(**layout) as step:
+        twins.steps(step, 2)
+        for index, (name, is_trained) in enumerate(
+            [("body", True), ("head", False), ("head", True), ("body", False)], start=1
+        ):
+            twins.both(trains(name, is_trained))
+            twins.steps(step, 2, first=2 * index)
+            twins.assert_equal()
+        twins.both(trains("body", True))
+        twins.steps(step, 1, first=20)
+        assert len(step.forms) <= 3
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_a_layer_is_frozen_under_adam_by_the_first_step(layout):
+    """Its counter stands still while those of others go on."""
+    twins = twins_of("Adam")
+
+    with twins.start(**layout) as step:
+        twins.steps(step, 2)
+        twins.both(trains("body", False))
+        twins.steps(step, 2, first=2)
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=4)
+        counts = {name: float(one) for name, one in step.state_dict().items() if "step" in name}
+        twins.assert_equal()
+
+    assert counts["body.weight.step"] == 4 and counts["head.weight.step"] == 6
+
+
+def test_a_program_that_changed_is_not_taken_for_the_first_one():
+    """The first batch behind a change may have another shape than the one that comes next."""
+    twins = Twins()
+
+    with twins.start(mesh=2) as step:
+        twins.steps(step, 2)
+        twins.both(trains("body", False))
+        twins.steps(step, 1, first=2, size=4)
+        twins.steps(step, 1, first=3, size=8)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_group_is_added(layout):
+    twins = Twins(lambda model: torch.optim.Adam(model.head.parameters(), lr=0.01))
+
+    with twins.start(**layout) as step:
+        twins.steps(step, 2)
+        twins.both(
+            lambda model, optimizer: optimizer.add_param_group(
+                {"params": model.body.parameters(), "lr": 0.001}
+            )
+        )
+        twins.steps(step, 2, first=2)
+        twins.assert_equal()
+    twins.assert_equal()
+
+
+def test_checkpoints_do_not_know_of_what_was_frozen(tmp_path):
+    twins = twins_of("Adam")
+    twins.both(trains("body", False))
+
+    def load(step, name):
+        step.load(tmp_path / name)
+        twins.models[1].load_state_dict(saved[name][0])
+        twins.optimizers[1].load_state_dict(copy.deepcopy(saved[name][1]))
+
+    saved = {}
+
+    def save(step, name):
+        step.save(tmp_path / name)
+        model, optimizer = twins.models[1], twins.optimizers[1]
+        copied = {key: one.clone() for key, one in model.state_dict().items()}
+        saved[name] = copied, copy.deepcopy(optimizer.state_dict())
+
+    with twins.start(mesh=4, planner="manual/zero") as step:
+        twins.steps(step, 2)
+        save(step, "frozen")
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=2)
+        save(step, "trained")
+        load(step, "frozen")  # where its moments had not begun
+        twins.steps(step, 2, first=4)
+        twins.assert_equal()
+        load(step, "trained")
+        assert step.steps_done == 4
+        twins.steps(step, 1, first=6)
+        twins.assert_equal()
+
+    other = twins_of("Adam")
+    other.both(trains("body", False))
+    twins = other
+    with twins.start(mesh=2) as step:
+        load(step, "trained")  # whose moments wait
+        twins.steps(step, 1)
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=1)
+        twins.assert_equal()
+
+
+def test_a_checkpoint_that_is_being_written_is_of_its_own_step(tmp_path):
+    """The update of the next step overwrites parameters that no update before has overwritten."""
+    twins = twins_of("Adam")
+    twins.both(trains("body", False))
+
+    with twins.start(mesh=2, planner="manual/zero") as step:
+        twins.steps(step, 2)
+        wanted = step.state_dict()
+        step.save(tmp_path, wait=False)
+        twins.both(trains("body", True))
+        twins.steps(step, 3, first=2)
+        step.finish_saving()
+        step.load(tmp_path)
+        found = step.state_dict()
+
+    assert_alike({name: found[name] for name in wanted}, wanted)
+
+
+def test_states_of_a_run_that_trained_all_are_gone_on_with():
+    twins = twins_of("Adam")
+    twins.both(trains("body", False))
+    with twins.start() as step:
+        twins.steps(step, 1)
+        twins.both(trains("body", True))
+        twins.steps(step, 1, first=1)
+        states = step.state_dict()
+
+    assert {"body.weight.exp_avg", "head.weight.exp_avg"} <= states.keys()
+    model, optimizer = twins.models[0], twins.optimizers[0]
+    with parallelize(model, loss_of, batch(0), optimizer, mesh=2, states=states) as step:
+        twins.steps(step, 1, first=2)
+    twins.assert_equal()
