@@ -1,0 +1,220 @@
+"""Several programs over one set of states: equal to plain PyTorch, in any order, on any layout."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_following import assert_alike
+from torch import nn
+from torch.nn import functional
+
+from sbp_core.errors import ConfigError, RunError
+from sbp_launch import parallelize
+
+LAYOUTS = (
+    {},
+    {"mesh": 2, "planner": "manual/zero"},
+    {"mesh": 4, "planner": "osdp"},
+    {"mesh": (2, 2), "micro_batches": 2},
+)
+
+
+class Gan(nn.Module):
+    """A generator and a discriminator, each with a batch norm, as in DCGAN."""
+
+    def __init__(self, norm=nn.BatchNorm1d):
+        super().__init__()
+        # Biases before a batch norm have gradients of rounding errors, which Adam makes large.
+        self.generator = nn.Sequential(
+            nn.Linear(4, 8, bias=False), norm(8), nn.ReLU(), nn.Linear(8, 6)
+        )
+        self.discriminator = nn.Sequential(
+            nn.Linear(6, 8, bias=False), norm(8), nn.LeakyReLU(0.2), nn.Linear(8, 1)
+        )
+
+
+def score(model, x, wanted):
+    found = model.discriminator(x).squeeze(1)
+    return functional.binary_cross_entropy_with_logits(found, torch.full_like(found, wanted))
+
+
+def loss_d(model, batch):
+    fake = model.generator(batch["noise"]).detach()
+    return score(model, batch["real"], 1.0) + score(model, fake, 0.0)
+
+
+def loss_g(model, batch):
+    return score(model, model.generator(batch["noise"]), 1.0)
+
+
+def batch(index, size=8):
+    generator = torch.Generator().manual_seed(index)
+    one, other = (torch.randn(size, n, generator=generator, dtype=torch.float64) for n in (4, 6))
+    return {"noise": one, "real": other}
+
+
+def noise(index, size=8):
+    return {"noise": batch(1000 + index, size)["noise"]}
+
+
+class Twins:
+    """Two optimizers over one model, by `parallelize` and by plain PyTorch."""
+
+    def __init__(
+        self,
+        make=lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=0.01),
+        norm=nn.BatchNorm1d,
+    ):
+        torch.manual_seed(0)
+        self.models = [Gan(norm).double()]
+        self.models.append(copy.deepcopy(self.models[0]))
+        self.d, self.g = (
+            [make(getattr(model, name).parameters()) for model in self.models]
+            for name in ("discriminator", "generator")
+        )
+
+    def start(self, **layout):
+        step = parallelize(self.models[0], loss_d, batch(0), self.d[0], **layout)
+        return step, step.beside(loss_g, noise(0), self.g[0])
+
+    def step(self, step, loss, given, optimizers):
+        found = float(step(given))
+        optimizers[1].zero_grad()
+        wanted = loss(self.models[1], given)
+        wanted.backward()
+        optimizers[1].step()
+        assert abs(found - wanted.item()) <= 1e-12
+
+    def rounds(self, step_d, step_g, count, first=0, size=8):
+        for index in range(first, first + count):
+            self.step(step_d, loss_d, batch(index, size), self.d)
+            self.step(step_g, loss_g, noise(index, size), self.g)
+
+    def assert_equal(self):
+        assert_alike(*(model.state_dict() for model in self.models))
+        for pair in (self.d, self.g):
+            assert_alike(*(one.state_dict() for one in pair))
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_a_generator_and_a_discriminator_equal_plain_pytorch(kind, layout):
+    make = {
+        "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=0.01),
+        "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    }
+    # The statistics of a batch norm are of the whole batch, and not of micro-batches.
+    norm = nn.LayerNorm if "micro_batches" in layout else nn.BatchNorm1d
+    twins = Twins(make[kind], norm)
+    step, step_g = twins.start(**layout)
+
+    with step:
+        twins.rounds(step, step_g, 3)
+        twins.assert_equal()
+        twins.rounds(step, step_g, 2, first=3, size=4)  # each has forms
+        twins.step(step_g, loss_g, noise(9), twins.g)
+        twins.rounds(step, step_g, 1, first=10)
+        assert step.steps_done == 13
+    twins.assert_equal()
+
+
+def test_no_state_moves_or_is_there_twice():
+    twins = Twins()
+    step, step_g = twins.start(mesh=2, planner="manual/zero")
+
+    with step:
+        held = step.session.store.values
+        before = {rank: dict(values) for rank, values in held.items()}
+        twins.rounds(step, step_g, 2)
+        held = step.session.store.values
+        names = [name for name in before[0] if name.startswith("discriminator.0")]
+        assert all(held[rank][name] is before[rank][name] for rank in held for name in names)
+        moments = [name for name in held[0] if name.startswith("generator") and "exp_avg" in name]
+        assert len(moments) == 10
+        whole = step.state_dict()
+        sharded = [name for name in moments if held[0][name].numel() < whole[name].numel()]
+        assert sharded  # as the planner says of the states of the first program
+
+
+def test_a_program_may_come_later_and_evaluate(tmp_path):
+    twins = Twins()
+    step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2)
+
+    with step:
+        twins.step(step, loss_d, batch(0), twins.d)
+        step_g = step.beside(loss_g, noise(0), twins.g[0])
+        twins.rounds(step, step_g, 2, first=1)
+        step.save(tmp_path)
+        twins.models[1].eval()
+        with torch.no_grad():
+            wanted = loss_g(twins.models[1], noise(7, 6))
+        assert abs(float(step_g.evaluate(noise(7, 6))) - wanted.item()) <= 1e-12
+        twins.models[1].train()
+        at_the_save = copy.deepcopy((twins.models[1], twins.d[1], twins.g[1]))
+        states = step.state_dict()
+
+    other = Twins()
+    step, step_g = other.start(mesh=4, planner="manual/zero")
+    with step:
+        step.load(tmp_path)
+        assert step.steps_done == 5
+        assert_alike(step.state_dict(), states)
+        other.models[1].load_state_dict(at_the_save[0].state_dict())
+        other.d[1].load_state_dict(at_the_save[1].state_dict())
+        other.g[1].load_state_dict(at_the_save[2].state_dict())
+        other.rounds(step, step_g, 2, first=3)
+        other.assert_equal()
+
+
+def test_two_losses_may_have_one_optimizer():
+    twins = Twins()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in twins.models]
+
+    def pull(model, batch):
+        return model.generator(batch["noise"]).square().mean()
+
+    with parallelize(twins.models[0], loss_d, batch(0), optimizers[0], mesh=2) as step:
+        second = step.beside(pull, noise(0))
+        for index in range(3):
+            twins.step(step, loss_d, batch(index), optimizers)
+            twins.step(second, pull, noise(index), optimizers)
+        assert_alike(*(one.state_dict() for one in optimizers))
+        assert_alike(*(model.state_dict() for model in twins.models))
+
+
+def test_what_a_loop_changes_is_followed_in_all_programs():
+    twins = Twins()
+    step, step_g = twins.start(mesh=2)
+
+    with step:
+        twins.rounds(step, step_g, 1)
+        for model in twins.models:
+            with torch.no_grad():
+                model.generator[0].weight.mul_(0.5)
+            model.discriminator[0].requires_grad_(False)
+        for pair in (*zip(twins.d, strict=True), *zip(twins.g, strict=True)):
+            for optimizer in pair:
+                optimizer.param_groups[0]["lr"] = 0.003
+        twins.rounds(step, step_g, 2, first=1)
+        for model in twins.models:
+            model.discriminator[0].requires_grad_(True)
+        twins.rounds(step, step_g, 2, first=3)
+        twins.assert_equal()
+
+
+def test_what_does_not_go_together_is_refused_by_name():
+    twins = Twins()
+    step, _ = twins.start(mesh=2)
+    model = twins.models[0]
+
+    with pytest.raises(ConfigError, match=r"two optimizers have a state(.|\n)*exp_avg"):
+        step.beside(loss_g, noise(0), torch.optim.Adam(model.parameters()))
+    with pytest.raises(ConfigError, match="micro_batches=0"):
+        step.beside(loss_g, noise(0), twins.g[0], micro_batches=0)
+    with step:
+        pass
+    with pytest.raises(RunError, match="over"):
+        step.beside(loss_g, noise(0))
