@@ -145,6 +145,11 @@ class Following:
         """Note that the step is over; its states can still be read."""
         self._is_open = False
 
+    @property
+    def team(self) -> Team:
+        """All processes, once it has begun."""
+        return self._team
+
     # Steps.
 
     def changes(self) -> list[Changed]:

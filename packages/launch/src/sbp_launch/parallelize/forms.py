@@ -13,7 +13,7 @@ planned when it is met first, and kept. All forms train the same states, which s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,12 @@ logger = logging.getLogger(__name__)
 #: Most forms of a step.
 MOST_FORMS = 16
 
-#: From so many on, a warning names what varies.
-_MANY_FORMS = 4
-
 #: Name, shape and dtype of each tensor of a batch.
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 _TODO = (
     "give numbers that change to the loss in the batch, as tensors without dims; pad batches to "
-    "few sizes; or drop what is left over: DataLoader(..., drop_last=True)"
+    "few sizes, as pad_to does; or drop what is left over: DataLoader(..., drop_last=True)"
 )
 
 
@@ -94,6 +91,8 @@ class Forms:
         self._known: dict[Shapes, Form] = {}
         self._training: Session | None = None
         self._has_warned = False
+        #: From so many on, a warning names what varies.
+        self._many_forms = 4
 
     def _form(
         self, planned: Planned, captured: str, session: Session | None, why: str = ""
@@ -116,6 +115,19 @@ class Forms:
         self._training = session
         self.first = self._form(self.first.planned, self.first.captured, session)
         self._forms[self.first.captured] = self.first
+
+    def plan_ahead(self, batches: Iterable[Any]) -> None:
+        """Capture, plan and start forms before steps meet them; all processes call this.
+
+        Args:
+            batches: One of each form, of this process.
+
+        Raises:
+            SbpError: a form cannot be planned.
+        """
+        for batch in batches:
+            self._find(batch)
+            self._many_forms += 1
 
     def before_step(self, batch: Any, scalars: Mapping[str, float]) -> Form:
         """Return the form of the next step; all processes call this, and take the same step.
@@ -217,11 +229,11 @@ class Forms:
                 accepted=f"at most {MOST_FORMS} forms: each is captured, planned and kept",
                 todo=_TODO,
             )
-        if len(self._forms) == _MANY_FORMS and not self._has_warned:
+        if len(self._forms) == self._many_forms and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the step has %d forms by now, each of which was captured and planned: %s; %s; %s",
-                _MANY_FORMS + 1,
+                len(self._forms) + 1,
                 "; ".join(known[-2:]),
                 why,
                 _TODO,

@@ -23,6 +23,7 @@ from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.console import say
 from sbp_launch.parallelize.agreement import Gather, compare_batches
+from sbp_launch.parallelize.buckets import Padding
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
@@ -59,13 +60,16 @@ class ParallelStep:
         states: Mapping[str, Tensor] | None,
         following: Following,
         comparison: Comparison | None = None,
+        padding: Padding | None = None,
     ) -> None:
         self.world: World = engine.world
         self._program, self._forms, self._engine = program, forms, engine
         self._planned = planned = forms.first.planned
         self._given_states = states
         self._following, self._comparison = following, comparison
+        self._padding = padding = padding or Padding()
         self._forwards = Forwards(program, planned, engine, degree, following)
+        self._forwards.most_forms = max(self._forwards.most_forms, padding.num_sizes)
         self._session: Session | None = None
         self._backend: BoxingBackend | None = None
         self._first_step = self._num_steps = 0
@@ -109,6 +113,12 @@ class ParallelStep:
         )
         self._following.begin(session, backend, self._planned.plan, self._gather)
         self._forms.begin(session)
+        try:
+            self._padding.begin(self._following.team)
+            self._forms.plan_ahead(self._padding.examples())
+        except BaseException as error:
+            self._close(error)
+            raise
         return self
 
     def close(self) -> None:
@@ -184,7 +194,8 @@ class ParallelStep:
 
         Args:
             batch: Of the form and dtypes of the example given to `parallelize`. One of another
-                shape is another form of the step, captured and planned when it is met first.
+                shape is another form of the step, captured and planned when it is met first;
+                with `pad_to`, it is padded first.
             scalars: Settings of the update for this step: `lr`, for all parameter groups, or
                 `**{"lr.1": 0.1}` for one; and those of `UpdateOptions.scheduled`. What is left out
                 is what the optimizer's groups say now, so schedulers of `torch.optim` just work.
@@ -202,8 +213,9 @@ class ParallelStep:
                     "leaves that out"
                 )
             return self._forward(batch, self._engine.batch_is, in_evaluation=False)
-        flat = flatten_batch(batch)
         self.session  # noqa: B018 - raises if there is none
+        batch = self._padding(batch, self._engine.batch_is)
+        flat = flatten_batch(batch)
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         if self._gather is not None and not self._has_compared:
             compare_batches(self._forms.first.parts, flat, self._gather)
@@ -251,7 +263,7 @@ class ParallelStep:
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         result = self._forwards.step(
             self._current,
-            batch,
+            self._padding(batch, batch_is),
             self._draws(),
             batch_is=batch_is,
             in_evaluation=in_evaluation,
@@ -478,6 +490,7 @@ class ParallelStep:
         mesh = self._engine.settings.mesh
         sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
         print_plan(console, self._planned, sizes, max_rows, "raise max_rows to see them")
+        say(console, self._padding.lines)
         say(console, self._comparison.lines() if self._comparison else [])
 
     def __repr__(self) -> str:
