@@ -11,6 +11,7 @@ before the first step. That padding changes neither loss nor gradients is not ta
 
 from __future__ import annotations
 
+from cmath import isinf
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -327,7 +328,8 @@ class BucketPadding(Padding):
             return value
         try:
             held = torch.full((), number, dtype=dtype).item()
-            is_held = held == number or dtype.is_floating_point or dtype.is_complex
+            is_rounded = dtype.is_floating_point or dtype.is_complex
+            is_held = held == number or (is_rounded and isinf(held) == isinf(number))
         except (RuntimeError, ValueError, OverflowError):
             is_held = False
         if not is_held:
