@@ -35,11 +35,13 @@ from sbp_launch.parallelize.arguments import (
     make_settings,
     update_options,
 )
+from sbp_launch.parallelize.buckets import LengthBuckets, make_padding
 from sbp_launch.parallelize.choices import Choice, Choices
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import Pins, plan_program
 from sbp_launch.parallelize.following import Following
+from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.program_step import ProgramStep
@@ -50,7 +52,7 @@ from sbp_launch.world import World
 from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import DeferredModel
 
-__all__ = ["ParallelStep", "ProgramStep", "StepOutput", "parallelize"]
+__all__ = ["LengthBuckets", "ParallelStep", "ProgramStep", "StepOutput", "parallelize"]
 
 
 @in_arguments()
@@ -70,6 +72,7 @@ def parallelize(
     loss_is: LossIs = "whole_batch",
     micro_batches_per_update: int = 1,
     batch_is: BatchIs = "global",
+    pad_to: LengthBuckets | Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     update: UpdateOptions | None = None,
     autocast: str | torch.dtype = "",
@@ -108,6 +111,8 @@ def parallelize(
             mean of their losses; divides `micro_batches`.
         batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
             the part of its own rank, as loaders with a `DistributedSampler` make it.
+        pad_to: Sizes to which batches of many lengths are padded, all planned before the first
+            step; in which padding is proved to change neither loss nor gradients of the example.
         clip_norm: Largest norm of all gradients together.
         update: What else happens once a step beside the optimizer.
         autocast: Run the forward under `torch.autocast` to `bfloat16` or `float16`.
@@ -119,7 +124,8 @@ def parallelize(
             `model.state_dict()` return them. By default those of the model and the optimizer.
         seed: Of random numbers in the step, such as those of dropout.
         prove: Run the planned step beside the captured one, on small random data, and refuse it if
-            it computes something else; `report` says what was proved. See `compile.prove`.
+            it computes something else; `report` says what was proved. See `compile.prove`. With
+            `pad_to`, also run the example padded, and refuse padding that changes it.
         compare_steps: First steps that also run on one device, with copies of model and optimizer;
             `report` says how far their losses are off.
 
@@ -169,12 +175,15 @@ def parallelize(
         seed=seed,
         batch_is=checked_batch_is(batch_is),
     )
-    planned = plan_program(program, batch, chosen_planner, pins, engine, following)
+    padding = make_padding(pad_to, batch, world)
+    example = padding.largest(batch)
+    planned = plan_program(program, example, chosen_planner, pins, engine, following)
+    prove_padding(program, padding, batch, settings, states)
     compared = (
         Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
     )
     return ParallelStep(
-        program, planned, engine, following, training, chosen_planner, states, compared
+        program, planned, engine, following, training, padding, chosen_planner, states, compared
     )
 
 

@@ -13,7 +13,7 @@ planned when it is met first, and kept. All forms train the same states, which s
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,15 +35,12 @@ logger = logging.getLogger(__name__)
 #: Most forms of a step.
 MOST_FORMS = 16
 
-#: From so many on, a warning names what varies.
-_MANY_FORMS = 4
-
 #: Name, shape and dtype of each tensor of a batch.
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 _TODO = (
     "give numbers that change to the loss in the batch, as tensors without dims; pad batches to "
-    "few sizes; or drop what is left over: DataLoader(..., drop_last=True)"
+    "few sizes, as pad_to does; or drop what is left over: DataLoader(..., drop_last=True)"
 )
 
 
@@ -95,6 +92,8 @@ class Forms:
         #: Whether the program is as it was when the first form was planned.
         self._is_as_planned = True
         self._has_warned = False
+        #: From so many on, a warning names what varies.
+        self._many_forms = 4
 
     def _form(
         self, planned: Planned, captured: str, session: Session | None, why: str = ""
@@ -145,6 +144,19 @@ class Forms:
         self._known.clear()
         settings = self._capture.settings.without_tied_counters()
         self._capture = replace(self._capture, settings=settings)
+
+    def plan_ahead(self, batches: Iterable[Any]) -> None:
+        """Capture, plan and start forms before steps meet them; all processes call this.
+
+        Args:
+            batches: One of each form, of this process.
+
+        Raises:
+            SbpError: a form cannot be planned.
+        """
+        for batch in batches:
+            self._find(batch, [])
+            self._many_forms += 1
 
     def before_step(self, batch: Any, scalars: Mapping[str, float]) -> Form:
         """Return the form of the next step; all processes call this, and take the same step.
@@ -259,11 +271,11 @@ class Forms:
                 accepted=f"at most {MOST_FORMS} forms: each is captured, planned and kept",
                 todo=_TODO,
             )
-        if len(self._forms) == _MANY_FORMS and not self._has_warned:
+        if len(self._forms) == self._many_forms and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the step has %d forms by now, each of which was captured and planned: %s; %s; %s",
-                _MANY_FORMS + 1,
+                len(self._forms) + 1,
                 "; ".join(known[-2:]),
                 why,
                 _TODO,

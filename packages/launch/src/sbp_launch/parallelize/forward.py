@@ -23,7 +23,7 @@ from sbp_launch.planning.flow import Planned, capture_forward, evaluating
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_torch.capture import flatten_batch
 
-#: Most forms of batches whose plans are kept; beyond it, the oldest one is forgotten.
+#: Most forms of batches whose plans are kept, unless they are padded to more sizes.
 _MOST_FORMS = 8
 
 
@@ -49,6 +49,8 @@ class Forwards:
         training: Training,
     ) -> None:
         self._program, self._train, self._engine = program, train, engine
+        #: Beyond so many forms of batches, the oldest one is forgotten.
+        self.most_forms = _MOST_FORMS
         self._following, self._training = following, training
         self._degree = degree
         self._sessions: dict[tuple[object, ...], tuple[Session, LogicalGraph]] = {}
@@ -85,7 +87,7 @@ class Forwards:
         modes = () if in_evaluation else tuple(m.training for m in self._program.model.modules())
         key = (in_evaluation, batch_is, form, modes)
         if key not in self._sessions:
-            if len(self._sessions) >= _MOST_FORMS:
+            if len(self._sessions) >= self.most_forms:
                 oldest, _ = self._sessions.pop(next(iter(self._sessions)))
                 oldest.close()
             example = captured_batch(batch, 1, self._degree if batch_is == "local" else 1, 1)

@@ -16,6 +16,7 @@ from sbp_core.runtime import BatchIs, Session, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.console import say
 from sbp_launch.parallelize.agreement import compare_batches
+from sbp_launch.parallelize.buckets import Padding
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import PlannedProgram
@@ -50,16 +51,18 @@ class ProgramStep:
         engine: Engine,
         following: Following,
         training: Training,
+        padding: Padding,
         comparison: Comparison | None = None,
     ) -> None:
         self.world: World = engine.world
         self._program, self._engine, self._training = program, engine, training
         self._planned = planned.planned
-        self._following, self._comparison = following, comparison
+        self._following, self._padding, self._comparison = following, padding, comparison
         self._forms = Forms(planned, engine, following, training, len(training.programs))
         self._forwards = Forwards(
             program, planned.planned, engine, planned.capture.degree, following, training
         )
+        self._forwards.most_forms = max(self._forwards.most_forms, padding.num_sizes)
         training.add(program, planned.planned, self._forms.count_apart)
         self._updates = True
         self._scalars = UpdateScalars(program.optimizer, program.update)
@@ -76,6 +79,8 @@ class ProgramStep:
     def _begin(self) -> None:
         """Start the step, as there is a session that has the states."""
         self._forms.begin()
+        self._padding.begin(self._training.team)
+        self._forms.plan_ahead(self._padding.examples())
 
     def _close_sessions(self) -> None:
         self._forms.close()
@@ -88,7 +93,8 @@ class ProgramStep:
 
         Args:
             batch: Of the form and dtypes of the example given to `parallelize`. One of another
-                shape is another form of the step, captured and planned when it is met first.
+                shape is another form of the step, captured and planned when it is met first;
+                with `pad_to`, it is padded first.
             scalars: Settings of the update for this step: `lr`, for all parameter groups, or
                 `**{"lr.1": 0.1}` for one; and those of `UpdateOptions.scheduled`. What is left out
                 is what the optimizer's groups say now, so schedulers of `torch.optim` just work.
@@ -106,8 +112,10 @@ class ProgramStep:
                     "leaves that out"
                 )
             return self._forward(batch, self._engine.batch_is, in_evaluation=False)
-        flat, training = flatten_batch(batch), self._training
+        training = self._training
         training.session  # noqa: B018 - raises if there is none
+        batch = self._padding(batch, self._engine.batch_is)
+        flat = flatten_batch(batch)
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
         if training.gather is not None and not self._has_compared:
             compare_batches(self._forms.first.parts, flat, training.gather)
@@ -155,7 +163,7 @@ class ProgramStep:
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         result = self._forwards.step(
             self._current,
-            batch,
+            self._padding(batch, batch_is),
             self._draws(),
             batch_is=batch_is,
             in_evaluation=in_evaluation,
@@ -230,4 +238,5 @@ class ProgramStep:
         mesh = self._engine.settings.mesh
         sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
         print_plan(console, self._planned, sizes, max_rows, "raise max_rows to see them")
+        say(console, self._padding.lines)
         say(console, self._comparison.lines() if self._comparison else [])

@@ -20,6 +20,7 @@ from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.parallelize.arguments import checked_micro_batches, in_arguments, update_options
+from sbp_launch.parallelize.buckets import LengthBuckets, Padding, make_padding
 from sbp_launch.parallelize.choices import Choice, Choices
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
@@ -27,6 +28,7 @@ from sbp_launch.parallelize.flow import Pins, PlannedProgram, plan_program
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.loading import load_states
+from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.program_step import ProgramStep
 from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
@@ -51,11 +53,12 @@ class ParallelStep(ProgramStep):
         engine: Engine,
         following: Following,
         training: Training,
+        padding: Padding,
         planner: Planner | Strategy,
         states: Mapping[str, Tensor] | None,
         comparison: Comparison | None = None,
     ) -> None:
-        super().__init__(program, planned, engine, following, training, comparison)
+        super().__init__(program, planned, engine, following, training, padding, comparison)
         self._planner, self._given_states = planner, states
         self._beside: list[ProgramStep] = []
         self._is_over = False
@@ -88,10 +91,13 @@ class ParallelStep(ProgramStep):
         self._given_states = None
         training.begin(session, backend, gather)
         training.saves = StepSaves(training, self._engine.seed, processes_of(self.world, gather))
-        self._forms.begin()
-        for one in self._beside:
-            one._begin()
-        training.connect()
+        try:
+            for one in (self, *self._beside):
+                one._begin()
+            training.connect()
+        except BaseException as error:
+            self._close(error)
+            raise
         return self
 
     def close(self) -> None:
@@ -151,6 +157,7 @@ class ParallelStep(ProgramStep):
         planner: Choice | Planner | None = None,
         pins: Pins | None = None,
         micro_batches: int | None = None,
+        pad_to: LengthBuckets | Mapping[str, Any] | None = None,
         clip_norm: float | None = None,
         update: UpdateOptions | None = None,
     ) -> ProgramStep:
@@ -170,6 +177,7 @@ class ParallelStep(ProgramStep):
                 that are there stay as they are.
             pins: How you decide on tensors by name, over what the planner says.
             micro_batches: Parts of one step; by default as many as of the first program.
+            pad_to: Sizes to which batches of many lengths are padded.
             clip_norm: Largest norm of all gradients together.
             update: What else happens once a step beside the optimizer.
 
@@ -205,11 +213,14 @@ class ParallelStep(ProgramStep):
         )
         training.check_optimizer(program)
         following = Following(program)
+        padding = make_padding(pad_to, batch, self.world)
+        example = padding.largest(batch)
         with training.capturing(program):
             planned = plan_program(
-                program, batch, chosen, pins, own, following, beside=training.planned
+                program, example, chosen, pins, own, following, beside=training.planned
             )
-        made = ProgramStep(program, planned, own, following, training)
+            prove_padding(program, padding, batch, settings, None)
+        made = ProgramStep(program, planned, own, following, training, padding)
         self._beside.append(made)
         if training.has_begun:
             training.compare_programs(planned.planned, engine.registry)

@@ -84,6 +84,11 @@ class Training:
         self.not_yet_needed: dict[str, Tensor] = {}
 
     @property
+    def team(self) -> Team:
+        """All processes, once it has begun."""
+        return self._team
+
+    @property
     def has_begun(self) -> bool:
         """Whether there is a session."""
         return self._session is not None

@@ -46,7 +46,7 @@ _ROUNDING = 64 * _EPS
 _NUDGES = (3, -5, 7)
 
 #: Changes of so many times what such a nudge changes are rounding, too: sums in another order.
-_MUCH = 64
+MUCH = 64
 
 #: Noise on parameters that are drawn around their known values.
 _NEAR = 0.05
@@ -87,7 +87,7 @@ class OutputDifference:
 
 
 #: Batches, scalars and states of a step.
-_Given = tuple[list[Mapping[str, Tensor]], dict[str, Number], dict[str, Tensor | Number]]
+Given = tuple[list[Mapping[str, Tensor]], dict[str, Number], dict[str, Tensor | Number]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +119,16 @@ class WholeStep:
         states: dict[str, Tensor | Number] = {}
         for how in draws:
             random = how.generator()
-            batches, scalars = self._batches(before, how, random), _scalars(before, random)
+            batches, scalars = self._batches(before, how, random), drawn_scalars(before, random)
             if not states:
-                states = self._states(before, how, random)
+                near = _NEAR if self.near else None
+                states = drawn_states(before, self.states, how, random, near)
                 _, warm = run_graph(before, states, batches, scalars)
                 states = _around(before, states, warm, random)
             given = (batches, scalars, states)
             found = list(self._differences(before, after, given, how))
-            noise = _noise(before, given) if found else {}
-            judged = [replace(one, is_rounding=one.gap <= _MUCH * noise[one.name]) for one in found]
+            noise = rounding_noise(before, given) if found else {}
+            judged = [replace(one, is_rounding=one.gap <= MUCH * noise[one.name]) for one in found]
             yield from judged
             if not all(one.is_rounding for one in judged):
                 return
@@ -150,7 +151,7 @@ class WholeStep:
         self,
         before: LogicalGraph,
         after: LogicalGraph,
-        given: _Given,
+        given: Given,
         how: Draw,
     ) -> Iterator[OutputDifference]:
         batches, scalars, states = given
@@ -170,9 +171,9 @@ class WholeStep:
                 continue
             pair = wanted[out.name], found.get(out.name)
             if pair[1] is None or off_by(pair[0], pair[1]):
-                yield _difference(out.name, out.kind, pair, how, has_loss)
-        for name, one, other in _changed_states(before, after, states, old, new):
-            yield _difference(name, OutputKind.STATE, (one, other), how, has_loss)
+                yield as_difference(out.name, out.kind, pair, how, has_loss)
+        for name, one, other in changed_states(before, after, states, old, new):
+            yield as_difference(name, OutputKind.STATE, (one, other), how, has_loss)
 
     def _batches(
         self, graph: LogicalGraph, how: Draw, random: torch.Generator
@@ -187,35 +188,50 @@ class WholeStep:
         known = integers_of(graph).get(name, Integers())
         return drawn(graph.tensor(name), known, how, random, self.example.get(name))
 
-    def _states(
-        self, graph: LogicalGraph, how: Draw, random: torch.Generator
-    ) -> dict[str, Tensor | Number]:
-        """Return parameters that are random, buffers as they are, zeros of the optimizer."""
-        found: dict[str, Tensor | Number] = {}
-        for entry in graph.inputs:
-            if not entry.kind.is_state:
-                continue
-            kind = graph.types[entry.name]
-            if not isinstance(kind, TensorType):
-                found[entry.name] = float(self.states.get(entry.name, torch.ones(())))
-                continue
-            dtype = getattr(torch, kind.dtype)
-            is_random = entry.kind is InputKind.PARAMETER and dtype.is_floating_point
-            # Values that nobody asks for are not made.
-            known = self.states.get(entry.name) if self.near or not is_random else None
-            is_known = known is not None and not known.is_meta
-            if is_random:
-                fan_in = prod(kind.shape[1:]) if len(kind.shape) > 1 else 4
-                noise = how.floats(kind.shape, random).to(dtype) / max(fan_in, 1) ** 0.5
-                found[entry.name] = noise + (len(kind.shape) < 2)
-                if known is not None and is_known:
-                    found[entry.name] = known.detach().cpu().to(dtype) + _NEAR * noise
-            elif known is not None and is_known:
-                found[entry.name] = known.detach().cpu().to(dtype).clone()
-            else:
-                fill = float(entry.kind is InputKind.BUFFER)
-                found[entry.name] = torch.full(kind.shape, fill, dtype=dtype)
-        return found
+
+def drawn_states(
+    graph: LogicalGraph,
+    known: Mapping[str, Tensor],
+    how: Draw,
+    random: torch.Generator,
+    noise: float | None,
+) -> dict[str, Tensor | Number]:
+    """Return parameters, buffers as they are, zeros of the optimizer; in double precision.
+
+    Args:
+        graph: Whose states.
+        known: Values of states, where there are any; others are on `meta`, or left out.
+        how: How parameters are drawn.
+        random: Draws them.
+        noise: Parameters that are known get so much noise, of the size of random ones; None draws
+            all of them.
+    """
+    found: dict[str, Tensor | Number] = {}
+    for entry in graph.inputs:
+        if not entry.kind.is_state:
+            continue
+        kind = graph.types[entry.name]
+        if not isinstance(kind, TensorType):
+            found[entry.name] = float(known.get(entry.name, torch.ones(())))
+            continue
+        dtype = getattr(torch, kind.dtype)
+        is_random = entry.kind is InputKind.PARAMETER and dtype.is_floating_point
+        # Values that nobody asks for are not made.
+        value = known.get(entry.name) if noise is not None or not is_random else None
+        is_known = value is not None and not value.is_meta
+        if is_random:
+            fan_in = prod(kind.shape[1:]) if len(kind.shape) > 1 else 4
+            drawn_values = how.floats(kind.shape, random).to(dtype) / max(fan_in, 1) ** 0.5
+            found[entry.name] = drawn_values + (len(kind.shape) < 2)
+            if value is not None and is_known:
+                assert noise is not None, "else it is not asked for"
+                found[entry.name] = value.detach().cpu().to(dtype) + noise * drawn_values
+        elif value is not None and is_known:
+            found[entry.name] = value.detach().cpu().to(dtype).clone()
+        else:
+            fill = float(entry.kind is InputKind.BUFFER)
+            found[entry.name] = torch.full(kind.shape, fill, dtype=dtype)
+    return found
 
 
 def _batch_names(graph: LogicalGraph) -> list[str]:
@@ -241,7 +257,7 @@ def _parts(
     ]
 
 
-def _scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Number]:
+def drawn_scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Number]:
     """Return what the host says of a step: rates between 0.5 and 0.9, which betas may be, too."""
     found: dict[str, Number] = {"step": 2, "seed": 2}
     for entry in graph.inputs:
@@ -292,7 +308,7 @@ def _tied(after: LogicalGraph, states: Mapping[str, Tensor | Number]) -> dict[st
     return found
 
 
-def _noise(graph: LogicalGraph, given: _Given) -> dict[str, float]:
+def rounding_noise(graph: LogicalGraph, given: Given) -> dict[str, float]:
     """Return by how much each output changes if inputs change in their last places.
 
     All elements of a tensor change by one factor, so that equal ones stay equal.
@@ -333,7 +349,7 @@ def _times(value: Tensor | Number, factor: float) -> Any:
     return value * factor if is_float else value
 
 
-def _changed_states(
+def changed_states(
     before: LogicalGraph,
     after: LogicalGraph,
     states: Mapping[str, Tensor | Number],
@@ -363,7 +379,7 @@ def _changed_states(
             yield name, *pairs[name]
 
 
-def _difference(
+def as_difference(
     name: str,
     kind: OutputKind,
     pair: tuple[Tensor, Tensor | None],
