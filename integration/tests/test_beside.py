@@ -218,3 +218,18 @@ def test_what_does_not_go_together_is_refused_by_name():
         pass
     with pytest.raises(RunError, match="over"):
         step.beside(loss_g, noise(0))
+
+
+def test_programs_fit_their_memory_together():
+    """Each by itself fits; with the moments of the other, it does not."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(200, 200, bias=False) for name in "ab"})
+    first, second = (torch.optim.Adam(model[name].parameters()) for name in "ab")
+    losses = [lambda m, batch, n=name: m[n](batch["x"]).square().mean() for name in "ab"]
+    given = {"x": torch.ones(4, 200)}
+    step = parallelize(model, losses[0], given, first, mesh=2)
+    cluster = {"name": "local", "memory_bytes": step._planned.memory.peak + 1000}
+
+    step = parallelize(model, losses[0], given, first, mesh=2, cluster=cluster)
+    with pytest.raises(ConfigError, match=r"memory(.|\n)*memory_bytes"):
+        step.beside(losses[1], given, second)

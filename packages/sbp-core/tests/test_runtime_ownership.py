@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -15,12 +16,14 @@ from sbp_core.errors import SbpLookupError
 from sbp_core.graph import InputKind
 from sbp_core.placement import Placement
 from sbp_core.runtime import (
+    counted_apart,
     gather_routes,
     known_state,
     lost_states,
     ownership,
     state_owners,
     state_slots,
+    widened,
 )
 from sbp_core.sbp import B, NdSbp, S, local_shape
 
@@ -242,3 +245,54 @@ def test_what_is_not_there_is_refused_with_the_nearest_name() -> None:
         known_state(plan, "s1.coumt")
     with pytest.raises(SbpLookupError, match=r"(?s)no rank 9.*one of 0, 1, 2; None for all"):
         gather_routes(plan, "s0", 9)
+
+
+def tied(plan: PhysicalPlan, ties: dict[str, tuple[str, ...]]) -> PhysicalPlan:
+    """Return a plan with other host numbers."""
+
+    def slots(part: RankPlan) -> tuple[StateSlot, ...]:
+        (number,) = (slot for slot in part.slots if slot.sbp is None)
+        others = tuple(slot for slot in part.slots if slot.sbp is not None)
+        return (*others, *(replace(number, name=name) for name in ties))
+
+    return replace(
+        plan, ties=ties, ranks=tuple(replace(part, slots=slots(part)) for part in plan.ranks)
+    )
+
+
+def names_of(plan: PhysicalPlan) -> list[str]:
+    return [state for name in state_slots(plan) for state in plan.ties.get(name, (name,))]
+
+
+@st.composite
+def ties(draw: st.DrawFn, prefix: str) -> dict[str, tuple[str, ...]]:
+    """Draw which of six counters there are, and which of them one number stands for."""
+    groups = draw(st.lists(st.integers(-1, 2), min_size=6, max_size=6))
+    found: dict[str, tuple[str, ...]] = {}
+    for counter, group in enumerate(groups):
+        if group >= 0:
+            found[f"{prefix}{group}"] = (*found.get(f"{prefix}{group}", ()), f"w{counter}.step")
+    return found
+
+
+@given(ties("a"), ties("b"), st.integers(0, 3), st.integers(0, 3))
+def test_a_widened_plan_has_all_states_once_and_counts_as_the_other(
+    own: dict[str, tuple[str, ...]], theirs: dict[str, tuple[str, ...]], few: int, many: int
+) -> None:
+    stages = [MESHES[1]]
+    states = [(0, NdSbp(S(0)), (6,)), (0, NdSbp(B), (2,)), (0, NdSbp(S(0)), (3, 2))]
+    plan, other = (
+        tied(plan_of(stages, states[:few]), own),
+        tied(plan_of(stages, states[:many]), theirs),
+    )
+
+    made = widened(plan, other)
+
+    assert len(names_of(made)) == len(set(names_of(made)))
+    assert set(names_of(made)) == {*names_of(plan), *names_of(other)}
+    assert all(made.ties[name] == members for name, members in other.ties.items())
+    apart = widened(made, counted_apart(made))
+    assert set(names_of(apart)) == set(names_of(made))
+    assert all(len(members) == 1 for members in apart.ties.values())
+    for part, before in zip(made.ranks, plan.ranks, strict=True):
+        assert set(before.slots) - set(part.slots) <= {s for s in before.slots if s.sbp is None}

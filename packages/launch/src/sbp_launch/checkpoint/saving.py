@@ -231,6 +231,11 @@ class ReadTogether(Tensors):
         self._reading()
         return self._read(name, bounds) if bounds else self._scalars[name].clone()
 
+    def ahead(self, name: str) -> Tensor:
+        """Return a whole state while nothing is replaced, or zeros in its place."""
+        shape = self.like(name).shape
+        return self._read(name, [(0, size) for size in shape]) if shape else self._scalars[name]
+
     @cached_property
     def _scalars(self) -> Mapping[str, Tensor]:
         """The states without dims: of several that ranks keep as one number, none is zero alone."""

@@ -134,6 +134,7 @@ class Forms:
     def _start(self, planned: Planned) -> Session:
         """Start a plan on the states of the training, which gets those that it has not."""
         training = self._training
+        training.check_fits(planned)
         training.widen(planned.plan, self._capture.program)
         return self._engine.runtime.start(planned.plan, training.started, keeps=True)
 

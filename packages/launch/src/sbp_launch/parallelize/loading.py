@@ -11,36 +11,35 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
+from sbp_launch.checkpoint.saving import ReadTogether
 from sbp_launch.checkpoint.tensors import Tensors
 from sbp_launch.parallelize.training import Training
 
 
-def load_states(
-    training: Training, states: Mapping[str, Tensor], whole: Mapping[str, Tensor]
-) -> None:
+def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     """Replace all states by others.
 
     Args:
         training: Whose.
-        states: By name; in a `dict`, or each read when it is asked for.
-        whole: The same, of which single ones can be read before anything is replaced.
+        states: By name; in a `dict`, or of a checkpoint.
 
     Raises:
         SbpError: see `Session.load_state_dict`.
     """
+    ahead = states.ahead if isinstance(states, ReadTogether) else states.__getitem__
     for tied in training.plan.ties.values():
-        if len({float(whole[name]) for name in tied if name in whole}) > 1:
+        if len({float(ahead(name)) for name in tied if name in states}) > 1:
             training.count_apart()
             break
     known = set(training.names)
     missing = known - states.keys()
     fresh = training.fresh_states(missing, states.keys()) if missing else {}
     later = training.frozen_states(states.keys() - known)
-    waiting = {name: whole[name] for name in later}
+    waiting = {name: ahead(name).clone() for name in later}
     taken: Mapping[str, Tensor] = states
     if fresh or later:
         names = [name for name in states if name not in later]
-        if isinstance(states, Tensors):
+        if isinstance(states, ReadTogether):
             taken = _Together(states, names, fresh)
         else:
             taken = {**{name: states[name] for name in names}, **fresh}

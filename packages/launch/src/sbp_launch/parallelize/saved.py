@@ -251,7 +251,7 @@ def load_step(
             if keeps:
                 verify_together(checkpoint, processes)
             states = ReadTogether(checkpoint, replacing)
-            load_states(training, states, checkpoint)
+            load_states(training, states)
             if (problem := states.agree(processes)) is not None:
                 raise problem
         except DamagedError as error:

@@ -245,7 +245,7 @@ class ParallelStep(ProgramStep):
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
         training = self._training
-        load_states(training, states, states)
+        load_states(training, states)
         training.has_damaged_states = False
         training.replaced()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import Session, counted_apart, known_state, state_slots, widened
 from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of, manifest
 from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped, without_states
-from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.flow import Planned, check_fits
 from sbp_launch.team import Team
 from sbp_torch.capture import copied_states, initial_states
 from sbp_torch.capture.step import model_tensors
@@ -68,8 +69,9 @@ class Training:
         self.first_step = self.num_steps = 0
         self._session: Session | None = None
         self._plan: PhysicalPlan | None = None
-        #: How the first program is planned.
-        self._planned: Planned | None = None
+        #: How the programs are planned, and a plan with the states of all of them.
+        self._planned: list[Planned] = []
+        self._all: PhysicalPlan | None = None
         #: Called when step counters come apart.
         self._forget_forms: list[Callable[[], None]] = []
         #: Of what the step saves.
@@ -135,8 +137,7 @@ class Training:
     @property
     def planned(self) -> Planned:
         """How the first program is planned."""
-        assert self._planned is not None, "it is planned"
-        return self._planned
+        return self._planned[0]
 
     # Life.
 
@@ -149,11 +150,35 @@ class Training:
             program: Over the model.
             planned: How it is trained.
             forget_forms: Called when step counters come apart.
+
+        Raises:
+            ConfigError: with its states, a rank would not fit its memory.
         """
+        self.check_fits(planned)
         self.programs.append(program)
+        self._planned.append(planned)
         self._forget_forms.append(forget_forms)
-        if self._planned is None:
-            self._planned, self._plan = planned, planned.plan
+        if self._plan is None:
+            self._plan = planned.plan
+
+    def check_fits(self, planned: Planned) -> None:
+        """See that each program fits its ranks' memory beside the states of all, with those of one.
+
+        Args:
+            planned: A program, or one of its forms.
+
+        Raises:
+            ConfigError: a rank would not fit its memory.
+        """
+        if self._all is None:  # the first one, which was compared by itself
+            self._all = planned.plan
+            return
+        everything = widened(self._all, planned.plan)
+        if {*names_of(everything)} != {*names_of(self._all)}:
+            for one in (*self._planned, planned):
+                beside = replace(one, plan=widened(one.plan, everything), known_memory=None)
+                check_fits(beside, one.settings.cluster)
+        self._all = everything
 
     def begin(self, session: Session, backend: BoxingBackend, gather: Gather | None) -> None:
         """Note the session of the first program."""
