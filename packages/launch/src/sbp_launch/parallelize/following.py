@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sbp_core.errors import ConfigError, RunError, SbpError
-from sbp_core.graph import LogicalGraph, graph_hash
+from sbp_core.errors import RunError
+from sbp_core.graph import LogicalGraph
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.training import Training
+from sbp_launch.planning.unchanged import check_unchanged
 from sbp_torch.guards import Changed, Guard, modules_in_eval_mode
 
 
@@ -30,7 +31,7 @@ class Following:
 
     def __init__(self, program: OneDeviceProgram) -> None:
         self._program = program
-        self._guard = Guard(program.model, program.loss, program.optimizer, program.update)
+        self._guard = self._make_guard()
         self._evaluated: Guard | None = None
         #: Whether other tensors may be in the places of the model's.
         self.looks_again = False
@@ -46,37 +47,12 @@ class Following:
     # From capture to the first step.
 
     def captured(self, graph: LogicalGraph, again: Callable[[], LogicalGraph]) -> None:
-        """Note that the step was captured.
+        """Note that the step was captured; see `check_unchanged`."""
+        check_unchanged(self._guard, graph, again, self._make_guard)
 
-        What its capture has changed is set back. That it changes something once, such as a cache
-        that is filled, is harmless: the next capture changes nothing more, and makes the same step.
-
-        Args:
-            graph: The captured step.
-            again: Captures it.
-
-        Raises:
-            ConfigError: each capture changes what the program reads.
-        """
-        changes = self._guard.changes()
-        if not changes:
-            return
+    def _make_guard(self) -> Guard:
         program = self._program
-        behind = Guard(program.model, program.loss, program.optimizer, program.update)
-        try:
-            is_once = graph_hash(again()) == graph_hash(graph) and not behind.changes()
-        except SbpError:  # such as of tensors of the first capture
-            is_once = False
-        self._guard.restore()
-        if not is_once:
-            raise ConfigError(
-                f"the loss changes what it reads: {changes[0].what}",
-                where=changes[0].where,
-                accepted="a loss that reads its batch, and changes nothing but buffers of the "
-                "model",
-                todo="return what is to be kept as a metric; or let it be a buffer of the model, "
-                "which self.register_buffer(...) makes and copy_ changes",
-            )
+        return Guard(program.model, program.loss, program.optimizer, program.update)
 
     # Steps.
 

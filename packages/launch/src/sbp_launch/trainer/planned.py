@@ -32,8 +32,10 @@ from sbp_launch.planning.flow import (
     with_averages,
 )
 from sbp_launch.planning.proving import proved
+from sbp_launch.planning.unchanged import check_unchanged
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.program import Program, model_loss
+from sbp_torch.guards import Guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,10 @@ def step_planner(run: Run, program: Program) -> StepPlanner:
     settings, trainer = plan_settings(run, program), run.config.trainer
     with run.stage("capturing the step"):
         whole = trainer.batch_size // settings.captured_parts
+        guard = program_guard(run, program)
         original = _captured(run, program, settings, whole)
+        again = partial(_captured, run, program, settings, whole)
+        check_unchanged(guard, original, again, partial(program_guard, run, program))
         graph = prepared(original, settings)
 
     @cache
@@ -105,6 +110,11 @@ def step_planner(run: Run, program: Program) -> StepPlanner:
     )
     found = Captured(graph=graph, original=original, settings=settings)
     return StepPlanner(run=run, captured=found, settings=settings, family=family)
+
+
+def program_guard(run: Run, program: Program) -> Guard:
+    """Return what says later whether the program is what it is now."""
+    return Guard(program.model, model_loss, program.optimizer, run.config.trainer.update)
 
 
 def plan_step(run: Run, program: Program) -> Planned:

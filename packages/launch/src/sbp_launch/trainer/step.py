@@ -16,9 +16,9 @@ from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.finite_loss import FiniteLoss
 from sbp_launch.trainer.first_bad_value import first_bad_value
-from sbp_launch.trainer.program import Program, model_loss
+from sbp_launch.trainer.planned import program_guard
+from sbp_launch.trainer.program import Program
 from sbp_torch.capture import scalar_values
-from sbp_torch.guards import Guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class StepTaker:
         self._tracer, self._team = tracer, team
         self._speed, self._step_units = speed, step_units
         self._given = scalar_values(program.model, program.optimizer, trainer.update)
-        self._guard = Guard(program.model, model_loss, program.optimizer, trainer.update)
+        self._guard = program_guard(run, program)
         self._finite = FiniteLoss(run.config)
         session.only_finite = self._finite.undoes
 

@@ -1,0 +1,48 @@
+"""That a capture changes nothing that the program reads: then the next step reads the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.graph import LogicalGraph, graph_hash
+from sbp_torch.guards import Guard
+
+
+def check_unchanged(
+    guard: Guard,
+    graph: LogicalGraph,
+    again: Callable[[], LogicalGraph],
+    make_guard: Callable[[], Guard],
+) -> None:
+    """See that the capture of a step has changed nothing that its program reads.
+
+    What it has changed is set back. That it changes something once, such as a cache that is filled,
+    is harmless: the next capture changes nothing more, and makes the same step.
+
+    Args:
+        guard: Made before the capture.
+        graph: The captured step.
+        again: Captures it.
+        make_guard: Makes a guard of the program as it is.
+
+    Raises:
+        ConfigError: each capture changes what the program reads.
+    """
+    changes = guard.changes()
+    if not changes:
+        return
+    behind = make_guard()
+    try:
+        is_once = graph_hash(again()) == graph_hash(graph) and not behind.changes()
+    except SbpError:  # such as of tensors of the first capture
+        is_once = False
+    guard.restore()
+    if not is_once:
+        raise ConfigError(
+            f"the loss changes what it reads: {changes[0].what}",
+            where=changes[0].where,
+            accepted="a loss that reads its batch, and changes nothing but buffers of the model",
+            todo="return what is to be kept as a metric; or let it be a buffer of the model, which "
+            "self.register_buffer(...) makes and copy_ changes",
+        )
