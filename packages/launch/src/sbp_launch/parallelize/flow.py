@@ -16,6 +16,7 @@ from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.forms import Forms
+from sbp_launch.parallelize.numbers import FollowedNumbers, Places
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.flow import (
     Captured,
@@ -79,18 +80,21 @@ def plan_program(
             again = partial(capture_step, *given, settings)
             following.captured(captured.original, again)
 
-            def capture(batch: Any, degree: int = degree) -> Captured:
+            def capture(batch: Any, numbers: Places, degree: int = degree) -> LogicalGraph:
                 own = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
-                return capture_training(
-                    program.model, program.loss, own, program.optimizer, settings
-                )
+                given = (program.model, program.loss, own, program.optimizer)
+                return capture_step(*given, settings, numbers)
 
             def prove(made: Planned, of: Captured, batch: Any, degree: int = degree) -> Planned:
                 own = captured_batch(batch, settings.micro_batches, degree, settings.captured_parts)
-                return _proved(made, of.original, own, program)
+                return _proved(made, of, own, program)
 
-            made = _proved(planned, captured.original, example, program)
-            return Forms(made, captured, engine, following, capture, prove), degree
+            def prepare(graph: LogicalGraph, numbers: Places) -> Captured:
+                return Captured.of(graph, settings, numbers)
+
+            made = _proved(planned, captured, example, program)
+            numbers = FollowedNumbers(captured.original, capture, prepare)
+            return Forms(made, captured, engine, following, numbers, prove), degree
         degree = parts
     raise ConfigError(
         "the planner splits the batch in another way whenever its size changes, so that nobody can "
@@ -102,15 +106,15 @@ def plan_program(
 
 
 def _proved(
-    planned: Planned, captured: LogicalGraph, example: Any, program: OneDeviceProgram
+    planned: Planned, captured: Captured, example: Any, program: OneDeviceProgram
 ) -> Planned:
     """Return the plan with what is proved of it."""
 
     def capture(batch: Any) -> LogicalGraph:
         given = (program.model, program.loss, batch, program.optimizer)
-        return capture_step(*given, planned.settings)
+        return capture_step(*given, planned.settings, captured.numbers)
 
-    return proved(planned, captured, example, program.own_states, capture)
+    return proved(planned, captured.original, example, program.own_states, capture)
 
 
 def _strategy(

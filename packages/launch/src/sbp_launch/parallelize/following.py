@@ -10,7 +10,7 @@ learning rates, written weights, batches that ranks differ in refused on all ran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from hashlib import blake2b
@@ -27,6 +27,7 @@ from sbp_core.runtime import Session, known_state, state_slots
 from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.team import Team
+from sbp_torch.capture import NumberPlace
 from sbp_torch.guards import (
     Changed,
     ConnectedStates,
@@ -153,9 +154,13 @@ class Following:
         self._has_changed |= bool(found)
         return found
 
-    def accept(self) -> None:
-        """Note that there is a form for the program as it is."""
-        self._guard.renew()
+    def accept(self, numbers: Collection[NumberPlace]) -> None:
+        """Note that there is a form for the program as it is.
+
+        Args:
+            numbers: Floats that may be others, as the form has inputs for them.
+        """
+        self._guard.renew(numbers)
 
     def agree(
         self,

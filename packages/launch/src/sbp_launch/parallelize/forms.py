@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sbp_core.compile import PhysicalPlan
@@ -23,6 +23,7 @@ from sbp_core.graph import graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following, refusal
+from sbp_launch.parallelize.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
 from sbp_torch.capture import flatten_batch
@@ -55,6 +56,7 @@ class Form:
         parts: What of a batch a process gives.
         session: Takes its steps; None before the first form is started.
         why: What made it another form, for messages.
+        numbers: Places of the numbers of Python that are inputs of it, by the names of these.
     """
 
     captured: str
@@ -62,6 +64,7 @@ class Form:
     parts: Mapping[str, BatchPart]
     session: Session | None
     why: str = ""
+    numbers: Places = field(default_factory=dict)
 
 
 class Forms:
@@ -72,7 +75,7 @@ class Forms:
         captured: Of which captured step.
         engine: Starts the others.
         following: Says whether the program has changed.
-        capture: Captures the step as it is now, of a batch of one process.
+        numbers: Captures the step as it is now, of a batch of one process.
         prove: Proves what was planned of it, of such a batch.
     """
 
@@ -82,17 +85,19 @@ class Forms:
         captured: Captured,
         engine: Engine,
         following: Following,
-        capture: Callable[[Any], Captured],
+        numbers: FollowedNumbers,
         prove: Callable[[Planned, Captured, Any], Planned],
     ) -> None:
         self._engine, self._following = engine, following
-        self._capture, self._prove = capture, prove
+        self._numbers, self._prove = numbers, prove
         self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self.first = self._form(first, graph_hash(captured.original), None)
         self._forms = {self.first.captured: self.first}
         #: By the shapes of batches: the form for the program as it is.
         self._known: dict[Shapes, Form] = {}
         self._training: Session | None = None
+        #: Whether the program is what it was when the first form was captured.
+        self._is_as_first = True
         self._has_warned = False
 
     def _form(
@@ -117,8 +122,10 @@ class Forms:
         self.first = self._form(self.first.planned, self.first.captured, session)
         self._forms[self.first.captured] = self.first
 
-    def before_step(self, batch: Any, scalars: Mapping[str, float]) -> Form:
-        """Return the form of the next step; all processes call this, and take the same step.
+    def before_step(
+        self, batch: Any, scalars: Mapping[str, float]
+    ) -> tuple[Form, dict[str, float]]:
+        """Return the form of the next step, and its scalars; all processes call this.
 
         What was written to model and optimizer since the last step is taken over.
 
@@ -140,19 +147,22 @@ class Forms:
             problem = error
         whole = None if self._engine.gives_parts else flatten_batch(batch)
         told = f"form {form.captured} of batches {_told(self._shapes(batch))}"
-        self._following.agree(problem, told, scalars, whole, written)
-        return form
+        numbers: dict[str, float] = {name: one.read() for name, one in form.numbers.items()}
+        compared = {**scalars, **told_numbers(numbers)}
+        self._following.agree(problem, told, compared, whole, written)
+        return form, {**scalars, **numbers}
 
     def _find(self, batch: Any) -> Form:
         changes = self._following.changes()
         shapes = self._shapes(batch)
         if not changes and shapes in self._known:
             return self._known[shapes]
-        if not changes and not self._is_other_shape(shapes):
+        if not changes and not self._is_other_shape(shapes) and self._is_as_first:
             self._known[shapes] = self.first
             return self.first
         if structure := [one for one in changes if one.is_structure]:
             raise refusal(structure)
+        numbers = self._numbers.places
         try:
             with self._following.apart():
                 form = self._of_program(batch, shapes, changes)
@@ -160,9 +170,10 @@ class Forms:
             if changes and not self._is_other_shape(shapes):
                 raise refusal(changes, error.what) from error
             raise
-        if changes:
-            self._following.accept()
+        if changes or numbers != self._numbers.places:
+            self._following.accept(self._numbers.places.values())
             self._known.clear()
+            self._is_as_first = False
         self._known[shapes] = form
         return form
 
@@ -185,11 +196,26 @@ class Forms:
 
     def _of_program(self, batch: Any, shapes: Shapes, changes: list[Changed]) -> Form:
         """Return the form that the program has now: one that is known, or a new one."""
-        captured = self._capture(batch)
-        name = graph_hash(captured.original)
-        if name in self._forms:
+        captured = self._numbers.captured(batch, changes)
+        try:
+            return self._of_captured(captured, batch, shapes, changes)
+        except SbpError as error:
+            if not captured.numbers or len(self._forms) >= MOST_FORMS:
+                raise
+            captured = self._numbers.by_value(captured, error)
+        return self._of_captured(captured, batch, shapes, changes)
+
+    def _of_captured(
+        self, captured: Captured, batch: Any, shapes: Shapes, changes: list[Changed]
+    ) -> Form:
+        """Return the form of a captured step: one that is known, or a new one."""
+        name, inputs = graph_hash(captured.original), captured.original.input_kinds
+        numbers = {key: one for key, one in captured.numbers.items() if key in inputs}
+        if name in self._forms:  # other objects may hold its numbers by now
+            self._forms[name] = replace(self._forms[name], numbers=numbers)
             return self._forms[name]
         why = changes[0].what if changes else f"batches {_told(shapes)}"
+        why += self._numbers.told(changes[:1])
         self._check_number(why)
         if not self._engine.runtime.has_forms:
             raise RunError(
@@ -200,7 +226,8 @@ class Forms:
         planned = self._prove(planned, captured, batch)
         assert self._training is not None, "the step is started"
         session = self._engine.runtime.start(planned.plan, self._training, keeps=True)
-        self._forms[name] = form = self._form(planned, name, session, why)
+        form = replace(self._form(planned, name, session, why), numbers=numbers)
+        self._forms[name] = form
         return form
 
     def _check_number(self, why: str) -> None:

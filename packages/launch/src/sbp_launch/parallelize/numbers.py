@@ -1,0 +1,207 @@
+"""Floats that a loop changes and forward reads: inputs of the step, where that can be.
+
+a float that is calculated with       an input: one form of the step for all its values
+... whose value is looked at          a form for each value, see `forms`
+... for which PyTorch does otherwise  the same: a step with inputs is taken only if it is proved to
+                                      be that of the numbers, for their values now and for others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import isfinite
+from typing import Any, Protocol
+
+from sbp_core.errors import SbpError
+from sbp_core.graph import LogicalGraph
+from sbp_launch.planning.flow import Captured
+from sbp_torch.capture import NumberPlace, check_numbers, placed
+from sbp_torch.guards import Changed
+
+#: How the names of inputs that are numbers begin.
+_NUMBER = "number."
+
+#: What PyTorch says of a symbolic number whose value something asks for.
+_LOOKED_AT = "data-dependent"
+
+#: Most characters of a reason that messages show.
+_SHOWN = 160
+
+#: Places by the names of the inputs that they become.
+Places = Mapping[str, NumberPlace]
+
+
+class Capture(Protocol):
+    """Captures the step of a batch of one process."""
+
+    def __call__(self, batch: Any, numbers: Places, /) -> LogicalGraph:
+        """Capture it as the program is now, with some numbers as inputs.
+
+        Raises:
+            SbpError: that cannot be.
+        """
+        ...
+
+
+class FollowedNumbers:
+    """The numbers of a program that are inputs of its step, and those that cannot be.
+
+    Args:
+        first: The step as it was captured first, without such inputs.
+        capture: Captures it again.
+        prepare: Brings what was captured, with some inputs, into the forms that are planned.
+
+    Attributes:
+        places: What a guard need not compare.
+    """
+
+    def __init__(
+        self,
+        first: LogicalGraph,
+        capture: Capture,
+        prepare: Callable[[LogicalGraph, Places], Captured],
+    ) -> None:
+        self._capture, self._prepare = capture, prepare
+        self.places: Places = {}
+        #: The last step that was captured without inputs, and the numbers in it.
+        self._earlier: tuple[LogicalGraph, Mapping[object, float]] = (first, {})
+        # Places are kept with what is known of them, so that no other one gets their ids.
+        self._names: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
+        self._refused: dict[tuple[int, Hashable], tuple[str, NumberPlace]] = {}
+
+    def captured(self, batch: Any, changes: Sequence[Changed]) -> Captured:
+        """Capture the step as it is now, with inputs for the numbers that vary.
+
+        Args:
+            batch: Of one process.
+            changes: What is not as it was when this was called last.
+
+        Raises:
+            SbpError: it cannot be captured, with or without inputs.
+        """
+        wanted = {name: one for name, one in self.places.items() if _holds_float(one)}
+        before: dict[object, float] = {}
+        for number, value in ((one.number, one.before) for one in changes):
+            if number is not None and value is not None:
+                before[number.at] = value
+                if number.at not in self._refused:
+                    wanted[self._name(number)] = number
+        plain = self._capture(batch, {})
+        graph, known = self._earlier
+        earlier = (graph, {**before, **known})
+        self._earlier = plain, {one.at: one.read() for one in wanted.values()}
+        made = self._with_inputs(batch, wanted, plain, earlier) or self._prepare(plain, {})
+        self.places = made.numbers
+        return made
+
+    def _with_inputs(
+        self,
+        batch: Any,
+        wanted: Places,
+        plain: LogicalGraph,
+        earlier: tuple[LogicalGraph, Mapping[object, float]],
+    ) -> Captured | None:
+        """Return the step with as many of some inputs as can be; None without any."""
+        made: Captured | None = None
+        good: dict[str, NumberPlace] = {}
+        # All at once; if that fails, one after the other tells which of them cannot be.
+        tries = [dict(wanted)] if wanted else []
+        if len(wanted) > 1:
+            tries += [{name: place} for name, place in wanted.items()]
+        for added in tries:
+            tried = {**good, **added}
+            try:
+                graph = self._capture(batch, tried)
+                self._check(batch, graph, tried, plain, earlier)
+                made, good = self._prepare(graph, tried), tried
+            except SbpError as error:
+                if len(added) == 1:
+                    self._refuse(added, error)
+            if len(good) == len(wanted):
+                break
+        return made
+
+    def _check(
+        self,
+        batch: Any,
+        graph: LogicalGraph,
+        places: Places,
+        plain: LogicalGraph,
+        earlier: tuple[LogicalGraph, Mapping[object, float]],
+    ) -> None:
+        """See that a step with inputs is that of the numbers: of those now, and of others.
+
+        Others are those of the step that was captured before, if it differs in nothing else.
+
+        Raises:
+            SbpError: it is not.
+        """
+        now = {name: place.read() for name, place in places.items()}
+        check_numbers(graph, now, plain)
+        others = {name: earlier[1].get(place.at, now[name]) for name, place in places.items()}
+        if all(repr(others[name]) != repr(now[name]) for name in now):
+            try:
+                check_numbers(graph, others, earlier[0])
+            except SbpError:  # something else has changed, too, such as the shape of the batch
+                pass
+            else:
+                return
+        others = {name: _another(value, at) for at, (name, value) in enumerate(now.items())}
+        with placed(places, others):
+            twin = self._capture(batch, {})
+        check_numbers(graph, others, twin)
+
+    def by_value(self, captured: Captured, error: SbpError) -> Captured:
+        """Return a step without inputs, in the place of one with inputs that cannot be planned.
+
+        Args:
+            captured: The latter, which was captured last.
+            error: Why.
+        """
+        self._refuse(captured.numbers, error)
+        self.places = {}
+        return self._prepare(self._earlier[0], {})
+
+    def told(self, changes: Sequence[Changed]) -> str:
+        """Return why numbers that have changed are no inputs, for messages; or ""."""
+        numbers = [one.number for one in changes if one.number is not None]
+        found = (self._refused[one.at][0] for one in numbers if one.at in self._refused)
+        return next((f" ({reason})" for reason in found), "")
+
+    def _refuse(self, places: Places, error: SbpError) -> None:
+        where = next((one for one in error.where if one), "")
+        reason = error.what
+        if _LOOKED_AT in reason:
+            reason = "the program looks at its value"
+        reason = f"{reason[:_SHOWN]}, in {where}" if where else reason[:_SHOWN]
+        for place in places.values():
+            self._refused[place.at] = f"it cannot be an input of the step: {reason}", place
+
+    def _name(self, place: NumberPlace) -> str:
+        """Return the name of a number's input, which is that of no other one."""
+        if place.at not in self._names:
+            taken = {name for name, _ in self._names.values()}
+            name, count = f"{_NUMBER}{place.label}", 1
+            while name in taken:
+                count += 1
+                name = f"{_NUMBER}{place.label}.{count}"
+            self._names[place.at] = name, place
+        return self._names[place.at][0]
+
+
+def told_numbers(values: Mapping[str, float]) -> dict[str, float]:
+    """Return numbers by what messages call them."""
+    return {f"the number {name.removeprefix(_NUMBER)}": value for name, value in values.items()}
+
+
+def _holds_float(place: NumberPlace) -> bool:
+    try:
+        return type(place.read()) is float
+    except (LookupError, ValueError, AttributeError):  # it is empty
+        return False
+
+
+def _another(value: float, index: int) -> float:
+    """Return another number of the same magnitude; to each index another one."""
+    factor = 0.8125 + 0.015625 * (index % 8) + 2.0**-12 * index
+    return value * factor if value and isfinite(value) else factor
