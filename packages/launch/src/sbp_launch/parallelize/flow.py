@@ -93,7 +93,7 @@ def plan_program(
                 return Captured.of(graph, settings, numbers)
 
             made = _proved(planned, captured, example, program)
-            numbers = FollowedNumbers(captured.original, capture, prepare)
+            numbers = FollowedNumbers(capture, prepare)
             return Forms(made, captured, engine, following, numbers, prove), degree
         degree = parts
     raise ConfigError(

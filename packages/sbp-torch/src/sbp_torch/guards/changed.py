@@ -40,7 +40,6 @@ class Changed:
         todo: The way out.
         is_structure: Whether modules, parameters or buffers are others.
         number: Where it is, if it is a float and was another one.
-        before: What that was.
     """
 
     what: str
@@ -48,7 +47,6 @@ class Changed:
     todo: str = ANEW
     is_structure: bool = False
     number: NumberPlace | None = None
-    before: float | None = None
 
 
 class _Nothing:

@@ -443,7 +443,6 @@ class Guard:
             where=self._reads.line_of(name) or where,
             todo=todo,
             number=place if type(before) is type(after) is float else None,
-            before=before if type(before) is float else None,
         )
 
     def _line(self, label: str) -> str:
