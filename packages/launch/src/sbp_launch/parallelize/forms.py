@@ -3,6 +3,7 @@
 A plan is of one shape, and of the program as it was when it was captured. The last, smaller batch
 of an epoch, a frozen layer, another mode or number is another form of the step: captured and
 planned when it is met first, and kept. All forms train the same states, which stay where they are.
+Floats that vary are inputs of a form, where that can be; see `numbers`.
 
     step(batch of 64)                  the first form, planned by `parallelize`
     step(batch of 40)                  a second one: captured, planned around the same shards
