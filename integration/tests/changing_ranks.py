@@ -61,6 +61,11 @@ class Case:
 CHANGES: dict[str, tuple[Callable[[Case], object], tuple[int, ...], str]] = {
     "beta here": (lambda case: setattr(case, "beta", 2.0), (1,), "manual/data_parallel"),
     "beta everywhere": (lambda case: setattr(case, "beta", 2.0), (0, 1), "manual/zero"),
+    "beta of each": (
+        lambda case: setattr(case, "beta", 2.0 + RANK),
+        (0, 1),
+        "manual/data_parallel",
+    ),
     "mode here": (lambda case: case.model.eval(), (1,), "manual/zero"),
     "a size here": (lambda case: case.cut(), (1,), "manual/zero"),
     "a size everywhere": (lambda case: case.cut(), (0, 1), "manual/zero"),

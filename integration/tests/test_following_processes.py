@@ -38,6 +38,10 @@ def said_by(boxing: str) -> Mapping[int, Mapping[str, str]]:
 SAID = {
     "beta here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
     "beta everywhere": ("off by 0e+00",) * 2,
+    "beta of each": (
+        "ConfigError: the ranks differ in the number self.beta: rank 0: 2.0; rank 1: 3.0",
+    )
+    * 2,
     "mode here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
     "a size here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
     "a size everywhere": ("off by 0e+00",) * 2,

@@ -19,6 +19,7 @@ from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
+from sbp_launch.parallelize.numbers import Places
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.planning.beside import PlanAround, plan_form
 from sbp_launch.planning.flow import (
@@ -26,12 +27,12 @@ from sbp_launch.planning.flow import (
     Planned,
     PlanSettings,
     capture_step,
-    capture_training,
     check_fits,
     compiled,
     regathering,
 )
 from sbp_launch.planning.proving import proved
+from sbp_torch.capture import NO_NUMBERS
 
 #: How tensors are pinned: a pattern of names -> SBP, or SBP by mesh axis.
 Pins = Mapping[str, str | Mapping[str, str]]
@@ -56,13 +57,29 @@ class StepCapture:
     degree: int
     settings: PlanSettings
 
-    def __call__(self, batch: Any) -> Captured:
-        """Return the step of a batch of one process, as the program is now."""
-        return capture_training(*self._given(batch), self.settings)
+    def __call__(self, batch: Any, numbers: Places = NO_NUMBERS, /) -> LogicalGraph:
+        """Return the step of a batch of one process, as it is captured of the program now.
 
-    def again(self, batch: Any) -> LogicalGraph:
-        """Return the step of a batch of one process, as it is captured."""
-        return capture_step(*self._given(batch), self.settings)
+        Args:
+            batch: An example.
+            numbers: Of Python, that are inputs of the step.
+
+        Raises:
+            SbpError: it cannot be captured.
+        """
+        return capture_step(*self._given(batch), self.settings, numbers)
+
+    def prepared(self, graph: LogicalGraph, numbers: Places = NO_NUMBERS) -> Captured:
+        """Return what was captured in the forms that are planned.
+
+        Args:
+            graph: As it was captured.
+            numbers: That may be inputs of it.
+
+        Raises:
+            SbpError: it cannot be brought into them.
+        """
+        return Captured.of(graph, self.settings, numbers)
 
     def _given(self, batch: Any) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
         program = self.program
@@ -85,7 +102,7 @@ class StepCapture:
 
         def capture(batch: Any) -> LogicalGraph:
             given = (program.model, program.loss, batch, program.optimizer)
-            return capture_step(*given, made.settings)
+            return capture_step(*given, made.settings, captured.numbers)
 
         return proved(made, captured.original, self._example(batch), program.own_states, capture)
 
@@ -144,7 +161,7 @@ def plan_program(
 
     for _ in range(2):
         capture = StepCapture(program=program, degree=degree, settings=settings)
-        captured = capture(batch)
+        captured = capture.prepared(capture(batch))
         if beside is not None:
             planned = plan_form(beside, captured, settings, plan)
         else:
@@ -153,7 +170,7 @@ def plan_program(
         parts = _batch_parts(planned.graph, planned.strategy) if engine.gives_parts else 1
         if parts == degree:
             check_fits(planned, settings.cluster)
-            following.captured(captured.original, partial(capture.again, batch))
+            following.captured(captured.original, partial(capture, batch))
             planned = capture.proved(planned, captured, batch)
             return PlannedProgram(planned=planned, captured=captured, capture=capture, plan=plan)
         degree = parts

@@ -10,7 +10,7 @@ learning rates, written weights, batches that ranks differ in refused on all ran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.unchanged import check_unchanged
+from sbp_torch.capture import NumberPlace
 from sbp_torch.guards import Changed, Guard, modules_in_eval_mode
 
 
@@ -71,9 +72,13 @@ class Following:
         looks_again, self.looks_again = self.looks_again, False
         return training.take_over(looks_again=looks_again)
 
-    def accept(self) -> None:
-        """Note that there is a form for the program as it is."""
-        self._guard.renew()
+    def accept(self, numbers: Collection[NumberPlace]) -> None:
+        """Note that there is a form for the program as it is.
+
+        Args:
+            numbers: Floats that may be others, as the form has inputs for them.
+        """
+        self._guard.renew(numbers)
 
     def has_other_forward(self) -> bool:
         """Whether the program may evaluate otherwise than when this was asked last.

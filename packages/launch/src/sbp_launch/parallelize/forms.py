@@ -3,6 +3,7 @@
 A plan is of one shape, and of the program as it was when it was captured. The last, smaller batch
 of an epoch, a frozen layer, another mode or number is another form of the step: captured and
 planned when it is met first, and kept. All forms train the same states, which stay where they are.
+Floats that vary are inputs of a form, where that can be; see `numbers`.
 
     step(batch of 64)                  the first form, planned by `parallelize`
     step(batch of 40)                  a second one: captured, planned around the same shards
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sbp_core.compile import PhysicalPlan
@@ -24,6 +25,7 @@ from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following, refusal
+from sbp_launch.parallelize.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
@@ -54,6 +56,7 @@ class Form:
         parts: What of a batch a process gives.
         session: Takes its steps; None before there is one.
         why: What made it another form, for messages.
+        numbers: Places of the numbers of Python that are inputs of it, by the names of these.
     """
 
     captured: str
@@ -61,6 +64,7 @@ class Form:
     parts: Mapping[str, BatchPart]
     session: Session | None
     why: str = ""
+    numbers: Places = field(default_factory=dict)
 
 
 class Forms:
@@ -84,6 +88,7 @@ class Forms:
     ) -> None:
         self._engine, self._following, self._training = engine, following, training
         self._capture, self._plan, self._number = first.capture, first.plan, number
+        self._numbers = FollowedNumbers(first.capture)
         self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self.first = self._form(first.planned, graph_hash(first.captured.original), None)
         self._forms = {self.first.captured: self.first}
@@ -144,7 +149,7 @@ class Forms:
         self._forms.clear()
         self._known.clear()
         settings = self._capture.settings.without_tied_counters()
-        self._capture = replace(self._capture, settings=settings)
+        self._capture = self._numbers.capture = replace(self._capture, settings=settings)
 
     def plan_ahead(self, batches: Iterable[Any]) -> None:
         """Capture, plan and start forms before steps meet them; all processes call this.
@@ -159,8 +164,10 @@ class Forms:
             self._find(batch, [])
             self._many_forms += 1
 
-    def before_step(self, batch: Any, scalars: Mapping[str, float]) -> Form:
-        """Return the form of the next step; all processes call this, and take the same step.
+    def before_step(
+        self, batch: Any, scalars: Mapping[str, float]
+    ) -> tuple[Form, dict[str, float]]:
+        """Return the form of the next step, and its scalars; all processes call this.
 
         What was written to model and optimizer since the last step is taken over.
 
@@ -187,8 +194,10 @@ class Forms:
         told = f"form {form.captured} of batches {_told(self._shapes(batch))}"
         if self._number:
             told = f"program {self._number + 1}, {told}"
-        self._training.agree(problem, told, scalars, whole, written)
-        return form
+        numbers: dict[str, float] = {name: one.read() for name, one in form.numbers.items()}
+        compared = {**scalars, **told_numbers(numbers)}
+        self._training.agree(problem, told, compared, whole, written)
+        return form, {**scalars, **numbers}
 
     def _find(self, batch: Any, changes: list[Changed]) -> Form:
         shapes = self._shapes(batch)
@@ -198,6 +207,7 @@ class Forms:
         if not changes and not self._is_other_shape(shapes) and (is_first or self._is_odd(shapes)):
             self._known[shapes] = self.first
             return self.first
+        numbers = self._numbers.places
         try:
             with self._training.capturing(self._capture.program):
                 form = self._of_program(batch, shapes, changes)
@@ -205,8 +215,8 @@ class Forms:
             if changes and not self._is_other_shape(shapes):
                 raise refusal(changes, error.what) from error
             raise
-        if changes:
-            self._following.accept()
+        if changes or numbers != self._numbers.places:
+            self._following.accept(self._numbers.places.values())
             self._known.clear()
             self._is_as_planned = False
         self._known[shapes] = form
@@ -234,21 +244,36 @@ class Forms:
 
     def _of_program(self, batch: Any, shapes: Shapes, changes: list[Changed]) -> Form:
         """Return the form that the program has now: one that is known, or a new one."""
-        captured = self._capture(batch)
-        name = graph_hash(captured.original)
-        if name in self._forms:
+        captured = self._numbers.captured(batch, changes)
+        try:
+            return self._of_captured(captured, batch, shapes, changes)
+        except SbpError as error:
+            if not captured.numbers or len(self._forms) >= MOST_FORMS:
+                raise
+            captured = self._numbers.by_value(captured, error)
+        return self._of_captured(captured, batch, shapes, changes)
+
+    def _of_captured(
+        self, captured: Captured, batch: Any, shapes: Shapes, changes: list[Changed]
+    ) -> Form:
+        """Return the form of a captured step: one that is known, or a new one."""
+        name, inputs = graph_hash(captured.original), captured.original.input_kinds
+        numbers = {key: one for key, one in captured.numbers.items() if key in inputs}
+        if name in self._forms:  # other objects may hold its numbers by now
+            self._forms[name] = replace(self._forms[name], numbers=numbers)
             return self._forms[name]
         why = changes[0].what if changes else f"batches {_told(shapes)}"
+        why += self._numbers.told(changes[:1])
         self._check_number(why)
         self._check_runtime()
         planned = self._planned(captured)
         if not self._training.counts_as(planned.plan):
             # A layer was frozen, or begins to be trained: its steps are no longer those of others.
             self._training.count_apart()
-            captured = self._capture(batch)
+            captured = self._capture.prepared(captured.original, captured.numbers)
             planned = self._planned(captured)
         planned = self._capture.proved(planned, captured, batch)
-        form = self._form(planned, name, self._start(planned), why)
+        form = replace(self._form(planned, name, self._start(planned), why), numbers=numbers)
         if not self._forms:
             self.first = form
         self._forms[name] = form

@@ -120,7 +120,7 @@ class ProgramStep:
         if training.gather is not None and not self._has_compared:
             compare_batches(self._forms.first.parts, flat, training.gather)
             self._has_compared = True
-        form = self._forms.before_step(batch, values)
+        form, values = self._forms.before_step(batch, values)
         assert form.session is not None, "the step is started"
         compared = self._comparison if self._comparison and self._comparison.is_due else None
         is_alone = len(training.programs) == 1

@@ -45,7 +45,7 @@ from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.settings.patterns import check_patterns
-from sbp_torch.capture import capture
+from sbp_torch.capture import NO_NUMBERS, NumberPlace, capture
 from sbp_torch.proof import Proof
 from sbp_torch.update_options import UpdateOptions
 
@@ -180,11 +180,29 @@ class Captured:
         graph: Its softmaxes over very many classes are in parts, so that classes can be split.
         original: As it was captured.
         settings: How it is brought into the form that is planned.
+        numbers: Of Python, that may be inputs of it, by the names of these.
     """
 
     graph: LogicalGraph
     original: LogicalGraph
     settings: PlanSettings
+    numbers: Mapping[str, NumberPlace] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        captured: LogicalGraph,
+        settings: PlanSettings,
+        numbers: Mapping[str, NumberPlace] = NO_NUMBERS,
+    ) -> Captured:
+        """Bring what `capture_step` returned into the forms that are planned.
+
+        Raises:
+            GraphError: the loss of the whole batch is asked for, and does not follow from those of
+                its micro-batches.
+        """
+        graph = prepared(captured, settings)
+        return cls(graph=graph, original=captured, settings=settings, numbers=numbers)
 
     @cached_property
     def whole(self) -> LogicalGraph | None:
@@ -251,8 +269,7 @@ def capture_training(
             micro-batches.
         ConfigError: a pattern of mixed precision matches nothing.
     """
-    captured = capture_step(model, loss, batch, optimizer, settings)
-    return Captured(graph=prepared(captured, settings), original=captured, settings=settings)
+    return Captured.of(capture_step(model, loss, batch, optimizer, settings), settings)
 
 
 def capture_step(
@@ -261,6 +278,7 @@ def capture_step(
     batch: Any,
     optimizer: torch.optim.Optimizer,
     settings: PlanSettings,
+    numbers: Mapping[str, NumberPlace] = NO_NUMBERS,
 ) -> LogicalGraph:
     """Capture a training step as it is.
 
@@ -270,6 +288,7 @@ def capture_step(
         batch: An example of the whole batch, or of one of `settings.captured_parts` parts of it.
         optimizer: See `capture`.
         settings: How.
+        numbers: See `capture`.
 
     Raises:
         CaptureError: it cannot be captured.
@@ -284,6 +303,7 @@ def capture_step(
         autocast=settings.compile.autocast,
         per_shard_random=settings.compile.random == "per_shard",
         device=settings.mesh.device,
+        numbers=numbers,
     )
     check_precision(settings.compile, captured)
     return captured

@@ -5,6 +5,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,20 +18,31 @@ from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_torch.capture.convert import to_logical
 from sbp_torch.capture.device import on_device
 from sbp_torch.capture.diagnostics import TraceError
+from sbp_torch.capture.numbers import (
+    NO_NUMBERS,
+    NumberPlace,
+    check_numbers,
+    placed,
+    without_unused,
+)
 from sbp_torch.capture.randomness import counted_random
 from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses
 from sbp_torch.capture.trace import TracedStep, trace_step
 from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
 __all__ = [
+    "NO_NUMBERS",
     "LossScaling",
+    "NumberPlace",
     "UpdateOptions",
     "capture",
+    "check_numbers",
     "copied_states",
     "counted_random",
     "current_scalars",
     "flatten_batch",
     "initial_states",
+    "placed",
     "rebuild_batch",
     "scalar_values",
     "split_losses",
@@ -48,6 +60,7 @@ def capture(
     autocast: str = "",
     per_shard_random: bool = False,
     device: str = "cpu",
+    numbers: Mapping[str, NumberPlace] = NO_NUMBERS,
 ) -> LogicalGraph:
     """Capture one whole step as one functional ATen graph: forward, loss, backward, update.
 
@@ -71,6 +84,9 @@ def capture(
             but other numbers on every mesh.
         device: Kind of device that the step will run on, `cpu` or `cuda`. The model stays where it
             is, and no such device is needed here.
+        numbers: Places of floats that forward and loss read, by the names of the scalar inputs that
+            they become, as far as they are used. Forward and loss may calculate with them, and not
+            look at their values: compare the graph by `check_numbers`.
 
     Raises:
         SbpTypeError: `model`, `loss` or `optimizer` is something else.
@@ -92,6 +108,7 @@ def capture(
             per_shard_random=per_shard_random,
             as_compiling=as_compiling,
             previous=previous,
+            numbers=numbers,
         )
         return step, trace_step(step)
 
@@ -106,7 +123,7 @@ def capture(
                 raise step.side_effects[0].refusal() from None
             if second_step.side_effects or second.form != traced.form:
                 raise step.side_effects[0].refusal()
-        return on_device(to_logical(traced, name), device)
+        return on_device(without_unused(to_logical(traced, name), numbers), device)
 
     try:
         return trace_until_stable(as_compiling=False)

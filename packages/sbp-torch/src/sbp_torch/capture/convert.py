@@ -34,6 +34,7 @@ from sbp_core.graph import (
 )
 from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
 from sbp_torch.capture.diagnostics import shape_by_value, value_read
+from sbp_torch.capture.numbers import at_forward
 from sbp_torch.capture.step import DRAW, SEED
 from sbp_torch.capture.trace import TracedStep
 from sbp_torch.ops.operators import asked_for
@@ -114,7 +115,7 @@ class _Conversion:
             name=self.name,
             inputs=(*self.step.inputs, *self.counted),
             outputs=outputs,
-            nodes=tuple(self.nodes),
+            nodes=tuple(at_forward(self.nodes)),
             types=self.types,
         )
 
@@ -187,6 +188,7 @@ class _Conversion:
             raise value_read(str(node.target), note.get("source", ""))
         if any(not isinstance(n, int) for n in _extents(node.meta.get("val"))):
             raise shape_by_value(str(node.target), note.get("source", ""))
+        # Host numbers that forward uses come there at the end; see `at_forward`.
         phase = Phase.OPTIMIZER if host else Phase(note.get("phase", "forward"))
         _check_real(node, note.get("source", ""))
         args = self._argument(tuple(node.args))

@@ -26,6 +26,7 @@ from sbp_torch._torch_compat import (
 )
 from sbp_torch._torch_patches import distributions_unchecked
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
+from sbp_torch.capture.numbers import NO_NUMBERS, NumberPlace, placed
 from sbp_torch.capture.provenance import Notes
 from sbp_torch.capture.randomness import Draws
 from sbp_torch.capture.rebound_states import replaced_states
@@ -88,6 +89,7 @@ class TrainingStep:
         as_compiling: Tell the model that it is being compiled, while its forward runs.
         previous: A traced step whose forward had side effects: this forward begins with the
             attributes that it left behind; None to begin with the attributes as they are now.
+        numbers: Numbers that the forward reads and that are scalar inputs, by the names of these.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TrainingStep:
         per_shard_random: bool = False,
         as_compiling: bool = False,
         previous: TrainingStep | None = None,
+        numbers: Mapping[str, NumberPlace] = NO_NUMBERS,
     ) -> None:
         self.model, self.loss, self.batch, self.update = model, loss, batch, update
         self.autocast, self.as_compiling = autocast, as_compiling
@@ -114,7 +117,8 @@ class TrainingStep:
         ]
         self.updates = update.values() if update is not None else {}
         self.flat_batch = flatten_batch(batch)
-        self.scalars = list(update.scalars) if update is not None else []
+        self.numbers = numbers
+        self.scalars = [*(update.scalars if update is not None else ()), *numbers]
         self.notes = Notes(Draws(per_shard=per_shard_random))
         #: Names and kinds of the outputs before the states, known after the first call.
         self.reported: list[tuple[str, OutputKind]] = []
@@ -191,7 +195,8 @@ class TrainingStep:
         with self.notes:
             with torch.enable_grad():
                 leaves = {name: self._leaf(name, held[name]) for name in self.moving}
-                loss, metrics, replaced = self._forward(held | leaves, batch)
+                numbers = {name: rates[name].item() for name in self.numbers}
+                loss, metrics, replaced = self._forward(held | leaves, batch, numbers)
                 held |= replaced
                 metrics = _as_they_are(metrics, held.values())
                 extras = [tensor.detach() for tensor in self._side_effect_tensors()]
@@ -214,7 +219,7 @@ class TrainingStep:
         return leaf
 
     def _forward(
-        self, tensors: Mapping[str, Tensor], batch: list[Tensor]
+        self, tensors: Mapping[str, Tensor], batch: list[Tensor], numbers: Mapping[str, Any]
     ) -> tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return the loss, metrics, and the states that the forward put in the place of others."""
         parts = dict(zip(self.flat_batch, batch, strict=True))
@@ -239,6 +244,7 @@ class TrainingStep:
                 own_kernels_only(),
                 cast,
                 hint,
+                placed(self.numbers, numbers),
             ):
                 loss, metrics = split_losses(self.loss(self.model, given))
             generators.check()

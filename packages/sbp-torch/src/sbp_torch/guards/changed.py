@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sbp_torch.capture.numbers import NumberPlace
 from sbp_torch.capture.side_effects import content_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -38,12 +39,14 @@ class Changed:
         where: The user's line that reads it, as `file:line`; or "".
         todo: The way out.
         is_structure: Whether modules, parameters or buffers are others.
+        number: Where it is, if it is a float and was another one.
     """
 
     what: str
     where: str = ""
     todo: str = ANEW
     is_structure: bool = False
+    number: NumberPlace | None = None
 
 
 class _Nothing:
@@ -122,3 +125,25 @@ def short(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def mode_change(label: str, is_training: bool) -> Changed:
+    """Return that a module is in another mode than when the step was captured."""
+    mode = {True: "train", False: "eval"}
+    return Changed(
+        what=f"{label} is in {mode[is_training]} mode, and was in {mode[not is_training]} mode "
+        "when the step was captured",
+        todo=f"call {label}.{mode[not is_training]}() before the step; step.evaluate(batch) "
+        f"evaluates without changing modes; or {ANEW}",
+    )
+
+
+def registered_change(label: str, kind: str, before: object, after: object) -> Changed:
+    """Return that a module has another parameter, buffer or part: `kind` says which."""
+    what = f"{label} is another {kind} than when the step was captured"
+    if before is NOTHING:
+        what = f"{label} is a new {kind}"
+    elif after is NOTHING or after is None:
+        what = f"the {kind} {label} was removed"
+    both_tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
+    return Changed(what=what, is_structure=not (kind == "buffer" and both_tensors))

@@ -12,7 +12,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sbp_torch._torch_compat import as_plain_tensors
 from sbp_torch.capture.convert import MAX_CONSTANT
+from sbp_torch.capture.numbers import NumberPlace
 from sbp_torch.capture.side_effects import refill
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.guards.changed import (
@@ -32,8 +33,11 @@ from sbp_torch.guards.changed import (
     Changed,
     held_in,
     is_same,
+    mode_change,
+    registered_change,
     short,
 )
+from sbp_torch.guards.numbers import Numbers, changed_floats, place_of
 from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
 from sbp_torch.guards.reads import Place, Reads, has_attributes, is_fixed
 from sbp_torch.optim import members
@@ -78,6 +82,11 @@ class _Mapping:
     owner: object
     live: Mapping[str, Any]
     kept: dict[str, Any]
+
+    @property
+    def id(self) -> int:
+        """In places of numbers: of classes, `live` is another object each time."""
+        return id(self.owner if isinstance(self.owner, type) else self.live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +135,13 @@ class Guard:
         self._groups = OptimizerGuard(model, optimizer, update)
         self.renew()
 
-    def renew(self) -> None:
-        """Take everything to be as it is now."""
+    def renew(self, numbers: Collection[NumberPlace] = ()) -> None:
+        """Take everything to be as it is now.
+
+        Args:
+            numbers: Where other floats than now are no change.
+        """
+        self._numbers = Numbers(numbers)
         self._reads = Reads()
         self._mappings: list[_Mapping] = []
         #: Attributes of objects that are not looked into: nothing read so far names them.
@@ -150,18 +164,23 @@ class Guard:
         self._hooks, self._around = self._tensor_hooks(), _around()
         #: What lies in mappings and lists, as it is whenever it is looked at.
         self._lying: list[Iterable[Any]] = [one.live.values() for one in self._mappings]
+        keys: list[tuple[int, Collection[Any]]] = [(one.id, one.live) for one in self._mappings]
         self._sets: list[tuple[Any, Any]] = []
         self._others: list[_Container] = []
         for one in self._containers:
             is_long = len(one.value) > MOST_ENTRIES if hasattr(one.value, "__len__") else True
             if isinstance(one.value, dict) and not is_long:
                 self._lying.append(dict.values(one.value))
+                keys.append((id(one.value), dict.keys(one.value)))
             elif isinstance(one.value, list) and not is_long:
                 self._lying.append(one.value)
+                keys.append((id(one.value), range(len(one.value))))
             elif isinstance(one.value, set) and not is_long:
                 self._sets.append((one.value, one.content))
             else:
                 self._others.append(one)
+        self._numbers.find_among(keys)
+        self._compared = [one for one in self._reads.places if one.at not in self._numbers]
         self._ids = self._ids_now()
         self._groups.renew()
 
@@ -274,8 +293,9 @@ class Guard:
         try:
             with as_plain_tensors():
                 return (
-                    self._ids_now() == self._ids
-                    and all(place.read() is place.value for place in self._reads.places)
+                    self._numbers.are_floats(self._ids)
+                    and self._ids_now() == self._ids
+                    and all(place.read() is place.value for place in self._compared)
                     and all(one.is_same() for one in self._tensors)
                     and self._trained == [one.requires_grad for one in self._states.values()]
                     and self._hooks == self._tensor_hooks()
@@ -335,13 +355,15 @@ class Guard:
                 if _is_of_optimizer(one.owner, key):
                     one.kept[key] = after
                     continue
-                if is_same(before, after):
+                if is_same(before, after) or self._numbers.may_be((one.id, key), after):
                     continue
                 if key == "training" and is_module:
                     if training and isinstance(after, bool):
-                        yield _mode(one.label, after)
+                        yield mode_change(one.label, after)
                 elif self._counts(key, is_module):
-                    yield self._changed(f"{one.label}.{key}", key, before, after)
+                    label = f"{one.label}.{key}"
+                    place = place_of(label, one.owner, one.live, key)
+                    yield self._changed(label, key, before, after, place=place)
                 elif after is NOTHING:
                     del one.kept[key]
                 else:
@@ -367,28 +389,45 @@ class Guard:
             if isinstance(now, dict) and isinstance(one.content, dict):
                 for key in dict.fromkeys((*one.content, *now)):
                     before, after = one.content.get(key, NOTHING), now.get(key, NOTHING)
-                    if is_same(before, after):
+                    if is_same(before, after) or self._numbers.may_be((id(one.value), key), after):
                         continue
                     if kind in _REGISTERS:
-                        yield _registered(f"{owner}.{key}", _REGISTERS[kind], before, after)
+                        yield registered_change(f"{owner}.{key}", _REGISTERS[kind], before, after)
                     elif kind.endswith("_hooks") or "_hooks_" in kind:
                         verb = "removed from" if after is NOTHING else "registered on"
                         yield Changed(what=f"a hook was {verb} {owner}")
                     else:
-                        yield self._changed(f"{one.label}[{key!r}]", str(key), before, after)
+                        yield self._entry(one, key, before, after)
                 if [*now] != [*one.content] and now.keys() == one.content.keys():
                     yield Changed(what=f"the entries of {one.label} are in another order")
+            elif isinstance(one.value, list) and (floats := changed_floats(one.content, now)):
+                for index in floats:
+                    if not self._numbers.may_be((id(one.value), index), now[index]):
+                        yield self._entry(one, index, one.content[index], now[index])
             elif not is_same(one.content, now):
                 yield self._changed(one.label, one.label, one.content, now)
+
+    def _entry(self, one: _Container, key: Any, before: object, after: object) -> Changed:
+        label = f"{one.label}[{key!r}]"
+        is_plain = isinstance(one.value, dict | list) and len(one.value) <= MOST_ENTRIES
+        place = place_of(label, one.value, one.value, key) if is_plain else None
+        return self._changed(label, str(key), before, after, place=place)
 
     def _of_places(self) -> Iterator[Changed]:
         for place in self._reads.places:
             after = _now(place)
-            if not is_same(place.value, after):
-                yield self._changed(place.label, place.label, place.value, after, place.where)
+            if not is_same(place.value, after) and not self._numbers.may_be(place.at, after):
+                name, where = place.label, place.where
+                yield self._changed(name, name, place.value, after, where, place.number())
 
     def _changed(
-        self, label: str, key: str, before: object, after: object, where: str = ""
+        self,
+        label: str,
+        key: str,
+        before: object,
+        after: object,
+        where: str = "",
+        place: NumberPlace | None = None,
     ) -> Changed:
         name = key.rpartition(".")[2]
         todo = ANEW
@@ -403,6 +442,7 @@ class Guard:
             what=f"{label} is {short(after)}, and was {short(before)} when the step was captured",
             where=self._reads.line_of(name) or where,
             todo=todo,
+            number=place if type(before) is type(after) is float else None,
         )
 
     def _line(self, label: str) -> str:
@@ -451,26 +491,6 @@ def _now(place: Place) -> Any:
         return place.read()
     except (KeyError, ValueError):
         return NOTHING
-
-
-def _mode(label: str, is_training: bool) -> Changed:
-    mode = {True: "train", False: "eval"}
-    return Changed(
-        what=f"{label} is in {mode[is_training]} mode, and was in {mode[not is_training]} mode "
-        "when the step was captured",
-        todo=f"call {label}.{mode[not is_training]}() before the step; step.evaluate(batch) "
-        f"evaluates without changing modes; or {ANEW}",
-    )
-
-
-def _registered(label: str, kind: str, before: object, after: object) -> Changed:
-    what = f"{label} is another {kind} than when the step was captured"
-    if before is NOTHING:
-        what = f"{label} is a new {kind}"
-    elif after is NOTHING or after is None:
-        what = f"the {kind} {label} was removed"
-    both_tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
-    return Changed(what=what, is_structure=not (kind == "buffer" and both_tensors))
 
 
 def _version(tensor: Tensor) -> int:

@@ -12,13 +12,15 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from sbp_torch.capture.numbers import NumberPlace
 
 #: Packages whose functions and objects stay as they are.
 _FIXED = {
@@ -65,6 +67,7 @@ class Place:
         read: Returns what is there now; raises if there is nothing.
         write: Puts another value there.
         value: What was there.
+        at: The id of what holds it, and the key there; the same of one place that several read.
     """
 
     label: str
@@ -72,6 +75,11 @@ class Place:
     read: Callable[[], Any]
     write: Callable[[Any], None]
     value: Any
+    at: tuple[int, Hashable]
+
+    def number(self) -> NumberPlace:
+        """Return it as the place of a number."""
+        return NumberPlace(label=self.label, at=self.at, read=self.read, write=self.write)
 
 
 class Reads:
@@ -161,6 +169,7 @@ class Reads:
                         functools.partial(setattr, value, name),
                         getattr(value, name),
                         "",
+                        (id(value), name),
                     )
 
     def again(self) -> Iterator[tuple[str, object]]:
@@ -220,6 +229,7 @@ class Reads:
                 functools.partial(setattr, function, "__defaults__"),
                 function.__defaults__,
                 where,
+                (id(function), "__defaults__"),
             )
         if vars(function):
             yield function.__qualname__, vars(function)
@@ -239,7 +249,8 @@ class Reads:
         def write(value: Any) -> None:
             cell.cell_contents = value
 
-        yield from self._at(name, lambda: cell.cell_contents, write, value, where)
+        at = (id(cell), "")
+        yield from self._at(name, lambda: cell.cell_contents, write, value, where, at)
 
     def _item(
         self, label: str, items: dict[str, Any], key: str, where: str
@@ -256,7 +267,7 @@ class Reads:
         def write(value: Any) -> None:
             items[key] = value
 
-        yield from self._at(label, lambda: items[key], write, value, where)
+        yield from self._at(label, lambda: items[key], write, value, where, (id(items), key))
 
     def _at(
         self,
@@ -265,8 +276,11 @@ class Reads:
         write: Callable[[Any], None],
         value: object,
         where: str,
+        at: tuple[int, Hashable],
     ) -> Iterator[tuple[str, object]]:
-        self.places.append(Place(label=label, where=where, read=read, write=write, value=value))
+        self.places.append(
+            Place(label=label, where=where, read=read, write=write, value=value, at=at)
+        )
         if isinstance(value, Enum) or (isinstance(value, type) and is_fixed(value)):
             return
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial | type):
