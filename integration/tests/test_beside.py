@@ -10,7 +10,7 @@ from test_following import assert_alike
 from torch import nn
 from torch.nn import functional
 
-from sbp_core.errors import ConfigError, RunError
+from sbp_core.errors import ConfigError, PlanError, RunError
 from sbp_launch import parallelize
 
 LAYOUTS = (
@@ -233,3 +233,19 @@ def test_programs_fit_their_memory_together():
     step = parallelize(model, losses[0], given, first, mesh=2, cluster=cluster)
     with pytest.raises(ConfigError, match=r"memory(.|\n)*memory_bytes"):
         step.beside(losses[1], given, second)
+
+
+def test_pins_of_another_program_hold_or_are_refused():
+    twins = Twins()
+    step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2)
+    pins = {"generator.0.weight.exp_avg": "S(0)"}
+
+    step_g = step.beside(loss_g, noise(0), twins.g[0], pins=pins)
+    assert str(step_g.strategy.storage["generator.0.weight.exp_avg"].sbp) == "S(0)"
+    with pytest.raises(ConfigError, match="matches nothing|generatr"):
+        step.beside(loss_g, noise(0), twins.g[0], pins={"generatr.*": "S(0)"})
+    with pytest.raises(PlanError, match=r"stored as \(B\), and would be as \(S\(0\)\)"):
+        step.beside(loss_g, noise(0), twins.g[0], pins={"generator.3.weight": "S(0)"})
+    with step:
+        twins.rounds(step, step_g, 2)
+        twins.assert_equal()

@@ -132,10 +132,18 @@ def test_checkpoints_do_not_know_of_what_was_frozen(tmp_path):
     other.both(trains("body", False))
     twins = other
     with twins.start(mesh=2) as step:
-        load(step, "trained")  # whose moments wait
+        load(step, "trained")  # whose moments are kept
         twins.steps(step, 1)
+        save(step, "kept")
         twins.both(trains("body", True))
         twins.steps(step, 2, first=1)
+        twins.assert_equal()
+        load(step, "kept")
+        twins.both(trains("body", False))
+        twins.steps(step, 1, first=3)
+        load(step, "frozen")  # also while they are frozen again
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=4)
         twins.assert_equal()
 
 

@@ -21,6 +21,7 @@ from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.numbers import Places
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
+from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import PlanAround, plan_form
 from sbp_launch.planning.flow import (
     Captured,
@@ -131,7 +132,7 @@ def plan_program(
     pins: Pins | None,
     engine: Engine,
     following: Following,
-    beside: Planned | None = None,
+    training: Training,
 ) -> PlannedProgram:
     """Return the checked plan of a program.
 
@@ -145,7 +146,7 @@ def plan_program(
         pins: The user's.
         engine: Says for which mesh, and whether processes give parts of a batch.
         following: Is told what was captured.
-        beside: The step around whose states this is planned, if there is one.
+        training: Has the states around which this is planned, if it is not the first program.
 
     Raises:
         ConfigError: see `parallelize`.
@@ -162,8 +163,10 @@ def plan_program(
     for _ in range(2):
         capture = StepCapture(program=program, degree=degree, settings=settings)
         captured = capture.prepared(capture(batch))
-        if beside is not None:
-            planned = plan_form(beside, captured, settings, plan)
+        states = training.states
+        if states.programs:
+            given = states.planned, captured, settings, plan, states.stored
+            planned = plan_form(*given, has_pins=bool(pins))
         else:
             graph, strategy = captured.planned(partial(plan, more={}))
             planned = compiled(graph, strategy, settings)

@@ -124,7 +124,7 @@ class Forms:
             session = training.started
         else:
             self._check_runtime()
-            if not training.counts_as(planned.plan):
+            if not training.states.counts_as(planned.plan):
                 training.count_apart()  # as two programs have one optimizer
             session = self._start(planned)
         self.first = self._forms[name] = self._form(planned, name, session)
@@ -139,7 +139,7 @@ class Forms:
     def _start(self, planned: Planned) -> Session:
         """Start a plan on the states of the training, which gets those that it has not."""
         training = self._training
-        training.check_fits(planned)
+        training.states.check_fits(planned)
         training.widen(planned.plan, self._capture.program)
         return self._engine.runtime.start(planned.plan, training.started, keeps=True)
 
@@ -267,7 +267,7 @@ class Forms:
         self._check_number(why)
         self._check_runtime()
         planned = self._planned(captured)
-        if not self._training.counts_as(planned.plan):
+        if not self._training.states.counts_as(planned.plan):
             # A layer was frozen, or begins to be trained: its steps are no longer those of others.
             self._training.count_apart()
             captured = self._capture.prepared(captured.original, captured.numbers)
@@ -281,7 +281,8 @@ class Forms:
 
     def _planned(self, captured: Captured) -> Planned:
         settings = self._capture.settings
-        return plan_form(self._training.planned, captured, settings, self._plan)
+        states = self._training.states
+        return plan_form(states.planned, captured, settings, self._plan, states.stored)
 
     def _check_number(self, why: str) -> None:
         """Say that there are many forms.

@@ -1,7 +1,7 @@
 """States that are loaded where there may be fewer, or more: of what was frozen then, or is now.
 
 saved while `backbone` was frozen     its moments begin anew, as they did then
-saved while it was trained            its moments wait until it is trained here
+saved while it was trained            its moments are kept until it is trained here
 step counters that differ             each parameter has one of its own from now on
 """
 
@@ -27,31 +27,28 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
         SbpError: see `Session.load_state_dict`.
     """
     ahead = states.ahead if isinstance(states, ReadTogether) else states.__getitem__
-    for tied in training.plan.ties.values():
+    for tied in training.states.plan.ties.values():
         if len({float(ahead(name)) for name in tied if name in states}) > 1:
             training.count_apart()
             break
-    known = set(training.names)
+    known = set(training.states.names)
+    frozen = training.states.frozen(states.keys() - known)
+    training.keep({name: ahead(name).clone() for name in frozen})
     missing = known - states.keys()
-    fresh = training.fresh_states(missing, states.keys()) if missing else {}
-    later = training.frozen_states(states.keys() - known)
-    waiting = {name: ahead(name).clone() for name in later}
+    fresh = training.fresh(missing, states.keys()) if missing else {}
     taken: Mapping[str, Tensor] = states
-    if fresh or later:
-        names = [name for name in states if name not in later]
-        if isinstance(states, ReadTogether):
-            taken = _Together(states, names, fresh)
-        else:
-            taken = {**{name: states[name] for name in names}, **fresh}
+    if fresh and isinstance(states, ReadTogether):
+        taken = _Together(states, fresh)
+    elif fresh:
+        taken = {**states, **fresh}
     training.started.load_state_dict(taken)
-    training.not_yet_needed = waiting
 
 
 class _Together(Tensors):
     """Tensors that are read, and others that are in memory."""
 
-    def __init__(self, read: Tensors, names: Sequence[str], held: Mapping[str, Tensor]) -> None:
-        self._read, self._held, self._names = read, held, [*names, *held]
+    def __init__(self, read: Tensors, held: Mapping[str, Tensor]) -> None:
+        self._read, self._held, self._names = read, held, [*read.names, *held]
 
     @property
     def names(self) -> Collection[str]:

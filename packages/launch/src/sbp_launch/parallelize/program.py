@@ -165,6 +165,19 @@ def as_stepped(program: OneDeviceProgram, updated: Collection[str]) -> Iterator[
 
 
 @contextmanager
+def trainable(parameters: Collection[Tensor]) -> Iterator[None]:
+    """Let parameters be trained meanwhile, whether they are frozen or not."""
+    frozen = [one for one in parameters if not one.requires_grad]
+    try:
+        for one in frozen:
+            one.requires_grad_(True)
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_(False)
+
+
+@contextmanager
 def without_states(program: OneDeviceProgram, parameters: Collection[str]) -> Iterator[None]:
     """Let the optimizer know no states of some parameters meanwhile."""
     named = dict(program.model.named_parameters())

@@ -58,7 +58,7 @@ class ProgramStep:
         self._program, self._engine, self._training = program, engine, training
         self._planned = planned.planned
         self._following, self._padding, self._comparison = following, padding, comparison
-        self._forms = Forms(planned, engine, following, training, len(training.programs))
+        self._forms = Forms(planned, engine, following, training, len(training.states.programs))
         self._forwards = Forwards(
             program, planned.planned, engine, planned.capture.degree, following, training
         )
@@ -123,7 +123,7 @@ class ProgramStep:
         form, values = self._forms.before_step(batch, values)
         assert form.session is not None, "the step is started"
         compared = self._comparison if self._comparison and self._comparison.is_due else None
-        is_alone = len(training.programs) == 1
+        is_alone = len(training.states.programs) == 1
         if compared is not None and not (compared.has_begun and is_alone):
             first = self._current.state_dict(to=0)
             with training.apart():

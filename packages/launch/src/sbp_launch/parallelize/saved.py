@@ -86,7 +86,7 @@ class StepSaves:
         def begin() -> None:
             if self._processes.is_first:
                 claim.enter_context(_claimed(storage))
-                write_plan(folder, self._training.planned)
+                write_plan(folder, self._training.states.planned)
 
         with claim:
             self._processes.agree(begin, "the plan cannot be written", str(folder))
@@ -107,7 +107,7 @@ class StepSaves:
             logger.warning("the checkpoint %s is not saved: a rank has ended", self._saves.name)
         self._saves.abandon()
         self._claim.close()
-        pieces, _ = pieces_left(self._training.plan, session, left, step, DEADLINE_S)
+        pieces, _ = pieces_left(self._training.states.plan, session, left, step, DEADLINE_S)
         processes = Processes(
             rank=self._processes.rank,
             ranks=left.ranks,
@@ -120,7 +120,7 @@ class StepSaves:
             def begin() -> None:
                 if processes.is_first:
                     held.enter_context(claimed_from_the_lost(storage))
-                    write_plan(folder, self._training.planned)
+                    write_plan(folder, self._training.states.planned)
 
             processes.agree(begin, "what is left cannot be written", str(folder))
             save(storage, step_name(step), self._metadata(step), pieces, processes)
@@ -129,8 +129,8 @@ class StepSaves:
         return Metadata(
             step=step,
             seed=self._seed,
-            settings={_GROUPS: saved_groups(self._training.groups)},
-            graph_hash=graph_hash(self._training.planned.graph),
+            settings={_GROUPS: saved_groups(self._training.states.groups)},
+            graph_hash=graph_hash(self._training.states.planned.graph),
             versions=versions(),
         )
 
@@ -260,7 +260,7 @@ def load_step(
             logger.warning("%s; it is passed over", error.what)
         else:
             metadata = checkpoint.manifest.metadata
-            restore_groups(training.groups, metadata.settings.get(_GROUPS), checkpoint.place)
+            restore_groups(training.states.groups, metadata.settings.get(_GROUPS), checkpoint.place)
             return metadata.step
     raise none_is_whole(storage, len(names))
 

@@ -211,14 +211,13 @@ class ParallelStep(ProgramStep):
             optimizer=first.optimizer if optimizer is None else optimizer,
             update=settings.update,
         )
-        training.check_optimizer(program)
+        with training.apart():
+            training.states.check_optimizer(program)
         following = Following(program)
         padding = make_padding(pad_to, batch, self.world)
         example = padding.largest(batch)
         with training.capturing(program):
-            planned = plan_program(
-                program, example, chosen, pins, own, following, beside=training.planned
-            )
+            planned = plan_program(program, example, chosen, pins, own, following, training)
             prove_padding(program, padding, batch, settings, None)
         made = ProgramStep(program, planned, own, following, training, padding)
         self._beside.append(made)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -23,16 +22,21 @@ from torch import Tensor, nn
 
 from sbp_core.boxing import BoxingBackend, bounds_of
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError, PlanError, RunError, SbpError, words_of
+from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import LogicalGraph
 from sbp_core.plugins import PluginRegistry
-from sbp_core.runtime import Session, counted_apart, known_state, state_slots, widened
+from sbp_core.runtime import (
+    Session,
+    counted_apart,
+    known_state,
+    state_slots,
+)
 from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of, manifest
-from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped, without_states
-from sbp_launch.planning.flow import Planned, check_fits
+from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
+from sbp_launch.parallelize.states import ProgramStates, names_of
+from sbp_launch.planning.flow import Planned
 from sbp_launch.team import Team
-from sbp_torch.capture import copied_states, initial_states
-from sbp_torch.capture.step import model_tensors
+from sbp_torch.capture import copied_states
 from sbp_torch.guards import ConnectedStates, connected_elsewhere
 
 if TYPE_CHECKING:
@@ -58,8 +62,8 @@ class Training:
         self._model = model
         if (before := connected_elsewhere(model)) is not None:
             before.let_go(has_states)
-        #: All of them, the first one first.
-        self.programs: list[OneDeviceProgram] = []
+        #: Which states there are, and of which programs.
+        self.states = ProgramStates()
         self.backend: BoxingBackend | None = None
         #: Gathers texts of the ranks of other processes, between steps.
         self.gather: Gather | None = None
@@ -68,10 +72,6 @@ class Training:
         #: Steps before a `load`, and those that were taken since the start, of all programs.
         self.first_step = self.num_steps = 0
         self._session: Session | None = None
-        self._plan: PhysicalPlan | None = None
-        #: How the programs are planned, and a plan with the states of all of them.
-        self._planned: list[Planned] = []
-        self._all: PhysicalPlan | None = None
         #: Called when step counters come apart.
         self._forget_forms: list[Callable[[], None]] = []
         #: Of what the step saves.
@@ -79,11 +79,6 @@ class Training:
         self._connected: ConnectedStates | None = None
         self._team: Team = Team()
         self._is_open = False
-        #: States that a step has updated, or that were loaded.
-        self._updated: set[str] = set()
-        self._seen: LogicalGraph | None = None
-        #: States that were loaded, and that no program has so far.
-        self.not_yet_needed: dict[str, Tensor] = {}
 
     @property
     def team(self) -> Team:
@@ -128,17 +123,6 @@ class Training:
             )
         return self.started
 
-    @property
-    def plan(self) -> PhysicalPlan:
-        """Says where all states are: a plan of the first program, whose ranks hold them all."""
-        assert self._plan is not None, "it has begun"
-        return self._plan
-
-    @property
-    def planned(self) -> Planned:
-        """How the first program is planned."""
-        return self._planned[0]
-
     # Life.
 
     def add(
@@ -154,43 +138,20 @@ class Training:
         Raises:
             ConfigError: with its states, a rank would not fit its memory.
         """
-        self.check_fits(planned)
-        self.programs.append(program)
-        self._planned.append(planned)
+        self.states.add(program, planned)
         self._forget_forms.append(forget_forms)
-        if self._plan is None:
-            self._plan = planned.plan
-
-    def check_fits(self, planned: Planned) -> None:
-        """See that each program fits its ranks' memory beside the states of all, with those of one.
-
-        Args:
-            planned: A program, or one of its forms.
-
-        Raises:
-            ConfigError: a rank would not fit its memory.
-        """
-        if self._all is None:  # the first one, which was compared by itself
-            self._all = planned.plan
-            return
-        everything = widened(self._all, planned.plan)
-        if {*names_of(everything)} != {*names_of(self._all)}:
-            for one in (*self._planned, planned):
-                beside = replace(one, plan=widened(one.plan, everything), known_memory=None)
-                check_fits(beside, one.settings.cluster)
-        self._all = everything
 
     def begin(self, session: Session, backend: BoxingBackend, gather: Gather | None) -> None:
         """Note the session of the first program."""
         self._session, self.backend, self.gather = session, backend, gather
         self._is_open = True
-        self._team = Team.of(backend, [part.rank for part in self.plan.ranks])
+        self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
 
     def connect(self) -> None:
         """Connect the model, and the optimizers of all programs, to the states."""
         read = partial(self._read, alone=self.backend is None or not self.backend.spans_processes)
         self._connected = ConnectedStates(self._model, read)
-        for one in self.programs:
+        for one in self.states.programs:
             self._connected.add(one.optimizer, one.update)
         self._connected.connect(self._let_go)
         self._connected.behind_step()  # states may be others: given, or those of rank 0
@@ -205,78 +166,18 @@ class Training:
         Raises:
             RunError: they begin as copies of parameters that are spread over other processes.
         """
-        have, need = state_slots(self.plan), state_slots(plan)
-        if need.keys() <= have.keys() and all(
-            self.plan.ties.get(name) == tied for name, tied in plan.ties.items()
-        ):
+        if self.states.has(plan):
             return
-        known = set(self.names)
-        self._check_new({*names_of(plan)} - known)
+        known = set(self.states.names)
+        self.states.check_new({*names_of(plan)} - known)
         copies = copied_states(program.model, program.optimizer, program.update)
         if self._connected is not None and copies.keys() - known:
             self._connected.read_model()
         with self.apart():
             own = program.own_states()
-        if self.not_yet_needed:
-            own = {**own, **self.not_yet_needed}
-        self.started.widen(plan, own)
-        self._plan = widened(self.plan, plan)
-        for name in [one for one in self.not_yet_needed if one in state_slots(self._plan)]:
-            del self.not_yet_needed[name]
+        self._widen(plan, own)
         if self._connected is not None:
             self._connected.add(program.optimizer, program.update)
-
-    def _check_new(self, names: Collection[str]) -> None:
-        """See that states which are to be added are of parameters that were not trained so far.
-
-        Raises:
-            PlanError: one is not: the optimizer would have had it from the beginning.
-        """
-        updated = {one.rpartition(".")[0]: one for one in sorted(self._updated)}
-        for name in sorted(names):
-            if (parameter := name.rpartition(".")[0]) in updated:
-                raise PlanError(
-                    f"it has the state {name!r}, and {parameter!r} was trained without it: there "
-                    f"is {updated[parameter]!r} only",
-                    accepted="new states of parameters that were not trained so far",
-                )
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all states: those of `state_dict`."""
-        return names_of(self.plan)
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers, those of the first program first."""
-        optimizers = {id(one.optimizer): one.optimizer for one in self.programs}
-        return [group for one in optimizers.values() for group in one.param_groups]
-
-    def _states_of(self, program: OneDeviceProgram) -> set[str]:
-        """Return the names of the states that a program has beside those of the model."""
-        own = initial_states(program.model, program.optimizer, program.update, copy=False)
-        return own.keys() - model_tensors(program.model).keys()
-
-    def check_optimizer(self, program: OneDeviceProgram) -> None:
-        """See that another program has states of its own, or the optimizer of one that is here.
-
-        Raises:
-            ConfigError: two optimizers have states of one parameter.
-        """
-        for number, other in enumerate(self.programs):
-            if other.optimizer is program.optimizer:
-                continue
-            with self.apart():
-                both = self._states_of(program) & self._states_of(other)
-            if both:
-                raise ConfigError(
-                    f"two optimizers have a state {min(both)!r}",
-                    where=f"the optimizer of another program, and that of program {number + 1}",
-                    accepted="optimizers over different parameters of the model, or the same "
-                    "optimizer",
-                    todo="give each its own parameters: Adam(model.critic.parameters()); or train "
-                    "both losses by one optimizer: leave out optimizer=",
-                )
 
     def compare_programs(self, planned: Planned, registry: PluginRegistry) -> None:
         """See that all processes put the same program beside the others; all of them call this.
@@ -287,59 +188,34 @@ class Training:
         if self.gather is not None:
             compare(manifest(planned, registry, {}), self.gather)
 
-    def fresh_states(self, names: Collection[str], given: Collection[str]) -> dict[str, Tensor]:
+    def count_apart(self) -> None:
+        """Give each parameter a step counter of its own: all programs forget their forms."""
+        for forget in self._forget_forms:
+            forget()
+        self._widen(counted_apart(self.states.plan), {})
+
+    def keep(self, states: Mapping[str, Tensor]) -> None:
+        """Have states of parameters that are frozen, too, so that they are saved and gone on with.
+
+        Args:
+            states: Whole tensors by name.
+        """
+        if states:
+            self._widen(self.states.plan_with(states), states)
+
+    def fresh(self, names: Collection[str], given: Collection[str]) -> dict[str, Tensor]:
         """Return first values for states of parameters that were not trained at a save.
 
         Args:
             names: Of states that were not saved.
             given: Of those that were.
         """
-        found: dict[str, Tensor] = {}
-        for program in self.programs:
-            own = self._states_of(program)
-            parameters = dict(program.model.named_parameters())
-            untrained = [
-                name
-                for name in parameters
-                if not any(one.startswith(f"{name}.") for one in own & set(given))
-            ]
-            if len(untrained) == len(parameters):
-                continue  # nothing of its optimizer was saved
-            with self.apart(), without_states(program, untrained):
-                first = initial_states(program.model, program.optimizer, program.update)
-            found |= {
-                name: first[name]
-                for name in names
-                if name in own and name.rpartition(".")[0] in untrained
-            }
-        return found
+        with self.apart():
+            return self.states.fresh(names, given)
 
-    def frozen_states(self, names: Collection[str]) -> set[str]:
-        """Return those names of states that are of parameters which are frozen now."""
-        frozen = {
-            name
-            for program in self.programs
-            for name, one in program.model.named_parameters()
-            if not one.requires_grad
-        }
-        return {name for name in names if name.rpartition(".")[0] in frozen}
-
-    def counts_as(self, plan: PhysicalPlan) -> bool:
-        """Whether a plan's host numbers stand for the states that they stand for here."""
-        here = self.plan.ties
-        single = {state for tied in here.values() for state in tied}
-        return all(
-            here.get(name) == tied or (name not in here and single.isdisjoint(tied))
-            for name, tied in plan.ties.items()
-        )
-
-    def count_apart(self) -> None:
-        """Give each parameter a step counter of its own: all programs forget their forms."""
-        for forget in self._forget_forms:
-            forget()
-        apart = counted_apart(self.plan)
-        self.started.widen(apart, {})
-        self._plan = widened(self.plan, apart)
+    def _widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+        self.started.widen(plan, states)
+        self.states.hold(plan)
 
     def _let_go(self, has_states: bool) -> None:
         """Disconnect, as another step is to train the model.
@@ -397,6 +273,7 @@ class Training:
                 raise problem
             return
         own = {name: repr(value) for name, value in scalars.items()}
+        own["the states"] = self.states.told
         own["the step"] = form if problem is None else words_of(problem)
         if written:
             own["the values written to model and optimizer"] = digest_of(written)
@@ -435,17 +312,13 @@ class Training:
             graph: Of the step.
         """
         self.num_steps += 1
-        if graph is not self._seen:  # or it is known
-            tied = {entry.name: entry.stands_for for entry in graph.inputs if entry.stands_for}
-            for name in graph.new_states:
-                self._updated.update(tied.get(name, (name,)))
-            self._seen = graph
+        self.states.note_updated(graph)
         if self._connected is not None:
             self._connected.behind_step()
 
     def replaced(self) -> None:
         """Note that the states were replaced, and with them what was written before."""
-        self._updated.update(self.names)
+        self.states.updated.update(self.states.names)
         if self._connected is not None:
             self._connected.look_again()
             self._connected.taken_over()
@@ -454,7 +327,7 @@ class Training:
     @contextmanager
     def capturing(self, program: OneDeviceProgram) -> Iterator[None]:
         """Let a program be captured: with ordinary tensors, and an optimizer that has stepped."""
-        with self.apart(), as_stepped(program, self._updated):
+        with self.apart(), as_stepped(program, self.states.updated):
             yield
 
     def apart(self) -> AbstractContextManager[None]:
@@ -478,7 +351,7 @@ class Training:
         if connected is None or model is not self._model:
             return False
         connected.take_values(states)
-        if any(optimizer is one.optimizer for one in self.programs):
+        if any(optimizer is one.optimizer for one in self.states.programs):
             assert optimizer is not None, "programs have optimizers"
             connected.take_optimizer(states, optimizer)
             return True
@@ -490,7 +363,7 @@ class Training:
         Raises:
             RunError: ranks of other processes hold parts of one.
         """
-        session, plan = self.started, self.plan
+        session, plan = self.started, self.states.plan
         if alone:
             gathered = ((name, session.gather(name)) for name in names)
             return {name: value for name, value in gathered if value is not None}
@@ -515,11 +388,6 @@ class Training:
             assert isinstance(value, Tensor), "no host number"
             found[name] = value
         return found
-
-
-def names_of(plan: PhysicalPlan) -> list[str]:
-    """Return the names of the states of a plan: those of `state_dict`."""
-    return [state for name in state_slots(plan) for state in plan.ties.get(name, (name,))]
 
 
 def _quick_digest(batch: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ Those of its other forms, of other programs over its states, and of evaluations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from sbp_core.compile import check_strategy
@@ -22,7 +22,13 @@ PlanAround = Callable[[LogicalGraph, Mapping[str, str]], Strategy]
 
 
 def plan_form(
-    train: Planned, captured: Captured, settings: PlanSettings, plan: PlanAround
+    train: Planned,
+    captured: Captured,
+    settings: PlanSettings,
+    plan: PlanAround,
+    stored: Mapping[str, str],
+    *,
+    has_pins: bool = False,
 ) -> Planned:
     """Plan another step on the states of a training step, each of which stays where it is.
 
@@ -35,8 +41,12 @@ def plan_form(
         captured: Another one: of another batch, of a program that has changed, or another program.
         settings: Of the other step.
         plan: The planner.
+        stored: SBP of all states that there are, by name.
+        has_pins: Whether the user has pinned something: then the planner is asked in any case, and
+            what it refuses is refused.
 
     Raises:
+        SbpError: of the planner, with `has_pins`.
         PlanError: the training step trains on parameters of earlier steps.
         ConfigError: a rank would not fit its memory.
     """
@@ -55,12 +65,19 @@ def plan_form(
                 check_strategy(graph, known)
                 return known
         pins = {name: str(known.storage[name].sbp) for name in inputs if name in known.storage}
-        if any(e.kind.is_state and e.name in inputs - known.storage.keys() for e in graph.inputs):
-            with suppress(SbpError):
+        pins |= {name: sbp for name, sbp in stored.items() if name in inputs}
+        has_new = any(e.kind.is_state and e.name in inputs - pins.keys() for e in graph.inputs)
+        if has_new or has_pins:
+            with nullcontext() if has_pins else suppress(SbpError):
                 found = plan(graph, pins)
-                if found.stages == known.stages and all(
-                    found.storage[name] == known.storage[name] for name in pins
-                ):
+                moved = [n for n, sbp in pins.items() if str(found.storage[n].sbp) != sbp]
+                if has_pins and (moved := [n for n in moved if n in stored]):
+                    raise PlanError(
+                        f"{moved[0]!r} is stored as ({stored[moved[0]]}), and would be as "
+                        f"({found.storage[moved[0]].sbp})",
+                        accepted="pins of states that are not there, and of what is no state",
+                    )
+                if found.stages == known.stages and not moved:
                     return found
         modules = _stage_modules(train, graph)
         found = infer_strategy(

@@ -39,6 +39,7 @@ from sbp_core.runtime.ownership import (
     state_owners,
     state_slots,
     widened,
+    with_states_of,
 )
 from sbp_core.runtime.snapshot import Snapshot
 from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace
@@ -74,4 +75,5 @@ __all__ = [
     "state_slots",
     "unwatched",
     "widened",
+    "with_states_of",
 ]

@@ -163,7 +163,8 @@ def _parts(bounds: Bounds, item_bytes: int, num_holders: int) -> Iterator[Bounds
 def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
     """Return a plan whose ranks hold the states of another plan, too; they do what they did.
 
-    Where a host number stands for a state in both plans, that of the other one does from then on.
+    A state that is kept otherwise in the other plan, by another host number or by one in the place
+    of a tensor without dims, is kept as there from then on.
 
     Args:
         plan: Any.
@@ -178,6 +179,7 @@ def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
         for name, tied in plan.ties.items()
     }
     gone = {name for name, tied in left.items() if not tied and name not in theirs}
+    gone |= moved & own.keys()
     ranks = tuple(
         replace(
             part,
@@ -194,6 +196,33 @@ def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
     )
     ties = {**{name: tied for name, tied in left.items() if tied}, **other.ties}
     return replace(plan, ranks=ranks, ties=ties)
+
+
+def with_states_of(
+    plan: PhysicalPlan, like: Mapping[str, tuple[str, tuple[int, ...], str]]
+) -> PhysicalPlan:
+    """Return a plan whose ranks hold further states, to be held by `widened`.
+
+    Args:
+        plan: Any.
+        like: By name of a state, of which state it is, its shape and its dtype. It lies where that
+            does, cut alike if it is of the same shape; else it is there whole.
+    """
+
+    def made(slot: StateSlot) -> Iterator[StateSlot]:
+        for name, (of, shape, dtype) in like.items():
+            if of == slot.name:
+                found = replace(slot, name=name, kind=InputKind.OPTIMIZER_STATE, dtype=dtype)
+                if shape != slot.shape:
+                    whole = NdSbp(*[B for _ in slot.sbp or ()])
+                    found = replace(found, shape=shape, sbp=whole, local_shape=shape)
+                yield found
+
+    ranks = tuple(
+        replace(part, slots=(*part.slots, *(new for slot in part.slots for new in made(slot))))
+        for part in plan.ranks
+    )
+    return replace(plan, ranks=ranks)
 
 
 def counted_apart(plan: PhysicalPlan) -> PhysicalPlan:

@@ -200,7 +200,7 @@ class StateStore:
             if slot_name in before.slots and before.names_of(slot_name) == names:
                 continue
             taken = {
-                name: self.whole(name) if name in before.numbers else states[name] for name in names
+                name: self.whole(name) if name in before.names else states[name] for name in names
             }
             numbers = {name: _one_number(name, one) for name, one in taken.items()}
             read[slot_name] = _tied_number(slot_name, numbers)
