@@ -15,7 +15,6 @@ from sbp_core.runtime import state_slots, widened, with_states_of
 from sbp_launch.parallelize.program import OneDeviceProgram, trainable, without_states
 from sbp_launch.planning.flow import Planned, check_fits
 from sbp_torch.capture import initial_states
-from sbp_torch.capture.step import model_tensors
 
 
 class ProgramStates:
@@ -226,5 +225,5 @@ def names_of(plan: PhysicalPlan) -> list[str]:
 
 def _own_states(program: OneDeviceProgram) -> set[str]:
     """Return the names of the states that a program has beside those of the model."""
-    own = initial_states(program.model, program.optimizer, program.update, copy=False)
-    return own.keys() - model_tensors(program.model).keys()
+    everything = initial_states(program.model, program.optimizer, program.update, copy=False)
+    return everything.keys() - initial_states(program.model, copy=False).keys()

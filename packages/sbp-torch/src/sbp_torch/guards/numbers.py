@@ -45,7 +45,7 @@ class Numbers:
 
     def __init__(self, places: Collection[NumberPlace]) -> None:
         self._by_place = {place.at: place for place in places}
-        #: Among ids of what lies in mappings and lists: where such a number is.
+        #: Among what lies in mappings and lists: where such a number is.
         self._among: list[tuple[int, NumberPlace]] = []
 
     def __contains__(self, at: tuple[int, Hashable]) -> bool:
@@ -71,17 +71,17 @@ class Numbers:
                     self._among.append((position, self._by_place[number, key]))
             first += len(keys)
 
-    def are_floats(self, ids: list[int]) -> bool:
+    def are_floats(self, lay: list[Any]) -> bool:
         """Whether every place holds a float.
 
         Args:
-            ids: Of what lay in mappings and lists; now of the floats that are there.
+            lay: What lay in mappings and lists; now with the floats that are there.
 
         Raises:
             LookupError: a place is empty.
         """
         for position, place in self._among:
-            ids[position] = id(place.read())
+            lay[position] = place.read()
         return all(is_float(place.read()) for place in self._by_place.values())
 
 

@@ -162,18 +162,18 @@ class Guard:
             self._mappings.append(_Mapping(cls.__name__, cls, vars(cls), dict(vars(cls))))
         self._trained = [one.requires_grad for one in self._states.values()]
         self._hooks, self._around = self._tensor_hooks(), _around()
-        #: What lies in mappings and lists, as it is whenever it is looked at.
-        self._lying: list[Iterable[Any]] = [one.live.values() for one in self._mappings]
+        #: Mappings and lists, with what lies in them whenever they are looked at.
+        lying: list[Collection[Any]] = [one.live.values() for one in self._mappings]
         keys: list[tuple[int, Collection[Any]]] = [(one.id, one.live) for one in self._mappings]
         self._sets: list[tuple[Any, Any]] = []
         self._others: list[_Container] = []
         for one in self._containers:
             is_long = len(one.value) > MOST_ENTRIES if hasattr(one.value, "__len__") else True
             if isinstance(one.value, dict) and not is_long:
-                self._lying.append(dict.values(one.value))
+                lying.append(dict.values(one.value))
                 keys.append((id(one.value), dict.keys(one.value)))
             elif isinstance(one.value, list) and not is_long:
-                self._lying.append(one.value)
+                lying.append(one.value)
                 keys.append((id(one.value), range(len(one.value))))
             elif isinstance(one.value, set) and not is_long:
                 self._sets.append((one.value, one.content))
@@ -181,12 +181,24 @@ class Guard:
                 self._others.append(one)
         self._numbers.find_among(keys)
         self._compared = [one for one in self._reads.places if one.at not in self._numbers]
-        self._ids = self._ids_now()
+        self._note(lying)
         self._groups.renew()
 
-    def _ids_now(self) -> list[int]:
-        """Return what lies in mappings and lists; what was kept of them keeps it alive."""
-        return [*map(id, chain.from_iterable(self._lying))]
+    def _note(self, lying: Iterable[Collection[Any]]) -> None:
+        """Note what lies in mappings and lists; most of them are empty, and looked at together."""
+        self._all = [*lying]
+        self._empty = [one for one in self._all if not len(one)]
+        self._full = [one for one in self._all if len(one)]
+        self._lengths = [*map(len, self._full)]
+        self._lay = [*chain.from_iterable(self._full)]
+
+    def _lies_as_it_lay(self) -> bool:
+        """Whether the same objects lie in mappings and lists, in the same order."""
+        return (
+            not any(map(len, self._empty))
+            and [*map(len, self._full)] == self._lengths
+            and all(map(operator.is_, chain.from_iterable(self._full), self._lay))
+        )
 
     def _tensor_hooks(self) -> list[list[object] | None]:
         """Return the hooks on gradients of the model's tensors."""
@@ -293,8 +305,8 @@ class Guard:
         try:
             with as_plain_tensors():
                 return (
-                    self._numbers.are_floats(self._ids)
-                    and self._ids_now() == self._ids
+                    self._numbers.are_floats(self._lay)
+                    and self._lies_as_it_lay()
                     and all(place.read() is place.value for place in self._compared)
                     and all(one.is_same() for one in self._tensors)
                     and self._trained == [one.requires_grad for one in self._states.values()]
@@ -342,7 +354,7 @@ class Guard:
         if training:
             found += self._groups.changes()
         if not found and training:  # all was looked at; so that it is not looked at again
-            self._ids = self._ids_now()
+            self._note(self._all)
         return found
 
     def _of_mappings(self, training: bool) -> Iterator[Changed]:
