@@ -144,7 +144,7 @@ class Connections(ABC):
         if self._closed:
             raise call.failed("the boxing backend was closed", todo="open a new one")
         if self._failure is not None:
-            raise call.failed(words_of(self._failure)) from self._failure
+            raise self._failed_before(call, self._failure) from self._failure
 
     def check_others(self, call: CollectiveCall) -> None:
         """Raise `BoxingError` if waiting for others has become hopeless, by what they announced."""
@@ -156,9 +156,16 @@ class Connections(ABC):
     def call_failed(self, call: CollectiveCall, error: BoxingError) -> BoxingError:
         """Break everything because a call failed; return the error to raise."""
         if self._failure is not None:
-            return call.failed(words_of(self._failure))
+            return self._failed_before(call, self._failure)
         self.fail(error)
         return error
+
+    @staticmethod
+    def _failed_before(call: CollectiveCall, failure: BaseException) -> BoxingError:
+        """Return the error of a call as another one has failed, with what that advises."""
+        if isinstance(failure, BoxingError) and failure.todo:
+            return call.failed(words_of(failure), todo=failure.todo)
+        return call.failed(words_of(failure))
 
     def connection_lost(self, call: CollectiveCall, report: str) -> BoxingError:
         """Break everything because a connection broke; find out why, and return the error to raise.
@@ -170,7 +177,9 @@ class Connections(ABC):
         if self._failure is None:
             reason = None if self._detector is None else self._detector.investigate(_REASON_S)
             self._fail_because(reason or f"a rank has ended, or its connection is lost ({report})")
-        return call.failed(report if self._failure is None else words_of(self._failure))
+        if self._failure is None:
+            return call.failed(report)
+        return self._failed_before(call, self._failure)
 
     # The end.
 
