@@ -87,7 +87,7 @@ class Forms:
         number: int,
     ) -> None:
         self._engine, self._following, self._training = engine, following, training
-        self._capture, self._plan, self._number = first.capture, first.plan, number
+        self._capture, self._plan, self._program_number = first.capture, first.plan, number
         self._numbers = FollowedNumbers(first.capture)
         self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self.first = self._form(first.planned, graph_hash(first.captured.original), None)
@@ -97,8 +97,8 @@ class Forms:
         #: Whether the program is as it was when the first form was planned.
         self._is_as_planned = True
         self._has_warned = False
-        #: From so many on, a warning names what varies.
-        self._many_forms = 4
+        #: From so many on, a warning names what varies; and most of all.
+        self._many_forms, self._most_forms = 4, MOST_FORMS
 
     def _form(
         self, planned: Planned, captured: str, session: Session | None, why: str = ""
@@ -120,7 +120,7 @@ class Forms:
         """Start the first form: the session that has the states takes its steps, if it can."""
         planned, name = self.first.planned, self.first.captured
         training = self._training
-        if self._number == 0:
+        if self._program_number == 0:
             session = training.started
         else:
             self._check_runtime()
@@ -139,7 +139,7 @@ class Forms:
     def _start(self, planned: Planned) -> Session:
         """Start a plan on the states of the training, which gets those that it has not."""
         training = self._training
-        training.states.check_fits(planned)
+        training.states.check_memory(planned)
         training.widen(planned.plan, self._capture.program)
         return self._engine.runtime.start(planned.plan, training.started, keeps=True)
 
@@ -163,6 +163,7 @@ class Forms:
         for batch in batches:
             self._find(batch, [])
             self._many_forms += 1
+            self._most_forms += MOST_FORMS
 
     def before_step(
         self, batch: Any, scalars: Mapping[str, float]
@@ -192,8 +193,8 @@ class Forms:
             problem = error
         whole = None if self._engine.gives_parts else flatten_batch(batch)
         told = f"form {form.captured} of batches {_told(self._shapes(batch))}"
-        if self._number:
-            told = f"program {self._number + 1}, {told}"
+        if self._program_number:
+            told = f"program {self._program_number + 1}, {told}"
         numbers: dict[str, float] = {name: one.read() for name, one in form.numbers.items()}
         compared = {**scalars, **told_numbers(numbers)}
         self._training.agree(problem, told, compared, whole, written)
@@ -248,7 +249,7 @@ class Forms:
         try:
             return self._of_captured(captured, batch, shapes, changes)
         except SbpError as error:
-            if not captured.numbers or len(self._forms) >= MOST_FORMS:
+            if not captured.numbers or len(self._forms) >= self._most_forms:
                 raise
             captured = self._numbers.by_value(captured, error)
         return self._of_captured(captured, batch, shapes, changes)
@@ -273,7 +274,10 @@ class Forms:
             captured = self._capture.prepared(captured.original, captured.numbers)
             planned = self._planned(captured)
         planned = self._capture.proved(planned, captured, batch)
+        training = self._training
+        training.states.check_optimizer(self._capture.program)
         form = replace(self._form(planned, name, self._start(planned), why), numbers=numbers)
+        training.states.add_form(planned)
         if not self._forms:
             self.first = form
         self._forms[name] = form
@@ -291,11 +295,11 @@ class Forms:
             RunError: there are too many.
         """
         known = [form.why for form in self._forms.values() if form.why]
-        if len(self._forms) >= MOST_FORMS:
+        if len(self._forms) >= self._most_forms:
             raise RunError(
-                f"the step has {MOST_FORMS} forms, and this would be another one: {why}",
+                f"the step has {self._most_forms} forms, and this would be another one: {why}",
                 where=tuple(known[-2:]),
-                accepted=f"at most {MOST_FORMS} forms: each is captured, planned and kept",
+                accepted=f"at most {self._most_forms} forms: each is captured, planned and kept",
                 todo=_TODO,
             )
         if len(self._forms) == self._many_forms and not self._has_warned:

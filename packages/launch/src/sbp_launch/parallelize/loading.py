@@ -11,9 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
+from sbp_core.errors import unknown_name
+from sbp_core.runtime import state_slots
 from sbp_launch.checkpoint.saving import ReadTogether
 from sbp_launch.checkpoint.tensors import Tensors
 from sbp_launch.parallelize.training import Training
+from sbp_torch.runtime import check_tensor
 
 
 def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
@@ -27,21 +30,44 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
         SbpError: see `Session.load_state_dict`.
     """
     ahead = states.ahead if isinstance(states, ReadTogether) else states.__getitem__
+    known = set(training.states.names)
+    kept = training.states.frozen(name for name in states if name not in known)
+    _check(training, states, kept)
+    missing = [name for name in training.states.names if name not in states]
+    fresh: dict[str, Tensor] = {}
+    if missing:
+        with training.apart():
+            fresh = training.states.fresh(missing, states.keys(), ahead)
     for tied in training.states.plan.ties.values():
-        if len({float(ahead(name)) for name in tied if name in states}) > 1:
+        values = {float(fresh[name] if name in fresh else ahead(name)) for name in tied}
+        if len(values) > 1:
             training.count_apart()
             break
-    known = set(training.states.names)
-    frozen = training.states.frozen(states.keys() - known)
-    training.keep({name: ahead(name).clone() for name in frozen})
-    missing = known - states.keys()
-    fresh = training.fresh(missing, states.keys()) if missing else {}
+    training.keep({name: ahead(name).clone() for name in kept})
     taken: Mapping[str, Tensor] = states
     if fresh and isinstance(states, ReadTogether):
         taken = _Together(states, fresh)
     elif fresh:
         taken = {**states, **fresh}
     training.started.load_state_dict(taken)
+
+
+def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[str]) -> None:
+    """Refuse states before anything becomes of those that are there.
+
+    Raises:
+        SbpError: one is unknown, or of another shape or dtype.
+    """
+    plan = training.states.plan
+    slots = state_slots(plan)
+    numbers = {name for tied in plan.ties.values() for name in tied}
+    like = states.like if isinstance(states, ReadTogether) else states.__getitem__
+    for name in states:
+        if name in slots:
+            slot = slots[name]
+            check_tensor(name, like(name), slot.shape, slot.dtype)
+        elif name not in numbers and name not in kept:
+            raise unknown_name("state", name, slots)
 
 
 class _Together(Tensors):

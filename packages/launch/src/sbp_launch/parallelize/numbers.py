@@ -24,6 +24,9 @@ _NUMBER = "number."
 #: What PyTorch says of a symbolic number whose value something asks for.
 _LOOKED_AT = "data-dependent"
 
+#: How far other numbers are from the present ones, with which a step is compared.
+_SCALES = (1.0, 1.3e6, -1.7e6)
+
 #: Most characters of a reason that messages show.
 _SHOWN = 160
 
@@ -114,17 +117,21 @@ class FollowedNumbers:
         """See that a step with inputs is that of the numbers: of those now, and of others.
 
         One set of numbers would not be enough. A program that asks for the type of 1.0 may leave it
-        out for a symbolic number, and times 1.0 is what that computes, too.
+        out for a symbolic number, and times 1.0 is what that computes, too; and one that asks for
+        the type first may compare large numbers only. So some are near, and some far to each side.
 
         Raises:
             SbpError: it is not.
         """
         now = {name: place.read() for name, place in places.items()}
         check_numbers(graph, now, plain)
-        others = {name: _another(value, at) for at, (name, value) in enumerate(now.items())}
-        with placed(places, others):
-            twin = self.capture(batch, {})
-        check_numbers(graph, others, twin)
+        for scale in _SCALES:
+            others = {
+                name: scale * _another(value, at) for at, (name, value) in enumerate(now.items())
+            }
+            with placed(places, others):
+                twin = self.capture(batch, {})
+            check_numbers(graph, others, twin)
 
     def by_value(self, captured: Captured, error: SbpError) -> Captured:
         """Return a step without inputs, in the place of one with inputs that cannot be planned.

@@ -123,8 +123,7 @@ class ProgramStep:
         form, values = self._forms.before_step(batch, values)
         assert form.session is not None, "the step is started"
         compared = self._comparison if self._comparison and self._comparison.is_due else None
-        is_alone = len(training.states.programs) == 1
-        if compared is not None and not (compared.has_begun and is_alone):
+        if compared is not None and not compared.has_begun:
             first = self._current.state_dict(to=0)
             with training.apart():
                 compared.begin(first, training.steps_done)

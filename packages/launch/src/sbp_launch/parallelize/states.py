@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import state_slots, widened, with_states_of
 from sbp_launch.parallelize.program import OneDeviceProgram, trainable, without_states
 from sbp_launch.planning.flow import Planned, check_fits
-from sbp_torch.capture import initial_states
+from sbp_torch.capture import copied_states, initial_states
 
 
 class ProgramStates:
@@ -24,10 +24,13 @@ class ProgramStates:
         #: All of them, the first one first; and how they are planned.
         self.programs: list[OneDeviceProgram] = []
         self._planned: list[Planned] = []
+        self._forms: list[Planned] = []
         #: The states that a step has updated, or that were loaded.
         self.updated: set[str] = set()
-        #: What states there are, to be compared between processes; empty while all are as planned.
+        #: What states there are, to be compared between processes; empty while none was added.
         self.told = ""
+        #: The states that updates of some program overwrite.
+        self._overwritten: set[str] = set()
         self._seen: LogicalGraph | None = None
         self._plan: PhysicalPlan | None = None
         #: A plan that also has the states of programs that are not started.
@@ -50,6 +53,11 @@ class ProgramStates:
         return names_of(self.plan)
 
     @property
+    def all_names(self) -> list[str]:
+        """The names of all states, also of programs that are not started."""
+        return names_of(self._all or self.plan)
+
+    @property
     def stored(self) -> dict[str, str]:
         """How the states of all programs are stored: SBP by name, but for host numbers."""
         slots = state_slots(self._all or self.plan)
@@ -69,14 +77,26 @@ class ProgramStates:
         Raises:
             ConfigError: with its states, a rank would not fit its memory.
         """
-        self.check_fits(planned)
+        if self._plan is None or self._all is None:
+            self._plan = self._all = planned.plan
+            self._overwritten = _overwritten(planned.plan)
+        else:
+            self.check_memory(planned)
+            self._all = widened(self._all, planned.plan)
         self.programs.append(program)
         self._planned.append(planned)
-        if self._plan is None:
-            self._plan = planned.plan
 
-    def check_fits(self, planned: Planned) -> None:
-        """See that each program fits its ranks' memory beside the states of all, with those of one.
+    def drop(self, program: OneDeviceProgram) -> None:
+        """Forget the last program, which could not be started."""
+        assert self.programs[-1] is program, "it was added last"
+        self.programs.pop()
+        self._planned.pop()
+        self._all = self.plan
+        for one in self._planned:
+            self._all = widened(self._all, one.plan)
+
+    def check_memory(self, planned: Planned) -> None:
+        """See that all that is planned fits its ranks' memory, with the states of a further plan.
 
         Args:
             planned: A program, or one of its forms.
@@ -84,21 +104,24 @@ class ProgramStates:
         Raises:
             ConfigError: a rank would not fit its memory.
         """
-        if self._all is None:  # the first one, which was compared by itself
-            self._all = planned.plan
-            return
-        everything = widened(self._all, planned.plan)
-        if {*names_of(everything)} != {*names_of(self._all)}:
-            for one in (*self._planned, planned):
-                beside = replace(one, plan=widened(one.plan, everything), known_memory=None)
-                check_fits(beside, one.settings.cluster)
-        self._all = everything
+        everything = widened(self._all or self.plan, planned.plan)
+        if {*names_of(everything)} != {*names_of(self._all or self.plan)}:
+            for one in (*self._planned, *self._forms, planned):
+                with_all = replace(one, plan=widened(one.plan, everything), known_memory=None)
+                check_fits(with_all, one.settings.cluster)
+
+    def add_form(self, planned: Planned) -> None:
+        """Note a further form of a program, which is started."""
+        self._forms.append(planned)
 
     def hold(self, plan: PhysicalPlan) -> None:
         """Note that ranks hold the states of a plan, too."""
+        before = self.names
         self._plan = widened(self.plan, plan)
         self._all = widened(self._all or self._plan, self._plan)
-        self.told = ", ".join(sorted(self.names))
+        self._overwritten |= _overwritten(plan)
+        if self.names != before:
+            self.told = ", ".join(sorted(self.names))
 
     def note_updated(self, graph: LogicalGraph) -> None:
         """Note that a step has updated states.
@@ -115,10 +138,12 @@ class ProgramStates:
     # What others need.
 
     def has(self, plan: PhysicalPlan) -> bool:
-        """Whether ranks hold all states of a plan, as it keeps them."""
+        """Whether ranks hold all states of a plan, as it keeps them, and may overwrite its own."""
         here = self.plan.ties
-        return state_slots(plan).keys() <= state_slots(self.plan).keys() and all(
-            here.get(name) == tied for name, tied in plan.ties.items()
+        return (
+            state_slots(plan).keys() <= state_slots(self.plan).keys()
+            and all(here.get(name) == tied for name, tied in plan.ties.items())
+            and _overwritten(plan) <= self._overwritten
         )
 
     def counts_as(self, plan: PhysicalPlan) -> bool:
@@ -151,9 +176,12 @@ class ProgramStates:
         Raises:
             ConfigError: two optimizers have states of one parameter.
         """
-        for number, other in enumerate(self.programs, 1):
+        others = [one for one in self.programs if one.optimizer is not program.optimizer]
+        for other in others:
+            number = 1 + self.programs.index(other)
+            # Also of what is frozen, as it may be trained later.
             both = _own_states(program) & _own_states(other)
-            if both and other.optimizer is not program.optimizer:
+            if both:
                 raise ConfigError(
                     f"two optimizers have a state {min(both)!r}",
                     where=f"the optimizer of another program, and that of program {number}",
@@ -179,43 +207,52 @@ class ProgramStates:
         }
         return with_states_of(self.plan, like)
 
-    def fresh(self, names: Collection[str], given: Collection[str]) -> dict[str, Tensor]:
+    def fresh(
+        self, names: Collection[str], given: Collection[str], read: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
         """Return first values for states of parameters that were not trained at a save.
 
         Args:
             names: Of states that were not saved.
             given: Of those that were.
+            read: Returns one that was.
+
+        Raises:
+            ConfigError: nothing of an optimizer was saved.
         """
         found: dict[str, Tensor] = {}
-        for program in self.programs:
+        for number, program in enumerate(self.programs, 1):
+            own = _own_states(program)
+            saved = {name.rpartition(".")[0] for name in own & set(given)}
+            missing = [name for name in names if name in own]
+            if missing and not saved:
+                raise ConfigError(
+                    f"the states have none of the optimizer of program {number}: "
+                    f"{min(missing)!r} is missing",
+                    accepted="states of all programs of the step",
+                    todo="load them before step.beside(...) puts that program there"
+                    if number > 1
+                    else "",
+                )
             parameters = dict(program.model.named_parameters())
-            with trainable(parameters.values()):
-                own = _own_states(program)
-                untrained = [
-                    name
-                    for name in parameters
-                    if not any(one.startswith(f"{name}.") for one in own & set(given))
-                ]
-                if len(untrained) == len(parameters):
-                    continue  # nothing of its optimizer was saved
-                with without_states(program, untrained):
-                    first = initial_states(program.model, program.optimizer, program.update)
-            found |= {
-                name: first[name]
-                for name in names
-                if name in own and name.rpartition(".")[0] in untrained
-            }
+            untrained = [name for name in parameters if name not in saved]
+            with trainable(parameters.values()), without_states(program, untrained):
+                first = initial_states(program.model, program.optimizer, program.update)
+                copies = copied_states(program.model, program.optimizer, program.update)
+            for name in missing:
+                if name.rpartition(".")[0] in untrained:
+                    of = copies.get(name)
+                    found[name] = first[name] if of is None else read(of[0]).to(of[1])
         return found
 
-    def frozen(self, names: Collection[str]) -> set[str]:
-        """Return those names of states that are of parameters which are frozen now."""
+    def frozen(self, names: Iterable[str]) -> list[str]:
+        """Return the names of states whose parameters are frozen now, in the same order."""
         frozen = {
             name
-            for program in self.programs
-            for name, one in program.model.named_parameters()
+            for name, one in self.programs[0].model.named_parameters()
             if not one.requires_grad
         }
-        return {name for name in names if name.rpartition(".")[0] in frozen}
+        return [name for name in names if name.rpartition(".")[0] in frozen]
 
 
 def names_of(plan: PhysicalPlan) -> list[str]:
@@ -223,7 +260,16 @@ def names_of(plan: PhysicalPlan) -> list[str]:
     return [state for name in state_slots(plan) for state in plan.ties.get(name, (name,))]
 
 
+def _overwritten(plan: PhysicalPlan) -> set[str]:
+    """Return the states that updates of a plan overwrite."""
+    return {name for part in plan.distinct for actor in part.actors for name in actor.in_place}
+
+
 def _own_states(program: OneDeviceProgram) -> set[str]:
-    """Return the names of the states that a program has beside those of the model."""
-    everything = initial_states(program.model, program.optimizer, program.update, copy=False)
+    """Return the names of the states that a program has beside those of the model.
+
+    Those of frozen parameters are among them.
+    """
+    with trainable([*program.model.parameters()]):
+        everything = initial_states(program.model, program.optimizer, program.update, copy=False)
     return everything.keys() - initial_states(program.model, copy=False).keys()

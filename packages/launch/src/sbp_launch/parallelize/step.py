@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.collection import collection_paused
-from sbp_core.errors import RunError
+from sbp_core.errors import ConfigError, RunError
 from sbp_core.plugins import Planner
 from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
@@ -81,7 +82,7 @@ class ParallelStep(ProgramStep):
                 "states=...",
             )
         backend = self._engine.make_backend()
-        states = self._program.first_states(self._given_states)
+        states, training.given = self._first_states()
         session = self._engine.runtime.start(self._planned.plan, states, backend)
         try:
             gather = join(session, backend, self._planned, self._engine, self._program, states)
@@ -92,13 +93,37 @@ class ParallelStep(ProgramStep):
         training.begin(session, backend, gather)
         training.saves = StepSaves(training, self._engine.seed, processes_of(self.world, gather))
         try:
-            for one in (self, *self._beside):
-                one._begin()
+            self._begin()
             training.connect()
+            for one in self._beside:
+                one._begin()
+            training.keep({name: training.given[name] for name in self._kept()})
+            training.given = {}
         except BaseException as error:
             self._close(error)
             raise
         return self
+
+    def _first_states(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+        """Return the first states of this program; and those given for others, and frozen ones.
+
+        Raises:
+            SbpLookupError: one is given for a name that no state has.
+        """
+        given, states = self._given_states or {}, self._training.states
+        own = set(states.names)
+        others = {name for name in given if name not in own and name in states.all_names}
+        others |= set(states.frozen(name for name in given if name not in own))
+        later = {name: given[name] for name in given if name in others}
+        if not later:
+            return self._program.first_states(self._given_states), {}
+        first = {name: one for name, one in given.items() if name not in later}
+        return self._program.first_states(first), later
+
+    def _kept(self) -> list[str]:
+        """Return the given states that no program has so far, as they are of frozen layers."""
+        states = self._training.states
+        return [name for name in self._training.given if name not in set(states.names)]
 
     def close(self) -> None:
         """End the ranks. Safe to call twice; what this process' ranks hold can still be read.
@@ -189,6 +214,13 @@ class ParallelStep(ProgramStep):
             RunError: this step is over; or the runtime takes steps of one form only.
         """
         training, first, engine = self._training, self._program, self._engine
+        if self._comparison is not None:
+            raise ConfigError(
+                "compare_steps compares the steps of one program with one device",
+                where="the argument compare_steps of parallelize",
+                accepted="one program",
+                todo="leave out compare_steps, or compare the first program by itself",
+            )
         if self._is_over:
             raise RunError(
                 "this parallel step is over",
@@ -219,11 +251,16 @@ class ParallelStep(ProgramStep):
         with training.capturing(program):
             planned = plan_program(program, example, chosen, pins, own, following, training)
             prove_padding(program, padding, batch, settings, None)
-        made = ProgramStep(program, planned, own, following, training, padding)
-        self._beside.append(made)
         if training.has_begun:
             training.compare_programs(planned.planned, engine.registry)
-            made._begin()
+        made = ProgramStep(program, planned, own, following, training, padding)
+        try:
+            if training.has_begun:
+                made._begin()
+        except BaseException:
+            training.drop(program)
+            raise
+        self._beside.append(made)
         return made
 
     # States.
@@ -375,7 +412,8 @@ class ParallelStep(ProgramStep):
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )
         with self._training.apart(), weights.over(program.own_states()) as states:
-            session.load_state_dict(states)
+            others = [one.own_states() for one in self._training.states.programs[1:]]
+            session.load_state_dict(ChainMap(states, *others) if others else states)  # type: ignore[arg-type] # which only reads
         self._training.replaced()
 
     def __repr__(self) -> str:

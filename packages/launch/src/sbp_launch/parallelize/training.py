@@ -72,6 +72,8 @@ class Training:
         #: Steps before a `load`, and those that were taken since the start, of all programs.
         self.first_step = self.num_steps = 0
         self._session: Session | None = None
+        #: Values for states of programs that are not started so far.
+        self.given: dict[str, Tensor] = {}
         #: Called when step counters come apart.
         self._forget_forms: list[Callable[[], None]] = []
         #: Of what the step saves.
@@ -141,6 +143,11 @@ class Training:
         self.states.add(program, planned)
         self._forget_forms.append(forget_forms)
 
+    def drop(self, program: OneDeviceProgram) -> None:
+        """Forget the last program, which could not be started."""
+        self.states.drop(program)
+        self._forget_forms.pop()
+
     def begin(self, session: Session, backend: BoxingBackend, gather: Gather | None) -> None:
         """Note the session of the first program."""
         self._session, self.backend, self.gather = session, backend, gather
@@ -151,33 +158,52 @@ class Training:
         """Connect the model, and the optimizers of all programs, to the states."""
         read = partial(self._read, alone=self.backend is None or not self.backend.spans_processes)
         self._connected = ConnectedStates(self._model, read)
-        for one in self.states.programs:
-            self._connected.add(one.optimizer, one.update)
+        self._know_states()
         self._connected.connect(self._let_go)
         self._connected.behind_step()  # states may be others: given, or those of rank 0
+
+    def _know_states(self) -> None:
+        """Have model and optimizers read as the states that there are."""
+        if self._connected is not None:
+            names = set(self.states.names)
+            for one in self.states.programs:
+                self._connected.add(one.optimizer, one.update, names)
 
     def widen(self, plan: PhysicalPlan, program: OneDeviceProgram) -> None:
         """Have the states of a plan, too; nothing if they are there.
 
         Args:
             plan: Of a program, or of one of its forms.
-            program: Gives new states their first values.
+            program: Gives new states their first values, if none were given.
 
         Raises:
+            PlanError: a state is new, and its parameter was trained without it.
             RunError: they begin as copies of parameters that are spread over other processes.
         """
         if self.states.has(plan):
             return
-        known = set(self.states.names)
-        self.states.check_new({*names_of(plan)} - known)
-        copies = copied_states(program.model, program.optimizer, program.update)
-        if self._connected is not None and copies.keys() - known:
-            self._connected.read_model()
+        new = {*names_of(plan)} - {*self.states.names}
+        self.states.check_new(new)
         with self.apart():
-            own = program.own_states()
-        self._widen(plan, own)
-        if self._connected is not None:
-            self._connected.add(program.optimizer, program.update)
+            copies = copied_states(program.model, program.optimizer, program.update).keys() & new
+        if copies - self.given.keys():
+            self._read_model(min(copies))
+        with self.apart():
+            states = program.own_states()
+            own = {name: states[name] for name in sorted(new) if name in states}
+        self._widen(plan, {**own, **self.given})
+        self._know_states()
+
+    def _read_model(self, name: str) -> None:
+        """Bring the model up to date, as a new state begins as a copy of one of its tensors."""
+        assert self._connected is not None, "it is connected"
+        if any(one.is_meta for one in self._model.parameters()):
+            raise RunError(
+                f"{name!r} begins as a copy of its parameter, which the model has no value of",
+                accepted="such states of the first program, or of models with values",
+                todo="give update= to parallelize, not to step.beside",
+            )
+        self._connected.read_model()
 
     def compare_programs(self, planned: Planned, registry: PluginRegistry) -> None:
         """See that all processes put the same program beside the others; all of them call this.
@@ -202,16 +228,7 @@ class Training:
         """
         if states:
             self._widen(self.states.plan_with(states), states)
-
-    def fresh(self, names: Collection[str], given: Collection[str]) -> dict[str, Tensor]:
-        """Return first values for states of parameters that were not trained at a save.
-
-        Args:
-            names: Of states that were not saved.
-            given: Of those that were.
-        """
-        with self.apart():
-            return self.states.fresh(names, given)
+            self._know_states()
 
     def _widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
         self.started.widen(plan, states)
@@ -273,8 +290,8 @@ class Training:
                 raise problem
             return
         own = {name: repr(value) for name, value in scalars.items()}
-        own["the states"] = self.states.told
         own["the step"] = form if problem is None else words_of(problem)
+        own["the states"] = self.states.told
         if written:
             own["the values written to model and optimizer"] = digest_of(written)
         if whole is not None:

@@ -71,11 +71,11 @@ class Numbers:
                     self._among.append((position, self._by_place[number, key]))
             first += len(keys)
 
-    def are_floats(self, lay: list[Any]) -> bool:
-        """Whether every place holds a float.
+    def follow_in(self, lay: list[Any]) -> bool:
+        """Put the floats of now into what lay in mappings and lists; whether all are floats.
 
         Args:
-            lay: What lay in mappings and lists; now with the floats that are there.
+            lay: Changed, where numbers lie.
 
         Raises:
             LookupError: a place is empty.

@@ -179,13 +179,14 @@ class Guard:
                 self._sets.append((one.value, one.content))
             else:
                 self._others.append(one)
-        self._numbers.find_among(keys)
+        self._keys = keys
         self._compared = [one for one in self._reads.places if one.at not in self._numbers]
         self._note(lying)
         self._groups.renew()
 
     def _note(self, lying: Iterable[Collection[Any]]) -> None:
         """Note what lies in mappings and lists; most of them are empty, and looked at together."""
+        self._numbers.find_among(self._keys)
         self._all = [*lying]
         self._empty = [one for one in self._all if not len(one)]
         self._full = [one for one in self._all if len(one)]
@@ -305,7 +306,7 @@ class Guard:
         try:
             with as_plain_tensors():
                 return (
-                    self._numbers.are_floats(self._lay)
+                    self._numbers.follow_in(self._lay)
                     and self._lies_as_it_lay()
                     and all(place.read() is place.value for place in self._compared)
                     and all(one.is_same() for one in self._tensors)

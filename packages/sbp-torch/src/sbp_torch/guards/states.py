@@ -15,7 +15,7 @@ mean what they mean in a loop on one device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -85,7 +85,12 @@ class ConnectedStates:
         self._states: list[OptimizerStates] = []
         self._is_connected = False
 
-    def add(self, optimizer: torch.optim.Optimizer, update: UpdateOptions) -> None:
+    def add(
+        self,
+        optimizer: torch.optim.Optimizer,
+        update: UpdateOptions,
+        names: Collection[str] | None = None,
+    ) -> None:
         """Know the states of an optimizer, which the step has; if it is known, new ones of it.
 
         What was written to it before has been taken over.
@@ -93,13 +98,15 @@ class ConnectedStates:
         Args:
             optimizer: Over the model's parameters.
             update: As given to `capture`.
+            names: The states that the step has; None for all of what is trained.
         """
         if not any(optimizer is known and update is same for known, same in self._programs):
             self._programs.append((optimizer, update))
-        with self.apart():
-            begins = initial_states(self._model, optimizer, update, copy=False)
+        begins = self._initial_states(optimizer, update, is_all=names is not None)
         self._dtypes |= {
-            name: one.dtype for name, one in begins.items() if self._is_optimizers(name)
+            name: one.dtype
+            for name, one in begins.items()
+            if self._is_optimizers(name) and (names is None or name in names)
         }
         known = {id(one.optimizer) for one in self._states}
         for part in members(optimizer):
@@ -199,14 +206,11 @@ class ConnectedStates:
             )
         if any(one.is_written() for one in self._states):
             self.read_optimizer()
-            with self.apart():
-                own = {
-                    name: value
-                    for optimizer, update in self._programs
-                    for name, value in initial_states(
-                        self._model, optimizer, update, copy=False
-                    ).items()
-                }
+            own = {
+                name: value
+                for optimizer, update in self._programs
+                for name, value in self._initial_states(optimizer, update, is_all=True).items()
+            }
             for name, dtype in self._dtypes.items():
                 if name in own:
                     found[name] = own[name].to(dtype)
@@ -217,6 +221,26 @@ class ConnectedStates:
                         todo="set it to zero: tensor.zero_()",
                     )
         return found
+
+    def _initial_states(
+        self, optimizer: torch.optim.Optimizer, update: UpdateOptions, *, is_all: bool
+    ) -> dict[str, Tensor]:
+        """Return the states as an optimizer has them now, or as they begin.
+
+        Args:
+            optimizer: Whose.
+            update: As given to `capture`.
+            is_all: Whether those of frozen parameters are among them, too.
+        """
+        with self.apart(), as_plain_tensors():
+            frozen = [one for one in self._model.parameters() if is_all and not one.requires_grad]
+            try:
+                for one in frozen:
+                    one.requires_grad_(True)
+                return initial_states(self._model, optimizer, update, copy=False)
+            finally:
+                for one in frozen:
+                    one.requires_grad_(False)
 
     def take_optimizer(
         self, states: Mapping[str, Tensor], optimizer: torch.optim.Optimizer

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sbp_torch.runtime.reference import ReferenceSession
     from sbp_torch.runtime.sharing import store_of
     from sbp_torch.runtime.single import run_graph
-    from sbp_torch.runtime.store import StateStore, Values
+    from sbp_torch.runtime.store import StateStore, Values, check_tensor
 
 __all__ = [
     "Accumulation",
@@ -42,6 +42,7 @@ __all__ = [
     "StateStore",
     "Values",
     "check_device",
+    "check_tensor",
     "last_moments",
     "not_finite",
     "overwrite",
@@ -66,6 +67,7 @@ __getattr__, __dir__ = lazy(
         "StateStore": "store",
         "Values": "store",
         "check_device": "devices",
+        "check_tensor": "store",
         "last_moments": "finite",
         "not_finite": "finite",
         "overwrite": "partial_update",
