@@ -130,9 +130,7 @@ def found(
     states = {"model": model, **{f"optimizer {at}": one for at, one in enumerate(optimizers)}}
     return Trained(
         losses=losses,
-        states={
-            name: copy.deepcopy(one.state_dict()) for name, one in (states | more).items()
-        },
+        states={name: copy.deepcopy(one.state_dict()) for name, one in (states | more).items()},
         num_forms=len(step.forms),
     )
 
@@ -182,23 +180,93 @@ def _loss_g(model: nn.Module, batch: Batch) -> Tensor:
     return _score(model, model.generator(batch["noise"]), 1.0)
 
 
+def _optimizers(model: Any) -> list[torch.optim.Optimizer]:
+    """Return that of the discriminator, and that of the generator."""
+    networks = model.discriminator, model.generator
+    return [Adam(one.parameters(), lr=0.002, betas=(0.5, 0.999)) for one in networks]
+
+
+NUM_ROUNDS = 3
+
+
+def _images(index: int) -> Batch:
+    return {"real": normal(index, 8, 1, 16, 16), "noise": normal(100 + index, 8, NOISE, 1, 1)}
+
+
 def gan(start: Start) -> Trained:
-    """Take turns."""
+    """Train discriminator and generator in turn."""
     model, losses = made(DCGAN), []
-    optimizer_d, optimizer_g = (
-        Adam(network.parameters(), lr=0.002, betas=(0.5, 0.999))
-        for network in (model.discriminator, model.generator)
+    optimizer_d, optimizer_g = _optimizers(model)
+    step_d = start(model, _loss_d, _images(0), optimizer_d)
+    step_g = step_d.beside(_loss_g, {"noise": _images(0)["noise"]}, optimizer_g)
+    with step_d:
+        for index in range(NUM_ROUNDS):
+            batch = _images(index)
+            losses += [float(step_d(batch)), float(step_g({"noise": batch["noise"]}))]
+        return found(step_d, losses, model, optimizer_d, optimizer_g)
+
+
+def gan_of_the_example() -> Trained:
+    """Train as the example does: images of the first step are used in the second one, too."""
+    model, losses = made(DCGAN), []
+    optimizer_d, optimizer_g = _optimizers(model)
+    for index in range(NUM_ROUNDS):
+        batch = _images(index)
+        optimizer_d.zero_grad()
+        loss_real = _score(model, batch["real"], 1.0)
+        loss_real.backward()
+        fake = model.generator(batch["noise"])
+        loss_fake = _score(model, fake.detach(), 0.0)
+        loss_fake.backward()
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        loss_g = _score(model, fake, 1.0)
+        loss_g.backward()
+        optimizer_g.step()
+        losses += [loss_real.item() + loss_fake.item(), loss_g.item()]
+    return found(
+        PlainStep(model, _loss_d, optimizer_d, []), losses, model, optimizer_d, optimizer_g
     )
 
-    def batch(index: int) -> Batch:
-        return {"real": normal(index, 8, 1, 16, 16), "noise": normal(100 + index, 8, NOISE, 1, 1)}
 
-    step_d = start(model, _loss_d, batch(0), optimizer_d)
-    step_g = step_d.beside(_loss_g, {"noise": batch(0)["noise"]}, optimizer_g)
+def _penalised(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of a critic whose gradients are to have norm 1, at random points between."""
+    real, fake = batch["real"], model.generator(batch["noise"]).detach()
+    share = torch.rand(len(real), 1, 1, 1, dtype=real.dtype)
+    between = (share * real + (1 - share) * fake).requires_grad_(True)
+    scores = model.discriminator(between).sum()
+    (slopes,) = torch.autograd.grad(scores, between, create_graph=True)
+    penalty = (slopes.flatten(1).norm(dim=1) - 1).square().mean()
+    return model.discriminator(fake).mean() - model.discriminator(real).mean() + 10 * penalty
+
+
+def _liked(model: nn.Module, batch: Batch) -> Tensor:
+    return -model.discriminator(model.generator(batch["noise"])).mean()
+
+
+def _small_gan() -> nn.Module:
+    model = nn.Module()
+    model.generator = nn.Sequential(nn.Flatten(), nn.Linear(NOISE, 16), nn.Unflatten(1, (1, 4, 4)))
+    model.discriminator = nn.Sequential(
+        nn.Conv2d(1, WIDTH, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * WIDTH, 1)
+    )
+    return model
+
+
+def wasserstein_gan(start: Start) -> Trained:
+    """Take two steps of the critic, with a gradient penalty, for each of the generator."""
+    model, losses = made(_small_gan), []
+    optimizer_d, optimizer_g = _optimizers(model)
+
+    def batch(index: int) -> Batch:
+        return {"real": normal(index, 8, 1, 4, 4), "noise": normal(100 + index, 8, NOISE)}
+
+    step_d = start(model, _penalised, batch(0), optimizer_d)
+    step_g = step_d.beside(_liked, {"noise": batch(0)["noise"]}, optimizer_g)
     with step_d:
         for index in range(3):
-            given = batch(index)
-            losses += [float(step_d(given)), float(step_g({"noise": given["noise"]}))]
+            losses += [float(step_d(batch(2 * index))), float(step_d(batch(2 * index + 1)))]
+            losses += [float(step_g({"noise": normal(200 + index, 8, NOISE)}))]
         return found(step_d, losses, model, optimizer_d, optimizer_g)
 
 
@@ -206,20 +274,27 @@ def gan(start: Start) -> Trained:
 
 
 class ActorCritic(nn.Module):
-    """Two networks, of which the one chooses between three actions."""
+    """Two networks, of which the one chooses between three actions; and a slow critic."""
 
     def __init__(self) -> None:
         super().__init__()
         self.actor = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
         self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.target = copy.deepcopy(self.critic).requires_grad_(False)
+
+
+def _returns(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return batch["reward"] + 0.9 * model.target(batch["next"]).squeeze(1)
 
 
 def _loss_critic(model: nn.Module, batch: Batch) -> Tensor:
-    return (model.critic(batch["seen"]).squeeze(1) - batch["returns"]).square().mean()
+    value = model.critic(batch["seen"]).squeeze(1)
+    return functional.smooth_l1_loss(value, _returns(model, batch))
 
 
 def _loss_actor(model: nn.Module, batch: Batch) -> Tensor:
-    advantage = batch["returns"] - model.critic(batch["seen"]).squeeze(1).detach()
+    advantage = _returns(model, batch) - model.critic(batch["seen"]).squeeze(1).detach()
     chances = model.actor(batch["seen"]).log_softmax(1)
     chosen = chances.gather(1, batch["actions"][:, None]).squeeze(1)
     entropy = -(chances.exp() * chances).sum(1).mean()
@@ -227,7 +302,7 @@ def _loss_actor(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def actor_critic(start: Start) -> Trained:
-    """Let the actor act, as it is, between steps."""
+    """Let the actor act, as it is, between steps; the target network follows the critic."""
     model, losses = made(ActorCritic), []
     optimizer_actor = Adam(model.actor.parameters(), lr=0.01)
     optimizer_critic = Adam(model.critic.parameters(), lr=0.02)
@@ -238,7 +313,8 @@ def actor_critic(start: Start) -> Trained:
             chances = model.actor(seen).softmax(1)
         generator = torch.Generator().manual_seed(index)
         actions = torch.multinomial(chances, 1, generator=generator).squeeze(1)
-        return {"seen": seen, "actions": actions, "returns": seen.sum(1) * (actions - 1)}
+        reward = seen.sum(1) * (actions - 1)
+        return {"seen": seen, "actions": actions, "reward": reward, "next": seen + reward[:, None]}
 
     example = play(0)
     step_critic = start(model, _loss_critic, example, optimizer_critic)
@@ -249,6 +325,11 @@ def actor_critic(start: Start) -> Trained:
             rollout = play(index)
             losses += [float(step_actor(rollout))]
             losses += [float(step_critic(rollout)) for _ in range(2)]
+            step_critic.copy_to(model)
+            with torch.no_grad():
+                pairs = zip(model.target.parameters(), model.critic.parameters(), strict=True)
+                for slow, fast in pairs:
+                    slow.lerp_(fast, 0.1)
         return found(step_critic, losses, model, optimizer_actor, optimizer_critic)
 
 
@@ -265,9 +346,7 @@ def _vectors(index: int, rows: int = 8) -> Batch:
 
 
 def _layers() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
-    )
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def gradual_unfreezing(start: Start) -> Trained:
@@ -323,9 +402,7 @@ def kl_annealing(start: Start) -> Trained:
 
 
 def _normed() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
-    )
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def averages_and_best_weights(start: Start) -> Trained:
@@ -358,7 +435,7 @@ class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, 6)
-        self.rnn = nn.LSTM(6, 6, batch_first=True)
+        self.rnn = nn.RNN(6, 6, batch_first=True)
         self.head = nn.Linear(6, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -385,9 +462,9 @@ def padding_to_the_longest(start: Start) -> Trained:
     """Give batches of many lengths, which `parallelize` pads to two."""
     model, losses = made(Tagger), []
     optimizer = Adam(model.parameters(), lr=0.01)
-    pad_to = LengthBuckets(sizes=(4, 8), values={"words": 0, "labels": -100})
-    with start(model, _cross_entropy, _sentences(0, 5), optimizer, pad_to=pad_to) as step:
-        for index, length in enumerate((5, 2, 8, 3, 7, 6)):
+    pad_to = LengthBuckets(sizes=(2, 4), values={"words": 0, "labels": -100})
+    with start(model, _cross_entropy, _sentences(0, 3), optimizer, pad_to=pad_to) as step:
+        for index, length in enumerate((3, 1, 4, 2, 3, 4)):
             losses.append(float(step(_sentences(index, length))))
         return found(step, losses, model, optimizer)
 
@@ -396,8 +473,8 @@ def curriculum(start: Start) -> Trained:
     """Give longer sentences in each epoch."""
     model, losses = made(Tagger), []
     optimizer = Adam(model.parameters(), lr=0.01)
-    with start(model, _cross_entropy, _sentences(0, 3, is_full=True), optimizer) as step:
-        for epoch, length in enumerate((3, 5, 9)):
+    with start(model, _cross_entropy, _sentences(0, 2, is_full=True), optimizer) as step:
+        for epoch, length in enumerate((2, 3, 5)):
             for index in range(2):
                 batch = _sentences(2 * epoch + index, length, is_full=True)
                 losses.append(float(step(batch)))
@@ -419,7 +496,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         made, hidden = self.rnn(self.embed(words), self.hidden)
-        self.hidden.copy_(hidden.detach())
+        self.hidden = hidden.detach()
         return self.head(made)
 
 
@@ -427,21 +504,22 @@ def truncated_backpropagation(start: Start) -> Trained:
     """Read a text twice, from the beginning."""
     model, losses = made(LanguageModel), []
     optimizer = Adam(model.parameters(), lr=0.01)
-    text = torch.randint(WORDS, (8, 16), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(WORDS, (8, 10), generator=torch.Generator().manual_seed(1))
 
     def part(at: int) -> Batch:
-        return {"words": text[:, at : at + 5], "labels": text[:, at + 1 : at + 6]}
+        return {"words": text[:, at : at + 3], "labels": text[:, at + 1 : at + 4]}
 
     with start(model, _cross_entropy, part(0), optimizer) as step:
         for _ in range(2):
             step.copy_to(model)
             model.hidden.zero_()
-            losses += [float(step(part(at))) for at in (0, 5, 10)]
+            losses += [float(step(part(at))) for at in (0, 3, 6)]
         return found(step, losses, model, optimizer)
 
 
 KINDS: dict[str, Callable[[Start], Trained]] = {
-    "gan": gan,
+    "GAN": gan,
+    "Wasserstein GAN": wasserstein_gan,
     "actor and critic": actor_critic,
     "gradual unfreezing": gradual_unfreezing,
     "KL annealing": kl_annealing,
@@ -464,9 +542,7 @@ if __name__ == "__main__":
     for name in names:
         said = ""
         try:
-            assert_equal(
-                KINDS[name](partial(parallelize, planner=planner)), KINDS[name](plain)
-            )
+            assert_equal(KINDS[name](partial(parallelize, planner=planner)), KINDS[name](plain))
         except (AssertionError, SbpError) as error:
             said = f"{type(error).__name__}: {error}"
         print(json.dumps({"rank": rank, "kind": name, "said": said}), flush=True)
