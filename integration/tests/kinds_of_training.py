@@ -502,7 +502,7 @@ class LanguageModel(nn.Module):
 
 
 def truncated_backpropagation(start: Start) -> Trained:
-    """Read a text twice, from the beginning."""
+    """Read a text twice, from the beginning, and then parts of it by the model itself."""
     model, losses = made(LanguageModel), []
     optimizer = Adam(model.parameters(), lr=0.01)
     text = torch.randint(WORDS, (8, 10), generator=torch.Generator().manual_seed(1))
@@ -515,6 +515,11 @@ def truncated_backpropagation(start: Start) -> Trained:
             step.copy_to(model)
             model.hidden.zero_()
             losses += [float(step(part(at))) for at in (0, 3, 6)]
+            step.copy_to(model)
+            model.eval()
+            with torch.no_grad():
+                losses += [_cross_entropy(model, part(at)).item() for at in (6, 0)]
+            model.train()
         return found(step, losses, model, optimizer)
 
 
