@@ -17,6 +17,7 @@ from programs import registry
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import Line, supervise
+from sbp_core.errors import CaptureError
 from sbp_launch import parallelize
 
 LAYOUTS = {
@@ -65,6 +66,22 @@ def test_images_that_are_made_anew_change_the_running_statistics_alone() -> None
         for name in seen_twice:
             del model[name]
     assert_equal(found, wanted)
+
+
+def test_a_hidden_state_of_another_size_is_told_with_the_samples_of_a_micro_batch() -> None:
+    model = kinds_of_training.LanguageModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = torch.zeros(8, 3, dtype=torch.long)
+
+    with pytest.raises(CaptureError, match=r"hidden size(.|\n)*needs 4 rows"):
+        parallelize(
+            model,
+            lambda model, batch: model(batch).square().mean(),
+            words,
+            optimizer,
+            micro_batches=2,
+            loss_is="mean_of_micro_batches",
+        )
 
 
 @cache
