@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sbp_core.errors import ConfigError, RunError, SbpError
+from sbp_core.errors import ConfigError, RunError
 from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.training import Training
@@ -65,7 +65,7 @@ class Following:
         behind = Guard(program.model, program.loss, program.optimizer, program.update)
         try:
             is_once = graph_hash(again()) == graph_hash(graph) and not behind.changes()
-        except SbpError:  # such as of tensors of the first capture
+        except Exception:  # also PyTorch's own, such as of tensors of the first capture
             is_once = False
         self._guard.restore()
         if not is_once:
