@@ -16,6 +16,7 @@ from forked import run_command
 #: Pages that take 10 to 35 s each: the session `docs` runs them, too.
 _LONG = {
     "docs/checkpoints.md",
+    "docs/kinds-of-training.md",
     "docs/parallelize.md",
     "docs/reading-a-plan.md",
     "packages/launch/README.md",

@@ -362,7 +362,12 @@ def test_an_evaluation_sees_what_the_program_is_now():
             step.evaluate(batch(5, size=6))
 
 
-def test_a_state_that_a_loss_keeps_is_refused_and_is_as_it_was():
+@pytest.mark.parametrize(
+    "warnings_are",
+    [pytest.param(one, marks=pytest.mark.filterwarnings(one)) for one in ("error", "ignore")],
+)
+def test_a_state_that_a_loss_keeps_is_refused_and_is_as_it_was(warnings_are):
+    """PyTorch warns of it, and goes on to an error of its own."""
     model = nn.LSTM(4, 4)
     kept = {"h": (torch.zeros(1, 8, 4), torch.zeros(1, 8, 4))}
     before = kept["h"]

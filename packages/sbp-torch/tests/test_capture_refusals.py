@@ -68,3 +68,32 @@ def test_a_program_that_fails_is_answered_with_why(
         capture(_MODEL, function, batch, torch.optim.SGD(_MODEL.parameters()))
 
     assert todo in caught.value.todo
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_loss_that_freezes_or_unfreezes_is_refused(is_trained: bool) -> None:
+    """Gradients would be of other parameters than in plain PyTorch, without a word."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(not is_trained)
+
+    def switches(model: nn.Sequential, batch: dict[str, Tensor]) -> Tensor:
+        model[0].requires_grad_(is_trained)
+        return loss(model, batch)
+
+    told = f"{'unfreezes' if is_trained else 'freezes'} '0.weight'"
+    with pytest.raises(CaptureError, match=rf"{told}(.|\n)*requires_grad_\({is_trained}\)"):
+        capture(model, switches, _BATCH, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model[0].weight.requires_grad is not is_trained
+
+
+def test_a_loss_may_freeze_for_a_part_of_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def freezes(model: nn.Sequential, batch: dict[str, Tensor]) -> Tensor:
+        model[1].requires_grad_(False)
+        found = loss(model, batch)
+        model[1].requires_grad_(True)
+        return found
+
+    graph = capture(model, freezes, _BATCH, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {"0.weight", "0.bias"} == {*graph.new_states}

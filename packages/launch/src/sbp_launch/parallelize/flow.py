@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sbp_core.compile import check_strategy
-from sbp_core.errors import ConfigError
+from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.plugins import Planner
 from sbp_core.sbp import S
@@ -33,7 +33,7 @@ from sbp_launch.planning.flow import (
     regathering,
 )
 from sbp_launch.planning.proving import proved
-from sbp_torch.capture import NO_NUMBERS
+from sbp_torch.capture import NO_NUMBERS, flatten_batch
 
 #: How tensors are pinned: a pattern of names -> SBP, or SBP by mesh axis.
 Pins = Mapping[str, str | Mapping[str, str]]
@@ -68,7 +68,30 @@ class StepCapture:
         Raises:
             SbpError: it cannot be captured.
         """
-        return capture_step(*self._given(batch), self.settings, numbers)
+        try:
+            return capture_step(*self._given(batch), self.settings, numbers)
+        except CaptureError as error:
+            told = self._told_samples(batch)
+            if not told or numbers:
+                raise
+            todo = f"{error.todo}; {told}" if error.todo else told
+            raise CaptureError(
+                error.what, where=error.where, accepted=error.accepted, todo=todo
+            ) from error
+
+    def _told_samples(self, batch: Any) -> str:
+        """Say of how many samples a step is captured, if others are given than that."""
+        given, taken = (
+            next((len(one) for one in flatten_batch(made).values() if one.dim()), 0)
+            for made in (batch, self._example(batch))
+        )
+        if given == taken:
+            return ""
+        whose = f"of {self.degree} processes" if self.degree > 1 else "of one micro-batch"
+        return (
+            f"the step is captured with the {taken} samples {whose}, where the batch has {given}: "
+            f"a buffer with a row for each sample needs {taken} rows"
+        )
 
     def prepared(self, graph: LogicalGraph, numbers: Places = NO_NUMBERS) -> Captured:
         """Return what was captured in the forms that are planned.

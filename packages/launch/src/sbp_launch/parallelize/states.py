@@ -248,9 +248,7 @@ class ProgramStates:
     def frozen(self, names: Iterable[str]) -> list[str]:
         """Return the names of states whose parameters are frozen now, in the same order."""
         frozen = {
-            name
-            for name, one in self.programs[0].model.named_parameters()
-            if not one.requires_grad
+            name for name, one in self.programs[0].model.named_parameters() if not one.requires_grad
         }
         return [name for name in names if name.rpartition(".")[0] in frozen]
 

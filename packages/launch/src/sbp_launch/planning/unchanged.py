@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_torch.guards import Guard
 
@@ -35,7 +35,7 @@ def check_unchanged(
     behind = make_guard()
     try:
         is_once = graph_hash(again()) == graph_hash(graph) and not behind.changes()
-    except SbpError:  # such as of tensors of the first capture
+    except Exception:  # also PyTorch's own, such as of tensors of the first capture
         is_once = False
     guard.restore()
     if not is_once:

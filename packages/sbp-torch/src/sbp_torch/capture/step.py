@@ -248,6 +248,8 @@ class TrainingStep:
             ):
                 loss, metrics = split_losses(self.loss(self.model, given))
             generators.check()
+            if self.update is not None:
+                self._check_trained(tensors)
             stand_ins = {id(tensor): self.tensors[name] for name, tensor in tensors.items()}
             self.side_effects = (self.attributes_before or before).changes(stand_ins)
             if self.side_effects:
@@ -265,6 +267,24 @@ class TrainingStep:
         replaced = replaced_states(self.tensors, tensors, now, storages)
         self.differentiable = [name for name, tensor in replaced.items() if tensor.requires_grad]
         return loss, metrics, {name: tensor.detach() for name, tensor in replaced.items()}
+
+    def _check_trained(self, tensors: Mapping[str, Tensor]) -> None:
+        """See that the loss has frozen no parameter, and unfrozen none.
+
+        Raises:
+            CaptureError: it has: gradients are of those that were trained before.
+        """
+        trained = set(self.moving)
+        for name, tensor in tensors.items():
+            was, now = name in trained, tensor.requires_grad and tensor.is_leaf
+            if was != now and isinstance(self.tensors[name], nn.Parameter):
+                raise CaptureError(
+                    f"the loss {'unfreezes' if now else 'freezes'} {name!r}: its requires_grad is "
+                    f"{now} behind the loss, and was {not now} before",
+                    accepted="parameters that are frozen and unfrozen between steps",
+                    todo=f"call requires_grad_({now}) in the loop, before the step; an optimizer "
+                    "changes its own parameters only, so that a loss need not freeze others",
+                )
 
     def _backward(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not loss.requires_grad:
