@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_following import LAYOUTS, Twins, assert_alike, batch, loss_of
 
+from sbp_core.errors import SbpError
 from sbp_launch import parallelize
 
 OPTIMIZERS = {
@@ -19,10 +20,15 @@ OPTIMIZERS = {
     "SGD": {"lr": 0.01, "momentum": 0.9},
     "AdamW": {"lr": 0.01, "amsgrad": True},
     "Adagrad": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01},
 }
+#: Without any state of their own.
+PLAIN = {"lr": 0.01}
 
 
 def twins_of(kind):
+    if kind == "plain SGD":
+        return Twins(lambda model: torch.optim.SGD(model.parameters(), **PLAIN))
     make = getattr(torch.optim, kind)
     return Twins(lambda model: make(model.parameters(), **OPTIMIZERS[kind]))
 
@@ -49,6 +55,19 @@ def test_layers_are_unfrozen_and_frozen_again(kind, layout):
         twins.both(trains("body", True))
         twins.steps(step, 1, first=20)
         assert len(step.forms) <= 3
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_an_optimizer_without_states_unfreezes(layout):
+    """There is nothing to add, and other parameters are overwritten from then on."""
+    twins = twins_of("plain SGD")
+    twins.both(trains("body", False))
+
+    with twins.start(**layout) as step:
+        twins.steps(step, 2)
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=2)
     twins.assert_equal()
 
 
@@ -179,3 +198,83 @@ def test_states_of_a_run_that_trained_all_are_gone_on_with():
     with parallelize(model, loss_of, batch(0), optimizer, mesh=2, states=states) as step:
         twins.steps(step, 1, first=2)
     twins.assert_equal()
+
+
+def test_states_of_frozen_layers_are_written_as_others():
+    twins = twins_of("Adam")
+
+    def fill(model, optimizer):
+        for parameter in model.body.parameters():
+            optimizer.state[parameter]["exp_avg"].fill_(0.7)
+
+    with twins.start(mesh=2, planner="manual/zero") as step:
+        twins.steps(step, 2)
+        best = [copy.deepcopy(one.state_dict()) for one in twins.optimizers]
+        twins.both(trains("body", False))
+        twins.steps(step, 2, first=2)
+        twins.both(fill)
+        twins.steps(step, 1, first=4)
+        twins.both(trains("body", True))
+        twins.steps(step, 1, first=5)
+        twins.assert_equal()
+        twins.both(trains("body", False))
+        twins.steps(step, 1, first=6)
+        for optimizer, states in zip(twins.optimizers, best, strict=True):
+            optimizer.load_state_dict(states)
+        twins.steps(step, 1, first=7)
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=8)
+        twins.assert_equal()
+
+
+def test_states_that_do_not_fit_are_refused_before_anything_becomes_of_those_there():
+    trained = twins_of("Adam")
+    with trained.start() as step:
+        trained.steps(step, 2)
+        good = step.state_dict()
+    twins = twins_of("Adam")
+    twins.both(trains("body", False))
+
+    with twins.start(mesh=2) as step:
+        twins.steps(step, 2)
+        with pytest.raises(SbpError, match=r"head\.weight"):
+            step.load_state_dict({**good, "head.weight": torch.zeros(1)})
+        with pytest.raises(SbpError, match="no state is called 'nobody'"):
+            step.load_state_dict({**good, "nobody": torch.zeros(1)})
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=2)
+        twins.assert_equal()
+
+
+def test_a_checkpoint_of_a_frozen_layer_is_loaded_where_all_is_trained(tmp_path):
+    """Its moments begin anew, and its steps are counted apart from those of others."""
+    frozen = twins_of("Adam")
+    frozen.both(trains("body", False))
+    with frozen.start(mesh=2) as step:
+        frozen.steps(step, 2)
+        step.save(tmp_path)
+    twins = twins_of("Adam")
+
+    with twins.start(mesh=2) as step:
+        twins.steps(step, 1, first=5)
+        step.load(tmp_path)
+        twins.models[1].load_state_dict(frozen.models[1].state_dict())
+        twins.optimizers[1].load_state_dict(copy.deepcopy(frozen.optimizers[1].state_dict()))
+        twins.steps(step, 3, first=2)
+        twins.assert_equal()
+
+
+def test_states_that_are_given_may_be_of_a_layer_that_is_frozen_now():
+    trained = twins_of("Adam")
+    with trained.start() as step:
+        trained.steps(step, 2)
+        states = step.state_dict()
+    model, optimizer = trained.models[0], trained.optimizers[0]
+    trained.both(trains("body", False))
+
+    with parallelize(model, loss_of, batch(0), optimizer, mesh=2, states=states) as step:
+        trained.steps(step, 1, first=2)
+        assert step.state_dict().keys() == states.keys()
+        trained.both(trains("body", True))
+        trained.steps(step, 2, first=3)
+    trained.assert_equal()

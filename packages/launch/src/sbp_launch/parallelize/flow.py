@@ -188,7 +188,7 @@ def plan_program(
         captured = capture.prepared(capture(batch))
         states = training.states
         if states.programs:
-            given = states.planned, captured, settings, plan, states.stored
+            given = states.planned, captured, settings, plan, states.stored, states.counted
             planned = plan_form(*given, has_pins=bool(pins))
         else:
             graph, strategy = captured.planned(partial(plan, more={}))

@@ -286,7 +286,8 @@ class Forms:
     def _planned(self, captured: Captured) -> Planned:
         settings = self._capture.settings
         states = self._training.states
-        return plan_form(states.planned, captured, settings, self._plan, states.stored)
+        given = states.planned, captured, settings, self._plan, states.stored, states.counted
+        return plan_form(*given)
 
     def _check_number(self, why: str) -> None:
         """Say that there are many forms.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from sbp_core.errors import unknown_name
+from sbp_core.errors import SbpLookupError, unknown_name
 from sbp_core.runtime import state_slots
 from sbp_launch.checkpoint.saving import ReadTogether
 from sbp_launch.checkpoint.tensors import Tensors
@@ -67,7 +67,13 @@ def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[st
             slot = slots[name]
             check_tensor(name, like(name), slot.shape, slot.dtype)
         elif name not in numbers and name not in kept:
-            raise unknown_name("state", name, slots)
+            error = unknown_name("state", name, slots)
+            raise SbpLookupError(
+                error.what,
+                accepted=error.accepted,
+                todo=f"{error.todo}; if it is of another program, put that there first: "
+                "step.beside(loss, batch, optimizer)",
+            )
 
 
 class _Together(Tensors):

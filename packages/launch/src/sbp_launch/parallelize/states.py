@@ -64,6 +64,11 @@ class ProgramStates:
         return {name: str(slot.sbp) for name, slot in slots.items() if slot.sbp is not None}
 
     @property
+    def counted(self) -> set[str]:
+        """The states that ranks keep as host numbers."""
+        return {state for tied in (self._all or self.plan).ties.values() for state in tied}
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers, those of the first program first."""
         optimizers = {id(one.optimizer): one.optimizer for one in self.programs}

@@ -5,7 +5,7 @@ Those of its other forms, of other programs over its states, and of evaluations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ def plan_form(
     settings: PlanSettings,
     plan: PlanAround,
     stored: Mapping[str, str],
+    counted: Collection[str],
     *,
     has_pins: bool = False,
 ) -> Planned:
@@ -42,6 +43,8 @@ def plan_form(
         settings: Of the other step.
         plan: The planner.
         stored: SBP of all states that there are, by name.
+        counted: States for which there are host numbers; where nothing uses one, its tensor is
+            left out.
         has_pins: Whether the user has pinned something: then the planner is asked in any case, and
             what it refuses is refused.
 
@@ -90,7 +93,7 @@ def plan_form(
         )
         return replace(found, regather=known.regather)
 
-    graph, strategy = captured.planned(around)
+    graph, strategy = captured.without(counted).planned(around)
     made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made

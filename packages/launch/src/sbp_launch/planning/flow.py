@@ -6,7 +6,7 @@ Knows no config of a run: `planned` asks for `sbp-train`, `parallelize` for a pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -45,7 +45,7 @@ from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.settings.patterns import check_patterns
-from sbp_torch.capture import NO_NUMBERS, NumberPlace, capture
+from sbp_torch.capture import NO_NUMBERS, NumberPlace, capture, without_unused
 from sbp_torch.proof import Proof
 from sbp_torch.update_options import UpdateOptions
 
@@ -181,12 +181,14 @@ class Captured:
         original: As it was captured.
         settings: How it is brought into the form that is planned.
         numbers: Of Python, that may be inputs of it, by the names of these.
+        left_out: Inputs that nothing uses, and that are not planned.
     """
 
     graph: LogicalGraph
     original: LogicalGraph
     settings: PlanSettings
     numbers: Mapping[str, NumberPlace] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -214,7 +216,12 @@ class Captured:
             return None
         passes = replace(self.settings.compile.passes, split_classes=None)
         settings = replace(self.settings, compile=replace(self.settings.compile, passes=passes))
-        return prepared(self.original, settings)
+        return without_unused(prepared(self.original, settings), self.left_out)
+
+    def without(self, names: Collection[str]) -> Captured:
+        """Leave out those of some inputs that nothing uses."""
+        graph = without_unused(self.graph, names)
+        return replace(self, graph=graph, left_out=frozenset(names))
 
     def planned(self, plan: Callable[[LogicalGraph], Strategy]) -> tuple[LogicalGraph, Strategy]:
         """Return the form that is the better one for what a planner decides, and that.

@@ -46,6 +46,7 @@ __all__ = [
     "rebuild_batch",
     "scalar_values",
     "split_losses",
+    "without_unused",
 ]
 
 

@@ -11,7 +11,7 @@ into the graph and compares it with graphs that were captured with these values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,9 +139,10 @@ def with_numbers(graph: LogicalGraph, values: Mapping[str, float]) -> LogicalGra
     return graph.with_nodes(tuple(nodes), inputs=inputs, types=types)
 
 
-def without_unused(graph: LogicalGraph, names: Mapping[str, object]) -> LogicalGraph:
-    """Return a graph without those of some inputs that nothing uses."""
-    unused = {name for name in names if not graph.users[name]}
+def without_unused(graph: LogicalGraph, names: Collection[str]) -> LogicalGraph:
+    """Return a graph without those of some inputs that nothing uses or replaces."""
+    inside = graph.input_kinds.keys() & set(names)
+    unused = {name for name in inside if not graph.users[name] and name not in graph.new_states}
     inputs = tuple(entry for entry in graph.inputs if entry.name not in unused)
     types = {name: kind for name, kind in graph.types.items() if name not in unused}
     return graph.with_nodes(graph.nodes, inputs=inputs, types=types) if unused else graph

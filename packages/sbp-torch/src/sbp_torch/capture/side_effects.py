@@ -55,6 +55,11 @@ class Change:
         found = [leaf for leaf in tree_leaves(self.after) if isinstance(leaf, Tensor)]
         return [tensor for tensor in found if id(tensor) not in known]
 
+    @property
+    def is_mode(self) -> bool:
+        """Whether the mode of a module is another one."""
+        return self.key == "training"
+
     def refusal(self) -> CaptureError:
         """Return the error for a program that makes this change."""
         where = f"{self.owner}.forward (module {self.module or '(root)'!r})"
@@ -65,6 +70,14 @@ class Change:
                 where=where,
                 accepted="modules whose parameters, buffers and parts stay the same ones",
                 todo=f"register {self.key!r} in __init__; keep what changes in a buffer",
+            )
+        if self.is_mode:
+            mode, call = ("train", "train()") if self.after else ("eval", "eval()")
+            return CaptureError(
+                f"the loss puts module {self.module or '(root)'!r} into {mode} mode and leaves it "
+                "there, where other programs and evaluations would find it",
+                accepted="modes that are as they were when the loss returns",
+                todo=f"call .{call} in the loop, before the step; or set the mode back in the loss",
             )
         if self.tensors:
             return CaptureError(

@@ -262,7 +262,7 @@ class TrainingStep:
             before.restore()
             generators.restore()
         for change in self.side_effects:
-            if change.registered:
+            if change.registered or (change.is_mode and self.update is not None):
                 raise change.refusal()
         replaced = replaced_states(self.tensors, tensors, now, storages)
         self.differentiable = [name for name, tensor in replaced.items() if tensor.requires_grad]
