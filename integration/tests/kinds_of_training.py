@@ -378,23 +378,20 @@ class VAE(nn.Module):
         return self.decoder(z), mean, log_variance
 
 
-def _elbo(model: nn.Module, batch: Batch) -> Tensor:
-    made, mean, log_variance = model(batch["x"])
-    divergence = -(1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean() / 2
-    return (made - batch["x"]).square().sum(1).mean() + batch["beta"] * divergence
-
-
 def kl_annealing(start: Start) -> Trained:
-    """Let the weight grow in each step."""
-    model, losses = made(VAE), []
+    """Let the weight, a float that the loss closes over, grow in each step."""
+    model, losses, beta = made(VAE), [], 0.0
     optimizer = Adam(model.parameters(), lr=0.01)
 
-    def batch(index: int) -> Batch:
-        beta = torch.tensor(min(1.0, index / 20), dtype=torch.float64)
-        return {"x": normal(index, 8, 6), "beta": beta}
+    def elbo(model: nn.Module, batch: Batch) -> Tensor:
+        seen, mean, log_variance = model(batch["x"])
+        divergence = -(1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean() / 2
+        return (seen - batch["x"]).square().sum(1).mean() + beta * divergence
 
-    with start(model, _elbo, batch(0), optimizer) as step:
-        losses += [float(step(batch(index))) for index in range(24)]
+    with start(model, elbo, {"x": normal(0, 8, 6)}, optimizer) as step:
+        for index in range(24):
+            beta = min(1.0, index / 20)
+            losses.append(float(step({"x": normal(index, 8, 6)})))
         return found(step, losses, model, optimizer)
 
 

@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 #: Forms of the first program, where there are others than the first.
-NUM_FORMS = {"padding to the longest": 2, "curriculum": 3}
+NUM_FORMS = {"padding to the longest": 2, "curriculum": 3, "KL annealing": 2}
 
 
 @cache
