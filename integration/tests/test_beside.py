@@ -361,3 +361,44 @@ def test_steps_that_are_compared_are_of_one_program():
 
     with pytest.raises(ConfigError, match="compare_steps"):
         step.beside(loss_g, noise(0), twins.g[0])
+
+
+def test_gradients_are_clipped_of_what_the_optimizer_trains():
+    twins = Twins(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model, twin = twins.models
+    step = parallelize(model, loss_d, batch(0), twins.d[0], mesh=2, clip_norm=0.05)
+    step_g = step.beside(loss_g, noise(0), twins.g[0], clip_norm=0.05)
+
+    with step:
+        for index in range(3):
+            for taken, loss, given, part, optimizer in (
+                (step, loss_d, batch(index), twin.discriminator, twins.d[1]),
+                (step_g, loss_g, noise(index), twin.generator, twins.g[1]),
+            ):
+                found = taken(given)
+                twin.zero_grad()
+                loss(twin, given).backward()
+                norm = nn.utils.clip_grad_norm_(part.parameters(), 0.05)
+                optimizer.step()
+                assert abs(found.metrics["grad_norm"].item() - norm.item()) <= 1e-12
+        twins.assert_equal()
+
+
+def test_a_loss_of_another_optimizer_is_refused_by_name():
+    twins = Twins()
+    step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2)
+
+    with pytest.raises(ConfigError, match="no gradient to a parameter of the optimizer"):
+        step.beside(loss_d, batch(0), twins.g[0])
+
+
+def test_a_step_that_is_over_says_so():
+    twins = Twins()
+    step, step_g = twins.start(mesh=2)
+    with step:
+        twins.rounds(step, step_g, 1)
+
+    for call in (lambda: step(batch(1)), lambda: step_g(noise(1)), lambda: step.evaluate(batch(1))):
+        with pytest.raises(RunError, match="this parallel step is over"):
+            call()
+    twins.assert_equal()

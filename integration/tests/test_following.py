@@ -202,6 +202,7 @@ FORMS = {
     "a hook": _hook,
     "a setting": lambda model, optimizer: optimizer.param_groups[0].update(nesterov=True),
     "a state": lambda model, optimizer: optimizer.param_groups[0].update(dampening=0.5),
+    "no momentum": lambda model, optimizer: optimizer.param_groups[0].update(momentum=0.0),
     "two groups": lambda model, optimizer: optimizer.add_param_group(
         {"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.01}
     ),
@@ -462,3 +463,24 @@ def test_settings_of_groups_come_back_with_a_checkpoint(tmp_path, caplog):
         other.param_groups.append({**other.param_groups[0], "params": []})
         step.load(tmp_path)
     assert "has the settings of 1 parameter groups, and there are 2" in caplog.text
+
+
+def test_a_weight_that_begins_in_the_memory_of_another_gets_its_own():
+    """Before its first call, the older spectral norm has `weight` as `weight_orig.data`."""
+    torch.manual_seed(0)
+    models = [
+        nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 4)), nn.Tanh(), nn.Linear(4, 3))
+        for _ in range(2)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    loss = lambda model, batch: model(batch["x"]).square().mean()  # noqa: E731
+    given = {"x": batch(0)["x"].float()}
+
+    with parallelize(models[0], loss, given, optimizers[0], mesh=2) as step:
+        for _ in range(3):
+            step(given)
+            optimizers[1].zero_grad()
+            loss(models[1], given).backward()
+            optimizers[1].step()
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=1e-6)

@@ -62,7 +62,8 @@ class UpdateOptions:
 
     Args:
         loss_scaling: Scale the loss, unscale the gradients, skip steps that overflow.
-        clip_norm: Largest norm of all gradients together, > 0 (`clip_grad_norm_`).
+        clip_norm: Largest norm of the gradients of what the optimizer trains, > 0
+            (`clip_grad_norm_`).
         norm_type: Order of that norm, > 0; infinity for the largest absolute value.
         report_norm: Whether the norm is the metric `grad_norm` although nothing is clipped.
         clip_value: Largest absolute value of an element, > 0 (`clip_grad_value_`).

@@ -113,7 +113,7 @@ def parallelize(
             the part of its own rank, as loaders with a `DistributedSampler` make it.
         pad_to: Sizes to which batches of many lengths are padded, all planned before the first
             step; in which padding is proved to change neither loss nor gradients of the example.
-        clip_norm: Largest norm of all gradients together.
+        clip_norm: Largest norm of the gradients of what the optimizer trains, together.
         update: What else happens once a step beside the optimizer.
         autocast: Run the forward under `torch.autocast` to `bfloat16` or `float16`.
         compile: Settings of `sbp-train`'s group `compile`.

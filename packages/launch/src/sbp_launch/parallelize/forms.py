@@ -195,7 +195,8 @@ class Forms:
         told = f"form {form.captured} of batches {_told(self._shapes(batch))}"
         if self._program_number:
             told = f"program {self._program_number + 1}, {told}"
-        numbers: dict[str, float] = {name: one.read() for name, one in form.numbers.items()}
+        places = form.numbers if problem is None else {}
+        numbers: dict[str, float] = {name: one.read() for name, one in places.items()}
         compared = {**scalars, **told_numbers(numbers)}
         self._training.agree(problem, told, compared, whole, written)
         return form, {**scalars, **numbers}

@@ -72,6 +72,17 @@ class OneDeviceProgram:
             return self.deferred.states(self.optimizer, self.update)
         return initial_states(self.model, self.optimizer, self.update, copy=False)
 
+    @property
+    def trained(self) -> set[str]:
+        """The parameters that the optimizer has, by name."""
+        held = {
+            id(parameter)
+            for one in members(self.optimizer)
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
+        return {name for name, one in self.model.named_parameters() if id(one) in held}
+
     def counts_alike(self, given: Mapping[str, Tensor] | None) -> bool:
         """Whether the optimizer has taken the same number of steps with all that it trains.
 

@@ -114,6 +114,7 @@ class ProgramStep:
             return self._forward(batch, self._engine.batch_is, in_evaluation=False)
         training = self._training
         training.session  # noqa: B018 - raises if there is none
+        training.check_open()
         batch = self._padding(batch, self._engine.batch_is)
         flat = flatten_batch(batch)
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
@@ -160,6 +161,7 @@ class ProgramStep:
             self._updates = before
 
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
+        self._training.check_open()
         result = self._forwards.step(
             self._current,
             self._padding(batch, batch_is),

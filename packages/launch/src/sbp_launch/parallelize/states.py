@@ -151,6 +151,11 @@ class ProgramStates:
             and _overwritten(plan) <= self._overwritten
         )
 
+    def moves(self, plan: PhysicalPlan) -> bool:
+        """Whether a plan has host numbers for states that ranks keep as tensors."""
+        tensors = state_slots(self.plan).keys() - self.plan.ties.keys()
+        return any(state in tensors for tied in plan.ties.values() for state in tied)
+
     def counts_as(self, plan: PhysicalPlan) -> bool:
         """Whether a plan's host numbers stand for the states that they stand for here."""
         here = self.plan.ties

@@ -203,7 +203,7 @@ class ParallelStep(ProgramStep):
             pins: How you decide on tensors by name, over what the planner says.
             micro_batches: Parts of one step; by default as many as of the first program.
             pad_to: Sizes to which batches of many lengths are padded.
-            clip_norm: Largest norm of all gradients together.
+            clip_norm: Largest norm of the gradients of what its optimizer trains, together.
             update: What else happens once a step beside the optimizer.
 
         Raises:
@@ -251,6 +251,13 @@ class ParallelStep(ProgramStep):
         with training.capturing(program):
             planned = plan_program(program, example, chosen, pins, own, following, training)
             prove_padding(program, padding, batch, settings, None)
+        if not program.trained & planned.captured.original.new_states.keys():
+            raise ConfigError(
+                "the loss gives no gradient to a parameter of the optimizer",
+                where="the arguments loss and optimizer of step.beside",
+                accepted="an optimizer over parameters that the loss uses, and does not detach",
+                todo="see that the optimizer is that of this loss",
+            )
         if training.has_begun:
             training.compare_programs(planned.planned, engine.registry)
         made = ProgramStep(program, planned, own, following, training, padding)

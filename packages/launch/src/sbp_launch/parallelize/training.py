@@ -111,6 +111,19 @@ class Training:
             )
         return self._session
 
+    def check_open(self) -> None:
+        """See that the step is not over.
+
+        Raises:
+            RunError: it is.
+        """
+        if self._session is not None and not self._is_open:
+            raise RunError(
+                "this parallel step is over, and the session is closed",
+                accepted="steps and evaluations inside of its `with` block",
+                todo="call parallelize again: model and optimizer are what was trained",
+            )
+
     @property
     def session(self) -> Session:
         """The session that has the states.
@@ -188,6 +201,9 @@ class Training:
             copies = copied_states(program.model, program.optimizer, program.update).keys() & new
         if copies - self.given.keys():
             self._read_model(min(copies))
+        if self.states.moves(plan):  # to host numbers, which the plans so far do not know
+            for forget in self._forget_forms:
+                forget()
         with self.apart():
             states = program.own_states()
             own = {name: states[name] for name in sorted(new) if name in states}

@@ -43,8 +43,8 @@ def plan_form(
         settings: Of the other step.
         plan: The planner.
         stored: SBP of all states that there are, by name.
-        counted: States for which there are host numbers; where nothing uses one, its tensor is
-            left out.
+        counted: States for which there are host numbers. Those, and new states of the optimizer,
+            are left out where nothing uses them.
         has_pins: Whether the user has pinned something: then the planner is asked in any case, and
             what it refuses is refused.
 
@@ -93,10 +93,19 @@ def plan_form(
         )
         return replace(found, regather=known.regather)
 
-    graph, strategy = captured.without(counted).planned(around)
+    left_out = {*counted, *_new_states(captured.graph, known)}
+    graph, strategy = captured.without(left_out).planned(around)
     made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made
+
+
+def _new_states(graph: LogicalGraph, known: Strategy) -> list[str]:
+    return [
+        entry.name
+        for entry in graph.inputs
+        if entry.kind is InputKind.OPTIMIZER_STATE and entry.name not in known.storage
+    ]
 
 
 def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> Planned:

@@ -122,7 +122,8 @@ class EagerReference:
             group.update(settings)
 
     def _clip(self) -> None:
-        update, parameters = self.settings.update, list(self.model.parameters())
+        update = self.settings.update
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
         if update.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, update.clip_norm, update.norm_type)
         if update.clip_value is not None:

@@ -20,7 +20,7 @@ from sbp_torch.capture.functional_optimizers import (
     needs_step_counter,
 )
 from sbp_torch.capture.fused_kernels import takes_kernel
-from sbp_torch.capture.optimizer_clones import PLAIN
+from sbp_torch.capture.optimizer_clones import PLAIN, kind_of
 from sbp_torch.capture.optimizer_states import InitialStateProbe
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
@@ -119,6 +119,8 @@ class ParameterGroup:
         made = self.optimizer.state.get(parameter) or {}
         if any(isinstance(value, Tensor) and value.is_meta for value in made.values()):
             made = {}  # made with the optimizer, of a parameter without values: they have none
+        if kind_of(self.optimizer) is torch.optim.SGD and not self.settings["momentum"]:
+            made = {}  # what it has kept from when it had a momentum, it leaves alone
         tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
         if not made or len(tensors) < len(made):
             if made:  # it has stepped: only the amounts are unknown

@@ -151,7 +151,9 @@ class Update:
             Metrics of the update by name, 0-d tensors: `grad_norm` before clipping; `skipped`,
             1 after an overflow; `loss_scale` of the next step.
         """
-        found = {name: value for name, value in grads.items() if value is not None}
+        # Of what the optimizer trains: other parameters get no update, and do not count.
+        own = {name for group in self._groups for name in group.parameters}
+        found = {name: one for name, one in grads.items() if one is not None and name in own}
         metrics: dict[str, Tensor] = {}
         overflow = None
         if self.options.loss_scaling is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import RunError
-from sbp_torch._torch_compat import as_plain_tensors
+from sbp_torch._torch_compat import as_plain_tensors, storage_key
 from sbp_torch.capture import initial_states
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import AVERAGE
@@ -125,10 +125,24 @@ class ConnectedStates:
                 whether they have states of their own.
         """
         self.let_go, self._is_connected = let_go, True
+        self._give_own_memory()
         for name, tensor in self._tensors.items():
             connect(tensor, self, name)
         for one in self._states:
             one.connect()
+
+    def _give_own_memory(self) -> None:
+        """Take tensors that modules hold unregistered out of the memory of others.
+
+        Such as the `weight` of the older `spectral_norm`, which begins as `weight_orig.data`: each
+        is to have its own value, and would write over that of the other.
+        """
+        model = self._model
+        registered = {id(one) for one in (*model.parameters(), *model.buffers())}
+        taken = {storage_key(one) for one in self._tensors.values() if id(one) in registered}
+        for tensor in self._tensors.values():
+            if id(tensor) not in registered and storage_key(tensor) in taken:
+                tensor.data = tensor.data.clone()
 
     def behind_step(self) -> None:
         """Note that the states of the step have changed."""

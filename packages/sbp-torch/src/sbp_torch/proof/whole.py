@@ -358,8 +358,13 @@ def changed_states(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the states whose change differs, and their two new values."""
     tied = {name: one.name for one in after.inputs for name in one.stands_for}
+    # What the planned step leaves out stays as it is.
+    left_out = states.keys() - after.input_kinds.keys() - tied.keys()
     pairs = {
-        name: (torch.as_tensor(old[name]), torch.as_tensor(new[tied.get(name, name)]))
+        name: (
+            torch.as_tensor(old[name]),
+            torch.as_tensor(states[name] if name in left_out else new[tied.get(name, name)]),
+        )
         for name in states
     }
     changes: dict[str, tuple[Tensor, Tensor]] = {}
