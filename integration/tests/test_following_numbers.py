@@ -6,6 +6,7 @@ import copy
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,10 @@ USES = {
     "a branch": (lambda beta, y: y * beta if beta > 0.5 else y, False),
     "its type": (lambda beta, y: y * beta if isinstance(beta, float) else y, False),
     "its type, hidden": (lambda beta, y: y * (beta if isinstance(beta, float) else 0.6), False),
+    "its type, then its value": (
+        lambda beta, y: y * 2 if isinstance(beta, float) and beta > 0.8 else y * beta,
+        False,
+    ),
     "float": (lambda beta, y: y * float(beta), False),
     "rounded": (lambda beta, y: y * round(beta, 1), False),
     "a length of text": (lambda beta, y: y * beta * len(f"{beta}"), False),
@@ -158,6 +163,38 @@ def test_a_number_is_an_input_or_another_form(use):
             twins.of.beta = beta
             twins.step(step, index)
         assert len(step.forms) == 2 if is_input else len(step.forms) > 2
+    twins.assert_equal()
+
+
+def test_floats_of_numpy_are_inputs_wherever_they_are():
+    twins = Twins(lambda of, model, batch: of.betas[0] * of.beta * _noise(of, model, batch).mean())
+    twins.of.betas = [np.float64(1.0)]
+    twins.of.beta = np.float64(1.0)
+
+    with twins.start(mesh=2) as step:
+        for index, beta in enumerate(np.linspace(0.1, 1.0, 20)):
+            twins.of.beta = twins.of.betas[0] = beta
+            twins.step(step, index)
+        assert len(step.forms) == 2
+    twins.assert_equal()
+
+
+def test_numbers_meet_what_is_known_once_a_step():
+    """The mean over a batch with ignored targets is divided once, with the number beside it."""
+
+    def loss(of, model, batch):
+        made = _noise(of, model, batch)
+        labels = (batch["x"][:, 0] > 0).long() * 101 - 100  # 1, or what is ignored
+        smooth = functional.cross_entropy(made, labels)
+        return (1 - of.beta) * smooth + of.beta**2 * made.square().mean()
+
+    twins = Twins(loss)
+
+    with twins.start(mesh=2, micro_batches=2) as step:
+        for index in range(20):
+            twins.of.beta = index / 30
+            twins.step(step, index)
+        assert len(step.forms) == 2
     twins.assert_equal()
 
 

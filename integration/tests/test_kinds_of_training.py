@@ -12,7 +12,9 @@ from typing import Any
 import kinds_of_training
 import pytest
 import torch
-from kinds_of_training import KINDS, Trained, assert_equal, plain
+from kinds_of_training import KINDS
+from kinds_with_two_networks import gan, gan_of_the_example
+from plain_training import Trained, assert_equal, plain
 from programs import registry
 
 from sbp_core.boxing import BoxingBackend
@@ -56,7 +58,7 @@ def test_a_kind_of_training_equals_plain_pytorch_on_other_layouts(kind: str, lay
 
 def test_images_that_are_made_anew_change_the_running_statistics_alone() -> None:
     """What `docs/kinds-of-training.md` says of the example of PyTorch."""
-    found, wanted = KINDS["GAN"](plain), kinds_of_training.gan_of_the_example()
+    found, wanted = gan(plain), gan_of_the_example()
 
     models = found.states["model"], wanted.states["model"]
     buffers = {name for name in models[0] if "running" in name or "num_batches" in name}

@@ -170,6 +170,20 @@ def test_samples_that_meet_are_refused_or_trained_on_part_by_part():
     assert found == pytest.approx(wanted.item())
 
 
+def test_a_metric_with_a_row_for_each_sample_is_not_averaged_over_others():
+    model = make_model()
+
+    def loss(model, batch):
+        made = model(batch["x"])
+        return made.square().mean(), {"made": made.detach()}
+
+    given = (model, loss, batch_of(0), make_optimizer(model))
+    with pytest.raises(GraphError, match=r"'made' has 4 rows(.|\n)*would mix samples"):
+        parallelize(*given, micro_batches=2, loss_is="mean_of_micro_batches")
+    with parallelize(*given) as step:
+        assert step(batch_of(0)).metrics["made"].shape[0] == 8
+
+
 def test_another_meaning_of_the_loss_is_refused():
     model = make_model()
 

@@ -318,6 +318,50 @@ def test_a_state_replaced_for_each_micro_batch_stays_so_and_the_optimizer_takes_
     assert dict(graph.carried) == {"mean": "moved"}
 
 
+def test_host_numbers_are_computed_again_where_the_optimizer_uses_them() -> None:
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (2,))
+    b.add_input("w", InputKind.SCALAR, ())
+    b.op("n", "host.sub", (1, Ref("w")), ())
+    b.op("twice", "host.mul", (Ref("n"), 2.0), ())
+    b.types |= dict.fromkeys(("w", "n", "twice"), ScalarType())
+    b.op("y", "mul.Tensor", (Ref("x"), Ref("n")), (2,))
+    b.op("z", "mul.Tensor", (Ref("y"), Ref("twice")), (2,), phase=Phase.OPTIMIZER)
+    b.outputs.append(GraphOutput(name="z", kind=OutputKind.METRIC, value="z"))
+    graph = b.graph()
+    graph = graph.with_nodes(
+        tuple(
+            replace(node, op=node.op.removeprefix("aten."), rate=Rate.MICRO)
+            if "host." in node.op
+            else node
+            for node in graph.nodes
+        )
+    )
+
+    graph = accumulate(graph, 2)
+
+    assert _texts(graph) == [
+        "n = sub(1, %w)",
+        "twice = mul(%n, 2.0)",
+        "y = mul(%x, %n)",
+        "y.mean = accumulate(%y, 0.5)",
+        "n.again = sub(1, %w)",
+        "twice.again = mul(%n.again, 2.0)",
+        "z = mul(%y.mean, %twice.again)",
+    ]
+    assert [node.rate for node in graph.nodes if node.name.endswith(".again")] == [Rate.STEP] * 2
+
+
+def test_a_result_with_a_row_for_each_sample_is_refused() -> None:
+    b = Builder()
+    b.add_input("x", InputKind.BATCH, (4, 3))
+    b.op("y", "neg.default", (Ref("x"),), (4, 3))
+    b.outputs.append(GraphOutput(name="y", kind=OutputKind.METRIC, value="y"))
+
+    with pytest.raises(GraphError, match="'y' has 4 rows, as many as a micro-batch has samples"):
+        accumulate(b.graph(), 2)
+
+
 def test_one_micro_batch_needs_no_accumulation() -> None:
     graph = mlp()
 

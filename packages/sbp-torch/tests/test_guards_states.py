@@ -25,7 +25,7 @@ class Trained:
         self.states = initial_states(self.model, self.optimizer)
         self.asked = []
         self.connected = ConnectedStates(self.model, self.read)
-        self.connected.add(self.optimizer, UpdateOptions())
+        self.connected.add(self.optimizer, UpdateOptions(), self.states)
         self.connected.connect(lambda has_states: None)
 
     def read(self, names):
@@ -234,7 +234,7 @@ def test_a_model_without_values_has_none_to_read():
     model = nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.Adam(model.parameters())
     connected = ConnectedStates(model, lambda names: {})
-    connected.add(optimizer, UpdateOptions())
+    connected.add(optimizer, UpdateOptions(), initial_states(model, optimizer))
     connected.connect(lambda has_states: None)
     connected.behind_step()
 

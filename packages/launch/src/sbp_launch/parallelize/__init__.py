@@ -183,7 +183,7 @@ def parallelize(
         Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
     )
     return ParallelStep(
-        program, planned, engine, following, training, padding, chosen_planner, states, compared
+        planned, engine, following, training, padding, chosen_planner, states, compared
     )
 
 

@@ -11,7 +11,7 @@ before the first step. That padding changes neither loss nor gradients is not ta
 
 from __future__ import annotations
 
-from cmath import isinf
+from cmath import isinf  # of complex tensors, too
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

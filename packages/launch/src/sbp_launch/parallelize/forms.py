@@ -40,9 +40,10 @@ MOST_FORMS = 16
 #: Name, shape and dtype of each tensor of a batch.
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
-_TODO = (
+_WAY_OUT = (
     "give numbers that change to the loss in the batch, as tensors without dims; pad batches to "
-    "few sizes, as pad_to does; or drop what is left over: DataLoader(..., drop_last=True)"
+    "few sizes, as pad_to does; drop what is left over: DataLoader(..., drop_last=True); or name "
+    "settings of the optimizer that are scheduled: update=UpdateOptions(scheduled=(...))"
 )
 
 
@@ -196,7 +197,7 @@ class Forms:
         if self._program_number:
             told = f"program {self._program_number + 1}, {told}"
         places = form.numbers if problem is None else {}
-        numbers: dict[str, float] = {name: one.read() for name, one in places.items()}
+        numbers: dict[str, float] = {name: float(one.read()) for name, one in places.items()}
         compared = {**scalars, **told_numbers(numbers)}
         self._training.agree(problem, told, compared, whole, written)
         return form, {**scalars, **numbers}
@@ -302,7 +303,7 @@ class Forms:
                 f"the step has {self._most_forms} forms, and this would be another one: {why}",
                 where=tuple(known[-2:]),
                 accepted=f"at most {self._most_forms} forms: each is captured, planned and kept",
-                todo=_TODO,
+                todo=_WAY_OUT,
             )
         if len(self._forms) == self._many_forms and not self._has_warned:
             self._has_warned = True
@@ -311,7 +312,7 @@ class Forms:
                 len(self._forms) + 1,
                 "; ".join(known[-2:]),
                 why,
-                _TODO,
+                _WAY_OUT,
             )
 
     def close(self) -> None:

@@ -39,7 +39,8 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
         with training.apart():
             fresh = training.states.fresh(missing, states.keys(), ahead)
     for tied in training.states.plan.ties.values():
-        values = {float(fresh[name] if name in fresh else ahead(name)) for name in tied}
+        values = {float(fresh[name]) for name in tied if name in fresh}
+        values |= {float(ahead(name)) for name in tied if name in states}
         if len(values) > 1:
             training.count_apart()
             break

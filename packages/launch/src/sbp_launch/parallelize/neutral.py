@@ -24,7 +24,7 @@ from sbp_core.graph import InputKind, LogicalGraph, OutputKind
 from sbp_launch.parallelize.buckets import BucketPadding, Padding
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.planning.flow import PlanSettings, evaluating
-from sbp_torch.capture import capture, flatten_batch, rebuild_batch
+from sbp_torch.capture import VELOCITY, capture, flatten_batch, rebuild_batch
 from sbp_torch.guards import Guard
 from sbp_torch.proof import OutputDifference, PaddedStep
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 #: Most samples of the example that are taken.
 _MOST_SAMPLES = 8
 
-#: What SGD calls a gradient that it has added to nothing.
-_GRADIENT = ".momentum_buffer"
+#: How the names of gradients end: the momentum of SGD, of what it has added to nothing.
+_GRADIENT = f".{VELOCITY}"
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -123,7 +123,7 @@ class FollowedNumbers:
         Raises:
             SbpError: it is not.
         """
-        now = {name: place.read() for name, place in places.items()}
+        now = {name: float(place.read()) for name, place in places.items()}
         check_numbers(graph, now, plain)
         for scale in _SCALES:
             others = {
@@ -179,7 +179,7 @@ def told_numbers(values: Mapping[str, float]) -> dict[str, float]:
 
 def _holds_float(place: NumberPlace) -> bool:
     try:
-        return type(place.read()) is float
+        return isinstance(place.read(), float)
     except (LookupError, ValueError, AttributeError):  # it is empty
         return False
 

@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from sbp_core.errors import ConfigError, SbpTypeError, SbpValueError, unknown_name
-from sbp_torch.capture import UpdateOptions, flatten_batch, initial_states, rebuild_batch
+from sbp_torch.capture import VELOCITY, UpdateOptions, flatten_batch, initial_states, rebuild_batch
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.interchange.torch_states import from_model_state
 from sbp_torch.optim import members
-
-#: What SGD calls the momentum of a parameter.
-VELOCITY = "momentum_buffer"
 
 #: How the names of step counters end.
 _COUNTER = ".step"
@@ -173,19 +170,6 @@ def as_stepped(program: OneDeviceProgram, updated: Collection[str]) -> Iterator[
     finally:
         for state, parameter in made:
             del state[parameter]
-
-
-@contextmanager
-def trainable(parameters: Collection[Tensor]) -> Iterator[None]:
-    """Let parameters be trained meanwhile, whether they are frozen or not."""
-    frozen = [one for one in parameters if not one.requires_grad]
-    try:
-        for one in frozen:
-            one.requires_grad_(True)
-        yield
-    finally:
-        for one in frozen:
-            one.requires_grad_(False)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.forms import Forms
 from sbp_launch.parallelize.forward import Forwards
 from sbp_launch.parallelize.output import StepOutput
-from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.output import print_plan
@@ -46,7 +45,6 @@ class ProgramStep:
 
     def __init__(
         self,
-        program: OneDeviceProgram,
         planned: PlannedProgram,
         engine: Engine,
         following: Following,
@@ -55,6 +53,7 @@ class ProgramStep:
         comparison: Comparison | None = None,
     ) -> None:
         self.world: World = engine.world
+        program = planned.capture.program
         self._program, self._engine, self._training = program, engine, training
         self._planned = planned.planned
         self._following, self._padding, self._comparison = following, padding, comparison

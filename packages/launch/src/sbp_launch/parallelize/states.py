@@ -12,9 +12,9 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import state_slots, widened, with_states_of
-from sbp_launch.parallelize.program import OneDeviceProgram, trainable, without_states
+from sbp_launch.parallelize.program import OneDeviceProgram, without_states
 from sbp_launch.planning.flow import Planned, check_fits
-from sbp_torch.capture import copied_states, initial_states
+from sbp_torch.capture import copied_states, initial_states, trainable
 
 
 class ProgramStates:
@@ -118,6 +118,10 @@ class ProgramStates:
     def add_form(self, planned: Planned) -> None:
         """Note a further form of a program, which is started."""
         self._forms.append(planned)
+
+    def forget_forms(self) -> None:
+        """Note that no form is kept any more."""
+        self._forms.clear()
 
     def hold(self, plan: PhysicalPlan) -> None:
         """Note that ranks hold the states of a plan, too."""

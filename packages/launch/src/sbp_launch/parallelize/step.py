@@ -30,7 +30,6 @@ from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.loading import load_states
 from sbp_launch.parallelize.neutral import prove_padding
-from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.parallelize.program_step import ProgramStep
 from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
 from sbp_launch.parallelize.training import Training
@@ -49,7 +48,6 @@ class ParallelStep(ProgramStep):
 
     def __init__(
         self,
-        program: OneDeviceProgram,
         planned: PlannedProgram,
         engine: Engine,
         following: Following,
@@ -59,7 +57,7 @@ class ParallelStep(ProgramStep):
         states: Mapping[str, Tensor] | None,
         comparison: Comparison | None = None,
     ) -> None:
-        super().__init__(program, planned, engine, following, training, padding, comparison)
+        super().__init__(planned, engine, following, training, padding, comparison)
         self._planner, self._given_states = planner, states
         self._beside: list[ProgramStep] = []
         self._is_over = False
@@ -260,11 +258,12 @@ class ParallelStep(ProgramStep):
             )
         if training.has_begun:
             training.compare_programs(planned.planned, engine.registry)
-        made = ProgramStep(program, planned, own, following, training, padding)
+        made = ProgramStep(planned, own, following, training, padding)
         try:
             if training.has_begun:
                 made._begin()
         except BaseException:
+            made._close_sessions()
             training.drop(program)
             raise
         self._beside.append(made)

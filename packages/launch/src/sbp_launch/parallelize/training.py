@@ -202,8 +202,7 @@ class Training:
         if copies - self.given.keys():
             self._read_model(min(copies))
         if self.states.moves(plan):  # to host numbers, which the plans so far do not know
-            for forget in self._forget_forms:
-                forget()
+            self._forget()
         with self.apart():
             states = program.own_states()
             own = {name: states[name] for name in sorted(new) if name in states}
@@ -232,9 +231,14 @@ class Training:
 
     def count_apart(self) -> None:
         """Give each parameter a step counter of its own: all programs forget their forms."""
+        self._forget()
+        self._widen(counted_apart(self.states.plan), {})
+
+    def _forget(self) -> None:
+        """Let all programs forget their forms, which are planned again when they are met."""
         for forget in self._forget_forms:
             forget()
-        self._widen(counted_apart(self.states.plan), {})
+        self.states.forget_forms()
 
     def keep(self, states: Mapping[str, Tensor]) -> None:
         """Have states of parameters that are frozen, too, so that they are saved and gone on with.

@@ -24,6 +24,9 @@ from sbp_core.signatures.views import is_view, traits_of
 #: How the names of dtypes begin that hold means of their values.
 _AVERAGED = ("float", "bfloat", "complex")
 
+#: How the names of host numbers end that are computed again, once a step.
+_AGAIN = ".again"
+
 #: Dtypes of counts: the count of a step is the sum over its micro-batches.
 _COUNTED = ("int", "uint", "bool")
 
@@ -92,21 +95,56 @@ def _with_sums(graph: LogicalGraph) -> LogicalGraph:
     count = graph.num_micro_batches // graph.num_updates
     used = [v for node in graph.nodes if node.rate is late for v in node.inputs()]
     means = [out.value for out in graph.outputs if _is_optimizer_state(graph, out)]
-    crossing = dict.fromkeys(value for value in (*used, *means) if value in micro)
+    numbers = _numbers_again(graph, used, late)
+    again = {node.outputs[0].removesuffix(_AGAIN): node.outputs[0] for node in numbers}
+    crossing = dict.fromkeys(v for v in (*used, *means) if v in micro and v not in again)
     names = {v: f"{v}.last" if v in carried else f"{v}.mean" for v in crossing}
     scales = {v: None if v in carried else _mean(graph, v, count) for v in crossing}
     sums = [_sum_node(graph, value, names[value], scales[value], late) for value in crossing]
     # In topological order: nothing of rate micro reads a sum, or what the optimizer makes.
     micro_nodes = [node for node in graph.nodes if node.rate is Rate.MICRO]
-    late_nodes = [rename_uses(node, names) for node in graph.nodes if node.rate is late]
+    late_nodes = [rename_uses(node, names | again) for node in graph.nodes if node.rate is late]
     return graph.with_nodes(
-        (*micro_nodes, *sums, *late_nodes),
+        (*micro_nodes, *sums, *numbers, *late_nodes),
         outputs=tuple(
             rename_outputs([out], names)[0] if _is_optimizer_state(graph, out) else out
             for out in graph.outputs
         ),
-        types={**graph.types, **_types(graph, names)},
+        types={
+            **graph.types,
+            **_types(graph, names),
+            **{name: graph.types[value] for value, name in again.items()},
+        },
     )
+
+
+def _numbers_again(graph: LogicalGraph, used: Iterable[str], late: Rate) -> list[Node]:
+    """Return nodes that compute host numbers again which micro-batches and the optimizer use.
+
+    Those that follow from scalar inputs alone are the same in all micro-batches: there is no mean
+    of them to be taken.
+
+    before: n = host.sub(1, w) [micro];  y = mul(x, n) [micro];  z = mul(s, n) [step]
+    after:  n = host.sub(1, w) [micro];  y = mul(x, n) [micro];  n.again = host.sub(1, w) [step];
+            z = mul(s, n.again) [step]
+    """
+    scalars = {entry.name for entry in graph.inputs if entry.kind is InputKind.SCALAR}
+    known: dict[str, Node] = {}
+    for node in graph.nodes:
+        if node.is_host and node.rate is Rate.MICRO and {*node.inputs()} <= scalars | known.keys():
+            known[node.outputs[0]] = node
+    needed, left = set[str](), [value for value in used if value in known]
+    while left:
+        value = left.pop()
+        if value not in needed:
+            needed.add(value)
+            left += [one for one in known[value].inputs() if one in known]
+    names = {value: f"{value}{_AGAIN}" for value in needed}
+    return [
+        replace(rename_uses(node, names), name=names[value], outputs=(names[value],), rate=late)
+        for value, node in known.items()
+        if value in needed
+    ]
 
 
 def _with_results(graph: LogicalGraph) -> LogicalGraph:
@@ -127,6 +165,7 @@ def _with_results(graph: LogicalGraph) -> LogicalGraph:
         is_there = names[value] in graph.types
         if is_there and graph.num_updates == 1:
             continue  # the optimizer uses the same mean that is reported
+        _check_samples(graph, value)
         if is_there:
             names[value] += "_of_step"
         how: float | str = 1 if combination == "sum" else combination
@@ -143,6 +182,28 @@ def _with_results(graph: LogicalGraph) -> LogicalGraph:
         ),
         types={**graph.types, **_types(graph, names)},
     )
+
+
+def _check_samples(graph: LogicalGraph, value: str) -> None:
+    """Refuse results with a number for each sample: micro-batches have others at each place.
+
+    Raises:
+        GraphError: a result has as many rows as a micro-batch has samples.
+    """
+    batch = (e.name for e in graph.inputs if e.kind is InputKind.BATCH and graph.is_tensor(e.name))
+    samples = {graph.tensor(name).shape[0] for name in batch if graph.tensor(name).shape}
+    shape = graph.tensor(value).shape if graph.is_tensor(value) else ()
+    is_state = any(out.value == value and out.kind is OutputKind.STATE for out in graph.outputs)
+    if shape and shape[0] in samples and not is_state:
+        name = next(out.name for out in graph.outputs if out.value == value)
+        producer = graph.producers.get(value)
+        raise GraphError(
+            f"{name!r} has {shape[0]} rows, as many as a micro-batch has samples: a step reports "
+            "one result of all micro-batches, which would mix samples",
+            where=producer.where() if producer is not None else (),
+            accepted="metrics without a row for each sample",
+            todo="report a mean or a sum over samples, or take one micro-batch",
+        )
 
 
 def _micro_values(graph: LogicalGraph) -> set[str]:

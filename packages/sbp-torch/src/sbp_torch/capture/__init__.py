@@ -25,13 +25,15 @@ from sbp_torch.capture.numbers import (
     placed,
     without_unused,
 )
+from sbp_torch.capture.optimizer_states import VELOCITY
 from sbp_torch.capture.randomness import counted_random
-from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses
+from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses, trainable
 from sbp_torch.capture.trace import TracedStep, trace_step
 from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
 __all__ = [
     "NO_NUMBERS",
+    "VELOCITY",
     "LossScaling",
     "NumberPlace",
     "UpdateOptions",
@@ -46,6 +48,7 @@ __all__ = [
     "rebuild_batch",
     "scalar_values",
     "split_losses",
+    "trainable",
     "without_unused",
 ]
 

@@ -325,7 +325,9 @@ class _Conversion:
             return Symbol("layout", str(value).removeprefix("torch."))
         if isinstance(value, torch.memory_format):
             return Symbol("memory_format", str(value).removeprefix("torch."))
-        if value is None or isinstance(value, bool | int | float | str):
+        if isinstance(value, float):
+            return float(value)  # of NumPy, too
+        if value is None or isinstance(value, bool | int | str):
             return value
         raise CaptureError(f"an argument of type {type(value).__name__}: {value!r}")
 

@@ -38,7 +38,8 @@ from sbp_torch.capture.optimizer_clones import (
 )
 from sbp_torch.capture.sources import user_frame
 
-_VELOCITY = "momentum_buffer"
+#: What SGD calls the momentum of a parameter.
+VELOCITY = "momentum_buffer"
 
 #: Steps of a trial: the third shows whether a number grows by the same amount again.
 _STEPS = 3
@@ -144,7 +145,7 @@ class InitialStateProbe:
             if not self.group["momentum"]:
                 return InitialStates(tensors={})
             zero = torch.zeros((), dtype=parameter.dtype, device=device)
-            return InitialStates(tensors={_VELOCITY: zero.expand(parameter.shape)})
+            return InitialStates(tensors={VELOCITY: zero.expand(parameter.shape)})
         looks = (tuple(parameter.shape), parameter.dtype, parameter.device)
         if looks not in self._known:
             self._known[looks] = self._rules(parameter)
@@ -242,7 +243,7 @@ class InitialStateProbe:
 
     def _is_velocity(self, key: str) -> bool:
         """Whether a state is the velocity of SGD: made of the first gradient, as if from zero."""
-        return key == _VELOCITY and isinstance(self.optimizer, torch.optim.SGD)
+        return key == VELOCITY and isinstance(self.optimizer, torch.optim.SGD)
 
     def _check_gradient_free(self, tried: _Trial, other_gradient: _Trial) -> None:
         for key, value in tried.first.items():

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,6 +74,19 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 found[f"{path}.{key}" if path else key] = value
                 known.add(id(value))
     return found
+
+
+@contextmanager
+def trainable(parameters: Collection[Tensor]) -> Iterator[None]:
+    """Let parameters be trained meanwhile, whether they are frozen or not."""
+    frozen = [one for one in parameters if not one.requires_grad]
+    try:
+        for one in frozen:
+            one.requires_grad_(True)
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_(False)
 
 
 class TrainingStep:

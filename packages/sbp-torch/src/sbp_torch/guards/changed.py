@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sbp_torch.capture.convert import MAX_CONSTANT
 from sbp_torch.capture.numbers import NumberPlace
 from sbp_torch.capture.side_effects import content_of
 
@@ -28,6 +29,11 @@ ANEW = (
     "go on with a new step: step.copy_to(model, optimizer), end the `with` block, and call "
     "parallelize again with the program as it is now"
 )
+
+
+#: Tensors up to so many elements are compared by value, too: writes through `.data` have no trace.
+#: Larger ones are no constants of a graph.
+_MOST_ELEMENTS = MAX_CONSTANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +153,26 @@ def registered_change(label: str, kind: str, before: object, after: object) -> C
         what = f"the {kind} {label} was removed"
     both_tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
     return Changed(what=what, is_structure=not (kind == "buffer" and both_tensors))
+
+
+class HeldTensor:
+    """A tensor that is no state: how often it was written, and its values if it is small."""
+
+    __slots__ = ("copy", "label", "tensor", "version")
+
+    def __init__(self, label: str, tensor: Tensor) -> None:
+        self.label, self.tensor, self.version = label, tensor, _version(tensor)
+        small = tensor.numel() <= _MOST_ELEMENTS and tensor.device.type == "cpu"
+        self.copy = tensor.detach().clone() if small else None
+
+    def is_same(self) -> bool:
+        """Whether nobody has written to it, as far as that is known."""
+        if _version(self.tensor) != self.version:
+            return False
+        if self.copy is None or torch.equal(self.copy, self.tensor):
+            return True
+        return bool(torch.allclose(self.copy, self.tensor, rtol=0, atol=0, equal_nan=True))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -32,8 +32,11 @@ def place_of(label: str, owner: object, items: Any, key: Hashable) -> NumberPlac
 
 
 def is_float(value: object) -> bool:
-    """Whether a value can be an input: no bool, and no int, which may be a size."""
-    return type(value) is float
+    """Whether a value can be an input: no bool, and no int, which may be a size.
+
+    The 64-bit floats of NumPy are floats, too.
+    """
+    return isinstance(value, float)
 
 
 class Numbers:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from sbp_torch._torch_compat import as_plain_tensors
-from sbp_torch.capture.convert import MAX_CONSTANT
 from sbp_torch.capture.numbers import NumberPlace
 from sbp_torch.capture.side_effects import refill
 from sbp_torch.capture.step import model_tensors
@@ -31,13 +30,14 @@ from sbp_torch.guards.changed import (
     NOTHING,
     PLAIN,
     Changed,
+    HeldTensor,
     held_in,
     is_same,
     mode_change,
     registered_change,
     short,
 )
-from sbp_torch.guards.numbers import Numbers, changed_floats, place_of
+from sbp_torch.guards.numbers import Numbers, changed_floats, is_float, place_of
 from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
 from sbp_torch.guards.reads import Place, Reads, has_attributes, is_fixed
 from sbp_torch.optim import members
@@ -69,10 +69,6 @@ _HOOKS |= {label.rpartition(".")[2] for label, _ in _HOOKS_OF_ALL}
 
 _AROUND = "the default dtype, and the dtypes of torch.autocast on CPU and CUDA,"
 
-#: Tensors up to so many elements are compared by value, too: writes through `.data` have no trace.
-#: Larger ones are no constants of a graph.
-_MOST_ELEMENTS = MAX_CONSTANT
-
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
@@ -94,24 +90,6 @@ class _Container:
     label: str
     value: Any
     content: Any
-
-
-class _HeldTensor:
-    """A tensor that is no state: how often it was written, and its values if it is small."""
-
-    __slots__ = ("copy", "label", "tensor", "version")
-
-    def __init__(self, label: str, tensor: Tensor) -> None:
-        self.label, self.tensor, self.version = label, tensor, _version(tensor)
-        small = tensor.numel() <= _MOST_ELEMENTS and tensor.device.type == "cpu"
-        self.copy = tensor.detach().clone() if small else None
-
-    def is_same(self) -> bool:
-        if _version(self.tensor) != self.version:
-            return False
-        if self.copy is None or torch.equal(self.copy, self.tensor):
-            return True
-        return bool(torch.allclose(self.copy, self.tensor, rtol=0, atol=0, equal_nan=True))
 
 
 class Guard:
@@ -147,7 +125,7 @@ class Guard:
         #: Attributes of objects that are not looked into: nothing read so far names them.
         self._unread: list[tuple[str, str, Any]] = []
         self._containers: list[_Container] = []
-        self._tensors: list[_HeldTensor] = []
+        self._tensors: list[HeldTensor] = []
         self._states = model_tensors(self._model)
         self._seen: dict[int, object] = {id(one): one for one in self._states.values()}
         for path, module in self._model.named_modules():
@@ -268,7 +246,7 @@ class Guard:
                 continue
             self._seen[id(value)] = value
             if isinstance(value, Tensor):
-                self._tensors.append(_HeldTensor(label, value))
+                self._tensors.append(HeldTensor(label, value))
                 continue
             kind = label.rpartition(".")[2]
             if kind.startswith("_") and kind.endswith("_hooks") and kind not in _HOOKS:
@@ -455,7 +433,7 @@ class Guard:
             what=f"{label} is {short(after)}, and was {short(before)} when the step was captured",
             where=self._reads.line_of(name) or where,
             todo=todo,
-            number=place if type(before) is type(after) is float else None,
+            number=place if is_float(before) and is_float(after) else None,
         )
 
     def _line(self, label: str) -> str:
@@ -504,7 +482,3 @@ def _now(place: Place) -> Any:
         return place.read()
     except (KeyError, ValueError):
         return NOTHING
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

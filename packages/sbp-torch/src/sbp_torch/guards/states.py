@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import RunError
 from sbp_torch._torch_compat import as_plain_tensors, storage_key
-from sbp_torch.capture import initial_states
+from sbp_torch.capture import initial_states, trainable
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import AVERAGE
 from sbp_torch.guards.connected import (
@@ -89,7 +89,7 @@ class ConnectedStates:
         self,
         optimizer: torch.optim.Optimizer,
         update: UpdateOptions,
-        names: Collection[str] | None = None,
+        names: Collection[str],
     ) -> None:
         """Know the states of an optimizer, which the step has; if it is known, new ones of it.
 
@@ -98,15 +98,15 @@ class ConnectedStates:
         Args:
             optimizer: Over the model's parameters.
             update: As given to `capture`.
-            names: The states that the step has; None for all of what is trained.
+            names: The states that the step has.
         """
         if not any(optimizer is known and update is same for known, same in self._programs):
             self._programs.append((optimizer, update))
-        begins = self._initial_states(optimizer, update, is_all=names is not None)
+        begins = self._initial_states(optimizer, update)
         self._dtypes |= {
             name: one.dtype
             for name, one in begins.items()
-            if self._is_optimizers(name) and (names is None or name in names)
+            if self._is_optimizers(name) and name in names
         }
         known = {id(one.optimizer) for one in self._states}
         for part in members(optimizer):
@@ -223,7 +223,7 @@ class ConnectedStates:
             own = {
                 name: value
                 for optimizer, update in self._programs
-                for name, value in self._initial_states(optimizer, update, is_all=True).items()
+                for name, value in self._initial_states(optimizer, update).items()
             }
             for name, dtype in self._dtypes.items():
                 if name in own:
@@ -237,24 +237,16 @@ class ConnectedStates:
         return found
 
     def _initial_states(
-        self, optimizer: torch.optim.Optimizer, update: UpdateOptions, *, is_all: bool
+        self, optimizer: torch.optim.Optimizer, update: UpdateOptions
     ) -> dict[str, Tensor]:
-        """Return the states as an optimizer has them now, or as they begin.
+        """Return the states as an optimizer has them now, or as they begin; also of what is frozen.
 
         Args:
             optimizer: Whose.
             update: As given to `capture`.
-            is_all: Whether those of frozen parameters are among them, too.
         """
-        with self.apart(), as_plain_tensors():
-            frozen = [one for one in self._model.parameters() if is_all and not one.requires_grad]
-            try:
-                for one in frozen:
-                    one.requires_grad_(True)
-                return initial_states(self._model, optimizer, update, copy=False)
-            finally:
-                for one in frozen:
-                    one.requires_grad_(False)
+        with self.apart(), as_plain_tensors(), trainable([*self._model.parameters()]):
+            return initial_states(self._model, optimizer, update, copy=False)
 
     def take_optimizer(
         self, states: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
