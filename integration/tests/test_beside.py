@@ -290,6 +290,29 @@ def test_a_program_that_could_not_begin_is_forgotten():
         twins.assert_equal()
 
 
+def test_a_program_of_which_one_size_fails_is_forgotten():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(6, 3).double() for name in "ab"})
+    optimizers = [torch.optim.Adam(model[name].parameters()) for name in "ab"]
+    first = lambda model, given: model["a"](given["x"]).square().mean()  # noqa: E731
+    pad_to = {"sizes": (4, 8), "values": {"x": 0.0}}
+
+    def second(model, given):
+        if given["x"].shape[1] == 4:
+            _no_loss()
+        return model["b"](given["x"]).square().mean()
+
+    given = {"x": torch.ones(8, 6, 6, dtype=torch.float64)}
+    with parallelize(model, first, given, optimizers[0], mesh=2, prove=False) as step:
+        with pytest.raises(CaptureError, match="no loss today"):
+            step.beside(second, given, optimizers[1], pad_to=pad_to)
+        again = torch.optim.Adam(model["b"].parameters())
+        other = step.beside(second, given, again)
+        other(given)
+        step(given)
+        assert set(step.state_dict()) >= {"a.bias.exp_avg", "b.bias.exp_avg"}
+
+
 def _no_loss():
     raise ValueError("no loss today")
 

@@ -7,12 +7,14 @@ steps. They are added where the others are, and checkpoints have all of them.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from test_following import LAYOUTS, Twins, assert_alike, batch, loss_of
 
 from sbp_core.errors import SbpError
+from sbp_core.infer import infer_strategy
 from sbp_launch import parallelize
 
 OPTIMIZERS = {
@@ -182,6 +184,56 @@ def test_a_checkpoint_that_is_being_written_is_of_its_own_step(tmp_path):
         found = step.state_dict()
 
     assert_alike({name: found[name] for name in wanted}, wanted)
+
+
+def test_a_snapshot_keeps_what_a_later_form_overwrites():
+    """Nobody copies what no update so far overwrites, until one does."""
+    twins = twins_of("Adam")
+    twins.both(trains("body", False))
+
+    with twins.start(mesh=2, planner="manual/zero") as step:
+        twins.steps(step, 2)
+        wanted = [(one.name, one.bounds, one.value) for one in _copied(step.session.pieces())]
+        snapshot = step.session.snapshot()
+        twins.both(trains("body", True))
+        twins.steps(step, 2, first=2)
+        found = {(one.name, one.bounds): one.value for one in snapshot.pieces()}
+        snapshot.release()
+
+    for name, bounds, value in wanted:
+        assert_alike(found[name, bounds], value)
+
+
+def _copied(pieces):
+    return [copy.deepcopy(one) for one in pieces]
+
+
+class Fickle:
+    """A planner that stores moments otherwise each time, where it may."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def plan(self, request):
+        self.calls += 1
+        moments = [e.name for e in request.graph.inputs if e.name == "body.weight.exp_avg"]
+        own = dict.fromkeys(moments, "S(0)" if self.calls % 2 else "B")
+        return infer_strategy(replace(request, pins={**own, **request.pins}), planner="fickle")
+
+
+def test_states_that_were_added_stay_where_they_are():
+    twins = twins_of("Adam")
+    twins.both(trains("body", False))
+
+    with twins.start(mesh=2, planner=Fickle()) as step:
+        twins.steps(step, 1)
+        twins.both(trains("body", True))
+        twins.steps(step, 1, first=1)
+        twins.steps(step, 1, first=2, size=4)
+        twins.both(lambda model, optimizer: setattr(model, "calls", 101))
+        twins.steps(step, 1, first=3)
+        assert len(step.forms) == 3
+    twins.assert_equal()
 
 
 def test_states_of_a_run_that_trained_all_are_gone_on_with():
