@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_following import LAYOUTS, Twins, assert_alike, batch, loss_of
+from torch import nn
 
 from sbp_core.errors import SbpError
 from sbp_core.infer import infer_strategy
@@ -202,6 +203,36 @@ def test_a_snapshot_keeps_what_a_later_form_overwrites():
 
     for name, bounds, value in wanted:
         assert_alike(found[name, bounds], value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_a_part_that_the_loss_begins_to_use_and_leaves_again(layout):
+    """Its counter stands still as a tensor first, and counts as a host number from then on."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(6, 3) for name in ("first", "second")}).double()
+    model.uses_both = False
+    models = [model, copy.deepcopy(model)]
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in models]
+
+    def loss(model, given):
+        made = model["first"](given["x"])
+        if model.uses_both:
+            made = made + model["second"](given["x"])
+        return (made - given["y"]).square().mean()
+
+    with parallelize(models[0], loss, batch(0), optimizers[0], **layout) as step:
+        for index, (uses_both, size) in enumerate(
+            [(False, 8), (False, 4), (True, 8), (True, 4), (False, 4), (False, 8), (True, 8)]
+        ):
+            for one in models:
+                one.uses_both = uses_both
+            found = float(step(batch(index, size)))
+            optimizers[1].zero_grad()
+            wanted = loss(models[1], batch(index, size))
+            wanted.backward()
+            optimizers[1].step()
+            assert abs(found - wanted.item()) <= 1e-12
+    assert_alike(*(one.state_dict() for one in models))
 
 
 def _copied(pieces):
