@@ -15,8 +15,18 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from kinds_in_plain_pytorch import (
+    Adam,
+    Batch,
+    Start,
+    Trained,
+    assert_equal,
+    found,
+    made,
+    normal,
+    plain,
+)
 from kinds_with_two_networks import actor_critic, gan, wasserstein_gan
-from plain_training import Adam, Batch, Start, Trained, assert_equal, found, made, normal, plain
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

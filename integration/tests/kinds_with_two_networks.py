@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from plain_training import Adam, Batch, PlainStep, Start, Trained, found, made, normal
+from kinds_in_plain_pytorch import Adam, Batch, PlainStep, Start, Trained, found, made, normal
 from torch import Tensor, nn
 from torch.nn import functional
 

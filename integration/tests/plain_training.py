@@ -1,128 +1,86 @@
-"""Steps of plain PyTorch that are called as those of `parallelize`, to be compared with them."""
+"""A small model, its loss and optimizer, and steps of plain PyTorch, as a measure of others."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sbp_torch.capture import counted_random
 
-Batch = dict[str, Tensor]
-
-#: `parallelize` with its layout, or `plain`.
-Start = Callable[..., Any]
-
-#: Where gradients are near zero, Adam would make rounding errors of them large.
-Adam = partial(torch.optim.Adam, eps=0.01)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What came of a kind of training.
-
-    Args:
-        losses: Of all steps and evaluations, in their order.
-        states: What `state_dict` of the model, of its optimizers, and of what a loop has beside
-            them returns, by a name.
-        num_forms: Of the first program; 1 in plain PyTorch.
-    """
-
-    losses: list[float]
-    states: dict[str, Any]
-    num_forms: int
+SIZE = 8
+_EACH = {"loss_is": "mean_of_micro_batches"}
+LAYOUTS = (
+    {},
+    {"mesh": 2, "planner": "manual/zero"},
+    # Batch normalisation takes its statistics of a micro-batch, which is another loss.
+    {"mesh": (2, 2), "micro_batches": 2, "pins": {"0.weight": {"tensor": "S(0)"}}, **_EACH},
+    {
+        "mesh": 2,
+        "axes": "pipe",
+        "micro_batches": 4,
+        "planner": {"name": "manual/pipeline"},
+        **_EACH,
+    },
+    {"mesh": 2, "planner": {"name": "osdp", "memory_bytes": 1e6}, "runtime": "reference"},
+)
 
 
-class PlainStep:
-    """A step of plain PyTorch, called as one of `parallelize`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
-        optimizer: torch.optim.Optimizer,
-        count: list[int],
-    ) -> None:
-        self._model, self._loss, self._optimizer, self._count = model, loss, optimizer, count
-        self.forms = (None,)
-
-    def __enter__(self) -> PlainStep:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-    def __call__(self, batch: Any) -> float:
-        self._optimizer.zero_grad()
-        with counted_random(0, self._count[0]):
-            loss = self._loss(self._model, batch)
-        loss.backward()
-        self._optimizer.step()
-        self._count[0] += 1
-        return loss.item()
-
-    def evaluate(self, batch: Any) -> float:
-        """Return the loss in evaluation mode."""
-        modes = {module: module.training for module in self._model.modules()}
-        self._model.eval()
-        with torch.no_grad():
-            loss = self._loss(self._model, batch)
-        for module, mode in modes.items():
-            module.training = mode
-        return loss.item()
-
-    def beside(
-        self,
-        loss: Callable[[nn.Module, Any], Tensor],
-        batch: Any,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> PlainStep:
-        """Return the step of another loss, or of another optimizer."""
-        return PlainStep(self._model, loss, optimizer or self._optimizer, self._count)
-
-    def copy_to(self, *_: object) -> None:
-        """Do nothing: the model is what is trained."""
-
-
-def plain(
-    model: nn.Module, loss: Any, batch: Any, optimizer: torch.optim.Optimizer, **_: Any
-) -> PlainStep:
-    """Return the step of plain PyTorch; it needs no padding."""
-    return PlainStep(model, loss, optimizer, [0])
-
-
-def made(model: Callable[[], nn.Module]) -> Any:
-    """Return a seeded model in float64."""
+def make_model(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
-    return model().double()
-
-
-def normal(index: int, *shape: int) -> Tensor:
-    """Return random numbers that are the same in all processes."""
-    generator = torch.Generator().manual_seed(index)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def found(
-    step: Any, losses: list[float], model: nn.Module, *optimizers: Any, **more: Any
-) -> Trained:
-    """Return what came of a kind, where its `with` block is about to end; all processes call it."""
-    for optimizer in optimizers:
-        step.copy_to(model, optimizer)
-    states = {"model": model, **{f"optimizer {at}": one for at, one in enumerate(optimizers)}}
-    return Trained(
-        losses=losses,
-        states={name: copy.deepcopy(one.state_dict()) for name, one in (states | more).items()},
-        num_forms=len(step.forms),
+    layers = (
+        nn.Linear(6, 16),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.BatchNorm1d(16),
+        nn.Linear(16, 4),
     )
+    return nn.Sequential(*layers).double()
 
 
-def assert_equal(one: Trained, other: Trained) -> None:
-    """See that losses and states are the same."""
-    for what in ("losses", "states"):
-        torch.testing.assert_close(getattr(one, what), getattr(other, what), rtol=0, atol=1e-12)
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def batch_of(index: int, size: int = SIZE) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    shapes = {"x": (size, 6), "y": (size, 4)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def loss_of(model, batch):
+    error = (model(batch["x"]) - batch["y"]).square()
+    return error.mean(), {"worst": error.amax()}
+
+
+def eager_step(model, optimizer, batch, *, micro_batches=1, clip_norm=None, draw=0):
+    """Take a step of plain PyTorch on the mean of micro-batches; return its loss."""
+    optimizer.zero_grad()
+    total = 0.0
+    size = len(batch["x"]) // micro_batches
+    for index in range(micro_batches):
+        part = {name: value[index * size :][:size] for name, value in batch.items()}
+        with counted_random(0, draw * micro_batches + index):
+            loss = loss_of(model, part)[0] / micro_batches
+        loss.backward()
+        total += loss.item()
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    return total
+
+
+def assert_trained_alike(step, model, optimizer):
+    """Compare every state of a parallel step with those of an eager model and optimizer."""
+    own = copy.deepcopy(model)
+    own_optimizer = make_optimizer(own)
+    step.copy_to(own, own_optimizer)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(own.state_dict()[name], value, rtol=0, atol=1e-9)
+    for parameter, twin in zip(model.parameters(), own.parameters(), strict=True):
+        for key, value in optimizer.state[parameter].items():
+            torch.testing.assert_close(own_optimizer.state[twin][key], value, rtol=0, atol=1e-9)

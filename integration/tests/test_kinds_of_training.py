@@ -12,9 +12,9 @@ from typing import Any
 import kinds_of_training
 import pytest
 import torch
+from kinds_in_plain_pytorch import Trained, assert_equal, plain
 from kinds_of_training import KINDS
 from kinds_with_two_networks import gan, gan_of_the_example
-from plain_training import Trained, assert_equal, plain
 from programs import registry
 
 from sbp_core.boxing import BoxingBackend
