@@ -98,7 +98,7 @@ class Twins:
             assert_alike(*(one.state_dict() for one in pair))
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", ["Adam", "SGD"])
 def test_a_generator_and_a_discriminator_equal_plain_pytorch(kind, layout):
@@ -139,6 +139,7 @@ def test_no_state_moves_or_is_there_twice():
         assert sharded  # as the planner says of the states of the first program
 
 
+@pytest.mark.slow
 def test_a_program_may_come_later_and_evaluate(tmp_path):
     twins = Twins()
     step = parallelize(twins.models[0], loss_d, batch(0), twins.d[0], mesh=2)
@@ -169,6 +170,7 @@ def test_a_program_may_come_later_and_evaluate(tmp_path):
         other.assert_equal()
 
 
+@pytest.mark.slow
 def test_two_losses_may_have_one_optimizer():
     twins = Twins()
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in twins.models]
@@ -345,6 +347,7 @@ def _weights(model, states):
     return {name: states[name] for name in model.state_dict()}
 
 
+@pytest.mark.slow
 def test_checkpoints_of_fewer_and_of_more_programs_say_so(tmp_path):
     twins = Twins()
     step, step_g = twins.start(mesh=2)

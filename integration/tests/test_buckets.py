@@ -40,7 +40,7 @@ def start(model, example=None, loss=loss_of, pad_to=PAD_TO, **layout):
     return parallelize(model, loss, example, optimizer, pad_to=pad_to, **layout)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batches_of_many_lengths_train_as_plain_pytorch_does_unpadded(layout):
     model, plain = made(Network), made(Network)

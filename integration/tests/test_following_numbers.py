@@ -150,7 +150,7 @@ def _in_bfloat16(y, beta):
         return functional.linear(y.float(), torch.eye(6) * beta) * beta
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("use", USES)
 def test_a_number_is_an_input_or_another_form(use):
     calculate, is_input = USES[use]
@@ -198,6 +198,7 @@ def test_numbers_meet_what_is_known_once_a_step():
     twins.assert_equal()
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -2.5, 1e300, math.inf, -math.inf, math.nan])
 def test_every_value_is_one_of_the_form(value):
     twins = Twins()
@@ -211,6 +212,7 @@ def test_every_value_is_one_of_the_form(value):
         assert len(step.forms) == 2
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("value", [0.0, 1.0, math.inf, math.nan])
 def test_a_form_begins_with_every_value(value):
     twins = Twins()
@@ -253,6 +255,7 @@ def _places():
 BETA = 0.3
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("place", _places())
 def test_a_number_is_followed_wherever_it_is(place):
     read, write = _places()[place]
@@ -280,6 +283,7 @@ def test_an_attribute_of_the_model_is_followed_and_not_left_behind():
         assert len(step.forms) == 2
 
 
+@pytest.mark.slow
 def test_two_numbers_that_begin_to_change_one_after_the_other_take_three_forms():
     twins = Twins()
 
@@ -293,6 +297,7 @@ def test_two_numbers_that_begin_to_change_one_after_the_other_take_three_forms()
     twins.assert_equal()
 
 
+@pytest.mark.slow
 def test_a_number_that_is_looked_at_does_not_hold_up_another():
     def loss(of, model, batch):
         return _noise(of, model, batch).square().mean() * of.beta * (1 if of.gamma > 2 else 3)
@@ -328,6 +333,7 @@ def test_a_changed_program_is_met_again_with_the_first_size():
         twins.step(step, 2)
 
 
+@pytest.mark.slow
 def test_a_number_may_become_something_else_and_come_back():
     twins = Twins()
 
@@ -369,6 +375,7 @@ def test_an_evaluation_reads_what_the_number_is_now():
         assert len(step.forms) == 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_knows_nothing_of_numbers(tmp_path):
     twins = Twins()
     with twins.start(mesh=2, planner="manual/zero") as step:

@@ -60,7 +60,7 @@ def assert_same(one: ParallelRun, other: ParallelRun) -> None:
         assert same_bits(value, other.shards[key]), key
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_moved_are_the_bytes_predicted(case: Case) -> None:
     found = run(case, torch.float32, "actor")

@@ -119,6 +119,7 @@ def test_a_group_is_added(layout):
     twins.assert_equal()
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_know_of_what_was_frozen(tmp_path):
     twins = twins_of("Adam")
     twins.both(trains("body", False))
