@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import random
+import tracemalloc
 import types
 from dataclasses import dataclass
 from enum import Enum
@@ -293,6 +294,23 @@ def test_an_evaluation_forgets_no_mode(program):
     assert not guard.changes(training=False)
 
     assert [one.what[:10] for one in guard.changes()] == ["model.norm"]
+
+
+def test_a_guard_that_holds_keeps_no_memory(program):
+    model, loss, _, optimizer = program
+    guard = Guard(model, loss, optimizer)
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            guard.changes()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(200):
+            guard.changes()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert after - before < 200  # a byte of each comparison would be more
 
 
 def test_scheduled_settings_may_change_and_their_neighbours_may_not(program):
