@@ -13,6 +13,7 @@ from sbp_core.graph import LogicalGraph, Node, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref, ScalarType, Symbol
 from sbp_core.testing.graphs import Builder
 from sbp_torch.ops.operators import bind, operator_of
+from sbp_torch.proof.wide import widened
 from sbp_torch.runtime.single import run_graph
 
 CPU = Symbol("device", "cpu")
@@ -218,6 +219,32 @@ def test_what_is_computed_before_the_step_is_what_the_step_would_compute(
     made = verify_graph(fold_constants(graph))
 
     assert _same(graph, made, {})
+    assert _same(widened(graph), widened(made), {})
+
+
+def test_the_same_is_computed_in_double_precision() -> None:
+    d = _Draft()
+    tenth = d.add("full.default", (), 0.1, device=CPU)
+    scaled = d.add("mul.Tensor", d.add("add.Tensor", tenth, 1), 0.3)
+    graph = d.done(scaled)
+
+    made = verify_graph(fold_constants(graph))
+
+    assert [(node.kind, node.args) for node in made.nodes] == [("full", ((), (1 + 0.1) * 0.3))]
+    assert _same(graph, made, {})
+    assert _same(widened(graph), widened(made), {})
+
+
+@pytest.mark.parametrize("number", [1e30, 1e-30])
+def test_what_leaves_the_range_of_float32_is_left_to_the_step(number: float) -> None:
+    d = _Draft()
+    squared = d.add("mul.Tensor", *[d.add("full.default", (), number, device=CPU)] * 2)
+    graph = d.done(d.add("mul.Tensor", squared, squared))
+
+    made = verify_graph(fold_constants(graph))
+
+    assert _same(graph, made, {})
+    assert _same(widened(graph), widened(made), {})
 
 
 def test_the_numbers_of_a_folded_constant_outlive_the_file() -> None:

@@ -3,6 +3,10 @@
 A value is known if it comes from `full`, `arange` and their like through looks and arithmetic. It
 is kept as a NumPy array, of zero strides where all elements are equal, so that a large `full` costs
 nothing here. NumPy rounds float32 and float64 as PyTorch does; floats of two bytes are left alone.
+
+Floats are kept in double precision, whatever their dtype: `full(1.1, float32)` is 1.1 here, which
+becomes the nearest float32 when it runs. So a step is the same one if all of it is computed in
+float64, as a proof does. What would be another float32 then is left to the step.
 """
 
 from __future__ import annotations
@@ -43,9 +47,13 @@ _ELSEWHERE = Symbol("device", "that of a tensor")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A value that is known, and the device that it is made on; None for the default one."""
+    """A value that is known, its dtype, and the device that it is made on; None for the default.
+
+    The array holds floats as float64; of those, the value has the nearest ones of its dtype.
+    """
 
     array: _Array
+    dtype: str
     device: Symbol | None = None
 
     @property
@@ -163,9 +171,9 @@ class _Folding:
         else:
             return None
         # Whatever NumPy does otherwise than PyTorch in its types leaves the node as it is.
-        if array is None or array.shape != kind.shape or array.dtype.name != kind.dtype:
+        if array is None or array.shape != kind.shape or array.dtype != _kept_as(kind):
             return None
-        return _Known(array, device)
+        return _Known(array, kind.dtype, device)
 
     def _computed(self, node: Node, kind: TensorType) -> _Array | None:
         """Return the result of a look or of arithmetic on known values, if it is understood."""
@@ -176,21 +184,29 @@ class _Folding:
         if set(node.kwargs) - _ALLOWED.get(node.kind, frozenset()):
             return None
         args = map_arguments(node.args, lambda ref: self.known[ref.name])
-        held = [part.array for part in args if isinstance(part, _Known)]
+        held = [part for part in args if isinstance(part, _Known)]
         if len(held) != len(node.inputs()):
+            return None
+        # NumPy and PyTorch promote types each by its own rules, so nothing is left to promotion.
+        if node.kind in _POINTWISE and {part.dtype for part in held} != {kind.dtype}:
             return None
         # Zero strides are one element that is seen everywhere:
         #
         #     full([4096, 4096], 2.0)    array of 16.7 million elements, strides (0, 0), 8 bytes
         #     mul(that, 3.0)             computed on one element, and seen as (4096, 4096) again
-        uniform = all(not any(array.strides) and array.size for array in held)
-        if not uniform and max((array.size for array in held), default=0) > _MOST_ELEMENTS:
+        arrays = [part.array for part in held]
+        uniform = all(not any(array.strides) and array.size for array in arrays)
+        if not uniform and max((array.size for array in arrays), default=0) > _MOST_ELEMENTS:
             return None
         values = [part.array if isinstance(part, _Known) else part for part in args]
         if node.kind in _LOOKS:
             return function(kind, *values)
         if uniform:
             values = [v[(0,) * v.ndim] if isinstance(v, np.ndarray) else v for v in values]
+        if node.kind == "_to_copy" and (held[0].dtype, kind.dtype) == ("float32", "float64"):
+            own = np.asarray(values[0]).astype("float32")
+            if not np.array_equal(own, values[0], equal_nan=True):
+                return None  # a float64 with the error of a float32
         with np.errstate(all="ignore"):
             made = function(kind, *values)
         return None if made is None else np.broadcast_to(made, kind.shape)
@@ -253,10 +269,15 @@ _HOST: Mapping[str, Callable[..., Any]] = {
 _Factory = Callable[[Node, TensorType], _Array | None]
 
 
+def _kept_as(kind: TensorType) -> np.dtype[Any]:
+    """Return the dtype of the array of a known value."""
+    return np.dtype("float64" if kind.dtype == "float32" else kind.dtype)
+
+
 def _filled(number: Argument, kind: TensorType) -> _Array | None:
     if not isinstance(number, bool | int | float):
         return None
-    return np.broadcast_to(np.asarray(number).astype(kind.dtype), kind.shape)
+    return np.broadcast_to(np.asarray(number).astype(_kept_as(kind)), kind.shape)
 
 
 def _constant(number: int) -> _Factory:
@@ -277,7 +298,7 @@ def _arange(node: Node, kind: TensorType) -> _Array | None:
 
 def _written_out(node: Node, kind: TensorType) -> _Array | None:
     """`sbp.constant(values, size)`."""
-    return np.array(node.args[0], dtype=kind.dtype).reshape(kind.shape)
+    return np.array(node.args[0], dtype=_kept_as(kind)).reshape(kind.shape)
 
 
 _FACTORIES: Mapping[str, _Factory] = {
@@ -326,11 +347,14 @@ def _permuted(_: TensorType, array: _Array, dims: tuple[int, ...]) -> _Array:
 
 
 def _converted(kind: TensorType, array: _Array) -> _Array | None:
-    """Convert exactly, or from float64 to float32."""
-    floating = array.dtype.kind == "f"
-    if floating and not kind.dtype.startswith("float"):
+    if array.dtype.kind == "f" and not kind.dtype.startswith("float"):
         return None
-    return np.asarray(array).astype(kind.dtype)
+    return _fitting(kind, np.asarray(array).astype(_kept_as(kind)))
+
+
+def _fitting(kind: TensorType, array: _Array) -> _Array | None:
+    """Return an array, unless a number in it is too large for the dtype: no `full` takes it."""
+    return array if np.array_equal(np.isinf(array.astype(kind.dtype)), np.isinf(array)) else None
 
 
 def _pointwise(function: np.ufunc) -> _Function:
@@ -340,14 +364,16 @@ def _pointwise(function: np.ufunc) -> _Function:
     """
 
     def compute(kind: TensorType, *args: Any) -> _Array | None:
-        # NumPy and PyTorch promote types each by its own rules, so nothing is left to promotion.
-        dtype = np.dtype(kind.dtype)
-        if len(args) != function.nin or any(
-            isinstance(part, np.generic | np.ndarray) and part.dtype != dtype for part in args
-        ):
+        if len(args) != function.nin:
             return None
-        made: _Array = np.asarray(function(*(np.asarray(part).astype(dtype) for part in args)))
-        return made if made.dtype == dtype else None
+        # 1 + 0.1 is 1.1 in double precision; in float32, it is the float32 next to that, or the
+        # value is left to the step.
+        made: _Array = np.asarray(function(*(np.asarray(a).astype(_kept_as(kind)) for a in args)))
+        own = np.asarray(function(*(np.asarray(part).astype(kind.dtype) for part in args)))
+        if own.dtype.name != kind.dtype or made.dtype != _kept_as(kind):
+            return None
+        is_nearest = np.array_equal(made.astype(own.dtype), own, equal_nan=True)
+        return _fitting(kind, made) if is_nearest else None
 
     return compute
 
@@ -377,14 +403,20 @@ _ALLOWED: Mapping[str, frozenset[str]] = {
     "clone": frozenset({"memory_format"}),
 }
 
-_FUNCTIONS: Mapping[str, _Function] = {
-    "_to_copy": _converted,
-    "_unsafe_view": _reshaped,
+_POINTWISE: Mapping[str, _Function] = {
     "add": _pointwise(np.add),
-    "alias": _reshaped,
     "bitwise_and": _pointwise(np.bitwise_and),
     "bitwise_not": _pointwise(np.bitwise_not),
     "bitwise_or": _pointwise(np.bitwise_or),
+    "mul": _pointwise(np.multiply),
+    "neg": _pointwise(np.negative),
+    "sub": _pointwise(np.subtract),
+}
+
+_FUNCTIONS: Mapping[str, _Function] = {
+    "_to_copy": _converted,
+    "_unsafe_view": _reshaped,
+    "alias": _reshaped,
     "clone": _reshaped,
     "detach": _reshaped,
     "eq": _comparison(np.equal),
@@ -396,15 +428,13 @@ _FUNCTIONS: Mapping[str, _Function] = {
     "logical_not": _comparison(np.logical_not),
     "logical_or": _comparison(np.logical_or),
     "lt": _comparison(np.less),
-    "mul": _pointwise(np.multiply),
     "ne": _comparison(np.not_equal),
-    "neg": _pointwise(np.negative),
     "permute": _permuted,
     "reshape": _reshaped,
     "squeeze": _reshaped,
-    "sub": _pointwise(np.subtract),
     "t": _transposed,
     "transpose": _transposed,
     "unsqueeze": _reshaped,
     "view": _reshaped,
+    **_POINTWISE,
 }

@@ -10,6 +10,7 @@ that are counted by sample, also where a run draws from a generator for each sha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sbp_core.graph import Argument, LogicalGraph, Node, Symbol, TensorType, ValueType
@@ -22,6 +23,8 @@ WIDE = {
     "complex64": "complex128",
 }
 
+
+_RANDOM = ("random_uniform", "random_normal")
 
 #: What takes any argument.
 _RESHAPE = "aten.reshape.default"
@@ -37,7 +40,8 @@ def widened(graph: LogicalGraph) -> LogicalGraph:
         graph: Any; integers and booleans stay as they are.
     """
     types = {name: _wide_type(kind) for name, kind in graph.types.items()}
-    return replace(graph, nodes=tuple(map(_wide_node, graph.nodes)), types=types)
+    nodes = tuple(_wide_node(node, types) for node in graph.nodes)
+    return replace(graph, nodes=nodes, types=types)
 
 
 def _wide_type(kind: ValueType) -> ValueType:
@@ -46,13 +50,16 @@ def _wide_type(kind: ValueType) -> ValueType:
     return kind
 
 
-def _wide_node(node: Node) -> Node:
+def _wide_node(node: Node, types: Mapping[str, ValueType]) -> Node:
     args = tuple(map(_wide_argument, node.args))
     kwargs = {key: _wide_argument(value) for key, value in node.kwargs.items()}
     if kwargs.get("per_shard"):
         kwargs["per_shard"] = False
-    if node.kind in ("random_uniform", "random_normal") and kwargs.get("dtype") is None:
-        kwargs["dtype"] = Symbol("dtype", "float64")
+    makes = types[node.outputs[0]]
+    reads = any(isinstance(types[value], TensorType) for value in node.inputs())
+    is_factory = (node.op.startswith("aten.") and not reads) or node.kind in _RANDOM
+    if is_factory and isinstance(makes, TensorType) and kwargs.get("dtype") is None:
+        kwargs["dtype"] = Symbol("dtype", makes.dtype)  # the default dtype, if it is told none
     op = _RESHAPE if node.op in _VIEWS else node.op
     return replace(node, op=op, args=args, kwargs=kwargs)
 
