@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
 from torch.utils import checkpoint
@@ -226,6 +226,11 @@ def gradient_hooks(
     """Return a parameter's hooks on its gradient, and those that run after. Tried on 2.13."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return tuple((parameter._backward_hooks or {}).values()), tuple((after or {}).values())
+
+
+def is_tracing() -> bool:
+    """Whether operators are written down as a graph. Tried on 2.13."""
+    return get_proxy_mode() is not None
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sbp_torch.capture.convert import MAX_CONSTANT
 from sbp_torch.capture.numbers import NumberPlace
 from sbp_torch.capture.side_effects import content_of
+from sbp_torch.guards.connected import Connected
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -166,8 +167,8 @@ class HeldTensor:
         self.copy = tensor.detach().clone() if small else None
 
     def is_same(self) -> bool:
-        """Whether nobody has written to it, as far as that is known."""
-        if _version(self.tensor) != self.version:
+        """Whether nobody has written to it, as far as that is known, and no step trains it."""
+        if isinstance(self.tensor, Connected) or _version(self.tensor) != self.version:
             return False
         if self.copy is None or torch.equal(self.copy, self.tensor):
             return True

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sbp_core.errors import RunError
-from sbp_torch._torch_compat import as_plain_tensors, storage_key
+from sbp_core.errors import ConfigError, RunError
+from sbp_torch._torch_compat import as_plain_tensors, is_tracing, storage_key
 
 
 class Owner(Protocol):
@@ -25,6 +25,16 @@ class Owner(Protocol):
         Args:
             tensor: Which.
             untraced: Whether what is written to it leaves no trace in its version.
+        """
+
+    def let_go(self, has_states: bool) -> None:
+        """Let all tensors be ordinary ones, with the values that they have now.
+
+        Args:
+            has_states: Whether somebody has other values for them.
+
+        Raises:
+            ConfigError: they are still trained.
         """
 
 
@@ -100,6 +110,8 @@ class Connected:
             return _gradient(args[0], sys._getframe(1).f_code.co_filename)
         if func in (Tensor.__repr__, Tensor.__format__):
             return args[0]._read_as_plain(lambda plain: func(plain, *args[1:], **given))
+        if connected and is_tracing():  # the model that is captured has other tensors meanwhile
+            raise trained_elsewhere(name_of(connected[0]))
         for one in connected:
             owner_of(one).asked_for(one, untraced=func in _UNTRACED or _is_untraced(one))
         with as_plain_tensors():
@@ -177,6 +189,33 @@ def _connected_class(cls: type) -> Any:
     if cls not in _CLASSES:
         _CLASSES[cls] = type(cls.__name__, (Connected, cls), {"__module__": cls.__module__})
     return _CLASSES[cls]
+
+
+def is_let_go(tensor: Tensor) -> bool:
+    """Whether a tensor is an ordinary one, which it becomes if its training is over."""
+    if isinstance(tensor, Connected):
+        try:
+            owner_of(tensor).let_go(False)
+        except ConfigError:
+            return False
+        disconnect(tensor)  # an alias of one of those that were let go
+    return True
+
+
+def trained_elsewhere(name: str, where: str = "") -> RunError:
+    """Return the error for a program that reads a tensor that is no constant and no state of it.
+
+    Args:
+        name: What the tensor is called.
+        where: The line of the program.
+    """
+    return RunError(
+        f"the program reads {name!r}, which is of a model that another step trains",
+        where=where,
+        accepted="tensors of the model that is given, of the batch, and constants",
+        todo="let both models be modules of one, such as nn.ModuleDict, which two losses train in "
+        "turn: step.beside(loss, batch, optimizer)",
+    )
 
 
 @contextmanager

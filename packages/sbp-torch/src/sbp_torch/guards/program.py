@@ -9,6 +9,7 @@ states of the step and not compared here; see `states`.
 from __future__ import annotations
 
 import operator
+import re
 import sys
 import types
 from collections import deque
@@ -37,6 +38,7 @@ from sbp_torch.guards.changed import (
     registered_change,
     short,
 )
+from sbp_torch.guards.connected import is_let_go, trained_elsewhere
 from sbp_torch.guards.numbers import Numbers, changed_floats, is_float, place_of
 from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
 from sbp_torch.guards.reads import Place, Reads, has_attributes, is_fixed
@@ -45,6 +47,9 @@ from sbp_torch.update_options import UpdateOptions
 
 #: Where modules keep what is registered, and what that is called.
 _REGISTERS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+
+#: How a label ends that goes through where modules keep parameters and buffers.
+_REGISTERED = re.compile(r"\._(?:parameters|buffers)\['(\w+)'\]$")
 
 #: Attributes of modules that PyTorch's own call of a module reads.
 _OF_CALLS = {"training", *_REGISTERS, "forward"}
@@ -246,6 +251,9 @@ class Guard:
                 continue
             self._seen[id(value)] = value
             if isinstance(value, Tensor):
+                label = _REGISTERED.sub(r".\1", label)
+                if not is_let_go(value):
+                    raise trained_elsewhere(label, self._line(label))
                 self._tensors.append(HeldTensor(label, value))
                 continue
             kind = label.rpartition(".")[2]
@@ -309,9 +317,11 @@ class Guard:
             return []
         found = [*self._of_mappings(training), *self._of_containers(), *self._of_places()]
         for one in self._tensors:
+            if not is_let_go(one.tensor):
+                raise trained_elsewhere(one.label, self._line(one.label))
             if not one.is_same():
                 what = f"the tensor {one.label} was written"
-                todo = f"pass it in the batch; or register it as a buffer of the model; or {ANEW}"
+                todo = f"let what holds it be a module or a buffer of the model; or {ANEW}"
                 found.append(Changed(what=what, where=self._line(one.label), todo=todo))
         if (now := _around()) != self._around:
             found.append(Changed(what=f"{_AROUND} are {now}, and were {self._around}"))
