@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import torch
@@ -56,6 +60,9 @@ class Changed:
     number: NumberPlace | None = None
 
 
+_C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+
+
 class _Nothing:
     def __repr__(self) -> str:
         return "not there"
@@ -75,6 +82,14 @@ def held_in(value: Any) -> Any:
         return [value.getstate()]
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
+    if isinstance(value, threading.local):  # as this thread sees it, which captures
+        return dict(vars(value))
+    if isinstance(value, _C_DATA):
+        return bytes(value)
+    if isinstance(value, SynchronizedBase):
+        return bytes(value.get_obj())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
         state = value if isinstance(value, numpy.random.RandomState) else value.bit_generator

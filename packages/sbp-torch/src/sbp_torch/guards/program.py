@@ -12,6 +12,7 @@ import operator
 import re
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,9 @@ _REGISTERED = re.compile(r"\._(?:parameters|buffers)\['(\w+)'\]$")
 
 #: Attributes of modules that PyTorch's own call of a module reads.
 _OF_CALLS = {"training", *_REGISTERS, "forward"}
+
+#: Where optimizers keep the settings that a loss may read.
+_GROUPS = "param_groups"
 
 #: Hooks that change what a step computes.
 _HOOKS = {
@@ -136,6 +140,10 @@ class Guard:
         for path, module in self._model.named_modules():
             self._module(f"model.{path}" if path else "model", module)
         self._follow(self._reads.add(self._loss))
+        for name, tensor in self._states.items():
+            for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+                for hook in (hooks or {}).values():
+                    self._visit(f"a hook on the gradient of {name!r}", hook)
         for label, hooks in _HOOKS_OF_ALL:
             self._containers.append(_Container(label, hooks, dict(hooks)))
         for part in members(self._optimizer):
@@ -151,17 +159,16 @@ class Guard:
         self._sets: list[tuple[Any, Any]] = []
         self._others: list[_Container] = []
         for one in self._containers:
-            is_long = len(one.value) > MOST_ENTRIES if hasattr(one.value, "__len__") else True
-            if isinstance(one.value, dict) and not is_long:
+            if not isinstance(one.value, dict | list | set) or len(one.value) > MOST_ENTRIES:
+                self._others.append(one)
+            elif isinstance(one.value, dict):
                 lying.append(dict.values(one.value))
                 keys.append((id(one.value), dict.keys(one.value)))
-            elif isinstance(one.value, list) and not is_long:
+            elif isinstance(one.value, list):
                 lying.append(one.value)
                 keys.append((id(one.value), range(len(one.value))))
-            elif isinstance(one.value, set) and not is_long:
-                self._sets.append((one.value, one.content))
             else:
-                self._others.append(one)
+                self._sets.append((one.value, one.content))
         self._keys = keys
         self._compared = [one for one in self._reads.places if one.at not in self._numbers]
         self._note(lying)
@@ -212,9 +219,9 @@ class Guard:
             self._containers.append(_Container(f"the optimizer.{key}", hooks, dict(hooks)))
         if not is_fixed(type(optimizer)):
             self._follow(self._reads.add_class(type(optimizer)))
-            self._attributes(type(optimizer).__name__, optimizer)
+            self._attributes(type(optimizer).__name__, optimizer, is_read=False)
 
-    def _attributes(self, label: str, owner: object) -> None:
+    def _attributes(self, label: str, owner: object, *, is_read: bool = True) -> None:
         if not hasattr(owner, "__dict__"):
             return
         live = vars(owner)
@@ -224,7 +231,7 @@ class Guard:
                 self._containers.append(_Container(f"{label}.{key}", value, dict(value)))
             elif isinstance(owner, nn.Module):
                 self._visit(f"{label}.{key}", value)
-            elif not _is_of_optimizer(owner, key):
+            elif not _is_of_optimizer(owner, key) or (key == _GROUPS and is_read):
                 self._unread.append((key, f"{label}.{key}", value))
 
     def _objects(self) -> None:
@@ -266,6 +273,8 @@ class Guard:
                 left.extend((f"{label}[{key!r}]", part) for key, part in _entries(content))
             if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
                 left.append((label, value.__self__))
+            elif isinstance(value, weakref.ref):
+                left.append((label, value()))
             elif callable(value) and not has_attributes(value):
                 left.extend(self._reads.add(value, label))
             elif has_attributes(value):
@@ -379,8 +388,6 @@ class Guard:
 
     def _of_containers(self) -> Iterator[Changed]:
         for one in self._containers:
-            if not one.value and not one.content:
-                continue
             if isinstance(one.value, dict) and _is_identical(one.value, one.content):
                 continue
             if isinstance(one.value, set) and one.value == one.content:
@@ -411,6 +418,7 @@ class Guard:
     def _entry(self, one: _Container, key: Any, before: object, after: object) -> Changed:
         label = f"{one.label}[{key!r}]"
         is_plain = isinstance(one.value, dict | list) and len(one.value) <= MOST_ENTRIES
+        is_plain &= f".{_GROUPS}[" not in label  # they are inputs of the update already
         place = place_of(label, one.value, one.value, key) if is_plain else None
         return self._changed(label, str(key), before, after, place=place)
 

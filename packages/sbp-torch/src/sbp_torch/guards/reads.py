@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import dis
 import functools
+import operator
+import re
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -50,8 +52,37 @@ _ANY_NAME = {
     *("asdict", "astuple", "fields", "model_dump", "_asdict"),
 }
 
+#: What finds globals by texts.
+_BY_TEXT = {"globals", "eval", "exec", "vars"}
+
 #: Methods that are called by what they are for, without their names.
 _CALLED = {"__call__", "__getattr__", "__getattribute__", "__getitem__", "forward", "step"}
+
+#: Those of a `torch.autograd.Function`.
+_CALLED_IN_BACKWARD = {"forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
+
+#: Special methods that make, copy and show objects; the others are called by operators.
+_OF_OBJECTS = {
+    *("__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__", "__del__"),
+    *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    *("__setattr__", "__delattr__", "__sizeof__", "__dir__", "__subclasshook__"),
+}
+
+#: What shows an object as text, and the operators of f-strings that call it.
+_SHOWN = {"__format__", "__str__", "__repr__"}
+_FORMATS = {
+    dis.opmap[name]
+    for name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE")
+    if name in dis.opmap
+}
+
+#: Objects of Python's own that call what they hold, or read attributes.
+_GETTERS = (operator.attrgetter, operator.methodcaller, operator.itemgetter)
+
+#: Where functions keep defaults.
+_DEFAULTS = {"__defaults__": "defaults", "__kwdefaults__": "keyword defaults"}
+
+_IDENTIFIER = re.compile(r"[^\W\d]\w*")
 
 #: Functions that are followed; a program that calls more of its own is followed so far.
 _MOST_FUNCTIONS = 5_000
@@ -129,6 +160,11 @@ class Reads:
             for number, value in enumerate(called.args):
                 yield f"{label}.args[{number}]", value
             yield f"{label}.keywords", called.keywords
+        elif isinstance(called, _GETTERS):
+            # Such as attrgetter("layer.beta") and methodcaller("get", holder).
+            _, parts, *_ = called.__reduce__()
+            self.names.update(part for text in _texts([parts]) for part in text.split("."))
+            yield label, parts
         elif isinstance(called, types.MethodType):
             yield "self", called.__self__
             yield from self.add(called.__func__, label)
@@ -136,6 +172,8 @@ class Reads:
             yield from self._function(called)
         elif isinstance(called, type):
             yield from self.add_class(called)
+        elif isinstance(wrapped := getattr(called, "__wrapped__", None), types.FunctionType):
+            yield from self.add(wrapped, label)  # such as that of functools.lru_cache
         else:
             yield label, called
 
@@ -144,11 +182,18 @@ class Reads:
 
         A class has many methods, to save and to load and to generate, that no step calls.
         """
+        if type(cls) is not type:
+            yield from self.add_class(type(cls))
+        in_backward = issubclass(cls, torch.autograd.Function)
         for base in cls.__mro__:
             if base in (object, nn.Module, torch.optim.Optimizer) or not self._is_new(base):
                 continue
             for name, value in list(vars(base).items()):
-                if name in _CALLED:
+                if (
+                    name in _CALLED
+                    or (in_backward and name in _CALLED_IN_BACKWARD)
+                    or (_is_of_operators(name) and not is_fixed(base))
+                ):
                     function = _function_of(value)
                     if function is not None:
                         yield from self._function(function)
@@ -209,9 +254,10 @@ class Reads:
         self._functions += 1
         fixed = is_fixed(function)
         codes = list(_nested(function.__code__))
-        for code in codes:
-            self.names.update(code.co_names)
-            self.names.update(_texts(code.co_consts))
+        texts = {text for code in codes for text in _texts(code.co_consts)}
+        self.names.update(texts, *(code.co_names for code in codes))
+        if any(_FORMATS.intersection(code.co_code[::2]) for code in codes):
+            self.names |= _SHOWN
         # Wrappers, such as `torch.no_grad()`, have PyTorch's code, and the user's in a cell.
         where = _definition(function)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -222,21 +268,24 @@ class Reads:
         self._codes += codes
         used = {name for code in codes for name in code.co_names}
         self.any_name |= bool(used & _ANY_NAME)
-        if function.__defaults__ is not None:
-            yield from self._at(
-                f"the defaults of {function.__qualname__}",
-                lambda: function.__defaults__,
-                functools.partial(setattr, function, "__defaults__"),
-                function.__defaults__,
-                where,
-                (id(function), "__defaults__"),
-            )
+        if used & {"str", "repr", "format", "print"}:
+            self.names |= _SHOWN
+        if used & _BY_TEXT:
+            used.update(*map(_IDENTIFIER.findall, texts))
+        for attribute, told in _DEFAULTS.items():
+            if getattr(function, attribute) is not None:
+                yield from self._at(
+                    f"the {told} of {function.__qualname__}",
+                    functools.partial(getattr, function, attribute),
+                    functools.partial(setattr, function, attribute),
+                    getattr(function, attribute),
+                    where,
+                    (id(function), attribute),
+                )
         if vars(function):
             yield function.__qualname__, vars(function)
         for name in sorted(used & function.__globals__.keys()):
             yield from self._item(name, function.__globals__, name, where)
-        for name, value in (function.__kwdefaults__ or {}).items():
-            yield f"default {name} of {function.__qualname__}", value
 
     def _cell(self, name: str, cell: types.CellType, where: str) -> Iterator[tuple[str, object]]:
         try:
@@ -305,6 +354,16 @@ def has_attributes(value: object) -> bool:
         (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
         and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor | Enum)
         and not is_fixed(value)
+    )
+
+
+def _is_of_operators(name: str) -> bool:
+    """Whether a method is called by an operator or a statement: `a + b`, `for`, `with`."""
+    return (
+        name.startswith("__")
+        and name.endswith("__")
+        and name not in _OF_OBJECTS
+        and name not in _SHOWN
     )
 
 
