@@ -178,7 +178,7 @@ def parallelize(
     padding = make_padding(pad_to, batch, world)
     example = padding.largest(batch)
     planned = plan_program(program, example, chosen_planner, pins, engine, following, training)
-    prove_padding(program, padding, batch, settings, states)
+    prove_padding(program, padding, settings, states)
     compared = (
         Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
     )

@@ -152,7 +152,7 @@ class BucketPadding(Padding):
     def __init__(self, buckets: LengthBuckets, example: Any, world: World) -> None:
         super().__init__()
         self.buckets, self.world, self.num_sizes = buckets, world, len(buckets.sizes)
-        self._example, self._team = example, Team()
+        self.example, self._team = example, Team()
         self._fixed: dict[str, int] | None = None
         flat = flatten_batch(example)
         try:
@@ -178,7 +178,7 @@ class BucketPadding(Padding):
     def examples(self) -> Iterator[Any]:
         """Yield the example in every size but the largest, from large to small."""
         for size in reversed(self.buckets.sizes[:-1]):
-            yield self.resized(self._example, size)
+            yield self.resized(self.example, size)
 
     def begin(self, team: Team) -> None:
         """Note who agrees on sizes, if processes give parts of a batch."""

@@ -14,7 +14,7 @@ Floats that vary are inputs of a form, where that can be; see `numbers`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +77,7 @@ class Forms:
         following: Says whether the program has changed.
         training: Has the states.
         number: Of the program, among those of the training.
+        prove: Proves what has to hold of a program that has changed, for other values of numbers.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class Forms:
         following: Following,
         training: Training,
         number: int,
+        prove: Callable[[Places], None],
     ) -> None:
         self._engine, self._following, self._training = engine, following, training
         self._capture, self._plan, self._program_number = first.capture, first.plan, number
-        self._numbers = FollowedNumbers(first.capture)
+        self._numbers, self._prove = FollowedNumbers(first.capture), prove
         self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
         self.first = self._form(first.planned, graph_hash(first.captured.original), None)
         self._forms = {self.first.captured: self.first}
@@ -276,6 +278,8 @@ class Forms:
             captured = self._capture.prepared(captured.original, captured.numbers)
             planned = self._planned(captured)
         planned = self._capture.proved(planned, captured, batch)
+        if changes:
+            self._prove(numbers)
         training = self._training
         training.states.check_optimizer(self._capture.program)
         form = replace(self._form(planned, name, self._start(planned), why), numbers=numbers)

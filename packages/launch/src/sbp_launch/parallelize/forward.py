@@ -6,7 +6,7 @@ trains: it reads the same shards, sends through the same backend, and changes no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,7 @@ class Forwards:
         degree: Of how many parts of processes a batch consists; 1 if they give whole batches.
         following: Says whether the program has changed.
         training: Has the states.
+        prove: Proves what has to hold of a program that has changed.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Forwards:
         degree: int,
         following: Following,
         training: Training,
+        prove: Callable[[], None],
     ) -> None:
         self._program, self._train, self._engine = program, train, engine
         #: Beyond so many forms of batches, the oldest one is forgotten.
         self.most_forms = _MOST_FORMS
         self._following, self._training = following, training
-        self._degree = degree
+        self._degree, self._prove, self._is_proved = degree, prove, True
         self._sessions: dict[tuple[object, ...], tuple[Session, LogicalGraph]] = {}
 
     def step(
@@ -84,6 +86,11 @@ class Forwards:
             compare_forms(", ".join(f"{n!r} {dtype} {shape}" for n, shape, dtype in form), gather)
         if self._following.has_other_forward():
             self.close()
+            self._is_proved = False
+        if not self._is_proved:
+            with self._training.apart():
+                self._prove()
+            self._is_proved = True
         modes = () if in_evaluation else tuple(m.training for m in self._program.model.modules())
         key = (in_evaluation, batch_is, form, modes)
         if key not in self._sessions:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from sbp_core.errors import ConfigError, SbpError, SbpValueError
 from sbp_core.graph import InputKind, LogicalGraph, OutputKind
 from sbp_launch.parallelize.buckets import BucketPadding, Padding
+from sbp_launch.parallelize.numbers import Places
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.planning.flow import PlanSettings, evaluating
-from sbp_torch.capture import VELOCITY, capture, flatten_batch, rebuild_batch
+from sbp_torch.capture import NO_NUMBERS, VELOCITY, capture, flatten_batch, rebuild_batch
 from sbp_torch.guards import Guard
 from sbp_torch.proof import OutputDifference, PaddedStep
 
@@ -48,18 +49,18 @@ _CAUSES = (
 def prove_padding(
     program: OneDeviceProgram,
     padding: Padding,
-    batch: Any,
     settings: PlanSettings,
     given: Mapping[str, Tensor] | None,
+    numbers: Places = NO_NUMBERS,
 ) -> None:
     """Prove that padding changes neither the loss of a batch nor its gradients.
 
     Args:
         program: The model, which is as it was afterwards, and its loss.
-        padding: How batches are padded; is told what was proved, for the report.
-        batch: An example of one process.
+        padding: How batches are padded, with an example; is told what was proved, for the report.
         settings: Says in which precision the step is captured, and how long this may take.
         given: Values of states, if others than the program's own.
+        numbers: Of Python, that may be others: then it is proved of other ones.
 
     Raises:
         ConfigError: it changes them; says by how much.
@@ -71,27 +72,27 @@ def prove_padding(
     if not settings.compile.prove:
         padding.lines = (f"{told}that it is neutral was not to be proved",)
         return
-    padding.lines = (told + _proved(program, padding, _few_samples(batch), settings, given),)
+    padding.lines = (told + _proved(program, padding, settings, given, numbers),)
 
 
 def _proved(
     program: OneDeviceProgram,
     padding: BucketPadding,
-    few: Any,
     settings: PlanSettings,
     given: Mapping[str, Tensor] | None,
+    numbers: Places,
 ) -> str:
     """Return what was proved, or why nothing was.
 
     Raises:
         ConfigError: padding changes something.
     """
-    reason = ""
+    reason, few = "", _few_samples(padding.example)
     with _as_it_was(program):
         for short, size in _lengths(padding):
             batch = padding.resized(few, short)  # which cuts it, if it is longer
             try:
-                step = _captured(program, batch, padding.resized(batch, size), settings)
+                step = _captured(program, batch, padding.resized(batch, size), settings, numbers)
                 states = partial(_states, program, given, step.before)
                 found = step.differences(states, settings.compile.prove_s)
             except SbpError as error:
@@ -129,7 +130,7 @@ def _lengths(padding: BucketPadding) -> Iterator[tuple[int, int]]:
 
 
 def _captured(
-    program: OneDeviceProgram, short: Any, padded: Any, settings: PlanSettings
+    program: OneDeviceProgram, short: Any, padded: Any, settings: PlanSettings, numbers: Places
 ) -> PaddedStep:
     """Capture the step of a batch, and of the padded one, with an optimizer that keeps gradients.
 
@@ -137,6 +138,8 @@ def _captured(
         SbpError: one of them cannot be captured.
     """
     trained = [one for one in program.model.parameters() if one.requires_grad]
+    if not trained:
+        raise SbpValueError("no parameter is trained")
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 
     def once(batch: Any) -> LogicalGraph:
@@ -147,6 +150,7 @@ def _captured(
             optimizer,
             autocast=settings.compile.autocast,
             device=settings.mesh.device,
+            numbers=numbers,
         )
 
     before = once(short)

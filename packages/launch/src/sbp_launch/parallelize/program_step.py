@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.forms import Forms
 from sbp_launch.parallelize.forward import Forwards
+from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.parallelize.training import Training
@@ -57,9 +59,12 @@ class ProgramStep:
         self._program, self._engine, self._training = program, engine, training
         self._planned = planned.planned
         self._following, self._padding, self._comparison = following, padding, comparison
-        self._forms = Forms(planned, engine, following, training, len(training.states.programs))
+        given = training.given or None
+        prove = partial(prove_padding, program, padding, planned.capture.settings, given)
+        number = len(training.states.programs)
+        self._forms = Forms(planned, engine, following, training, number, prove)
         self._forwards = Forwards(
-            program, planned.planned, engine, planned.capture.degree, following, training
+            program, planned.planned, engine, planned.capture.degree, following, training, prove
         )
         self._forwards.most_forms = max(self._forwards.most_forms, padding.num_sizes)
         training.add(program, planned.planned, self._forms.count_apart)

@@ -248,7 +248,7 @@ class ParallelStep(ProgramStep):
         example = padding.largest(batch)
         with training.capturing(program):
             planned = plan_program(program, example, chosen, pins, own, following, training)
-            prove_padding(program, padding, batch, settings, None)
+            prove_padding(program, padding, settings, None)
         if not program.trained & planned.captured.original.new_states.keys():
             raise ConfigError(
                 "the loss gives no gradient to a parameter of the optimizer",

@@ -210,7 +210,7 @@ def trained_elsewhere(name: str, where: str = "") -> RunError:
         where: The line of the program.
     """
     return RunError(
-        f"the program reads {name!r}, which is of a model that another step trains",
+        f"the program reads {name!r}, which another step trains",
         where=where,
         accepted="tensors of the model that is given, of the batch, and constants",
         todo="let both models be modules of one, such as nn.ModuleDict, which two losses train in "

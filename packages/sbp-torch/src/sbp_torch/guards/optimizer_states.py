@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbp_core.errors import ConfigError
 from sbp_torch._torch_compat import as_plain_tensors
 from sbp_torch.guards.connected import as_before, connect, disconnect
 
@@ -64,6 +65,14 @@ class OptimizerStates(defaultdict[Any, Any]):
         """See `Owner.asked_for`."""
         self.ask()
         self._is_touched |= untraced
+
+    def let_go(self, has_states: bool) -> None:
+        """See `Owner.let_go`: states go on with their optimizer.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a state of an optimizer that a parallel step has is no constant")
 
     def ask(self) -> None:
         """Read the states, if they are asked for by somebody else than what reads them."""

@@ -162,7 +162,7 @@ class Reads:
             yield f"{label}.keywords", called.keywords
         elif isinstance(called, _GETTERS):
             # Such as attrgetter("layer.beta") and methodcaller("get", holder).
-            _, parts, *_ = called.__reduce__()
+            parts = called.__reduce__()[1]
             self.names.update(part for text in _texts([parts]) for part in text.split("."))
             yield label, parts
         elif isinstance(called, types.MethodType):
