@@ -149,6 +149,8 @@ def short(value: object) -> str:
     """Return what messages show of a value."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in value):
+        return f"a {type(value).__name__} of {len(value)} with {short(value[0])}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -373,7 +373,8 @@ class Guard:
                 elif self._counts(key, is_module):
                     label = f"{one.label}.{key}"
                     place = place_of(label, one.owner, one.live, key)
-                    yield self._changed(label, key, before, after, place=place)
+                    of_torch = is_module and is_fixed(type(one.owner))
+                    yield self._changed(label, key, before, after, place=place, of_torch=of_torch)
                 elif after is NOTHING:
                     del one.kept[key]
                 else:
@@ -437,10 +438,12 @@ class Guard:
         after: object,
         where: str = "",
         place: NumberPlace | None = None,
+        *,
+        of_torch: bool = False,  # whose layers take numbers, and no tensors
     ) -> Changed:
         name = key.rpartition(".")[2]
         todo = ANEW
-        if isinstance(after, int | float) and not isinstance(after, bool):
+        if isinstance(after, int | float) and not isinstance(after, bool) and not of_torch:
             todo = (
                 f"pass it in the batch, as a tensor without dims: {{..., {name!r}: "
                 f"torch.tensor({after!r})}}, and read it there; or {ANEW}"
