@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -140,12 +141,14 @@ class PlannedProgram:
         captured: What it was planned of.
         capture: Captures it anew.
         plan: Plans a graph with more pins, as this was planned.
+        capture_s: Seconds that a capture takes.
     """
 
     planned: Planned
     captured: Captured
     capture: StepCapture
     plan: PlanAround
+    capture_s: float
 
 
 def plan_program(
@@ -185,7 +188,10 @@ def plan_program(
 
     for _ in range(2):
         capture = StepCapture(program=program, degree=degree, settings=settings)
-        captured = capture.prepared(capture(batch))
+        begun_s = time.perf_counter()
+        made = capture(batch)
+        capture_s = time.perf_counter() - begun_s
+        captured = capture.prepared(made)
         states = training.states
         if states.programs:
             given = states.planned, captured, settings, plan, states.stored, states.counted
@@ -198,7 +204,9 @@ def plan_program(
             check_fits(planned, settings.cluster)
             following.captured(captured.original, partial(capture, batch))
             planned = capture.proved(planned, captured, batch)
-            return PlannedProgram(planned=planned, captured=captured, capture=capture, plan=plan)
+            return PlannedProgram(
+                planned=planned, captured=captured, capture=capture, plan=plan, capture_s=capture_s
+            )
         degree = parts
     raise ConfigError(
         "the planner splits the batch in another way whenever its size changes, so that nobody can "

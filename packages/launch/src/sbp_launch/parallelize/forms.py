@@ -14,22 +14,26 @@ Floats that vary are inputs of a form, where that can be; see `numbers`.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError
-from sbp_core.graph import Node, graph_hash
+from sbp_core.graph import LogicalGraph, Node, graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following, refusal
 from sbp_launch.parallelize.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.parallelize.training import Training
+from sbp_launch.parallelize.unseen import UnseenChanges
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
-from sbp_torch.capture import flatten_batch, host_numbers
+from sbp_torch.capture import flatten_batch, host_numbers, rebuild_batch
 from sbp_torch.guards import Changed
 
 logger = logging.getLogger(__name__)
@@ -61,6 +65,7 @@ class Form:
 
     Args:
         captured: The hash of what was captured.
+        original: What was captured.
         planned: How it is done.
         parts: What of a batch a process gives.
         session: Takes its steps; None before there is one.
@@ -70,6 +75,7 @@ class Form:
     """
 
     captured: str
+    original: LogicalGraph
     planned: Planned
     parts: Mapping[str, BatchPart]
     session: Session | None
@@ -103,22 +109,27 @@ class Forms:
         self._capture, self._plan, self._program_number = first.capture, first.plan, number
         self._numbers, self._prove = FollowedNumbers(first.capture), prove
         self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
-        self.first = self._form(first.planned, graph_hash(first.captured.original), None)
+        self.first = self._form(first.planned, first.captured.original, None)
         self._forms = {self.first.captured: self.first}
         #: By the shapes of batches: the form for the program as it is.
         self._known: dict[Shapes, Form] = {}
         self._met: set[Shapes] = set()
+        self._templates: dict[Shapes, Any] = {}
         #: Whether the program is as it was when the first form was planned.
         self._is_as_planned = True
         self._has_warned = False
+        self._unseen = UnseenChanges(first.capture_s)
+        #: The form and the shapes of the last step.
+        self._last: tuple[Form, Any] | None = None
         #: From so many on, a warning names what varies; and most of all.
         self._many_forms, self._most_forms = 4, MOST_FORMS
 
     def _form(
-        self, planned: Planned, captured: str, session: Session | None, why: str = ""
+        self, planned: Planned, original: LogicalGraph, session: Session | None, why: str = ""
     ) -> Form:
         return Form(
-            captured=captured,
+            captured=graph_hash(original),
+            original=original,
             planned=planned,
             parts=batch_parts(planned.plan, self._ranks),
             session=session,
@@ -141,7 +152,7 @@ class Forms:
             if not training.states.counts_as(planned.plan):
                 training.count_apart()  # as two programs have one optimizer
             session = self._start(planned)
-        self.first = self._forms[name] = self._form(planned, name, session)
+        self.first = self._forms[name] = self._form(planned, self.first.original, session)
 
     def _check_runtime(self) -> None:
         if not self._engine.runtime.has_forms:
@@ -203,6 +214,9 @@ class Forms:
                 raise refusal(structure)
             written = self._following.take_over(self._training)
             form = self._find(batch, changes)
+            if not changes and self._unseen.is_due():
+                self._look(form, batch)
+            self._last = form, self._template(batch)
             numbers = {name: float(one.read()) for name, one in form.numbers.items()}
             host_numbers(form.host, numbers)
         except SbpError as error:
@@ -214,6 +228,27 @@ class Forms:
         compared = {**scalars, **told_numbers(numbers)}
         self._training.agree(problem, told, compared, whole, written)
         return form, {**scalars, **numbers}
+
+    def _look(self, form: Form, batch: Any) -> None:
+        """See that the program still makes a form, though nothing has changed that is compared.
+
+        Raises:
+            RunError: it makes another one.
+        """
+        with self._training.capturing(self._capture.program):
+            self._unseen.look(form.original, lambda: self._capture(batch, self._numbers.places))
+
+    def look_at_the_end(self) -> None:
+        """Warn if the program no longer makes the step that was taken last, and nobody saw why."""
+        if self._last is None or not self._unseen.is_due(at_the_end=True):
+            return
+        try:
+            if not self._following.changes():
+                self._look(*self._last)
+        except RunError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=5)
+        except SbpError:  # it has become something else since, which cannot be captured
+            return
 
     def _find(self, batch: Any, changes: list[Changed]) -> Form:
         shapes = self._shapes(batch)
@@ -245,6 +280,19 @@ class Forms:
             (name, tuple(value.shape), str(value.dtype))
             for name, value in flatten_batch(batch).items()
         )
+
+    def _template(self, batch: Any) -> Any:
+        """Return a batch of the same form without values, which takes no memory."""
+        shapes = self._shapes(batch)
+        if shapes not in self._templates:
+            empty = {
+                name: torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device="meta"
+                )
+                for name, value in flatten_batch(batch).items()
+            }
+            self._templates[shapes] = rebuild_batch(batch, empty)
+        return self._templates[shapes]
 
     def _is_odd(self, shapes: Shapes) -> bool:
         """Whether a batch has other entries or dtypes than those of the first form.
@@ -295,7 +343,7 @@ class Forms:
         training = self._training
         training.states.check_optimizer(self._capture.program)
         host = tuple(node for node in captured.original.nodes if numbers and node.is_host)
-        form = self._form(planned, name, self._start(planned), why)
+        form = self._form(planned, captured.original, self._start(planned), why)
         form = replace(form, numbers=numbers, host=host)
         training.states.add_form(planned)
         if not self._forms:

@@ -145,8 +145,11 @@ class ParallelStep(ProgramStep):
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
-        self._is_over = True
         training = self._training
+        if error is None and training.has_begun and not self._is_over:
+            for one in (self, *self._beside):
+                one._forms.look_at_the_end()
+        self._is_over = True
         training.end()
         with ExitStack() as closing:
             if training.has_begun:

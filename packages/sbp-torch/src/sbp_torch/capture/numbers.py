@@ -180,7 +180,7 @@ def check_numbers(graph: LogicalGraph, values: Mapping[str, float], captured: Lo
     Raises:
         CaptureError: they differ; names the first node that does.
     """
-    found = _difference(with_numbers(graph, values), captured)
+    found = difference(with_numbers(graph, values), captured)
     if found is not None:
         raise CaptureError(
             f"a symbolic number makes another step than a float does: {found}",
@@ -188,7 +188,7 @@ def check_numbers(graph: LogicalGraph, values: Mapping[str, float], captured: Lo
         )
 
 
-def _difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
+def difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
     """Return where two graphs differ first, but for the names of their values; None if nowhere.
 
     Arguments are compared by their text: nan is nan, 0.0 is not -0.0, and 1 is not 1.0.
