@@ -145,6 +145,21 @@ def test_a_loss_of_other_arguments_is_told_what_it_is_called_with(
     assert Path(__file__).name in caught.value.where[0]
 
 
+class _AsModule(nn.Module):
+    """A loss that is a module."""
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch)
+
+
+class _Static:
+    """A loss without a self, which `inspect.signature` takes for one with it."""
+
+    @staticmethod
+    def __call__(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch)
+
+
 @wraps(_of_batch)
 def _wrapping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss(model, batch)
@@ -166,6 +181,8 @@ _claiming.__signature__ = inspect.signature(_of_batch)  # type: ignore[attr-defi
         lambda model, batch, scale=2.0: _of_three(model, batch, scale),
         _Called().of,
         partial(_claiming),
+        _Static(),
+        _AsModule(),
     ],
 )
 def test_a_loss_is_taken_if_it_can_be_called(function: Callable[..., Any]) -> None:

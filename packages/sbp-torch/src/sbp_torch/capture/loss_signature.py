@@ -18,7 +18,7 @@ def unfit_signature(loss: object) -> str:
         loss: A callable.
     """
     function = _function(loss)
-    if function is None or hasattr(function, "__signature__"):
+    if function is None or hasattr(function, "__signature__") or hasattr(loss, "__signature__"):
         return ""
     # A wrapper may take other arguments than the function that it wraps.
     signature = inspect.signature(loss, follow_wrapped=False)  # type: ignore[arg-type] # a callable
@@ -39,9 +39,9 @@ def defined_at(loss: object) -> str:
 
 def _function(loss: object) -> object:
     """Return the function of Python that a call of a loss ends in; None if there is none."""
-    while isinstance(loss, partial):
+    while type(loss) is partial:
         loss = loss.func
     if not inspect.isroutine(loss) and not inspect.isclass(loss):
-        loss = type(loss).__call__
+        loss = inspect.getattr_static(type(loss), "__call__")
     found = loss.__func__ if inspect.ismethod(loss) else loss
     return found if inspect.isfunction(found) else None

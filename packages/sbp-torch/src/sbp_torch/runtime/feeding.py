@@ -77,7 +77,7 @@ class _BatchTensor:
 
     def check_whole(self, value: object) -> None:
         """Check what is to be the whole tensor."""
-        is_part = self.part is not None and _shape(value) == self.part.shape != self.shape
+        is_part = self.part is not None and _shape(value) == self.part.shape
         todo = "batch_is='local' takes the part of this process" if is_part else ""
         check_tensor(self.slot.name, value, self.shape, self.slot.dtype, self.where, todo=todo)
 
