@@ -24,7 +24,7 @@ def check_batch_names(given: Collection[str], example: Collection[str]) -> None:
             f"the batch is {_told(given)}, and the example was {_told(example)}",
             where="batch",
             accepted=_told(example),
-            todo="pass the loss what it was captured with; or give parallelize an example of this "
+            todo="pass a batch of that form; or give parallelize an example of this "
             "form, and a loss that reads it",
         )
 
