@@ -92,6 +92,10 @@ def test_a_batch_that_does_not_fit_says_what_to_do():
             step({"x": batch_of(0)["x"]})
         with pytest.raises(SbpValueError, match="the example was a mapping with 'x', 'y'"):
             step(tuple(batch_of(0).values()))
+        with pytest.raises(SbpValueError, match="the example was a mapping with 'x', 'y'"):
+            step.evaluate(tuple(batch_of(0).values()))
+        with pytest.raises(CaptureError, match="same reduction dim"):
+            step.evaluate({**batch_of(0), "x": torch.zeros(SIZE, 5, dtype=torch.float64)})
         with pytest.raises(
             SbpValueError, match=r"float32(.|\n)*convert it: \.to\(torch\.float64\)$"
         ):

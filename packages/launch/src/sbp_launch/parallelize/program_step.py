@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from rich.console import Console
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import RunError, SbpValueError
+from sbp_core.errors import CaptureError, RunError, SbpValueError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.runtime import BatchIs, Session, local_samples
 from sbp_core.strategy import Strategy
@@ -149,8 +149,7 @@ class ProgramStep:
             compare_batches(self._forms.first.parts, flat, training.gather)
             self._has_compared = True
         form, values = self._forms.before_step(batch, values)
-        inputs = form.planned.graph.inputs
-        check_batch_names(flat, [one.name for one in inputs if one.kind is InputKind.BATCH])
+        check_batch_names(flat, self._batch_names)
         assert form.session is not None, "the step is started"
         compared = self._comparison if self._comparison and self._comparison.is_due else None
         if compared is not None and not compared.has_begun:
@@ -191,15 +190,26 @@ class ProgramStep:
 
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         self._training.check_open()
-        result = self._forwards.step(
-            self._current,
-            self._padding(batch, batch_is),
-            self._draws(),
-            batch_is=batch_is,
-            in_evaluation=in_evaluation,
-            gather=self._training.gather,
-        )
+        try:
+            result = self._forwards.step(
+                self._current,
+                self._padding(batch, batch_is),
+                self._draws(),
+                batch_is=batch_is,
+                in_evaluation=in_evaluation,
+                gather=self._training.gather,
+            )
+        except (CaptureError, SbpValueError):
+            # A loss may read batches of other forms. If it does not, that is the reason.
+            check_batch_names(flatten_batch(batch), self._batch_names)
+            raise
         return StepOutput.of(result)
+
+    @property
+    def _batch_names(self) -> list[str]:
+        """The names of the tensors of the example."""
+        inputs = self._planned.graph.inputs
+        return [one.name for one in inputs if one.kind is InputKind.BATCH]
 
     def _draws(self) -> dict[str, float]:
         """Return what random numbers are counted with."""
