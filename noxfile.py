@@ -200,6 +200,7 @@ def tests(session: nox.Session) -> None:
     """Everything that CI needs, in one environment, but for what is in the session `slow`."""
     install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
     check_style(session)
+    check_links(session)
     with beside(session, INTEGRATION, *COLD):
         with ExitStack() as checks:
             checks.enter_context(beside(session, ROOT, *TYPES))
@@ -209,7 +210,6 @@ def tests(session: nox.Session) -> None:
                 test_package(session, package, QUICK, *session.posargs)
         run_integration(session, *QUICK, *ON_ALL_CORES, *session.posargs)
     try_example_plugin(session)
-    check_links(session)
 
 
 @nox.session(reuse_venv=True)

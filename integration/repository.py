@@ -143,16 +143,20 @@ def needed_of_others(with_tests: bool = False, with_extras: bool = False) -> set
     return {entry for entry in found if name_of(entry) not in ours}
 
 
-def dead_links() -> list[str]:
+#: Blocks of code, and code in a line, in which brackets are no links.
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def dead_links(root: Path = ROOT) -> list[str]:
     """Return links between the documents that lead nowhere, each after the document's path."""
     documents = [
         path
         for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "integration/*/*.md")
-        for path in sorted(ROOT.glob(pattern))
+        for path in sorted(root.glob(pattern))
     ]
     return [
-        f"{path.relative_to(ROOT)}: {link}"
+        f"{path.relative_to(root)}: {link}"
         for path in documents
-        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text("utf-8"))
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", _CODE.sub("", path.read_text("utf-8")))
         if "://" not in link and not (path.parent / link).exists()
     ]

@@ -159,6 +159,46 @@ def test_padding_that_is_not_neutral_is_refused_with_the_usual_causes(make, loss
     torch.testing.assert_close(model.state_dict(), states, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+@pytest.mark.parametrize("first", [1e-30, 0.0], ids=["next to nothing", "nothing"])
+def test_padding_is_proved_again_of_a_number_that_changes(call, first):
+    weight = {"of all": 0.0}
+
+    def loss(model, batch):
+        scores = model(batch["input_ids"], batch["attention_mask"])
+        return loss_of(model, batch) + weight["of all"] * scores.square().mean()
+
+    with start(made(Network), loss=loss) as step:
+        step(batch_of(0, 5))
+        weight["of all"] = first
+        step(batch_of(0, 5))
+        weight["of all"] = 1.0
+        for _ in range(2):  # it is not forgotten
+            with pytest.raises((ConfigError, RunError), match="padding changes the loss"):
+                getattr(step, call, step)(batch_of(0, 5))
+        weight["of all"] = 0.0
+        step(batch_of(0, 5))
+
+
+def test_padding_is_proved_again_of_a_layer_that_is_trained_later():
+    model = made(Network)
+    model.late = nn.Linear(1, 1).double()
+    model.late.requires_grad_(False)
+    nn.init.zeros_(model.late.weight), nn.init.zeros_(model.late.bias)
+
+    def loss(model, batch):
+        scores = model(batch["input_ids"], batch["attention_mask"])
+        return (
+            loss_of(model, batch) + model.late(scores.detach().square().mean().reshape(1, 1)).sum()
+        )
+
+    with start(model, loss=loss) as step:
+        step(batch_of(0, 5))
+        model.late.requires_grad_(True)
+        with pytest.raises((ConfigError, RunError), match=r"gradient of 'late\.weight'"):
+            step(batch_of(0, 5))
+
+
 def test_a_model_without_values_is_proved_on_random_ones(caplog):
     with torch.device("meta"):
         model = Pooled().double()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sbp_core.errors import RunError
+from sbp_core.errors import CaptureError, RunError
 from sbp_launch import parallelize
 
 LAYOUTS = (
@@ -404,3 +404,21 @@ def test_what_cannot_be_followed_is_named_with_the_reason(caplog):
         twins.of.beta = 2.0
         with pytest.raises(RunError, match=r"16 forms(.|\n)*looks at its value"):
             step(batch(17))
+
+
+@pytest.mark.parametrize("number", [0.0, 1e-200], ids=["division by 0", "overflow"])
+def test_a_number_with_which_nothing_can_be_computed_takes_no_step(number):
+    twins = Twins(lambda of, model, batch: _noise(of, model, batch).mean() * (1 / of.gamma) ** 2)
+
+    with twins.start(mesh=2) as step:
+        for index, gamma in enumerate((1.0, 0.5)):
+            twins.of.gamma = gamma
+            twins.step(step, index)
+        twins.of.gamma = number
+        with pytest.raises(CaptureError, match=r"(truediv|pow) of .*: .*(zero|too large|range)"):
+            step(batch(2))
+        assert step.steps_done == 2
+        twins.of.gamma = 0.25
+        twins.step(step, 2)
+        assert len(step.forms) == 2
+        twins.assert_equal()

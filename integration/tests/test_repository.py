@@ -116,3 +116,18 @@ def test_what_runs_beside_a_block_that_fails_is_ended(tmp_path: Path) -> None:
         beside(_Session(), tmp_path, "python", "-c", "import time; time.sleep(600)"),
     ):
         raise ZeroDivisionError
+
+
+def test_links_that_lead_nowhere_are_found_and_code_is_no_link(tmp_path: Path) -> None:
+    text = """[`here`](README.md), [gone](gone.md#part), [far](https://example.org), `x[0](y)`
+
+```python
+model["head"](batch["x"])
+```
+
+[last](docs/none.md)
+"""
+    (tmp_path / "README.md").write_text(text, "utf-8")
+
+    assert repository.dead_links(tmp_path) == ["README.md: gone.md", "README.md: docs/none.md"]
+    assert repository.dead_links() == []

@@ -112,7 +112,7 @@ def refusal(changes: Sequence[Changed], problem: str = "") -> RunError:
     return RunError(
         f"{first.what}: it is another step now{also}",
         where=(first.where, problem) if problem else first.where,
-        accepted="changes of what the step reads, but of modules and parameters; weights, buffers, "
-        "states of the optimizer, learning rates",
+        accepted="changes with which the step can be captured again, but of modules and "
+        "parameters; weights, buffers, states of the optimizer, learning rates",
         todo=first.todo,
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError
-from sbp_core.graph import graph_hash
+from sbp_core.graph import Node, graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import PlannedProgram
@@ -29,7 +29,7 @@ from sbp_launch.parallelize.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
-from sbp_torch.capture import flatten_batch
+from sbp_torch.capture import flatten_batch, host_numbers
 from sbp_torch.guards import Changed
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,19 @@ MOST_FORMS = 16
 #: Name, shape and dtype of each tensor of a batch.
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
-_WAY_OUT = (
-    "give numbers that change to the loss in the batch, as tensors without dims; pad batches to "
-    "few sizes, as pad_to does; drop what is left over: DataLoader(..., drop_last=True); or name "
-    "settings of the optimizer that are scheduled: update=UpdateOptions(scheduled=(...))"
-)
+#: By a part of what varies: how to have fewer forms. What is left is "".
+_WAYS_OUT = {
+    "batches ": "pad batches to few sizes, as pad_to does, or drop what is left over: "
+    "DataLoader(..., drop_last=True)",
+    "parameter group ": "name settings of the optimizer that are scheduled: "
+    "update=UpdateOptions(scheduled=(...))",
+    "": "give numbers that change to the loss in the batch, as tensors without dims, where PyTorch "
+    "takes tensors",
+}
+
+
+class TooManyFormsError(RunError):
+    """A step has so many forms that another one is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,7 @@ class Form:
         session: Takes its steps; None before there is one.
         why: What made it another form, for messages.
         numbers: Places of the numbers of Python that are inputs of it, by the names of these.
+        host: What is computed of numbers alone.
     """
 
     captured: str
@@ -66,6 +75,7 @@ class Form:
     session: Session | None
     why: str = ""
     numbers: Places = field(default_factory=dict)
+    host: tuple[Node, ...] = ()
 
 
 class Forms:
@@ -97,6 +107,7 @@ class Forms:
         self._forms = {self.first.captured: self.first}
         #: By the shapes of batches: the form for the program as it is.
         self._known: dict[Shapes, Form] = {}
+        self._met: set[Shapes] = set()
         #: Whether the program is as it was when the first form was planned.
         self._is_as_planned = True
         self._has_warned = False
@@ -185,21 +196,21 @@ class Forms:
             SbpError: the batch is of another shape, with which the step cannot be taken.
         """
         problem: SbpError | None = None
-        form, written = self.first, {}
+        form, written, numbers = self.first, {}, dict[str, float]()
         try:
             changes = self._following.changes()
             if structure := [one for one in changes if one.is_structure]:
                 raise refusal(structure)
             written = self._following.take_over(self._training)
             form = self._find(batch, changes)
+            numbers = {name: float(one.read()) for name, one in form.numbers.items()}
+            host_numbers(form.host, numbers)
         except SbpError as error:
             problem = error
         whole = None if self._engine.gives_parts else flatten_batch(batch)
         told = f"form {form.captured} of batches {_told(self._shapes(batch))}"
         if self._program_number:
             told = f"program {self._program_number + 1}, {told}"
-        places = form.numbers if problem is None else {}
-        numbers: dict[str, float] = {name: float(one.read()) for name, one in places.items()}
         compared = {**scalars, **told_numbers(numbers)}
         self._training.agree(problem, told, compared, whole, written)
         return form, {**scalars, **numbers}
@@ -216,6 +227,8 @@ class Forms:
         try:
             with self._training.capturing(self._capture.program):
                 form = self._of_program(batch, shapes, changes)
+        except TooManyFormsError:
+            raise
         except SbpError as error:
             if changes and not self._is_other_shape(shapes):
                 raise refusal(changes, error.what) from error
@@ -267,8 +280,7 @@ class Forms:
         if name in self._forms:  # other objects may hold its numbers by now
             self._forms[name] = replace(self._forms[name], numbers=numbers)
             return self._forms[name]
-        why = changes[0].what if changes else f"batches {_told(shapes)}"
-        why += self._numbers.told(changes[:1])
+        why = self._varies(shapes, changes)
         self._check_number(why)
         self._check_runtime()
         planned = self._planned(captured)
@@ -282,12 +294,25 @@ class Forms:
             self._prove(numbers)
         training = self._training
         training.states.check_optimizer(self._capture.program)
-        form = replace(self._form(planned, name, self._start(planned), why), numbers=numbers)
+        host = tuple(node for node in captured.original.nodes if numbers and node.is_host)
+        form = self._form(planned, name, self._start(planned), why)
+        form = replace(form, numbers=numbers, host=host)
         training.states.add_form(planned)
         if not self._forms:
             self.first = form
         self._forms[name] = form
+        self._met.add(shapes)
         return form
+
+    def _varies(self, shapes: Shapes, changes: list[Changed]) -> str:
+        """Return what makes another form, as far as that is known: size, program, or both."""
+        told = []
+        if not changes or (shapes not in self._met and self._is_other_shape(shapes)):
+            told.append(f"batches {_told(shapes)}")
+        if changes:
+            told.append(changes[0].what.removesuffix(" when the step was captured"))
+            told[-1] += self._numbers.told(changes[:1])
+        return "; ".join(told)
 
     def _planned(self, captured: Captured) -> Planned:
         settings = self._capture.settings
@@ -301,22 +326,30 @@ class Forms:
         Raises:
             RunError: there are too many.
         """
-        known = [form.why for form in self._forms.values() if form.why]
+        known = [form.why for form in self._forms.values() if form.why][-1:]
+        ways = {
+            next(way for part, way in _WAYS_OUT.items() if part in told)
+            for one in (*known, why)
+            for told in one.split("; ")
+        }
+        todo = "; ".join(way for way in _WAYS_OUT.values() if way in ways)
+        before = f" (before that: {known[-1]})" if known else ""
         if len(self._forms) >= self._most_forms:
-            raise RunError(
-                f"the step has {self._most_forms} forms, and this would be another one: {why}",
-                where=tuple(known[-2:]),
+            raise TooManyFormsError(
+                f"the step has {self._most_forms} forms, and this would be another one: "
+                f"{why}{before}",
                 accepted=f"at most {self._most_forms} forms: each is captured, planned and kept",
-                todo=_WAY_OUT,
+                todo=todo,
             )
         if len(self._forms) == self._many_forms and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the step has %d forms by now, each of which was captured and planned: %s; %s; %s",
+                "the step has %d forms by now, each of which was captured and planned. What "
+                "varies: %s%s. To have fewer: %s",
                 len(self._forms) + 1,
-                "; ".join(known[-2:]),
                 why,
-                _WAY_OUT,
+                before,
+                todo,
             )
 
     def close(self) -> None:

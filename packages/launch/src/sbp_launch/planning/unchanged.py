@@ -43,6 +43,6 @@ def check_unchanged(
             f"the loss changes what it reads: {changes[0].what}",
             where=changes[0].where,
             accepted="a loss that reads its batch, and changes nothing but buffers of the model",
-            todo="return what is to be kept as a metric; or let it be a buffer of the model, which "
-            "self.register_buffer(...) makes and copy_ changes",
+            todo="return what is to be kept as a metric; or keep it in a buffer of the model: "
+            "self.register_buffer('hidden', ...), and in forward self.hidden = hidden.detach()",
         )

@@ -23,6 +23,7 @@ from sbp_torch.capture.numbers import (
     NO_NUMBERS,
     NumberPlace,
     check_numbers,
+    host_numbers,
     placed,
     without_unused,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "counted_random",
     "current_scalars",
     "flatten_batch",
+    "host_numbers",
     "initial_states",
     "placed",
     "rebuild_batch",

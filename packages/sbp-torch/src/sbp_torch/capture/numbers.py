@@ -11,7 +11,7 @@ into the graph and compares it with graphs that were captured with these values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,6 +102,34 @@ def at_forward(nodes: list[Node]) -> list[Node]:
     return found[::-1]
 
 
+def host_numbers(nodes: Iterable[Node], values: Mapping[str, float]) -> dict[str, Argument]:
+    """Return numbers, and those that follow from them alone, by name.
+
+    Args:
+        nodes: In their order; those that also need something else are left out.
+        values: By the names of inputs.
+
+    Raises:
+        CaptureError: a host operator does not take them.
+    """
+    known: dict[str, Argument] = dict(values)
+    for node in nodes:
+        inputs = node.inputs()
+        if not (node.is_host and inputs and all(value in known for value in inputs)):
+            continue
+        args = map_refs(node.args, lambda ref: known[ref.name])
+        try:
+            known[node.outputs[0]] = operator_of(node.op)(*args)
+        except _FAILURES as error:
+            told = ", ".join(map(str, args))
+            raise CaptureError(
+                f"{node.op.removeprefix('host.')} of {told}: {error}",
+                where=node.where(),
+                accepted="numbers with which forward and loss can be computed",
+            ) from error
+    return known
+
+
 def with_numbers(graph: LogicalGraph, values: Mapping[str, float]) -> LogicalGraph:
     """Return a graph with values in the place of scalar inputs.
 
@@ -115,24 +143,17 @@ def with_numbers(graph: LogicalGraph, values: Mapping[str, float]) -> LogicalGra
     Raises:
         CaptureError: a host operator does not take them.
     """
-    known: dict[str, Argument] = dict(values)
+    known = host_numbers(graph.nodes, values)
 
     def put(ref: Ref) -> Argument:
         return known.get(ref.name, ref)
 
     nodes: list[Node] = []
     for node in graph.nodes:
-        if not any(value in known for value in node.inputs()):
-            nodes.append(node)
+        if any(value in known for value in node.outputs):
             continue
         args = map_refs(node.args, put)
         kwargs = {key: map_refs(value, put) for key, value in node.kwargs.items()}
-        if node.is_host and not any(isinstance(part, Ref) for part in args):
-            try:
-                known[node.outputs[0]] = operator_of(node.op)(*args)
-            except _FAILURES as error:
-                raise CaptureError(f"{node.op} of {args}: {error}", where=node.where()) from error
-            continue
         nodes.append(replace(node, args=args, kwargs=kwargs))
     inputs = tuple(entry for entry in graph.inputs if entry.name not in values)
     types = {name: kind for name, kind in graph.types.items() if name not in known}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import sys
 import threading
@@ -82,6 +83,9 @@ def held_in(value: Any) -> Any:
         return [value.getstate()]
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
+    if isinstance(value, functools._lru_cache_wrapper):  # what it remembers may be forgotten
+        told = value.cache_info()
+        return [told.misses, told.currsize]
     if isinstance(value, ContextVar):
         return [value.get(None)]
     if isinstance(value, threading.local):  # as this thread sees it, which captures
@@ -145,6 +149,8 @@ def short(value: object) -> str:
     """Return what messages show of a value."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list) and any(isinstance(one, Tensor) for one in value):
+        return f"a {type(value).__name__} of {len(value)} with {short(value[0])}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

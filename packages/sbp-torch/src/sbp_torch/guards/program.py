@@ -373,7 +373,8 @@ class Guard:
                 elif self._counts(key, is_module):
                     label = f"{one.label}.{key}"
                     place = place_of(label, one.owner, one.live, key)
-                    yield self._changed(label, key, before, after, place=place)
+                    of_torch = is_module and is_fixed(type(one.owner))
+                    yield self._changed(label, key, before, after, place=place, of_torch=of_torch)
                 elif after is NOTHING:
                     del one.kept[key]
                 else:
@@ -437,36 +438,28 @@ class Guard:
         after: object,
         where: str = "",
         place: NumberPlace | None = None,
+        *,
+        of_torch: bool = False,  # whose layers take numbers, and no tensors
     ) -> Changed:
         name = key.rpartition(".")[2]
         todo = ANEW
-        if isinstance(after, int | float) and not isinstance(after, bool):
+        if isinstance(after, int | float) and not isinstance(after, bool) and not of_torch:
             todo = (
                 f"pass it in the batch, as a tensor without dims: {{..., {name!r}: "
                 f"torch.tensor({after!r})}}, and read it there; or {ANEW}"
             )
         elif isinstance(after, Tensor):
             todo = f"pass it in the batch; or {ANEW}"
+        is_number = is_float(before) and is_float(after) and name not in self._reads.remembered
         return Changed(
             what=f"{label} is {short(after)}, and was {short(before)} when the step was captured",
             where=self._reads.line_of(name) or where,
             todo=todo,
-            number=place if is_float(before) and is_float(after) else None,
+            number=place if is_number else None,
         )
 
     def _line(self, label: str) -> str:
         return self._reads.line_of(label.rpartition(".")[2].partition("[")[0])
-
-
-def modules_in_eval_mode(model: nn.Module) -> list[str]:
-    """Return the modules in eval mode whose code asks for their mode, such as dropout."""
-    found = []
-    for path, module in model.named_modules():
-        reads = Reads()
-        deque(reads.add_class(type(module)), maxlen=0)
-        if not module.training and "training" in reads.names:
-            found.append(path or type(module).__name__)
-    return found
 
 
 def _is_of_optimizer(owner: object, key: str) -> bool:

@@ -14,6 +14,7 @@ import operator
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -118,12 +119,14 @@ class Reads:
 
     Attributes:
         names: Attributes and keys that their code names.
+        remembered: Those that a function names which is not called again for the same arguments.
         any_name: Whether some of it asks for attributes by names that it makes up.
         places: Cells, globals, attributes of modules of Python and of classes.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.remembered: set[str] = set()
         self.any_name = False
         self.places: list[Place] = []
         self._codes: list[types.CodeType] = []
@@ -172,8 +175,11 @@ class Reads:
             yield from self._function(called)
         elif isinstance(called, type):
             yield from self.add_class(called)
-        elif isinstance(wrapped := getattr(called, "__wrapped__", None), types.FunctionType):
-            yield from self.add(wrapped, label)  # such as that of functools.lru_cache
+        elif isinstance(called, functools._lru_cache_wrapper):
+            alone = Reads()
+            deque(alone.add(called.__wrapped__), maxlen=0)
+            self.remembered |= alone.names
+            yield from self.add(called.__wrapped__, label)
         else:
             yield label, called
 
@@ -355,6 +361,17 @@ def has_attributes(value: object) -> bool:
         and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor | Enum)
         and not is_fixed(value)
     )
+
+
+def modules_in_eval_mode(model: nn.Module) -> list[str]:
+    """Return the modules in eval mode whose code asks for their mode, such as dropout."""
+    found = []
+    for path, module in model.named_modules():
+        reads = Reads()
+        deque(reads.add_class(type(module)), maxlen=0)
+        if not module.training and "training" in reads.names:
+            found.append(path or type(module).__name__)
+    return found
 
 
 def _is_of_operators(name: str) -> bool:

@@ -1,0 +1,276 @@
+"""A number that a loss reads, in whatever way of Python: the loss follows what the loop changes."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import ctypes
+import functools
+import multiprocessing
+import operator
+import threading
+import types
+import weakref
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from sbp_core.errors import RunError
+from sbp_launch import parallelize
+
+BETA, LAMBDA = 1.0, 1.0
+WEIGHTS = numpy.array([1.0, 2.0])
+ONE_WEIGHT = numpy.array(1.0)
+CONTEXT = contextvars.ContextVar("beta", default=1.0)
+LOCAL = threading.local()
+LOCAL.beta = 1.0
+SHARED, NUMBER = multiprocessing.Value("d", 1.0), ctypes.c_double(1.0)
+HOLDER = types.SimpleNamespace(beta=1.0)
+FIND = operator.attrgetter("beta")
+
+
+class Special:
+    """Read by operators and statements alone."""
+
+    def __init__(self):
+        self.first, self.second = 1.0, 0.5
+
+    def __iter__(self):
+        return iter((self.first, self.second))
+
+    def __mul__(self, other):
+        return self.first * other
+
+    def __float__(self):
+        return self.first
+
+    def __enter__(self):
+        return self.first
+
+    def __exit__(self, *_):
+        return None
+
+    def __len__(self):
+        return round(self.first)
+
+    def __contains__(self, name):
+        return self.first > 2
+
+    def __str__(self):
+        return str(self.first)
+
+    def get(self):
+        return self.first
+
+
+class ByClass(type):
+    @property
+    def value(cls):
+        return cls.kept
+
+
+class Kept(metaclass=ByClass):
+    kept = 1.0
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -LAMBDA * gradient
+
+
+SPECIAL = Special()
+REFERENCE, CALL = weakref.ref(SPECIAL), operator.methodcaller("get")
+
+
+@functools.lru_cache
+def remembered():
+    return HOLDER.beta
+
+
+def _entered():
+    with SPECIAL as value:
+        return value
+
+
+def by_keyword(*, beta=1.0):
+    return beta
+
+
+def _special(value):
+    SPECIAL.first = value
+
+
+def _global(name):
+    def change(value):
+        globals()[name] = value
+
+    return change
+
+
+def _holder(value):
+    HOLDER.beta = value
+    remembered.cache_clear()
+
+
+#: What a loss is multiplied by, and what changes that.
+READ = {
+    "unpacked": (lambda: sum(SPECIAL), _special),
+    "an operator": (lambda: SPECIAL * 2.0, _special),
+    "float()": (lambda: float(SPECIAL), _special),
+    "with": (_entered, _special),
+    "len()": (lambda: len(SPECIAL), _special),
+    "in": (lambda: 2.0 if "beta" in SPECIAL else 1.0, _special),
+    "an f-string": (lambda: float(f"{SPECIAL}"), _special),
+    "a weak reference": (lambda: REFERENCE().first, _special),
+    "methodcaller": (lambda: CALL(SPECIAL), _special),
+    "attrgetter": (lambda: FIND(HOLDER), _holder),
+    "lru_cache": (remembered, _holder),
+    "a metaclass": (lambda: Kept.value, lambda value: setattr(Kept, "kept", value)),
+    "a keyword default": (by_keyword, lambda value: by_keyword.__kwdefaults__.update(beta=value)),
+    "globals()": (lambda: globals()["BETA"], _global("BETA")),
+    "shared memory": (lambda: SHARED.value, lambda value: setattr(SHARED, "value", value)),
+    "ctypes": (lambda: NUMBER.value, lambda value: setattr(NUMBER, "value", value)),
+    "a context variable": (CONTEXT.get, CONTEXT.set),
+    "of a thread": (lambda: LOCAL.beta, lambda value: setattr(LOCAL, "beta", value)),
+    "an array": (lambda: float(WEIGHTS[1]), lambda value: WEIGHTS.__setitem__(1, value)),
+    "an array without dims": (lambda: float(ONE_WEIGHT), ONE_WEIGHT.fill),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    for _, change in READ.values():
+        change(1.0)
+    _global("LAMBDA")(1.0)
+    WEIGHTS[1] = 2.0
+
+
+class Twins:
+    """A layer that `parallelize` trains, and one that plain PyTorch does."""
+
+    def __init__(self, prepare=lambda model: None):
+        torch.manual_seed(0)
+        self.models = [nn.Linear(6, 3).double()]
+        self.models.append(copy.deepcopy(self.models[0]))
+        for model in self.models:
+            prepare(model)
+        self.optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
+        self.batch = torch.randn(8, 6, dtype=torch.float64)
+
+    def trains(self, losses, *changes):
+        """Take a step, and another one after each change; losses and weights are equal."""
+        found = parallelize(self.models[0], losses[0], self.batch, self.optimizers[0], mesh=2)
+        with found as step:
+            for change in (None, *changes):
+                if change is not None:
+                    change()
+                self.optimizers[1].zero_grad()
+                wanted = losses[1](self.models[1], self.batch)
+                wanted.backward()
+                self.optimizers[1].step()
+                assert abs(float(step(self.batch)) - wanted.item()) <= 1e-12
+            for one, other in zip(*(model.parameters() for model in self.models), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow(but=8)
+@pytest.mark.parametrize("how", READ)
+def test_a_number_is_followed_however_it_is_read(how):
+    read, change = READ[how]
+
+    def loss(model, batch):
+        return model(batch).square().mean() * read()
+
+    Twins().trains([loss, loss], lambda: change(3.0), lambda: change(7.0))
+
+
+def test_a_number_that_only_a_backward_reads_is_followed():
+    def loss(model, batch):
+        return Reverse.apply(model(batch)).square().mean()
+
+    Twins().trains([loss, loss], lambda: _global("LAMBDA")(5.0))
+
+
+def test_a_number_that_a_hook_on_a_gradient_reads_is_followed():
+    def hook(model):
+        model.weight.register_hook(lambda gradient: gradient * LAMBDA)
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    Twins(hook).trains([loss, loss], lambda: _global("LAMBDA")(5.0))
+
+
+@pytest.mark.parametrize("key", ["lr", "factor"])
+def test_a_setting_of_a_group_that_the_loss_reads_is_followed(key):
+    twins = Twins()
+    for one in twins.optimizers:
+        one.param_groups[0]["factor"] = 1.0
+
+    def loss_of(optimizer):
+        def loss(model, batch):
+            return model(batch).square().mean() * optimizer.param_groups[0][key]
+
+        return loss
+
+    def change():
+        for one in twins.optimizers:
+            one.param_groups[0][key] = 0.01
+
+    twins.trains([loss_of(one) for one in twins.optimizers], change)
+
+
+# Models of other steps
+
+
+def test_a_model_that_another_step_trains_is_no_constant():
+    judge, maker = nn.Linear(3, 1), nn.Linear(6, 3)
+    batch = torch.randn(8, 6)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (judge, maker)]
+
+    def judged(model, batch):
+        return model(maker(batch).detach()).square().mean()
+
+    def made(model, batch):
+        return model(batch).square().mean()
+
+    def made_for_judge(model, batch):
+        return judge(model(batch)).square().mean()
+
+    with parallelize(judge, judged, batch, optimizers[0]) as step:
+        with pytest.raises(RunError, match=r"reads 'judge\.weight', which another step trains"):
+            parallelize(maker, made_for_judge, batch, optimizers[1])
+        step(batch)
+        with parallelize(maker, made, batch, optimizers[1]) as other:
+            other(batch)
+            with pytest.raises(RunError, match=r"'maker\.weight', which another step") as caught:
+                step(batch)
+    assert "step.beside(loss, batch, optimizer)" in str(caught.value)
+
+
+def test_a_model_whose_training_is_over_is_a_constant_again():
+    teachers = [nn.Linear(6, 3).double()]
+    teachers.append(copy.deepcopy(teachers[0]))
+    twins = Twins()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in teachers]
+
+    def taught(model, batch):
+        return (model(batch) - 1).square().mean()
+
+    with parallelize(teachers[0], taught, twins.batch, optimizers[0], mesh=2) as step:
+        step(twins.batch)
+    taught(teachers[1], twins.batch).backward()
+    optimizers[1].step()
+
+    def learns_from(teacher):
+        return lambda model, batch: (model(batch) - 2 * teacher(batch).detach()).square().mean()
+
+    twins.trains([learns_from(one) for one in teachers])
