@@ -212,7 +212,7 @@ def test_what_does_not_go_together_is_refused_by_name():
     step, _ = twins.start(mesh=2)
     model = twins.models[0]
 
-    with pytest.raises(ConfigError, match=r"two optimizers have a state(.|\n)*exp_avg"):
+    with pytest.raises(ConfigError, match=r"a state(.|\n)*exp_avg(.|\n)*optimizer\.state\.clear"):
         step.beside(loss_g, noise(0), torch.optim.Adam(model.parameters()))
     with pytest.raises(ConfigError, match="micro_batches=0"):
         step.beside(loss_g, noise(0), twins.g[0], micro_batches=0)
@@ -220,6 +220,23 @@ def test_what_does_not_go_together_is_refused_by_name():
         pass
     with pytest.raises(RunError, match="over"):
         step.beside(loss_g, noise(0))
+
+
+def test_an_optimizer_is_started_anew_by_clearing_its_state():
+    """As the refusal of a second optimizer over the same parameters says."""
+    twins = Twins()
+    step, step_g = twins.start(mesh=2, planner="manual/zero")
+
+    with step:
+        twins.rounds(step, step_g, 2)
+        for optimizer in twins.g:
+            optimizer.state.clear()
+        twins.rounds(step, step_g, 2, first=2)
+        for made, plain in (twins.d, twins.g):
+            made.load_state_dict(type(made)(made.param_groups).state_dict())
+            plain.load_state_dict(type(plain)(plain.param_groups).state_dict())
+        twins.rounds(step, step_g, 2, first=4)
+        twins.assert_equal()
 
 
 def test_programs_fit_their_memory_together():

@@ -55,6 +55,20 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts():
     refused("a parameter that the model does not have", RuntimeError, optimizer=other)
 
 
+def test_arguments_of_another_type_are_refused():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    refused("model is of type list", model=[model], optimizer=optimizer)
+    refused("optimizer is of type list", model=model, optimizer=[optimizer])
+    refused("mesh='2x2' is of type str", mesh="2x2")
+    refused("the batch has no samples", batch={name: v[:0] for name, v in batch_of(0).items()})
+    step = parallelize(model, loss_of, batch_of(0), optimizer)
+    with pytest.raises(ConfigError, match="optimizer is the class SGD"):
+        step.beside(loss_of, batch_of(0), torch.optim.SGD)
+    with pytest.raises(ConfigError, match="loss is None"):
+        step.beside(None, batch_of(0))
+
+
 def test_states_that_do_not_fit_are_refused():
     model = make_model()
     step = parallelize(
@@ -76,6 +90,18 @@ def test_a_batch_that_does_not_fit_says_what_to_do():
             step({**batch_of(0), "x": torch.zeros(SIZE, 5, dtype=torch.float64)})
         with pytest.raises(SbpValueError, match="'y' is missing"):
             step({"x": batch_of(0)["x"]})
+        with pytest.raises(SbpValueError, match="the example was a mapping with 'x', 'y'"):
+            step(tuple(batch_of(0).values()))
+        with pytest.raises(SbpValueError, match="the example was a mapping with 'x', 'y'"):
+            step.evaluate(tuple(batch_of(0).values()))
+        with pytest.raises(CaptureError, match="same reduction dim"):
+            step.evaluate({**batch_of(0), "x": torch.zeros(SIZE, 5, dtype=torch.float64)})
+        with pytest.raises(
+            SbpValueError, match=r"float32(.|\n)*convert it: \.to\(torch\.float64\)$"
+        ):
+            step({name: value.float() for name, value in batch_of(0).items()})
+        with pytest.raises(ConfigError, match="the batch has no samples: 'x' is of shape"):
+            step({name: value[:0] for name, value in batch_of(0).items()})
         with pytest.raises(SbpValueError, match="no scalar 'momentum'"):
             step(batch_of(0), momentum=0.5)
         with step.no_update(), pytest.raises(SbpValueError, match="leaves that out"):

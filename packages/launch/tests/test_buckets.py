@@ -88,13 +88,15 @@ def test_sizes_are_sorted_and_shown_as_they_are_made() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
+        ({"sizes": 8}, r"sizes is 8(.|\n)*sizes=\(8,\)"),
+        ({"values": ["x"]}, r"values=\['x'\] has no value for any tensor"),
+        ({"values": {}}, "values={} has no value for any tensor"),
         ({"sizes": ()}, "sizes are "),
         ({"sizes": (0, 4)}, "sizes are "),
         ({"sizes": (4, 4)}, "sizes are "),
         ({"sizes": range(1, 18)}, "17 lengths, and a step has at most 16 forms"),
         ({"dim": 0}, "dim is 0(.|\n)*dim 0 of a batch holds its samples"),
         ({"dim": -1}, "dim is -1"),
-        ({"values": {}}, "name no tensor"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], told: str) -> None:

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, SbpValueError
-from sbp_core.runtime import BatchPart, StepResult
+from sbp_core.runtime import BatchPart
 from sbp_launch.parallelize.agreement import compare, compare_batches, compare_forms, digest_of
 from sbp_launch.parallelize.arguments import in_arguments
-from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.ranks import mesh_of
 from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.world import World
@@ -93,6 +92,20 @@ def test_a_mesh_is_taken_if_and_only_if_it_has_the_ranks_of_the_world(shape, siz
             mesh_of(world, shape, None)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ("2x2", r"mesh='2x2' is of type str(.|\n)*write mesh=\(2, 2\)$"),
+        ("4", r"mesh='4' is of type str(.|\n)*write mesh=4$"),
+        (2.0, "mesh=2.0 is of type float"),
+        ((2, "2"), "has no ranks"),
+    ],
+)
+def test_a_mesh_of_another_type_is_told_how_to_write_it(mesh, told):
+    with pytest.raises(ConfigError, match=told):
+        mesh_of(World(), mesh, None)
+
+
 def test_errors_speak_of_arguments():
     with pytest.raises(ConfigError) as caught, in_arguments():
         raise ConfigError(
@@ -127,13 +140,3 @@ def test_scalars_follow_the_groups_unless_they_are_given():
     }
     with pytest.raises(SbpValueError, match="no scalar 'weight_decay'"):
         scalars.now({"weight_decay": 0.0})
-
-
-def test_an_output_reads_as_its_loss():
-    loss, seen = torch.tensor(0.25), torch.tensor(3)
-
-    found = StepOutput.of(StepResult(outputs={"loss": loss, "seen": seen}))
-
-    assert (float(found), found.item(), f"{found:.1f}") == (0.25, 0.25, "0.2")
-    assert (found.loss, dict(found.metrics)) == (loss, {"seen": seen})
-    assert repr(found) == "StepOutput(loss=0.25, seen=3)"

@@ -17,7 +17,7 @@ def test_states_of_frozen_layers_are_in_the_order_that_is_given() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     states = ProgramStates()
     states.programs.append(
-        OneDeviceProgram(model=model, loss=None, optimizer=optimizer, update=UpdateOptions())
+        OneDeviceProgram(model=model, loss=model, optimizer=optimizer, update=UpdateOptions())
     )
     keys = ("step", "exp_avg_sq", "exp_avg", "max_exp_avg_sq", "ema")
     names = [f"{name}.weight.{key}" for name in "abc" for key in keys]

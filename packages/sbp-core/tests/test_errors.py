@@ -57,7 +57,7 @@ def test_every_error_survives_pickling(kind: type[SbpError]) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in _CLASSES if kind is not SbpError])
 def test_every_error_is_also_the_builtin_that_one_would_catch(kind: type[SbpError]) -> None:
-    builtins = (ValueError, TypeError, LookupError, RuntimeError)
+    builtins = (AttributeError, ValueError, TypeError, LookupError, RuntimeError)
 
     assert sum(issubclass(kind, builtin) for builtin in builtins) == 1
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +54,15 @@ def _chosen_by_value(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return y.mean() if y.sum() > 0 else y.sum()
 
 
+def _decayed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    decayed: Tensor = sum(one.square().sum() * one.decay for one in model.parameters())  # type: ignore[assignment, misc] # a mistake of users
+    return loss(model, batch) + decayed
+
+
+def _with_number(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+    return loss(model, batch), {"beta": 0.5}
+
+
 @pytest.mark.parametrize(
     ("function", "batch", "what", "todo"),
     [
@@ -59,6 +71,8 @@ def _chosen_by_value(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         (loss, None, "TypeError: 'NoneType' object", "eager PyTorch"),
         (loss, {"x": torch.zeros(2, 5)}, "must have same reduction dim", "eager PyTorch"),
         (lambda model, batch: model(batch["x"]), _BATCH, r"shape \(2, 1\)", "loss.mean()"),
+        (_decayed, _BATCH, "has no attribute 'decay'", "in a dict by the names of the parameters"),
+        (_with_number, _BATCH, "metric 'beta' is float", "{'beta': beta * torch.ones(())}"),
     ],
 )
 def test_a_program_that_fails_is_answered_with_why(
@@ -68,6 +82,111 @@ def test_a_program_that_fails_is_answered_with_why(
         capture(_MODEL, function, batch, torch.optim.SGD(_MODEL.parameters()))
 
     assert todo in caught.value.todo
+
+
+def test_a_number_times_a_tensor_is_a_metric() -> None:
+    """As the refusal of a plain number says."""
+
+    def with_tensor(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return loss(model, batch), {"beta": 0.5 * torch.ones(())}
+
+    assert "beta" in {entry.name for entry in capture(_MODEL, with_tensor, _BATCH).outputs}
+
+
+def test_a_parameter_of_the_optimizer_alone_is_told_with_its_shape_and_group() -> None:
+    log_alpha = nn.Parameter(torch.zeros(3, 1))
+    groups = [{"params": [*_MODEL.parameters()]}, {"params": [log_alpha]}]
+
+    with pytest.raises(CaptureError, match=r"of shape \(3, 1\), in its group 1") as caught:
+        capture(_MODEL, loss, _BATCH, torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(CaptureError, match=r"of shape \(2, 4\), in its group 0") as other:
+        capture(_MODEL, loss, _BATCH, torch.optim.SGD(nn.Linear(4, 2).parameters()))
+
+    assert "model.log_alpha = nn.Parameter(...)" in caught.value.todo
+    assert "of the model that is passed" in other.value.todo
+
+
+def _of_batch(batch: dict[str, Tensor]) -> Tensor:
+    return batch["x"].mean()
+
+
+def _of_three(model: nn.Module, batch: dict[str, Tensor], scale: float) -> Tensor:
+    return scale * loss(model, batch)
+
+
+class _Called:
+    """A loss that keeps what it needs."""
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        return _of_batch(batch)
+
+    def of(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (_of_batch, "(batch"),
+        (_of_three, "(model"),
+        (lambda *, model, batch: loss(model, batch), "(*, model, batch)"),
+        (partial(_of_three, scale=2.0, batch=_BATCH), "(model"),
+        (_Called(), "(batch"),
+        (_Called().__call__, "(batch"),
+    ],
+)
+def test_a_loss_of_other_arguments_is_told_what_it_is_called_with(
+    function: Callable[..., Any], signature: str
+) -> None:
+    with pytest.raises(SbpTypeError, match=r"is called as loss\(model, batch\)") as caught:
+        capture(_MODEL, function, _BATCH)
+
+    assert caught.value.what.startswith(f"loss takes {signature}")
+    assert Path(__file__).name in caught.value.where[0]
+
+
+class _AsModule(nn.Module):
+    """A loss that is a module."""
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch)
+
+
+class _Static:
+    """A loss without a self, which `inspect.signature` takes for one with it."""
+
+    @staticmethod
+    def __call__(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch)
+
+
+@wraps(_of_batch)
+def _wrapping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, batch)
+
+
+def _claiming(*given: Any) -> Tensor:
+    return loss(*given)
+
+
+_claiming.__signature__ = inspect.signature(_of_batch)  # type: ignore[attr-defined] # as decorators do
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _wrapping,
+        _claiming,
+        partial(_of_three, scale=2.0),
+        lambda model, batch, scale=2.0: _of_three(model, batch, scale),
+        _Called().of,
+        partial(_claiming),
+        _Static(),
+        _AsModule(),
+    ],
+)
+def test_a_loss_is_taken_if_it_can_be_called(function: Callable[..., Any]) -> None:
+    assert capture(_MODEL, function, _BATCH).nodes
 
 
 @pytest.mark.parametrize("is_trained", [True, False])

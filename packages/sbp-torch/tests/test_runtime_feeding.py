@@ -56,6 +56,9 @@ def test_a_batch_of_the_wrong_extent_is_told_what_is_accepted_and_why() -> None:
 
     whole_as_part = refusal(feeder, batch, "local")
     part_as_whole = refusal(feeder, part, "global")
+    other_dtype = refusal(
+        Feeder(plan, [0, 1, 2]), {"features": batch["features"].float()}, "global"
+    )
     longer = refusal(feeder, {**part, "features": batch["features"][:3]}, "local")
     missing = refusal(feeder, {}, "local")
 
@@ -67,6 +70,7 @@ def test_a_batch_of_the_wrong_extent_is_told_what_is_accepted_and_why() -> None:
     )
     assert f"accepted here: float64 of shape (5, {features})" in part_as_whole
     assert "batch_is='local' takes the part of this process" in part_as_whole
+    assert other_dtype.endswith("to mend it: convert it: .to(torch.float64)")
     assert "shape (3, " in longer
     assert "to mend it" not in longer
     assert "'features' is missing" in missing

@@ -19,6 +19,7 @@ __all__ = [
     "PlanError",
     "PluginError",
     "RunError",
+    "SbpAttributeError",
     "SbpError",
     "SbpLookupError",
     "SbpTypeError",
@@ -87,6 +88,10 @@ class SbpValueError(SbpError, ValueError):
 
 class SbpTypeError(SbpError, TypeError):
     """An object of the wrong type."""
+
+
+class SbpAttributeError(SbpError, AttributeError):
+    """An attribute that an object does not have."""
 
 
 class SbpLookupError(SbpError, LookupError):

@@ -12,7 +12,7 @@ before the first step. That padding changes neither loss nor gradients is not ta
 from __future__ import annotations
 
 from cmath import isinf  # of complex tensors, too
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,13 @@ class LengthBuckets:
     dim: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sizes, Iterable):
+            raise ConfigError(
+                f"sizes is {self.sizes!r}",
+                where=_WHERE,
+                accepted="several lengths, such as (64, 128, 256)",
+                todo=f"write one length as a tuple: sizes=({self.sizes!r},)",
+            )
         sizes = tuple(self.sizes)
         is_whole = all(type(size) is int and size >= 1 for size in sizes)
         if not sizes or not is_whole or len({*sizes}) < len(sizes):
@@ -80,9 +87,9 @@ class LengthBuckets:
                 where=_WHERE,
                 accepted="the dim of the positions, >= 1: dim 0 of a batch holds its samples",
             )
-        if not self.values:
+        if not self.values or not isinstance(self.values, Mapping):
             raise ConfigError(
-                "values name no tensor of the batch",
+                f"values={self.values!r} has no value for any tensor of the batch",
                 where=_WHERE,
                 accepted="a value for each tensor that is padded: {'ids': 0, 'labels': -100}",
             )

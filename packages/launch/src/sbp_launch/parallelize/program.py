@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from sbp_core.errors import ConfigError, SbpTypeError, SbpValueError, unknown_name
+from sbp_core.errors import ConfigError, SbpValueError, unknown_name
+from sbp_launch.parallelize.argument_types import check_loss, check_model, check_optimizer
 from sbp_torch.capture import VELOCITY, UpdateOptions, flatten_batch, initial_states, rebuild_batch
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.interchange.torch_states import from_model_state
@@ -31,6 +31,10 @@ class OneDeviceProgram:
         optimizer: Over `model.parameters()`.
         update: What happens once a step beside the optimizer.
         deferred: What makes the states of a deferred model.
+
+    Raises:
+        ConfigError: one of them is of another type.
+        SbpTypeError: the model is wrapped for other ways of training on several devices.
     """
 
     model: nn.Module
@@ -38,6 +42,11 @@ class OneDeviceProgram:
     optimizer: torch.optim.Optimizer
     update: UpdateOptions
     deferred: DeferredModel | None = None
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_loss(self.loss)
+        check_optimizer(self.optimizer)
 
     @classmethod
     def of(
@@ -47,20 +56,9 @@ class OneDeviceProgram:
         optimizer: torch.optim.Optimizer,
         update: UpdateOptions,
     ) -> OneDeviceProgram:
-        """Return the program of what a user passes.
-
-        Raises:
-            SbpTypeError: the model is wrapped for other ways of training on several devices.
-        """
+        """Return the program of what a user passes."""
         made = model if isinstance(model, DeferredModel) else None
         plain = model.model if isinstance(model, DeferredModel) else model
-        if isinstance(plain, DistributedDataParallel | DataParallel):
-            raise SbpTypeError(
-                f"model is wrapped: {type(plain).__name__}",
-                accepted="the model as one device would run it",
-                todo="leave the wrapper out, or pass model.module and an optimizer over its "
-                "parameters",
-            )
         return cls(model=plain, loss=loss, optimizer=optimizer, update=update, deferred=made)
 
     def own_states(self) -> Mapping[str, Tensor]:
@@ -199,19 +197,24 @@ def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
         parts: Of how many parts of a step one is captured: `count`, or 1 for the whole.
 
     Raises:
-        ConfigError: a tensor of the batch does not divide into micro-batches.
+        ConfigError: a tensor of the batch has no samples, or does not divide into micro-batches.
     """
     found = flatten_batch(batch)
     for name, value in found.items():
-        if value.dim() and (value.shape[0] % count or not value.shape[0]):
+        if value.dim() and not value.shape[0]:
+            raise ConfigError(
+                f"the batch has no samples: {name!r} is of shape {tuple(value.shape)}",
+                where="batch",
+                accepted="at least one sample in each tensor of the batch",
+                todo="leave out the steps whose batches are empty",
+            )
+        if value.dim() and value.shape[0] % count:
             divisors = [n for n in range(1, value.shape[0] + 1) if value.shape[0] % n == 0]
             raise ConfigError(
                 f"{name!r} of the batch has {value.shape[0]} samples, which do not divide into "
                 f"micro_batches={count}",
                 where="the argument micro_batches",
-                accepted=f"micro_batches one of {', '.join(map(str, divisors))}"
-                if divisors
-                else "",
+                accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
                 todo="take another size of batch, or other micro-batches",
             )
     taken = {

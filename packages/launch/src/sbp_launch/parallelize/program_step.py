@@ -6,17 +6,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from rich.console import Console
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import SbpValueError
-from sbp_core.graph import LogicalGraph
+from sbp_core.errors import CaptureError, RunError, SbpValueError
+from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.runtime import BatchIs, Session, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.console import say
 from sbp_launch.parallelize.agreement import compare_batches
+from sbp_launch.parallelize.batch_names import check_batch_names
 from sbp_launch.parallelize.buckets import Padding
 from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
@@ -24,6 +26,7 @@ from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.forms import Forms
 from sbp_launch.parallelize.forward import Forwards
+from sbp_launch.parallelize.missing_attributes import OF_STEPS_BESIDE, missing_attribute
 from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.output import StepOutput
 from sbp_launch.parallelize.scalars import UpdateScalars
@@ -90,6 +93,26 @@ class ProgramStep:
         self._forms.close()
         self._forwards.close()
 
+    if not TYPE_CHECKING:  # so that type checkers know what there is, and that `with` is wrong
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, name, OF_STEPS_BESIDE)
+
+        def __enter__(self) -> NoReturn:
+            raise RunError(
+                "a step that step.beside returned cannot be entered by `with`",
+                accepted="the first step, which parallelize returned",
+                todo="leave out this `with`: that of the first step starts and ends all steps",
+            )
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            trace: TracebackType | None,
+        ) -> None:
+            """Do nothing: it is not entered."""
+
     # Steps.
 
     def __call__(self, batch: Any, /, **scalars: float) -> StepOutput:
@@ -126,6 +149,7 @@ class ProgramStep:
             compare_batches(self._forms.first.parts, flat, training.gather)
             self._has_compared = True
         form, values = self._forms.before_step(batch, values)
+        check_batch_names(flat, self._batch_names)
         assert form.session is not None, "the step is started"
         compared = self._comparison if self._comparison and self._comparison.is_due else None
         if compared is not None and not compared.has_begun:
@@ -166,15 +190,26 @@ class ProgramStep:
 
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         self._training.check_open()
-        result = self._forwards.step(
-            self._current,
-            self._padding(batch, batch_is),
-            self._draws(),
-            batch_is=batch_is,
-            in_evaluation=in_evaluation,
-            gather=self._training.gather,
-        )
+        try:
+            result = self._forwards.step(
+                self._current,
+                self._padding(batch, batch_is),
+                self._draws(),
+                batch_is=batch_is,
+                in_evaluation=in_evaluation,
+                gather=self._training.gather,
+            )
+        except (CaptureError, SbpValueError):
+            # A loss may read batches of other forms. If it does not, that is the reason.
+            check_batch_names(flatten_batch(batch), self._batch_names)
+            raise
         return StepOutput.of(result)
+
+    @property
+    def _batch_names(self) -> list[str]:
+        """The names of the tensors of the example."""
+        inputs = self._planned.graph.inputs
+        return [one.name for one in inputs if one.kind is InputKind.BATCH]
 
     def _draws(self) -> dict[str, float]:
         """Return what random numbers are counted with."""

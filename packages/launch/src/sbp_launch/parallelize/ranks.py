@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -34,6 +35,7 @@ def mesh_of(
         ConfigError: the mesh cannot be meant, or has other ranks than the world.
     """
     given = world.size if mesh is None else mesh
+    _check_mesh_type(given)
     shape = (given,) if isinstance(given, int) else tuple(given)
     if not shape or not all(type(size) is int and size > 0 for size in shape):
         raise ConfigError(
@@ -64,6 +66,23 @@ def mesh_of(
             todo=f"leave out mesh, or start as many processes: {_START.format(size=ranks)}",
         )
     return Placement.grid(shape, names)
+
+
+def _check_mesh_type(mesh: object) -> None:
+    """See that a mesh is an integer or a sequence.
+
+    Raises:
+        ConfigError: it is something else, such as text.
+    """
+    if isinstance(mesh, int | Sequence) and not isinstance(mesh, str):
+        return
+    sizes = tuple(map(int, re.findall(r"\d+", mesh))) if isinstance(mesh, str) else ()
+    raise ConfigError(
+        f"mesh={mesh!r} is of type {type(mesh).__name__}",
+        where="the argument mesh",
+        accepted="ranks along each axis: an integer, such as 4, or a tuple, such as (2, 2)",
+        todo=f"write mesh={sizes[0] if len(sizes) == 1 else sizes}" if sizes else "",
+    )
 
 
 def backend_of(

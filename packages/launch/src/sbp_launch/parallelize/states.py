@@ -202,7 +202,8 @@ class ProgramStates:
                     accepted="optimizers over different parameters of the model, or the same "
                     "optimizer",
                     todo="give each its own parameters: Adam(model.critic.parameters()); or train "
-                    "both losses by one optimizer: leave out optimizer=",
+                    "both losses by one optimizer: leave out optimizer=; to start an optimizer "
+                    "anew, empty the one that is there, between two steps: optimizer.state.clear()",
                 )
 
     def plan_with(self, states: Mapping[str, Tensor]) -> PhysicalPlan:

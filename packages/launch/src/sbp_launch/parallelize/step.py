@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from sbp_launch.parallelize.flow import Pins, PlannedProgram, plan_program
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.loading import load_states
+from sbp_launch.parallelize.missing_attributes import OF_STEPS, missing_attribute
 from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.program_step import ProgramStep
 from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
@@ -61,6 +62,11 @@ class ParallelStep(ProgramStep):
         self._planner, self._given_states = planner, states
         self._beside: list[ProgramStep] = []
         self._is_over = False
+
+    if not TYPE_CHECKING:  # so that type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, name, OF_STEPS)
 
     # Life.
 

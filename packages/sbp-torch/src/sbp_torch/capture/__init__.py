@@ -18,6 +18,7 @@ from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_torch.capture.convert import to_logical
 from sbp_torch.capture.device import on_device
 from sbp_torch.capture.diagnostics import TraceError
+from sbp_torch.capture.loss_signature import defined_at, unfit_signature
 from sbp_torch.capture.numbers import (
     NO_NUMBERS,
     NumberPlace,
@@ -163,7 +164,7 @@ def _check_program(model: object, optimizer: object) -> None:
 
 
 def _check_loss(loss: object) -> None:
-    """Check that a loss can be called, and is no criterion of PyTorch, which takes tensors.
+    """Check that a loss can be called with a model and a batch; criteria of PyTorch take tensors.
 
     Raises:
         SbpTypeError: it is something else.
@@ -173,6 +174,14 @@ def _check_loss(loss: object) -> None:
             f"loss is {_named(loss)}",
             accepted="a function loss(model, batch) that calls the model and returns its loss",
             todo='such as lambda model, batch: criterion(model(batch["x"]), batch["y"])',
+        )
+    if signature := unfit_signature(loss):
+        raise SbpTypeError(
+            f"loss takes {signature}, and is called as loss(model, batch)",
+            where=defined_at(loss),
+            accepted="a function of two positional arguments, the model and a batch",
+            todo="let it take both: def loss(model, batch); what else it needs can be bound by "
+            "functools.partial or a lambda",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from sbp_core.errors import CaptureError, SbpError
 from sbp_torch.capture.sources import library_call, user_frame
 
@@ -88,6 +90,15 @@ def refusal(program: str, error: Exception) -> TraceError:
                 accepted=_GENERAL,
                 todo=todo,
             )
+    if isinstance(error, AttributeError) and isinstance(error.obj, Tensor):
+        return TraceError(
+            f"{program} cannot be captured: a tensor has no attribute {error.name!r}",
+            where=user_frame(error),
+            accepted="attributes of torch.Tensor: a step is captured with other tensors, "
+            "which have none that you have set on yours",
+            todo=f"keep {error.name!r} on a module, or in a dict by the names of the parameters; "
+            "if you have not set it, see first that the loss runs in eager PyTorch",
+        )
     # A message such as 'x', of a KeyError, says nothing without its type.
     what = str(error) if isinstance(error, RuntimeError) else text
     return TraceError(

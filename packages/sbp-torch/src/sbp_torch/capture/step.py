@@ -389,7 +389,9 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
             raise CaptureError(
                 f"the metric {name!r} is {type(value).__name__}",
                 accepted="tensors, by other names than 'loss'",
-                todo="leave it out: a number that is no tensor is the same in every step"
+                todo="leave it out, because the loop knows it; or return a tensor, which follows a "
+                f"float that changes: {{{name!r}: "
+                f"{name if name.isidentifier() else 'value'} * torch.ones(())}}"
                 if isinstance(value, int | float)
                 else "",
             )

@@ -274,11 +274,9 @@ def _optimizers(
     for member in members(optimizer):
         groups: list[ParameterGroup] = []
         for index, settings in enumerate(member.param_groups):
-            if any(id(parameter) not in names for parameter in settings["params"]):
-                raise CaptureError(
-                    "the optimizer holds a parameter that the model does not have",
-                    accepted="an optimizer over model.parameters()",
-                )
+            for parameter in settings["params"]:
+                if id(parameter) not in names:
+                    raise _foreign_parameter(parameter, number, optimizer, names)
             own = {names[id(parameter)]: parameter for parameter in settings["params"]}
             suffix = "" if count == 1 else f".{number}"
             groups.append(ParameterGroup(member, index, own, suffix, options, device))
@@ -286,6 +284,32 @@ def _optimizers(
         check_against_eager(member)
         found.append(TracedOptimizer(member, groups))
     return found
+
+
+def _foreign_parameter(
+    parameter: Tensor, group: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> CaptureError:
+    """Return the error for a parameter that is none of the model's.
+
+    Args:
+        parameter: Which one.
+        group: Number of its group, from 0 on.
+        optimizer: That has it.
+        names: Of the model's parameters, by their `id`.
+    """
+    held = [id(one) for settings in optimizer.param_groups for one in settings["params"]]
+    todo = (
+        "make it a parameter of the model before the optimizer is made: "
+        "model.log_alpha = nn.Parameter(...), which the loss reads there"
+    )
+    if names.keys().isdisjoint(held):
+        todo = "make the optimizer over the parameters of the model that is passed with it"
+    return CaptureError(
+        "the optimizer holds a parameter that the model does not have, of shape "
+        f"{tuple(parameter.shape)}, in its group {group}",
+        accepted="an optimizer over model.parameters()",
+        todo=todo,
+    )
 
 
 def _check_options(

@@ -447,6 +447,8 @@ def check_tensor(
             accepted=f"a tensor: {wanted}",
         )
     if tuple(value.shape) != tuple(shape) or str(value.dtype) != f"torch.{dtype}":
+        if tuple(value.shape) == tuple(shape):
+            todo = f"convert it: .to(torch.{dtype})"
         raise SbpValueError(
             f"{name!r} is {value.dtype} of shape {tuple(value.shape)}",
             where=where,

@@ -1,0 +1,48 @@
+"""Whether a batch is nested as the example of a step was."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sbp_core.errors import SbpValueError
+
+
+def check_batch_names(given: Collection[str], example: Collection[str]) -> None:
+    """See that a batch is a mapping, a sequence or a tensor if the example was that.
+
+    A name more or less is left to the session, which says which name it has not.
+
+    Args:
+        given: Names of the tensors of the batch, by `flatten_batch`.
+        example: Those of the example.
+
+    Raises:
+        SbpValueError: the batch is another kind of container.
+    """
+    if given and example and _kind(given) != _kind(example):
+        raise SbpValueError(
+            f"the batch is {_told(given)}, and the example was {_told(example)}",
+            where="batch",
+            accepted=_told(example),
+            todo="pass a batch of that form; or give parallelize an example of this "
+            "form, and a loss that reads it",
+        )
+
+
+def _kind(names: Collection[str]) -> str:
+    if set(names) == {"batch"}:
+        return "tensor"
+    return "sequence" if all(_first(name).isdecimal() for name in names) else "mapping"
+
+
+def _told(names: Collection[str]) -> str:
+    kind, firsts = _kind(names), dict.fromkeys(map(_first, names))
+    if kind == "tensor":
+        return "one tensor"
+    if kind == "sequence":
+        return f"a tuple or list of {len(firsts)}"
+    return f"a mapping with {', '.join(map(repr, firsts))}"
+
+
+def _first(name: str) -> str:
+    return name.partition(".")[0]
