@@ -246,7 +246,7 @@ class Forms:
             if not self._following.changes():
                 self._look(*self._last)
         except RunError as error:
-            warnings.warn(str(error), RuntimeWarning, stacklevel=5)
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
         except SbpError:  # it has become something else since, which cannot be captured
             return
 

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_torch.capture.convert import MAX_CONSTANT
 from sbp_torch.capture.numbers import NumberPlace
 from sbp_torch.capture.side_effects import content_of
-from sbp_torch.guards.connected import Connected
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -35,11 +33,6 @@ ANEW = (
     "go on with a new step: step.copy_to(model, optimizer), end the `with` block, and call "
     "parallelize again with the program as it is now"
 )
-
-
-#: Tensors up to so many elements are compared by value, too: writes through `.data` have no trace.
-#: Larger ones are no constants of a graph.
-_MOST_ELEMENTS = MAX_CONSTANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +54,7 @@ class Changed:
     number: NumberPlace | None = None
 
 
-_C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+_C_DATA: Any = ctypes._SimpleCData | ctypes.Array | ctypes.Structure | ctypes.Union
 
 
 class _Nothing:
@@ -90,11 +83,15 @@ def held_in(value: Any) -> Any:
         return [value.get(None)]
     if isinstance(value, threading.local):  # as this thread sees it, which captures
         return dict(vars(value))
-    if isinstance(value, _C_DATA):
+    if isinstance(value, _C_DATA | bytearray | memoryview):
         return bytes(value)
+    if isinstance(value, threading.Event):
+        return [value.is_set()]
     if isinstance(value, SynchronizedBase):
         return bytes(value.get_obj())
     numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return value.ravel().tolist()
     if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
         state = value if isinstance(value, numpy.random.RandomState) else value.bit_generator
         return [repr(state.get_state() if hasattr(state, "get_state") else state.state)]
@@ -175,26 +172,3 @@ def registered_change(label: str, kind: str, before: object, after: object) -> C
         what = f"the {kind} {label} was removed"
     both_tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
     return Changed(what=what, is_structure=not (kind == "buffer" and both_tensors))
-
-
-class HeldTensor:
-    """A tensor that is no state: how often it was written, and its values if it is small."""
-
-    __slots__ = ("copy", "label", "tensor", "version")
-
-    def __init__(self, label: str, tensor: Tensor) -> None:
-        self.label, self.tensor, self.version = label, tensor, _version(tensor)
-        small = tensor.numel() <= _MOST_ELEMENTS and tensor.device.type == "cpu"
-        self.copy = tensor.detach().clone() if small else None
-
-    def is_same(self) -> bool:
-        """Whether nobody has written to it, as far as that is known, and no step trains it."""
-        if isinstance(self.tensor, Connected) or _version(self.tensor) != self.version:
-            return False
-        if self.copy is None or torch.equal(self.copy, self.tensor):
-            return True
-        return bool(torch.allclose(self.copy, self.tensor, rtol=0, atol=0, equal_nan=True))
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

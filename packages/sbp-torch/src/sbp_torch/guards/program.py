@@ -15,7 +15,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -32,7 +31,6 @@ from sbp_torch.guards.changed import (
     NOTHING,
     PLAIN,
     Changed,
-    HeldTensor,
     held_in,
     is_same,
     mode_change,
@@ -40,9 +38,11 @@ from sbp_torch.guards.changed import (
     short,
 )
 from sbp_torch.guards.connected import is_let_go, trained_elsewhere
+from sbp_torch.guards.functions import has_attributes, is_called, is_fixed
+from sbp_torch.guards.held import HeldContainer, HeldMapping, HeldTensor
 from sbp_torch.guards.numbers import Numbers, changed_floats, is_float, place_of
 from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
-from sbp_torch.guards.reads import Place, Reads, has_attributes, is_fixed
+from sbp_torch.guards.reads import Place, Reads
 from sbp_torch.optim import members
 from sbp_torch.update_options import UpdateOptions
 
@@ -79,28 +79,6 @@ _HOOKS |= {label.rpartition(".")[2] for label, _ in _HOOKS_OF_ALL}
 _AROUND = "the default dtype, and the dtypes of torch.autocast on CPU and CUDA,"
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    """Attributes of a module or object: what is there now, and what was."""
-
-    label: str
-    owner: object
-    live: Mapping[str, Any]
-    kept: dict[str, Any]
-
-    @property
-    def id(self) -> int:
-        """In places of numbers: of classes, `live` is another object each time."""
-        return id(self.owner if isinstance(self.owner, type) else self.live)
-
-
-@dataclass(frozen=True, slots=True)
-class _Container:
-    label: str
-    value: Any
-    content: Any
-
-
 class Guard:
     """What a program consists of at one moment, compared with what it is later.
 
@@ -130,10 +108,10 @@ class Guard:
         """
         self._numbers = Numbers(numbers)
         self._reads = Reads()
-        self._mappings: list[_Mapping] = []
+        self._mappings: list[HeldMapping] = []
         #: Attributes of objects that are not looked into: nothing read so far names them.
         self._unread: list[tuple[str, str, Any]] = []
-        self._containers: list[_Container] = []
+        self._containers: list[HeldContainer] = []
         self._tensors: list[HeldTensor] = []
         self._states = model_tensors(self._model)
         self._seen: dict[int, object] = {id(one): one for one in self._states.values()}
@@ -145,19 +123,19 @@ class Guard:
                 for hook in (hooks or {}).values():
                     self._visit(f"a hook on the gradient of {name!r}", hook)
         for label, hooks in _HOOKS_OF_ALL:
-            self._containers.append(_Container(label, hooks, dict(hooks)))
+            self._containers.append(HeldContainer(label, hooks, dict(hooks)))
         for part in members(self._optimizer):
             self._optimizer_itself(part)
         self._objects()
         for cls in self._reads.classes:
-            self._mappings.append(_Mapping(cls.__name__, cls, vars(cls), dict(vars(cls))))
+            self._mappings.append(HeldMapping(cls.__name__, cls, vars(cls), dict(vars(cls)), type))
         self._trained = [one.requires_grad for one in self._states.values()]
         self._hooks, self._around = self._tensor_hooks(), _around()
         #: Mappings and lists, with what lies in them whenever they are looked at.
         lying: list[Collection[Any]] = [one.live.values() for one in self._mappings]
         keys: list[tuple[int, Collection[Any]]] = [(one.id, one.live) for one in self._mappings]
         self._sets: list[tuple[Any, Any]] = []
-        self._others: list[_Container] = []
+        self._others: list[HeldContainer] = []
         for one in self._containers:
             if not isinstance(one.value, dict | list | set) or len(one.value) > MOST_ENTRIES:
                 self._others.append(one)
@@ -170,6 +148,8 @@ class Guard:
             else:
                 self._sets.append((one.value, one.content))
         self._keys = keys
+        self._others_of = [one for one in self._mappings if not isinstance(one.owner, type)]
+        self._missing = [(items, names) for items, names in self._reads.missing.values() if names]
         self._compared = [one for one in self._reads.places if one.at not in self._numbers]
         self._note(lying)
         self._groups.renew()
@@ -216,7 +196,7 @@ class Guard:
         """Note hooks, and attributes of one that PyTorch does not have."""
         for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             hooks = getattr(optimizer, key)
-            self._containers.append(_Container(f"the optimizer.{key}", hooks, dict(hooks)))
+            self._containers.append(HeldContainer(f"the optimizer.{key}", hooks, dict(hooks)))
         if not is_fixed(type(optimizer)):
             self._follow(self._reads.add_class(type(optimizer)))
             self._attributes(type(optimizer).__name__, optimizer, is_read=False)
@@ -225,13 +205,13 @@ class Guard:
         if not hasattr(owner, "__dict__"):
             return
         live = vars(owner)
-        self._mappings.append(_Mapping(label, owner, live, dict(live)))
+        self._mappings.append(HeldMapping(label, owner, live, dict(live), type(owner)))
         for key, value in live.items():
             if key == "_modules" and isinstance(owner, nn.Module):  # each comes by itself
-                self._containers.append(_Container(f"{label}.{key}", value, dict(value)))
-            elif isinstance(owner, nn.Module):
+                self._containers.append(HeldContainer(f"{label}.{key}", value, dict(value)))
+            elif isinstance(owner, nn.Module) and (key in _OF_CALLS or key in _HOOKS):
                 self._visit(f"{label}.{key}", value)
-            elif not _is_of_optimizer(owner, key) or (key == _GROUPS and is_read):
+            elif not _is_of_optimizer(owner, key) or (is_read and key in (_GROUPS, "defaults")):
                 self._unread.append((key, f"{label}.{key}", value))
 
     def _objects(self) -> None:
@@ -250,7 +230,11 @@ class Guard:
         left: deque[tuple[str, Any]] = deque([(label, value)])
         while left:
             label, value = left.popleft()
-            if isinstance(value, PLAIN) or id(value) in self._seen:
+            is_plain = isinstance(value, PLAIN) and not has_attributes(value)
+            if is_plain or id(value) in self._seen:
+                continue
+            if isinstance(value, types.ModuleType):
+                self._reads.add_module(value, label)
                 continue
             if isinstance(value, nn.Module):
                 for path, module in value.named_modules():
@@ -262,6 +246,8 @@ class Guard:
                 if not is_let_go(value):
                     raise trained_elsewhere(label, self._line(label))
                 self._tensors.append(HeldTensor(label, value))
+                if vars(value):
+                    self._attributes(label, value)
                 continue
             kind = label.rpartition(".")[2]
             if kind.startswith("_") and kind.endswith("_hooks") and kind not in _HOOKS:
@@ -269,7 +255,7 @@ class Guard:
             content = held_in(value)
             if content is not None:
                 if not isinstance(value, tuple | frozenset):  # which stay as they are
-                    self._containers.append(_Container(label, value, content))
+                    self._containers.append(HeldContainer(label, value, content))
                 left.extend((f"{label}[{key!r}]", part) for key, part in _entries(content))
             if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
                 left.append((label, value.__self__))
@@ -303,6 +289,8 @@ class Guard:
                 return (
                     self._numbers.follow_in(self._lay)
                     and self._lies_as_it_lay()
+                    and all(type(one.owner) is one.cls for one in self._others_of)
+                    and all(items.keys().isdisjoint(names) for items, names in self._missing)
                     and all(place.read() is place.value for place in self._compared)
                     and all(one.is_same() for one in self._tensors)
                     and self._trained == [one.requires_grad for one in self._states.values()]
@@ -325,6 +313,7 @@ class Guard:
         if self.holds():
             return []
         found = [*self._of_mappings(training), *self._of_containers(), *self._of_places()]
+        found += self._of_missing()
         for one in self._tensors:
             if not is_let_go(one.tensor):
                 raise trained_elsewhere(one.label, self._line(one.label))
@@ -355,6 +344,16 @@ class Guard:
             self._note(self._all)
         return found
 
+    def _of_missing(self) -> Iterator[Changed]:
+        """Yield what has come to be: globals that were looked for, and classes of objects."""
+        for items, names in self._missing:
+            for name in names.keys() & items.keys():
+                yield self._changed(name, name, NOTHING, items[name], names[name])
+        for one in self._others_of:
+            if type(one.owner) is not one.cls:
+                now = type(one.owner)
+                yield self._changed(f"the class of {one.label}", one.label, one.cls, now)
+
     def _of_mappings(self, training: bool) -> Iterator[Changed]:
         for one in self._mappings:
             if _is_identical(one.live, one.kept):
@@ -370,7 +369,7 @@ class Guard:
                 if key == "training" and is_module:
                     if training and isinstance(after, bool):
                         yield mode_change(one.label, after)
-                elif self._counts(key, is_module):
+                elif self._counts(one.owner, key):
                     label = f"{one.label}.{key}"
                     place = place_of(label, one.owner, one.live, key)
                     of_torch = is_module and is_fixed(type(one.owner))
@@ -380,8 +379,10 @@ class Guard:
                 else:
                     one.kept[key] = after
 
-    def _counts(self, key: str, is_module: bool) -> bool:
-        if is_module and (key in _OF_CALLS or key in _HOOKS):
+    def _counts(self, owner: object, key: str) -> bool:
+        if isinstance(owner, nn.Module) and (key in _OF_CALLS or key in _HOOKS):
+            return True
+        if isinstance(owner, type) and is_called(key, owner):
             return True
         if key.startswith("_") and key.endswith("_hooks"):
             return False
@@ -416,7 +417,7 @@ class Guard:
             elif not is_same(one.content, now):
                 yield self._changed(one.label, one.label, one.content, now)
 
-    def _entry(self, one: _Container, key: Any, before: object, after: object) -> Changed:
+    def _entry(self, one: HeldContainer, key: Any, before: object, after: object) -> Changed:
         label = f"{one.label}[{key!r}]"
         is_plain = isinstance(one.value, dict | list) and len(one.value) <= MOST_ENTRIES
         is_plain &= f".{_GROUPS}[" not in label  # they are inputs of the update already

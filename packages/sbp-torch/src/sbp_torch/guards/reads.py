@@ -7,83 +7,37 @@ the functions that they call.
 
 from __future__ import annotations
 
-import argparse
 import dis
 import functools
-import operator
-import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sbp_torch.capture.numbers import NumberPlace
-
-#: Packages whose functions and objects stay as they are.
-_FIXED = {
-    *sys.stdlib_module_names,
-    "numpy",
-    "sbp_aten",
-    "sbp_core",
-    "sbp_launch",
-    "sbp_torch",
-    "torch",
-}
-_FIXED -= {"__main__"}
-
-#: Objects of Python's own that are there to hold settings.
-_SETTINGS = (argparse.Namespace, types.SimpleNamespace)
-
-#: Objects of PyTorch that losses read, and loops change.
-_OF_TORCH = (
-    torch.distributions.Distribution,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
+from sbp_torch.guards.changed import NOTHING
+from sbp_torch.guards.functions import (
+    GETTERS,
+    SHOWN,
+    Code,
+    called_in,
+    definition,
+    is_called,
+    is_fixed,
+    is_fixed_module,
+    is_generated,
+    makers,
+    texts,
 )
-
-#: What reads attributes whose names no code says.
-_ANY_NAME = {
-    *("getattr", "vars", "__dict__", "attrgetter", "eval", "exec", "locals"),
-    *("asdict", "astuple", "fields", "model_dump", "_asdict"),
-}
-
-#: What finds globals by texts.
-_BY_TEXT = {"globals", "eval", "exec", "vars"}
-
-#: Methods that are called by what they are for, without their names.
-_CALLED = {"__call__", "__getattr__", "__getattribute__", "__getitem__", "forward", "step"}
-
-#: Those of a `torch.autograd.Function`.
-_CALLED_IN_BACKWARD = {"forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
-
-#: Special methods that make, copy and show objects; the others are called by operators.
-_OF_OBJECTS = {
-    *("__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__", "__del__"),
-    *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
-    *("__setattr__", "__delattr__", "__sizeof__", "__dir__", "__subclasshook__"),
-}
-
-#: What shows an object as text, and the operators of f-strings that call it.
-_SHOWN = {"__format__", "__str__", "__repr__"}
-_FORMATS = {
-    dis.opmap[name]
-    for name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE")
-    if name in dis.opmap
-}
-
-#: Objects of Python's own that call what they hold, or read attributes.
-_GETTERS = (operator.attrgetter, operator.methodcaller, operator.itemgetter)
 
 #: Where functions keep defaults.
 _DEFAULTS = {"__defaults__": "defaults", "__kwdefaults__": "keyword defaults"}
-
-_IDENTIFIER = re.compile(r"[^\W\d]\w*")
 
 #: Functions that are followed; a program that calls more of its own is followed so far.
 _MOST_FUNCTIONS = 5_000
@@ -119,6 +73,7 @@ class Reads:
 
     Attributes:
         names: Attributes and keys that their code names.
+        missing: Globals that it names and that are not there.
         remembered: Those that a function names which is not called again for the same arguments.
         any_name: Whether some of it asks for attributes by names that it makes up.
         places: Cells, globals, attributes of modules of Python and of classes.
@@ -132,6 +87,9 @@ class Reads:
         self._codes: list[types.CodeType] = []
         self._seen: dict[int, object] = {}  # itself by its id, so that the id stays its own
         self._functions = 0
+        self._made: set[type] = set()
+        #: Globals that are named and not there: by the id of the globals these, and who names each.
+        self.missing: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
         #: Classes whose attributes may be what somebody set.
         self.classes: list[type] = []
         self._modules: list[tuple[str, types.ModuleType, str]] = []
@@ -163,10 +121,10 @@ class Reads:
             for number, value in enumerate(called.args):
                 yield f"{label}.args[{number}]", value
             yield f"{label}.keywords", called.keywords
-        elif isinstance(called, _GETTERS):
+        elif isinstance(called, GETTERS):
             # Such as attrgetter("layer.beta") and methodcaller("get", holder).
             parts = called.__reduce__()[1]
-            self.names.update(part for text in _texts([parts]) for part in text.split("."))
+            self.names.update(part for text in texts([parts]) for part in text.split("."))
             yield label, parts
         elif isinstance(called, types.MethodType):
             yield "self", called.__self__
@@ -174,7 +132,7 @@ class Reads:
         elif isinstance(called, types.FunctionType):
             yield from self._function(called)
         elif isinstance(called, type):
-            yield from self.add_class(called)
+            yield from self.add_class(called, makes=True)
         elif isinstance(called, functools._lru_cache_wrapper):
             alone = Reads()
             deque(alone.add(called.__wrapped__), maxlen=0)
@@ -183,30 +141,43 @@ class Reads:
         else:
             yield label, called
 
-    def add_class(self, cls: type) -> Iterator[tuple[str, object]]:
+    def add_class(self, cls: type, *, makes: bool = False) -> Iterator[tuple[str, object]]:
         """Follow what is called without a name, and keep the other methods until code names them.
 
         A class has many methods, to save and to load and to generate, that no step calls.
+
+        Args:
+            cls: Of an object, or itself read by the code.
+            makes: Whether the code may make objects of it.
         """
         if type(cls) is not type:
             yield from self.add_class(type(cls))
-        in_backward = issubclass(cls, torch.autograd.Function)
         for base in cls.__mro__:
-            if base in (object, nn.Module, torch.optim.Optimizer) or not self._is_new(base):
+            if base in (object, nn.Module, torch.optim.Optimizer):
+                continue
+            if makes and not is_fixed(base) and base not in self._made:
+                self._made.add(base)
+                for called in makers(base):
+                    yield from self._called(called, base.__name__)
+            if not self._is_new(base):
                 continue
             for name, value in list(vars(base).items()):
-                if (
-                    name in _CALLED
-                    or (in_backward and name in _CALLED_IN_BACKWARD)
-                    or (_is_of_operators(name) and not is_fixed(base))
-                ):
-                    function = _function_of(value)
-                    if function is not None:
-                        yield from self._function(function)
-                elif name != "__init__":
-                    self._kept.append((name, f"{base.__name__}.{name}", value, is_fixed(base)))
+                label = f"{base.__name__}.{name}"
+                if is_called(name, base):
+                    yield from self._called(called_in(value), label)
+                else:
+                    self._kept.append((name, label, value, is_fixed(base)))
             if not is_fixed(base):
                 self.classes.append(base)
+
+    def _called(self, called: object, label: str) -> Iterator[tuple[str, object]]:
+        if called is not None and (callable(called) or isinstance(called, functools.partial)):
+            yield from self.add(called, label)
+
+    def add_module(self, module: types.ModuleType, label: str) -> None:
+        """Follow the entries of a module of Python that code names."""
+        if not is_fixed(module) and self._is_new(module):
+            self._modules.append((label, module, ""))
 
     def add_slots(self, value: object, label: str) -> Iterator[tuple[str, object]]:
         """Yield what an object holds in slots, as far as the code so far names them."""
@@ -227,11 +198,11 @@ class Reads:
         """Yield what classes, and modules of Python, hold under names that were met since."""
         kept, self._kept = self._kept, []
         for name, label, value, fixed in kept:
-            function = _function_of(value)
+            called = called_in(value)
             if name not in self.names:
                 self._kept.append((name, label, value, fixed))
-            elif function is not None:
-                yield from self._function(function)
+            elif called is not None:
+                yield from self._called(called, label)
             elif not fixed:
                 yield label, value
         for label, module, where in list(self._modules):
@@ -254,30 +225,23 @@ class Reads:
         return is_new
 
     def _function(self, function: types.FunctionType) -> Iterator[tuple[str, object]]:
-        is_new = self._is_new(function) and not _is_generated(function)
+        is_new = self._is_new(function) and not is_generated(function)
         if not is_new or self._functions >= _MOST_FUNCTIONS:
             return
         self._functions += 1
-        fixed = is_fixed(function)
-        codes = list(_nested(function.__code__))
-        texts = {text for code in codes for text in _texts(code.co_consts)}
-        self.names.update(texts, *(code.co_names for code in codes))
-        if any(_FORMATS.intersection(code.co_code[::2]) for code in codes):
-            self.names |= _SHOWN
+        code = Code(function)
+        self.names |= code.names | code.texts
+        if code.shows:
+            self.names |= SHOWN
         # Wrappers, such as `torch.no_grad()`, have PyTorch's code, and the user's in a cell.
-        where = _definition(function)
+        where = definition(function)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             yield from self._cell(name, cell, where)
-        if fixed or _root(function.__globals__.get("__name__", "")) in _FIXED:
+        if is_fixed(function) or is_fixed_module(function.__globals__.get("__name__", "")):
             return
-        self._codes += codes
-        used = {name for code in codes for name in code.co_names}
-        self.any_name |= bool(used & _ANY_NAME)
-        if used & {"str", "repr", "format", "print"}:
-            self.names |= _SHOWN
-        if used & _BY_TEXT:
-            used.update(*map(_IDENTIFIER.findall, texts))
+        self._codes += code.parts
+        self.any_name |= code.any_name
         for attribute, told in _DEFAULTS.items():
             if getattr(function, attribute) is not None:
                 yield from self._at(
@@ -290,33 +254,37 @@ class Reads:
                 )
         if vars(function):
             yield function.__qualname__, vars(function)
-        for name in sorted(used & function.__globals__.keys()):
+        for name in code.imports:
+            if isinstance(module := sys.modules.get(name), types.ModuleType):
+                self.add_module(module, name)
+        named = code.globals()
+        for name in sorted(named & function.__globals__.keys()):
             yield from self._item(name, function.__globals__, name, where)
+        _, missing = self.missing.setdefault(id(function.__globals__), (function.__globals__, {}))
+        missing |= dict.fromkeys(named - function.__globals__.keys(), where)
 
     def _cell(self, name: str, cell: types.CellType, where: str) -> Iterator[tuple[str, object]]:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # of a name that nothing was assigned to so far
-            return
         if not self._is_new(cell) or name == "__class__":
             return
 
-        def write(value: Any) -> None:
-            cell.cell_contents = value
+        def read() -> Any:
+            try:
+                return cell.cell_contents
+            except ValueError:  # of a name that nothing was assigned to so far
+                return NOTHING
 
-        at = (id(cell), "")
-        yield from self._at(name, lambda: cell.cell_contents, write, value, where, at)
+        def write(value: Any) -> None:
+            if value is not NOTHING:
+                cell.cell_contents = value
+
+        yield from self._at(name, read, write, read(), where, (id(cell), ""))
 
     def _item(
         self, label: str, items: dict[str, Any], key: str, where: str
     ) -> Iterator[tuple[str, object]]:
         value = items[key]
         self._met.add((id(items), key))
-        if isinstance(value, types.ModuleType):
-            if is_fixed(value):
-                return
-            if self._is_new(value):
-                self._modules.append((label, value, where))
+        if isinstance(value, types.ModuleType) and is_fixed(value):
             return
 
         def write(value: Any) -> None:
@@ -336,31 +304,13 @@ class Reads:
         self.places.append(
             Place(label=label, where=where, read=read, write=write, value=value, at=at)
         )
-        if isinstance(value, Enum) or (isinstance(value, type) and is_fixed(value)):
+        is_of_none = value is NOTHING or isinstance(value, Enum)
+        if is_of_none or (isinstance(value, type) and is_fixed(value)):
             return
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial | type):
             yield from self.add(value, label)
         else:
             yield label, value
-
-
-def is_fixed(value: object) -> bool:
-    """Whether a function, class, module or object belongs to what stays as it is."""
-    if isinstance(value, (*_SETTINGS, *_OF_TORCH)):
-        return False
-    if isinstance(value, types.ModuleType):
-        return _root(value.__name__) in _FIXED
-    named = value if isinstance(value, type | types.FunctionType) else type(value)
-    return _root(named.__module__ or "") in _FIXED
-
-
-def has_attributes(value: object) -> bool:
-    """Whether what an object holds in attributes may be what somebody set."""
-    return (
-        (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
-        and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor | Enum)
-        and not is_fixed(value)
-    )
 
 
 def modules_in_eval_mode(model: nn.Module) -> list[str]:
@@ -372,51 +322,3 @@ def modules_in_eval_mode(model: nn.Module) -> list[str]:
         if not module.training and "training" in reads.names:
             found.append(path or type(module).__name__)
     return found
-
-
-def _is_of_operators(name: str) -> bool:
-    """Whether a method is called by an operator or a statement: `a + b`, `for`, `with`."""
-    return (
-        name.startswith("__")
-        and name.endswith("__")
-        and name not in _OF_OBJECTS
-        and name not in _SHOWN
-    )
-
-
-def _root(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def _function_of(value: object) -> types.FunctionType | None:
-    """Return the function that an entry of a class is or holds; None if it is none."""
-    if isinstance(value, property):
-        value = value.fget
-    if isinstance(value, staticmethod | classmethod | functools.cached_property):
-        value = value.func if isinstance(value, functools.cached_property) else value.__func__
-    return value if isinstance(value, types.FunctionType) else None
-
-
-def _is_generated(function: types.FunctionType) -> bool:
-    """Whether `dataclasses` made a method: it reads all fields, and none for its own sake."""
-    return function.__code__.co_filename == "<string>" and function.__name__.startswith("__")
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
-
-
-def _texts(constants: Iterable[object]) -> Iterator[str]:
-    """Yield the texts among constants: keys, and attributes that patterns of `match` name."""
-    for one in constants:
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, tuple):
-            yield from _texts(one)
-
-
-def _definition(function: types.FunctionType) -> str:
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
