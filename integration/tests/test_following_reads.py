@@ -8,19 +8,24 @@ import ctypes
 import functools
 import multiprocessing
 import operator
+import queue
 import threading
 import types
 import weakref
+from dataclasses import dataclass, field
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from sbp_core.errors import RunError
 from sbp_launch import parallelize
+from sbp_launch.parallelize.flow import StepCapture
 
 BETA, LAMBDA = 1.0, 1.0
+BYTES = bytearray([1])
 WEIGHTS = numpy.array([1.0, 2.0])
 ONE_WEIGHT = numpy.array(1.0)
 CONTEXT = contextvars.ContextVar("beta", default=1.0)
@@ -85,7 +90,50 @@ class Reverse(torch.autograd.Function):
         return -LAMBDA * gradient
 
 
-SPECIAL = Special()
+class Made:
+    """Reads a number where it is made."""
+
+    def __init__(self):
+        self.value = BETA
+
+
+@dataclass
+class Fields:
+    value: float = field(default_factory=lambda: BETA)
+
+
+class Weight(float):
+    """A number that has more to it."""
+
+
+class Kinds:
+    """Reads by entries of a class that are no plain functions."""
+
+    shown = property(operator.attrgetter("kept"))
+
+    def __init__(self):
+        self.kept = 1.0
+
+    def scaled(self, factor):
+        return self.kept * factor
+
+    twice = functools.partialmethod(scaled, 2.0)
+
+
+class Patched:
+    def __float__(self):
+        return 1.0
+
+
+class Other(Patched):
+    def __float__(self):
+        return 3.0
+
+
+SPECIAL, KINDS, PATCHED, SWAPPED = Special(), Kinds(), Patched(), Patched()
+WEIGHT, DATA = Weight(1.0), TensorDataset(torch.ones(2))
+HELPER = types.ModuleType("helper")
+HELPER.beta = 1.0
 REFERENCE, CALL = weakref.ref(SPECIAL), operator.methodcaller("get")
 
 
@@ -97,6 +145,31 @@ def remembered():
 def _entered():
     with SPECIAL as value:
         return value
+
+
+def _weight(value):
+    WEIGHT.more = value
+
+
+def _appears(value):
+    globals().pop("LATE", None)
+    if value > 1:
+        globals()["LATE"] = value
+
+
+def late():
+    try:
+        return LATE
+    except NameError:
+        return 1.0
+
+
+def _class_of(value):
+    SWAPPED.__class__ = Other if value > 1 else Patched
+
+
+def _data(value):
+    DATA.tensors[0].fill_(value)
 
 
 def by_keyword(*, beta=1.0):
@@ -139,6 +212,20 @@ READ = {
     "ctypes": (lambda: NUMBER.value, lambda value: setattr(NUMBER, "value", value)),
     "a context variable": (CONTEXT.get, CONTEXT.set),
     "of a thread": (lambda: LOCAL.beta, lambda value: setattr(LOCAL, "beta", value)),
+    "a constructor": (lambda: Made().value, _global("BETA")),
+    "a default factory": (lambda: Fields().value, _global("BETA")),
+    "a subclass of float": (lambda: getattr(WEIGHT, "more", 1.0), _weight),
+    "a property of a getter": (lambda: KINDS.shown, lambda value: setattr(KINDS, "kept", value)),
+    "a partial method": (lambda: KINDS.twice(), lambda value: setattr(KINDS, "kept", value)),
+    "a class that is patched": (
+        lambda: float(PATCHED),
+        lambda value: setattr(Patched, "__float__", lambda self: value),
+    ),
+    "another class": (lambda: float(SWAPPED), _class_of),
+    "a module of Python": (lambda of=HELPER: of.beta, lambda value: setattr(HELPER, "beta", value)),
+    "a global that comes to be": (late, _appears),
+    "a dataset": (lambda: DATA[0][0], _data),
+    "bytes": (lambda: BYTES[0], lambda value: BYTES.__setitem__(0, int(value))),
     "an array": (lambda: float(WEIGHTS[1]), lambda value: WEIGHTS.__setitem__(1, value)),
     "an array without dims": (lambda: float(ONE_WEIGHT), ONE_WEIGHT.fill),
 }
@@ -226,6 +313,155 @@ def test_a_setting_of_a_group_that_the_loss_reads_is_followed(key):
             one.param_groups[0][key] = 0.01
 
     twins.trains([loss_of(one) for one in twins.optimizers], change)
+
+
+def test_an_attribute_that_somebody_has_set_on_a_parameter_is_read():
+    def prepare(model):
+        model.weight.decay = 2.0
+
+    def loss(model, batch):
+        decays = (getattr(one, "decay", 0.5) * one.square().sum() for one in model.parameters())
+        return model(batch).square().mean() + sum(decays)
+
+    twins = Twins(prepare)
+
+    def change(value):
+        for model in twins.models:
+            model.weight.decay = value
+
+    def set_another():
+        for model in twins.models:
+            model.bias.decay = 3.0
+
+    twins.trains([loss, loss], lambda: change(1.0), lambda: change(4.0), set_another)
+
+
+@pytest.mark.parametrize("attribute", ["forward", "__call__"])
+def test_a_layer_whose_class_is_patched_or_swapped_is_followed(attribute):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return x.tanh()
+
+    class Another(Layer):
+        def forward(self, x):
+            return x.sigmoid()
+
+    def patch():
+        setattr(Layer, attribute, lambda self, x: x.sin())
+
+    def loss(model, batch):
+        return model.layer(model(batch)).square().mean()
+
+    twins = Twins(lambda model: model.add_module("layer", Layer()))
+
+    def swap():
+        for model in twins.models:
+            model.layer.__class__ = Another
+
+    twins.trains([loss, loss], patch, swap)
+
+
+# What nobody sees
+
+
+class Hidden:
+    """Keeps a number where no guard looks."""
+
+    def __init__(self):
+        self.queue = queue.Queue()
+        self.put(1.0)
+
+    def put(self, value):
+        while not self.queue.empty():
+            self.queue.get()
+        self.queue.put(value)
+
+    def read(self):
+        value = self.queue.get()
+        self.queue.put(value)
+        return value
+
+
+HIDDEN = Hidden()
+
+
+def hidden_loss(model, batch):
+    return model(batch).square().mean() * HIDDEN.read()
+
+
+def test_a_change_that_nobody_sees_is_told_at_the_end():
+    twins = Twins()
+    HIDDEN.put(1.0)
+
+    step = parallelize(twins.models[0], hidden_loss, twins.batch, twins.optimizers[0]).start()
+    step(twins.batch)
+    HIDDEN.put(3.0)
+    step(twins.batch)
+    with pytest.warns(RuntimeWarning, match=r"another step than .* captured(.|\n)*mul"):
+        step.close()
+
+
+def test_a_change_that_nobody_sees_is_found_in_time(monkeypatch):
+    monkeypatch.setattr("sbp_launch.parallelize.unseen._PATIENCE", 0.0)
+    twins = Twins()
+    HIDDEN.put(1.0)
+
+    with parallelize(twins.models[0], hidden_loss, twins.batch, twins.optimizers[0]) as step:
+        step(twins.batch)
+        step._forms._unseen._due_s = 0.0
+        step(twins.batch)
+        HIDDEN.put(3.0)
+        step._forms._unseen._due_s = 0.0
+        with pytest.raises(RunError, match="another step than the one that was captured"):
+            step(twins.batch)
+        HIDDEN.put(1.0)
+        step(twins.batch)
+        assert step.steps_done == 3
+
+
+def test_what_changes_behind_the_last_step_is_no_change_of_it():
+    twins = Twins()
+    HIDDEN.put(1.0)
+
+    with parallelize(twins.models[0], hidden_loss, twins.batch, twins.optimizers[0]) as step:
+        step(twins.batch)
+        twins.models[0].requires_grad_(False)
+        twins.models[0].eval()
+
+
+# False alarms
+
+
+class Trainer:
+    """Has a loss as a method, and counters that the loss does not read."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.history, self.best, self.steps = optimizer, [], 9.0, 0
+        self.scale = 1.0
+
+    def loss(self, model, batch):
+        return model(batch).square().mean() * getattr(self, "scale", 1.0)
+
+    def note(self, out):
+        self.steps += 1
+        self.history.append(float(out))
+        self.best = min(self.best, float(out))
+
+
+def test_what_the_loss_does_not_read_takes_no_capture(monkeypatch):
+    twins = Twins()
+    trainer = Trainer(twins.optimizers[0])
+    captured = []
+    plain = StepCapture.__call__
+    monkeypatch.setattr(
+        StepCapture, "__call__", lambda *given: captured.append(given) or plain(*given)
+    )
+
+    with parallelize(twins.models[0], trainer.loss, twins.batch, trainer.optimizer) as step:
+        before = len(captured)
+        for _ in range(5):
+            trainer.note(step(twins.batch))
+        assert len(captured) == before
 
 
 # Models of other steps

@@ -259,6 +259,9 @@ class TrainingStep:
                 hint,
                 placed(self.numbers, numbers),
             ):
+                for name, tensor in now.items():  # such as p.weight_decay, which somebody has set
+                    for key, value in vars(self.tensors[name]).items():
+                        vars(tensor).setdefault(key, value)
                 loss, metrics = split_losses(self.loss(self.model, given))
             generators.check()
             if self.update is not None:

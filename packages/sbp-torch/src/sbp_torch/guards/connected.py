@@ -39,7 +39,7 @@ class Owner(Protocol):
 
 
 #: Attribute of a connected tensor: whose it is, its name, and whether its writes leave no trace.
-_OWNER = "_sbp_states"
+OWNER = "_sbp_states"
 
 
 def _getters(*names: str) -> set[Any]:
@@ -143,12 +143,12 @@ class Connected:
 
 def owner_of(tensor: Any) -> Any:
     """Return what a tensor was connected by."""
-    return vars(tensor)[_OWNER][0]
+    return vars(tensor)[OWNER][0]
 
 
 def name_of(tensor: Any) -> str:
     """Return the name that a tensor was connected under."""
-    return str(vars(tensor)[_OWNER][1])
+    return str(vars(tensor)[OWNER][1])
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -158,7 +158,7 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 def _is_untraced(tensor: Any) -> bool:
-    return bool(vars(tensor)[_OWNER][2])
+    return bool(vars(tensor)[OWNER][2])
 
 
 def connect(tensor: Tensor, owner: Owner, name: str, *, untraced: bool = False) -> None:
@@ -170,14 +170,14 @@ def connect(tensor: Tensor, owner: Owner, name: str, *, untraced: bool = False) 
         name: For the owner.
         untraced: Whether what is written to it leaves no trace in its version.
     """
-    vars(tensor)[_OWNER] = (owner, name, untraced)
+    vars(tensor)[OWNER] = (owner, name, untraced)
     tensor.__class__ = _connected_class(type(tensor))
 
 
 def disconnect(tensor: Any) -> None:
     """Let a tensor be an ordinary one again."""
     if isinstance(tensor, Connected):
-        del vars(tensor)[_OWNER]
+        del vars(tensor)[OWNER]
         tensor.__class__ = type(tensor).__bases__[1]
 
 
@@ -222,7 +222,7 @@ def trained_elsewhere(name: str, where: str = "") -> RunError:
 def as_before(tensors: Iterable[Any]) -> Iterator[None]:
     """Let connected tensors be ordinary ones meanwhile."""
     changed: list[Any] = [one for one in tensors if isinstance(one, Connected)]
-    held = [vars(one).pop(_OWNER) for one in changed]
+    held = [vars(one).pop(OWNER) for one in changed]
     for one in changed:
         one.__class__ = type(one).__bases__[1]
     try:
@@ -230,7 +230,7 @@ def as_before(tensors: Iterable[Any]) -> Iterator[None]:
     finally:
         for one, entry in zip(changed, held, strict=True):
             if not isinstance(one, Connected):  # meanwhile
-                vars(one)[_OWNER] = entry
+                vars(one)[OWNER] = entry
                 one.__class__ = _connected_class(type(one))
 
 
@@ -244,7 +244,7 @@ def _connect_alias(tensor: Tensor, connected: Iterable[Any], *, untraced: bool) 
         except NotImplementedError:  # of transforms, such as vmap
             return
         if is_alias:
-            owner, name, before = vars(one)[_OWNER]
+            owner, name, before = vars(one)[OWNER]
             connect(tensor, owner, name, untraced=untraced or before)
             return
 
@@ -260,7 +260,7 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
     is_of_torch = _OF_TORCH in caller and _CLIPPING not in caller
     if found is not None or is_of_torch:
         return found
-    name = vars(tensor)[_OWNER][1]
+    name = vars(tensor)[OWNER][1]
     raise RunError(
         f"the gradient of {name!r} is asked for, and gradients live inside a step only",
         where=caller,

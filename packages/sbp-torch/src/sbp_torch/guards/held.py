@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from sbp_torch.capture.convert import MAX_CONSTANT
-from sbp_torch.guards.connected import Connected
+from sbp_torch.guards.connected import OWNER, Connected
+
+#: What `surroundings` returns.
+SURROUNDINGS = "the default dtype, and the dtypes of torch.autocast on CPU and CUDA,"
 
 #: Tensors up to so many elements are compared by value, too: writes through `.data` have no trace.
 #: Larger ones are no constants of a graph.
@@ -63,3 +67,31 @@ class HeldTensor:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def is_identical(live: Mapping[Any, Any], kept: Mapping[Any, Any]) -> bool:
+    """Whether the same objects lie in two mappings, in the same order."""
+    return len(live) == len(kept) and all(map(operator.is_, live.values(), kept.values()))
+
+
+def surroundings() -> tuple[object, ...]:
+    """Return what surrounds each operator, whatever the program is."""
+    casts = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cpu", "cuda")
+    )
+    return (torch.get_default_dtype(), *casts)
+
+
+def hooks_of(tensors: Iterable[Tensor]) -> list[list[object] | None]:
+    """Return the hooks on the gradient of each tensor."""
+    found = []
+    for one in tensors:
+        first, second = one._backward_hooks, one._post_accumulate_grad_hooks
+        found.append([*(first or ()), *(second or ())] if first or second else None)
+    return found
+
+
+def num_attributes(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how many attributes somebody has set on each tensor."""
+    return [len(held) - (OWNER in held) for held in map(vars, tensors)]

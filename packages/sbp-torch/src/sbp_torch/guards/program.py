@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -39,7 +39,16 @@ from sbp_torch.guards.changed import (
 )
 from sbp_torch.guards.connected import is_let_go, trained_elsewhere
 from sbp_torch.guards.functions import has_attributes, is_called, is_fixed
-from sbp_torch.guards.held import HeldContainer, HeldMapping, HeldTensor
+from sbp_torch.guards.held import (
+    SURROUNDINGS,
+    HeldContainer,
+    HeldMapping,
+    HeldTensor,
+    hooks_of,
+    is_identical,
+    num_attributes,
+    surroundings,
+)
 from sbp_torch.guards.numbers import Numbers, changed_floats, is_float, place_of
 from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
 from sbp_torch.guards.reads import Place, Reads
@@ -75,8 +84,6 @@ _HOOKS_OF_ALL = [
     if key.startswith("_global") and key.endswith("_hooks") and isinstance(value, dict)
 ]
 _HOOKS |= {label.rpartition(".")[2] for label, _ in _HOOKS_OF_ALL}
-
-_AROUND = "the default dtype, and the dtypes of torch.autocast on CPU and CUDA,"
 
 
 class Guard:
@@ -119,6 +126,8 @@ class Guard:
             self._module(f"model.{path}" if path else "model", module)
         self._follow(self._reads.add(self._loss))
         for name, tensor in self._states.items():
+            if vars(tensor):
+                self._attributes(name, tensor)
             for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
                 for hook in (hooks or {}).values():
                     self._visit(f"a hook on the gradient of {name!r}", hook)
@@ -130,7 +139,8 @@ class Guard:
         for cls in self._reads.classes:
             self._mappings.append(HeldMapping(cls.__name__, cls, vars(cls), dict(vars(cls)), type))
         self._trained = [one.requires_grad for one in self._states.values()]
-        self._hooks, self._around = self._tensor_hooks(), _around()
+        self._hooks, self._around = hooks_of(self._states.values()), surroundings()
+        self._set_on_tensors = num_attributes(self._states.values())
         #: Mappings and lists, with what lies in them whenever they are looked at.
         lying: list[Collection[Any]] = [one.live.values() for one in self._mappings]
         keys: list[tuple[int, Collection[Any]]] = [(one.id, one.live) for one in self._mappings]
@@ -170,14 +180,6 @@ class Guard:
             and [*map(len, self._full)] == self._lengths
             and all(map(operator.is_, chain.from_iterable(self._full), self._lay))
         )
-
-    def _tensor_hooks(self) -> list[list[object] | None]:
-        """Return the hooks on gradients of the model's tensors."""
-        found = []
-        for one in self._states.values():
-            first, second = one._backward_hooks, one._post_accumulate_grad_hooks
-            found.append([*(first or ()), *(second or ())] if first or second else None)
-        return found
 
     # What there is.
 
@@ -294,8 +296,9 @@ class Guard:
                     and all(place.read() is place.value for place in self._compared)
                     and all(one.is_same() for one in self._tensors)
                     and self._trained == [one.requires_grad for one in self._states.values()]
-                    and self._hooks == self._tensor_hooks()
-                    and self._around == _around()
+                    and self._hooks == hooks_of(self._states.values())
+                    and self._set_on_tensors == num_attributes(self._states.values())
+                    and self._around == surroundings()
                     and all(now == before for now, before in self._sets)
                     and all(is_same(one.content, held_in(one.value)) for one in self._others)
                     and self._groups.holds()
@@ -321,13 +324,20 @@ class Guard:
                 what = f"the tensor {one.label} was written"
                 todo = f"let what holds it be a module or a buffer of the model; or {ANEW}"
                 found.append(Changed(what=what, where=self._line(one.label), todo=todo))
-        if (now := _around()) != self._around:
-            found.append(Changed(what=f"{_AROUND} are {now}, and were {self._around}"))
+        if (now := surroundings()) != self._around:
+            found.append(Changed(what=f"{SURROUNDINGS} are {now}, and were {self._around}"))
         with as_plain_tensors():
-            hooks = zip(self._states, self._hooks, self._tensor_hooks(), strict=True)
+            hooks = zip(self._states, self._hooks, hooks_of(self._states.values()), strict=True)
             found += [
                 Changed(what=f"a hook was registered on, or removed from, {name!r}")
                 for name, before, after in hooks
+                if before != after
+            ]
+            counts = num_attributes(self._states.values())
+            noted = zip(self._states, self._set_on_tensors, counts, strict=True)
+            found += [
+                Changed(what=f"attributes were set on {name!r}, or taken from it")
+                for name, before, after in noted
                 if before != after
             ]
             for (name, tensor), before in zip(self._states.items(), self._trained, strict=True):
@@ -356,7 +366,7 @@ class Guard:
 
     def _of_mappings(self, training: bool) -> Iterator[Changed]:
         for one in self._mappings:
-            if _is_identical(one.live, one.kept):
+            if is_identical(one.live, one.kept):
                 continue
             is_module = isinstance(one.owner, nn.Module)
             for key in dict.fromkeys((*one.kept, *one.live)):
@@ -390,7 +400,7 @@ class Guard:
 
     def _of_containers(self) -> Iterator[Changed]:
         for one in self._containers:
-            if isinstance(one.value, dict) and _is_identical(one.value, one.content):
+            if isinstance(one.value, dict) and is_identical(one.value, one.content):
                 continue
             if isinstance(one.value, set) and one.value == one.content:
                 continue
@@ -468,19 +478,6 @@ def _is_of_optimizer(owner: object, key: str) -> bool:
     return isinstance(owner, torch.optim.Optimizer) and (
         key in OF_OPTIMIZERS or key.startswith("_")
     )
-
-
-def _is_identical(live: Mapping[Any, Any], kept: Mapping[Any, Any]) -> bool:
-    return len(live) == len(kept) and all(map(operator.is_, live.values(), kept.values()))
-
-
-def _around() -> tuple[object, ...]:
-    """Return what surrounds each operator, whatever the program is."""
-    casts = (
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in ("cpu", "cuda")
-    )
-    return (torch.get_default_dtype(), *casts)
 
 
 def _entries(held: Any) -> Iterable[tuple[Any, Any]]:
