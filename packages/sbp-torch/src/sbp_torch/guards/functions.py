@@ -22,7 +22,10 @@ from torch import Tensor
 _FIXED = {"numpy", "sbp_aten", "sbp_core", "sbp_launch", "sbp_torch", "torch"}
 
 #: Where Python's own modules lie.
-_OF_PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_OF_PYTHON = tuple(
+    sysconfig.get_path(name, vars={"base": sys.base_prefix, "platbase": sys.base_exec_prefix})
+    for name in ("stdlib", "platstdlib")
+)
 
 #: Objects of Python's own that are there to hold settings.
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
@@ -52,7 +55,7 @@ _CALLED = {"__call__", "__getattr__", "__getattribute__", "__getitem__", "forwar
 _CALLED_IN_BACKWARD = {"forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
 
 #: Special methods that are called where an object is made.
-_MAKES = {"__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__"}
+MAKES = {"__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__"}
 
 #: Those that copy and end objects; all others are called by operators and statements.
 _OF_OBJECTS = {
@@ -159,12 +162,12 @@ def is_called(name: str, cls: type) -> bool:
     if name in _CALLED_IN_BACKWARD and issubclass(cls, torch.autograd.Function):
         return True
     is_special = name.startswith("__") and name.endswith("__")
-    return is_special and not is_fixed(cls) and name not in {*_MAKES, *_OF_OBJECTS, *SHOWN}
+    return is_special and not is_fixed(cls) and name not in {*MAKES, *_OF_OBJECTS, *SHOWN}
 
 
 def makers(cls: type) -> Iterator[object]:
     """Yield what is called where an object of a class is made."""
-    for name in _MAKES & vars(cls).keys():
+    for name in MAKES & vars(cls).keys():
         yield called_in(vars(cls)[name])
     if is_dataclass(cls):
         yield from (one.default_factory for one in fields(cls))

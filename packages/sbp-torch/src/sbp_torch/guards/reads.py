@@ -24,6 +24,7 @@ from sbp_torch.capture.numbers import NumberPlace
 from sbp_torch.guards.changed import NOTHING
 from sbp_torch.guards.functions import (
     GETTERS,
+    MAKES,
     SHOWN,
     Code,
     called_in,
@@ -165,7 +166,7 @@ class Reads:
                 label = f"{base.__name__}.{name}"
                 if is_called(name, base):
                     yield from self._called(called_in(value), label)
-                else:
+                elif name not in MAKES:  # which `makers` yields
                     self._kept.append((name, label, value, is_fixed(base)))
             if not is_fixed(base):
                 self.classes.append(base)
