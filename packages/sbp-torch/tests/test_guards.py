@@ -7,6 +7,7 @@ import functools
 import random
 import tracemalloc
 import types
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -294,6 +295,34 @@ def test_an_evaluation_forgets_no_mode(program):
     assert not guard.changes(training=False)
 
     assert [one.what[:10] for one in guard.changes()] == ["model.norm"]
+
+
+class Registry(OrderedDict):
+    """As `ACT2FN` of transformers: an entry is made of what is kept."""
+
+    def __getitem__(self, key):
+        raise AssertionError("a guard asks for no entry")
+
+
+class Lazy:
+    def __init__(self):
+        self._modules = {"one": 1}
+
+
+def test_objects_of_libraries_are_only_looked_at(program):
+    registry, lazy = Registry(one=1), Lazy()
+
+    def loss(model, batch):
+        return model(batch).mean() * len(registry) * len(lazy._modules) * hash(torch._C.ScriptModule)
+
+    model, _, _, optimizer = program
+    guard = Guard(model, loss, optimizer)
+
+    lazy._modules["two"] = 2
+    registry["three"] = 3
+    found = guard.changes()
+    assert sorted(one.what[:14] for one in found) == ["lazy._modules[", "registry['thre"]
+    assert not any(one.is_structure for one in found)
 
 
 def test_a_guard_that_holds_keeps_no_memory(program):

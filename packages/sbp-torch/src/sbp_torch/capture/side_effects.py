@@ -240,10 +240,18 @@ def _change(
     )
 
 
+def items_of(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what a mapping holds; of a kind of dict, without its own `__getitem__`.
+
+    That of `transformers.activations.ACT2FN` makes a module of what it holds.
+    """
+    return dict(dict.items(value)) if isinstance(value, dict) else dict(value)
+
+
 def content_of(value: Any) -> Any:
     """Return a copy of what a container holds: a list, dict, set or bytes; None if it is none."""
     if isinstance(value, MutableMapping):
-        return dict(value)
+        return items_of(value)
     if isinstance(value, tuple | MutableSequence) and not isinstance(value, bytearray | nn.Module):
         return list(value)
     if isinstance(value, set | frozenset):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_torch.capture.numbers import NumberPlace
-from sbp_torch.capture.side_effects import content_of
+from sbp_torch.capture.side_effects import content_of, items_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -96,7 +96,7 @@ def held_in(value: Any) -> Any:
         state = value if isinstance(value, numpy.random.RandomState) else value.bit_generator
         return [repr(state.get_state() if hasattr(state, "get_state") else state.state)]
     if isinstance(value, Mapping):
-        found = dict(value)
+        found = items_of(value)
         return found if len(found) <= MOST_ENTRIES else {"": len(found), **_ends(found.items())}
     found = content_of(value)
     if isinstance(found, list) and len(found) > MOST_ENTRIES:

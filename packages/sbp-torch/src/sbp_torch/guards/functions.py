@@ -146,6 +146,17 @@ def is_fixed_module(name: str) -> bool:
     return file is None or file.startswith(_OF_PYTHON)  # else the user's own has that name
 
 
+@functools.cache
+def is_installed_module(name: str) -> bool:
+    """Whether a module of Python is one that was installed, such as a library of models.
+
+    Of these, only what code names is followed: their constructors and special methods read
+    thousands of places that no loop changes.
+    """
+    file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or ""
+    return any(folder in file for folder in ("site-packages", "dist-packages"))
+
+
 def has_attributes(value: object) -> bool:
     """Whether what an object holds in attributes may be what somebody set."""
     return (
@@ -162,7 +173,8 @@ def is_called(name: str, cls: type) -> bool:
     if name in _CALLED_IN_BACKWARD and issubclass(cls, torch.autograd.Function):
         return True
     is_special = name.startswith("__") and name.endswith("__")
-    return is_special and not is_fixed(cls) and name not in {*MAKES, *_OF_OBJECTS, *SHOWN}
+    is_own = not is_fixed(cls) and not is_installed_module(cls.__module__)
+    return is_special and is_own and name not in {*MAKES, *_OF_OBJECTS, *SHOWN}
 
 
 def makers(cls: type) -> Iterator[object]:

@@ -44,6 +44,7 @@ class HeldContainer:
     label: str
     value: Any
     content: Any
+    is_of_module: bool = False
 
 
 class HeldTensor:

@@ -9,7 +9,6 @@ states of the step and not compared here; see `states`.
 from __future__ import annotations
 
 import operator
-import re
 import sys
 import types
 import weakref
@@ -57,9 +56,6 @@ from sbp_torch.update_options import UpdateOptions
 
 #: Where modules keep what is registered, and what that is called.
 _REGISTERS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
-
-#: How a label ends that goes through where modules keep parameters and buffers.
-_REGISTERED = re.compile(r"\._(?:parameters|buffers)\['(\w+)'\]$")
 
 #: Attributes of modules that PyTorch's own call of a module reads.
 _OF_CALLS = {"training", *_REGISTERS, "forward"}
@@ -209,8 +205,11 @@ class Guard:
         live = vars(owner)
         self._mappings.append(HeldMapping(label, owner, live, dict(live), type(owner)))
         for key, value in live.items():
-            if key == "_modules" and isinstance(owner, nn.Module):  # each comes by itself
-                self._containers.append(HeldContainer(f"{label}.{key}", value, dict(value)))
+            if key in _REGISTERS and isinstance(owner, nn.Module):
+                self._containers.append(HeldContainer(f"{label}.{key}", value, dict(value), True))
+                if key != "_modules":  # each comes by itself
+                    for name, part in value.items():
+                        self._visit(f"{label}.{name}", part)
             elif isinstance(owner, nn.Module) and (key in _OF_CALLS or key in _HOOKS):
                 self._visit(f"{label}.{key}", value)
             elif not _is_of_optimizer(owner, key) or (is_read and key in (_GROUPS, "defaults")):
@@ -244,7 +243,6 @@ class Guard:
                 continue
             self._seen[id(value)] = value
             if isinstance(value, Tensor):
-                label = _REGISTERED.sub(r".\1", label)
                 if not is_let_go(value):
                     raise trained_elsewhere(label, self._line(label))
                 self._tensors.append(HeldTensor(label, value))
@@ -411,7 +409,7 @@ class Guard:
                     before, after = one.content.get(key, NOTHING), now.get(key, NOTHING)
                     if is_same(before, after) or self._numbers.may_be((id(one.value), key), after):
                         continue
-                    if kind in _REGISTERS:
+                    if kind in _REGISTERS and one.is_of_module:
                         yield registered_change(f"{owner}.{key}", _REGISTERS[kind], before, after)
                     elif kind.endswith("_hooks") or "_hooks_" in kind:
                         verb = "removed from" if after is NOTHING else "registered on"

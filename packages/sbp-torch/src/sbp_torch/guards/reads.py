@@ -33,6 +33,7 @@ from sbp_torch.guards.functions import (
     is_fixed,
     is_fixed_module,
     is_generated,
+    is_installed_module,
     makers,
     texts,
 )
@@ -151,12 +152,10 @@ class Reads:
             cls: Of an object, or itself read by the code.
             makes: Whether the code may make objects of it.
         """
-        if type(cls) is not type:
-            yield from self.add_class(type(cls))
         for base in cls.__mro__:
             if base in (object, nn.Module, torch.optim.Optimizer):
                 continue
-            if makes and not is_fixed(base) and base not in self._made:
+            if makes and base not in self._made and not self._is_of_others(base):
                 self._made.add(base)
                 for called in makers(base):
                     yield from self._called(called, base.__name__)
@@ -170,6 +169,12 @@ class Reads:
                     self._kept.append((name, label, value, is_fixed(base)))
             if not is_fixed(base):
                 self.classes.append(base)
+        if type(cls) is not type and id(type(cls)) not in self._seen:
+            yield from self.add_class(type(cls))
+
+    @staticmethod
+    def _is_of_others(cls: type) -> bool:
+        return is_fixed(cls) or is_installed_module(cls.__module__)
 
     def _called(self, called: object, label: str) -> Iterator[tuple[str, object]]:
         if called is not None and (callable(called) or isinstance(called, functools.partial)):
@@ -255,12 +260,14 @@ class Reads:
                 )
         if vars(function):
             yield function.__qualname__, vars(function)
-        for name in code.imports:
-            if isinstance(module := sys.modules.get(name), types.ModuleType):
-                self.add_module(module, name)
         named = code.globals()
         for name in sorted(named & function.__globals__.keys()):
             yield from self._item(name, function.__globals__, name, where)
+        if is_installed_module(function.__module__ or ""):
+            return
+        for name in code.imports:
+            if isinstance(module := sys.modules.get(name), types.ModuleType):
+                self.add_module(module, name)
         _, missing = self.missing.setdefault(id(function.__globals__), (function.__globals__, {}))
         missing |= dict.fromkeys(named - function.__globals__.keys(), where)
 
