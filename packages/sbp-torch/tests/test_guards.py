@@ -313,7 +313,8 @@ def test_objects_of_libraries_are_only_looked_at(program):
     registry, lazy = Registry(one=1), Lazy()
 
     def loss(model, batch):
-        return model(batch).mean() * len(registry) * len(lazy._modules) * hash(torch._C.ScriptModule)
+        scale = len(registry) * len(lazy._modules) * hash(torch._C.ScriptModule)
+        return model(batch).mean() * scale
 
     model, _, _, optimizer = program
     guard = Guard(model, loss, optimizer)
