@@ -94,7 +94,7 @@ class Reads:
         self.missing: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}
         #: Classes whose attributes may be what somebody set.
         self.classes: list[type] = []
-        self._modules: list[tuple[str, types.ModuleType, str]] = []
+        self._modules: list[tuple[str, types.ModuleType]] = []
         #: Of classes: name, label, value, and whether the class is fixed.
         self._kept: list[tuple[str, str, object, bool]] = []
         self._met: set[tuple[int, str]] = set()
@@ -183,7 +183,7 @@ class Reads:
     def add_module(self, module: types.ModuleType, label: str) -> None:
         """Follow the entries of a module of Python that code names."""
         if not is_fixed(module) and self._is_new(module):
-            self._modules.append((label, module, ""))
+            self._modules.append((label, module))
 
     def add_slots(self, value: object, label: str) -> Iterator[tuple[str, object]]:
         """Yield what an object holds in slots, as far as the code so far names them."""
@@ -211,17 +211,17 @@ class Reads:
                 yield from self._called(called, label)
             elif not fixed:
                 yield label, value
-        for label, module, where in list(self._modules):
+        for label, module in list(self._modules):
             for name in sorted(self.names & vars(module).keys()):
                 if (id(vars(module)), name) not in self._met:
-                    yield from self._item(f"{label}.{name}", vars(module), name, where)
+                    yield from self._item(f"{label}.{name}", vars(module), name, "")
 
     @property
     def has_more(self) -> bool:
         """Whether `again` would yield something."""
         return any(name in self.names for name, *_ in self._kept) or any(
             (id(vars(module)), name) not in self._met
-            for _, module, _ in self._modules
+            for _, module in self._modules
             for name in self.names & vars(module).keys()
         )
 
