@@ -11,6 +11,7 @@ from thread_ranks import DictStore, Ranks
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.bootstrap import check_devices
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.step import StepKind
@@ -92,6 +93,39 @@ def test_two_ranks_with_one_gpu_are_refused_by_name_before_nccl_sees_them() -> N
         ranks.run(lambda rank, backend: None)
 
     assert not any(device.calls for device in ranks.devices)
+
+
+class NamedBetweenTwoLooks:
+    """The store of rank 0, in which rank 1 names its GPU and fails right behind a look for it."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.entries: dict[str, str] = {}
+        self.failed: str | None = None
+
+    def publish(self, key: str, text: str, readers: Any) -> None:
+        self.entries[key] = text
+
+    def lookup(self, key: str) -> str | None:
+        found = self.entries.get(key)
+        if found is None:
+            self.entries[key], self.failed = self.entries["device/0"], "rank 1 reported: why"
+        return found
+
+    def failure(self) -> str | None:
+        return self.failed
+
+    def wait_for(self, done: Any, limit_s: float) -> bool:
+        return any(done() for _ in range(10))
+
+
+def test_what_a_rank_has_named_before_it_failed_is_seen() -> None:
+    device = FakeDevice(ThreadNetwork(), 0)
+
+    said = told(lambda: check_devices(NamedBetweenTwoLooks(), device, 1.0))  # type: ignore[arg-type]
+
+    assert said.startswith("ranks 0 and 1 have the same GPU")
 
 
 def test_gpus_of_equal_bus_ids_on_different_hosts_are_different() -> None:

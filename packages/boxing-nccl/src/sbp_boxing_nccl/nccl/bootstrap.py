@@ -142,10 +142,12 @@ def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> No
     cards: dict[int, list[str]] = {}
 
     def over() -> bool:
+        # Asked first, so that what a rank has named before it failed is seen.
+        has_failed = store.failure() is not None
         for rank in everyone:
             if rank not in cards and (text := store.lookup(f"device/{rank}")):
                 cards[rank] = json.loads(text)
-        return len(cards) == store.size or store.failure() is not None
+        return len(cards) == store.size or has_failed
 
     if not store.wait_for(over, limit_s) or len(cards) < store.size:
         late = ", ".join(str(rank) for rank in everyone if rank not in cards)
