@@ -12,7 +12,7 @@ import operator
 import sys
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -137,8 +137,10 @@ class Guard:
         self._trained = [one.requires_grad for one in self._states.values()]
         self._hooks, self._around = hooks_of(self._states.values()), surroundings()
         self._set_on_tensors = num_attributes(self._states.values())
-        #: Mappings and lists, with what lies in them whenever they are looked at.
-        lying: list[Collection[Any]] = [one.live.values() for one in self._mappings]
+        #: Mappings and lists, each with what lies in it whenever that is looked at.
+        self._all: list[tuple[Sized, Collection[Any]]] = [
+            (one.live, one.live.values()) for one in self._mappings
+        ]
         keys: list[tuple[int, Collection[Any]]] = [(one.id, one.live) for one in self._mappings]
         self._sets: list[tuple[Any, Any]] = []
         self._others: list[HeldContainer] = []
@@ -146,10 +148,13 @@ class Guard:
             if not isinstance(one.value, dict | list | set) or len(one.value) > MOST_ENTRIES:
                 self._others.append(one)
             elif isinstance(one.value, dict):
-                lying.append(dict.values(one.value))
+                # One of Python's own is asked itself: its view touches more memory in each step.
+                lying = dict.values(one.value)
+                is_bare = type(one.value) in (dict, OrderedDict)
+                self._all.append((one.value if is_bare else lying, lying))
                 keys.append((id(one.value), dict.keys(one.value)))
             elif isinstance(one.value, list):
-                lying.append(one.value)
+                self._all.append((one.value, one.value))
                 keys.append((id(one.value), range(len(one.value))))
             else:
                 self._sets.append((one.value, one.content))
@@ -157,22 +162,21 @@ class Guard:
         self._others_of = [one for one in self._mappings if not isinstance(one.owner, type)]
         self._missing = [(items, names) for items, names in self._reads.missing.values() if names]
         self._compared = [one for one in self._reads.places if one.at not in self._numbers]
-        self._note(lying)
+        self._note()
         self._groups.renew()
 
-    def _note(self, lying: Iterable[Collection[Any]]) -> None:
+    def _note(self) -> None:
         """Note what lies in mappings and lists; most of them are empty, and looked at together."""
         self._numbers.find_among(self._keys)
-        self._all = [*lying]
-        self._empty = [one for one in self._all if not len(one)]
-        self._full = [one for one in self._all if len(one)]
+        self._empty = [sized for sized, _ in self._all if not len(sized)]
+        self._full = [lying for sized, lying in self._all if len(sized)]
         self._lengths = [*map(len, self._full)]
         self._lay = [*chain.from_iterable(self._full)]
 
     def _lies_as_it_lay(self) -> bool:
         """Whether the same objects lie in mappings and lists, in the same order."""
         return (
-            not any(map(len, self._empty))
+            not any(self._empty)
             and [*map(len, self._full)] == self._lengths
             and all(map(operator.is_, chain.from_iterable(self._full), self._lay))
         )
@@ -349,7 +353,7 @@ class Guard:
         if training:
             found += self._groups.changes()
         if not found and training:  # all was looked at; so that it is not looked at again
-            self._note(self._all)
+            self._note()
         return found
 
     def _of_missing(self) -> Iterator[Changed]:
