@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sized
 from itertools import chain
 from typing import Any
 
