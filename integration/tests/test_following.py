@@ -286,25 +286,6 @@ def test_there_is_a_bound_on_forms_that_is_told(caplog):
     twins.assert_equal()
 
 
-def test_many_forms_are_told_with_all_that_varies_and_the_ways_out(caplog):
-    length = {"now": 0}
-
-    def loss(model, batch):
-        return model(batch if length["now"] < 0 else batch[:, :, :99]).square().mean()
-
-    model = nn.Conv1d(1, 1, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with parallelize(model, loss, torch.ones(2, 1, 8), optimizer) as step:
-        for size in range(9, 14):
-            length["now"] = size
-            step(torch.ones(2, 1, size))
-
-    told = caplog.messages[-1]
-    assert "batches 'batch' [2, 1, 12]; length['now'] is 12, and was 11" in told
-    assert "To have fewer: pad batches to few sizes" in told
-    assert "scheduled" not in told
-
-
 REFUSED = {
     "a module": (
         lambda model, optimizer: setattr(model, "head", nn.Linear(6, 3).double()),

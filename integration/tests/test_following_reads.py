@@ -8,7 +8,6 @@ import ctypes
 import functools
 import multiprocessing
 import operator
-import queue
 import threading
 import types
 import weakref
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy
 import pytest
 import torch
+from one_layer import Twins
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -239,34 +239,6 @@ def _as_before():
     WEIGHTS[1] = 2.0
 
 
-class Twins:
-    """A layer that `parallelize` trains, and one that plain PyTorch does."""
-
-    def __init__(self, prepare=lambda model: None):
-        torch.manual_seed(0)
-        self.models = [nn.Linear(6, 3).double()]
-        self.models.append(copy.deepcopy(self.models[0]))
-        for model in self.models:
-            prepare(model)
-        self.optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
-        self.batch = torch.randn(8, 6, dtype=torch.float64)
-
-    def trains(self, losses, *changes):
-        """Take a step, and another one after each change; losses and weights are equal."""
-        found = parallelize(self.models[0], losses[0], self.batch, self.optimizers[0], mesh=2)
-        with found as step:
-            for change in (None, *changes):
-                if change is not None:
-                    change()
-                self.optimizers[1].zero_grad()
-                wanted = losses[1](self.models[1], self.batch)
-                wanted.backward()
-                self.optimizers[1].step()
-                assert abs(float(step(self.batch)) - wanted.item()) <= 1e-12
-            for one, other in zip(*(model.parameters() for model in self.models), strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
 @pytest.mark.slow(but=8)
 @pytest.mark.parametrize("how", READ)
 def test_a_number_is_followed_however_it_is_read(how):
@@ -358,107 +330,6 @@ def test_a_layer_whose_class_is_patched_or_swapped_is_followed(attribute):
             model.layer.__class__ = Another
 
     twins.trains([loss, loss], patch, swap)
-
-
-# What nobody sees
-
-
-class Hidden:
-    """Keeps a number where no guard looks."""
-
-    def __init__(self):
-        self.queue = queue.Queue()
-        self.put(1.0)
-
-    def put(self, value):
-        while not self.queue.empty():
-            self.queue.get()
-        self.queue.put(value)
-
-    def read(self):
-        value = self.queue.get()
-        self.queue.put(value)
-        return value
-
-
-HIDDEN = Hidden()
-
-
-def hidden_loss(model, batch):
-    return model(batch).square().mean() * HIDDEN.read()
-
-
-def test_a_change_that_nobody_sees_is_told_at_the_end():
-    twins = Twins()
-    HIDDEN.put(1.0)
-
-    step = parallelize(twins.models[0], hidden_loss, twins.batch, twins.optimizers[0]).start()
-    step(twins.batch)
-    HIDDEN.put(3.0)
-    step(twins.batch)
-    with pytest.warns(RuntimeWarning, match=r"another step than .* captured(.|\n)*mul"):
-        step.close()
-
-
-def test_a_change_that_nobody_sees_is_found_in_time(monkeypatch):
-    monkeypatch.setattr("sbp_launch.parallelize.unseen._PATIENCE", 0.0)
-    twins = Twins()
-    HIDDEN.put(1.0)
-
-    with parallelize(twins.models[0], hidden_loss, twins.batch, twins.optimizers[0]) as step:
-        step(twins.batch)
-        step._forms._unseen._due_s = 0.0
-        step(twins.batch)
-        HIDDEN.put(3.0)
-        step._forms._unseen._due_s = 0.0
-        with pytest.raises(RunError, match="another step than the one that was captured"):
-            step(twins.batch)
-        HIDDEN.put(1.0)
-        step(twins.batch)
-        assert step.steps_done == 3
-
-
-def test_what_changes_behind_the_last_step_is_no_change_of_it():
-    twins = Twins()
-    HIDDEN.put(1.0)
-
-    with parallelize(twins.models[0], hidden_loss, twins.batch, twins.optimizers[0]) as step:
-        step(twins.batch)
-        twins.models[0].requires_grad_(False)
-        twins.models[0].eval()
-
-
-# False alarms
-
-
-class Trainer:
-    """Has a loss as a method, and counters that the loss does not read."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.history, self.best, self.steps = optimizer, [], 9.0, 0
-        self.scale = 1.0
-
-    def loss(self, model, batch):
-        return model(batch).square().mean() * getattr(self, "scale", 1.0)
-
-    def note(self, out):
-        self.steps += 1
-        self.history.append(float(out))
-        self.best = min(self.best, float(out))
-
-
-def test_what_the_loss_does_not_read_takes_no_capture(monkeypatch):
-    twins = Twins()
-    trainer = Trainer(twins.optimizers[0])
-
-    def captures(*_):
-        raise AssertionError("it is captured again")
-
-    with parallelize(twins.models[0], trainer.loss, twins.batch, trainer.optimizer) as step:
-        monkeypatch.setattr("sbp_launch.parallelize.flow.StepCapture.__call__", captures)
-        for _ in range(5):
-            trainer.note(step(twins.batch))
-        monkeypatch.undo()
 
 
 # Models of other steps

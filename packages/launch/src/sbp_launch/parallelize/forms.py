@@ -113,13 +113,14 @@ class Forms:
         self._forms = {self.first.captured: self.first}
         #: By the shapes of batches: the form for the program as it is.
         self._known: dict[Shapes, Form] = {}
+        #: Those of which a form was made, and a batch without values of each.
         self._met: set[Shapes] = set()
         self._templates: dict[Shapes, Any] = {}
         #: Whether the program is as it was when the first form was planned.
         self._is_as_planned = True
         self._has_warned = False
         self._unseen = UnseenChanges(first.capture_s)
-        #: The form and the shapes of the last step.
+        #: The form of the last step, and a batch of its shapes.
         self._last: tuple[Form, Any] | None = None
         #: From so many on, a warning names what varies; and most of all.
         self._many_forms, self._most_forms = 4, MOST_FORMS

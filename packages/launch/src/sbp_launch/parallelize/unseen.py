@@ -21,7 +21,7 @@ from sbp_torch.capture import difference
 #: Seconds of training before the first time, by the seconds of a capture.
 _PATIENCE = 200.0
 
-#: A capture at the end may take a second, or this part of the training behind the last one.
+#: A capture at the end may take a second, or this part of the time since the last one.
 _AT_THE_END_S, _AT_THE_END = 1.0, 0.05
 
 
@@ -61,9 +61,8 @@ class UnseenChanges:
         """
         again = capture()
         self._looked_s = self._now()
-        passed_s = self._looked_s - self._begun_s
-        self._due_s = self._looked_s + max(_PATIENCE * self._capture_s, passed_s)
         if graph_hash(again) != graph_hash(before):
+            self._due_s = self._looked_s  # also before the next step
             raise RunError(
                 "the program makes another step than the one that was captured, though nothing "
                 "that is compared has changed",
@@ -73,3 +72,5 @@ class UnseenChanges:
                 todo="read what changes from one of these, or from the batch; the steps since the "
                 "change were those of the program before it",
             )
+        passed_s = self._looked_s - self._begun_s
+        self._due_s = self._looked_s + max(_PATIENCE * self._capture_s, passed_s)

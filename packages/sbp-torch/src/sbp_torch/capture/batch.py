@@ -38,10 +38,11 @@ def flatten_batch(batch: Any) -> dict[str, Tensor]:
             with `torch.utils._pytree`, of tensors and None.
 
     Raises:
-        CaptureError: two tensors would have one name; or it holds something else, such as a number
-            or a NumPy array.
+        CaptureError: two tensors would have one name; a tensor has attributes that somebody has
+            set; or it holds something else, such as a number or a NumPy array.
     """
     if isinstance(batch, Tensor):
+        _check_attributes("batch", batch)
         return {"batch": batch}
     found: dict[str, Tensor] = {}
     for name, value in _leaves(batch, ""):
@@ -49,8 +50,24 @@ def flatten_batch(batch: Any) -> dict[str, Tensor]:
             raise CaptureError(
                 f"two tensors of the batch are called {name!r}", accepted="keys without dots"
             )
+        _check_attributes(name, value)
         found[name] = value
     return found
+
+
+def _check_attributes(name: str, tensor: Tensor) -> None:
+    """See that nobody has set attributes on a tensor: those of a captured step have none.
+
+    Raises:
+        CaptureError: somebody has.
+    """
+    own = next((key for key in vars(tensor) if not key.startswith("_")), None)
+    if own is not None and type(tensor) is Tensor:
+        raise CaptureError(
+            f"the tensor {name!r} of the batch has an attribute {own!r}, which a step does not see",
+            accepted="attributes that are set on parameters and buffers",
+            todo=f"pass it as an entry of the batch of its own: {{..., {own!r}: ...}}",
+        )
 
 
 def rebuild_batch(batch: T, tensors: Mapping[str, Tensor]) -> T:

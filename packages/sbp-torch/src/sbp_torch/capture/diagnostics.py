@@ -94,10 +94,10 @@ def refusal(program: str, error: Exception) -> TraceError:
         return TraceError(
             f"{program} cannot be captured: a tensor has no attribute {error.name!r}",
             where=user_frame(error),
-            accepted="attributes of torch.Tensor: a step is captured with other tensors, "
-            "which have none that you have set on yours",
-            todo=f"keep {error.name!r} on a module, or in a dict by the names of the parameters; "
-            "if you have not set it, see first that the loss runs in eager PyTorch",
+            accepted="attributes of torch.Tensor, and those set on parameters and buffers: all "
+            "other tensors of a captured step have none of yours",
+            todo=f"keep {error.name!r} on a module, or pass it in the batch; if you have not set "
+            "it, see first that the loss runs in eager PyTorch",
         )
     # A message such as 'x', of a KeyError, says nothing without its type.
     what = str(error) if isinstance(error, RuntimeError) else text

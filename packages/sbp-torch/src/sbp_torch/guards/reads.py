@@ -177,7 +177,7 @@ class Reads:
         return is_fixed(cls) or is_installed_module(cls.__module__)
 
     def _called(self, called: object, label: str) -> Iterator[tuple[str, object]]:
-        if called is not None and (callable(called) or isinstance(called, functools.partial)):
+        if callable(called):
             yield from self.add(called, label)
 
     def add_module(self, module: types.ModuleType, label: str) -> None:
