@@ -304,7 +304,7 @@ def test_an_attribute_that_somebody_has_set_on_a_parameter_is_read():
         for model in twins.models:
             model.bias.decay = 3.0
 
-    twins.trains([loss, loss], lambda: change(1.0), lambda: change(4.0), set_another)
+    twins.trains([loss, loss], set_another, lambda: change(1.0), lambda: change(4.0))
 
 
 @pytest.mark.parametrize("attribute", ["forward", "__call__"])

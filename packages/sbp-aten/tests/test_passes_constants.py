@@ -235,6 +235,18 @@ def test_the_same_is_computed_in_double_precision() -> None:
     assert _same(widened(graph), widened(made), {})
 
 
+def test_a_float64_with_the_error_of_a_float32_is_left_to_the_step() -> None:
+    d = _Draft()
+    tenth = d.add("full.default", (), 0.1, dtype=Symbol("dtype", "float32"), device=CPU)
+    wide = d.add("_to_copy.default", tenth, dtype=Symbol("dtype", "float64"))
+    graph = d.done(d.add("mul.Tensor", wide, 2))
+
+    made = verify_graph(fold_constants(graph))
+
+    assert _same(graph, made, {})
+    assert _same(widened(graph), widened(made), {})
+
+
 @pytest.mark.parametrize("number", [1e30, 1e-30])
 def test_what_leaves_the_range_of_float32_is_left_to_the_step(number: float) -> None:
     d = _Draft()

@@ -326,6 +326,17 @@ def test_objects_of_libraries_are_only_looked_at(program):
     assert not any(one.is_structure for one in found)
 
 
+def test_an_attribute_that_is_set_on_a_parameter_is_a_change(program):
+    model, loss, _, optimizer = program
+    guard = Guard(model, loss, optimizer)
+
+    model.linear.bias.scale = 2.0
+
+    assert [one.what for one in guard.changes()] == [
+        "attributes were set on 'linear.bias', or taken from it"
+    ]
+
+
 def test_a_guard_that_holds_keeps_no_memory(program):
     model, loss, _, optimizer = program
     guard = Guard(model, loss, optimizer)
