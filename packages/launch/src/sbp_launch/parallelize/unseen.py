@@ -62,7 +62,7 @@ class UnseenChanges:
         again = capture()
         self._looked_s = self._now()
         if graph_hash(again) != graph_hash(before):
-            self._due_s = self._looked_s  # also before the next step
+            # It stays due, so that the next step is an error, too.
             raise RunError(
                 "the program makes another step than the one that was captured, though nothing "
                 "that is compared has changed",

@@ -23,7 +23,7 @@ WIDE = {
     "complex64": "complex128",
 }
 
-
+#: What draws floats, of the default dtype if it is told none.
 _RANDOM = ("random_uniform", "random_normal")
 
 #: What takes any argument.
