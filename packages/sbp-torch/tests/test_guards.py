@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import random
+import sys
 import tracemalloc
 import types
 from collections import OrderedDict
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from sbp_torch.guards import Guard, modules_in_eval_mode
+from sbp_torch.guards.functions import is_fixed_module
 from sbp_torch.update_options import UpdateOptions
 
 CONFIG = {"beta": 1.0, "layers": [1, 2]}
@@ -324,6 +326,18 @@ def test_objects_of_libraries_are_only_looked_at(program):
     found = guard.changes()
     assert sorted(one.what[:14] for one in found) == ["lazy._modules[", "registry['thre"]
     assert not any(one.is_structure for one in found)
+
+
+def test_a_module_of_the_users_may_have_a_name_of_pythons(monkeypatch, tmp_path):
+    own = types.ModuleType("sched")
+    own.__file__ = str(tmp_path / "sched.py")
+    monkeypatch.setitem(sys.modules, "sched", own)
+    is_fixed_module.cache_clear()
+
+    assert not is_fixed_module("sched")
+    assert is_fixed_module("json") and is_fixed_module("itertools")
+
+    is_fixed_module.cache_clear()
 
 
 def test_an_attribute_that_is_set_on_a_parameter_is_a_change(program):
