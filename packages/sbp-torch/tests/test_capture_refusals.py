@@ -71,7 +71,7 @@ def _with_number(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, di
         (loss, None, "TypeError: 'NoneType' object", "eager PyTorch"),
         (loss, {"x": torch.zeros(2, 5)}, "must have same reduction dim", "eager PyTorch"),
         (lambda model, batch: model(batch["x"]), _BATCH, r"shape \(2, 1\)", "loss.mean()"),
-        (_decayed, _BATCH, "has no attribute 'decay'", "in a dict by the names of the parameters"),
+        (_decayed, _BATCH, "has no attribute 'decay'", "on a module, or pass it in the batch"),
         (_with_number, _BATCH, "metric 'beta' is float", "{'beta': beta * torch.ones(())}"),
     ],
 )
