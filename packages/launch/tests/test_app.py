@@ -105,6 +105,8 @@ CLUSTER = "sbp_launch/conf/cluster/local.yaml"
         (["--config-name", "nope"], ["nope"]),
         (["--config-dir", "nope"], ["nope"]),
         (["hydra.searchpath=[file:///no/such/folder]"], ["/no/such/folder"]),
+        (["hydra.run.dir=a/${x}"], ["hydra.run.dir: Interpolation key 'x'", "as \\${...}"]),
+        (["hydra.run.dir=a/\\${x}"], ["the folder a/${x} cannot be written to", "rename it"]),
         (["--cfg", "job", "trainer.stepz=5"], ["trainer.stepz", "'trainer.steps'"]),
     ],
 )

@@ -146,6 +146,11 @@ def test_what_others_call_our_options_leads_to_options_that_exist() -> None:
         ("5", "'5' sets nothing", "see --help"),
         ("cluster.mesh=(2,2)", "cannot be read", "square brackets: 'cluster.mesh=[2,2]'"),
         ("data.path=~/x", "cannot be read", "data.path=$HOME/x"),
+        (
+            "data.path=~you/x",
+            "cannot be read",
+            "does not replace ~ here: write the whole path",
+        ),
         ("data.path=a;b", "cannot be read", """'data.path="a;b"'"""),
         ("trainer.steps=1,2", "several values: 1,2", "'trainer.steps=[1,2]'"),
     ],

@@ -21,7 +21,7 @@ from sbp_core.errors import (  # noqa: E402 - after the check that torch is ther
 from sbp_core.graph.ir import Ref, TensorType  # noqa: E402
 from sbp_core.sbp import B, P, S  # noqa: E402
 from sbp_core.signatures import OpCall, derive  # noqa: E402
-from sbp_core.user_cache import cache_folder  # noqa: E402
+from sbp_core.user_paths import cache_folder  # noqa: E402
 from sbp_torch.signatures.candidates import candidates  # noqa: E402
 from sbp_torch.signatures.discovery import discover, discover_call  # noqa: E402
 from sbp_torch.signatures.discovery_cache import Discovery  # noqa: E402

@@ -1,11 +1,34 @@
-"""Lines of text on a console."""
+"""Consoles, and lines of text on them: the one place that makes them."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterable
+from typing import TextIO
 
 from rich.console import Console
+
+#: Characters of a line in files and pipes, and the fewest of one on a terminal.
+FILE_WIDTH, _LEAST_WIDTH = 100, 40
+
+
+def make_console(width: int | None = None, *, file: TextIO | None = None) -> Console:
+    """Return a console whose lines have 100 characters where it writes to no terminal.
+
+    Args:
+        width: Characters of a line, where this process does not write to a terminal, whatever
+            its launcher lets it believe.
+        file: Where it writes; the standard output if None.
+    """
+    if width is not None:
+        return Console(width=width, force_terminal=False)
+    out = file or sys.stdout
+    if not out.isatty():
+        return Console(file=file, width=FILE_WIDTH)
+    console = Console(file=file)
+    console.width = max(console.width, _LEAST_WIDTH)
+    return console
 
 
 def say(console: Console, lines: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.user_paths import user_path
 from sbp_models.configs import ClickLogConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of
@@ -103,7 +104,7 @@ def build(config: ClickLogConfig) -> ClickLog:
         RunError: the cache cannot be written.
     """
     arrow = library("pyarrow", extra="clicks", needed_by="data=click_log")
-    files = files_of(Path(config.path).expanduser(), key="data.path", suffixes=SUFFIXES)
+    files = files_of(user_path(config.path, "data.path"), key="data.path", suffixes=SUFFIXES)
     recipe = Recipe(
         kind="clicks",
         files=files,

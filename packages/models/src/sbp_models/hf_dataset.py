@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.user_paths import user_path
 from sbp_models.configs import HfDatasetConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of
@@ -82,7 +83,7 @@ def build(config: HfDatasetConfig) -> HfDataset:
             not there.
     """
     datasets = library("datasets", extra="datasets", needed_by="data=hf_dataset")
-    folder = Path(config.path).expanduser()
+    folder = user_path(config.path, "data.path")
     _check_files(folder)
     try:
         loaded = datasets.load_from_disk(str(folder))

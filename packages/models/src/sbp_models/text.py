@@ -29,6 +29,7 @@ import torch
 
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes
+from sbp_core.user_paths import user_path
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
 from sbp_models.configs.text import VOCABULARY
 from sbp_models.counter_based_random import hashes, key_of, members
@@ -194,7 +195,7 @@ def build_text(config: TextConfig) -> ByteText:
     Raises:
         ConfigError: the path does not exist, cannot be read, or holds too little text.
     """
-    path = Path(config.path).expanduser()
+    path = user_path(config.path, "data.path")
     given = f"data.path={config.path}"
     if path.is_dir():
         files, left_out = _read_folder(path)

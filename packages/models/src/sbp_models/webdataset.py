@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from sbp_core.errors import ConfigError
+from sbp_core.user_paths import user_path
 from sbp_models.configs import WebDatasetConfig
 from sbp_models.local_files import files_of, is_held_out, read_bytes
 from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
@@ -34,7 +35,7 @@ class WebDataset(ImageFiles):
 
     def __init__(self, config: WebDatasetConfig) -> None:
         pictures = Pictures(config, needed_by="data=webdataset")
-        shards = files_of(Path(config.path).expanduser(), key="data.path", suffixes={".tar"})
+        shards = files_of(user_path(config.path, "data.path"), key="data.path", suffixes={".tar"})
         images: dict[str, list[StoredImage]] = {"train": [], "validation": []}
         for shard in shards:
             for key, image in _samples(shard, config.num_classes):

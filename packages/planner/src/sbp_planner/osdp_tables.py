@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.output import standard_output
 from sbp_planner.command_line import Parser, size_bytes
 from sbp_planner.knapsack import KnapsackOption, choose
 
@@ -277,6 +277,7 @@ def _relative(plan: RowPlan, best: RowPlan | None) -> RowPlan:
     return RowPlan(**{**asdict(plan), "relative_throughput": plan.throughput / best.throughput})
 
 
+@standard_output("python -m sbp_planner.osdp_tables")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -289,13 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _options(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.write(json.dumps(_answer(options), indent=2) + "\n")
-        sys.stdout.flush()
     except SbpError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except BrokenPipeError:
-        # Whoever reads has seen enough (`| head`); the interpreter would complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

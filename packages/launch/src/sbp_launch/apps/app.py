@@ -24,14 +24,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import blame, discover
 from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
+from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
 from sbp_launch.run.file import save_run
 from sbp_launch.run.folder import FolderBefore, check_unused, make_folder, take_folder, writing
-from sbp_launch.run.run import make_console
 from sbp_launch.settings.catalog import PRIMARY, Catalog, make_catalog
 from sbp_launch.settings.check import in_use
 from sbp_launch.settings.compose import (
@@ -44,7 +45,7 @@ from sbp_launch.settings.compose import (
 )
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
-from sbp_launch.settings.refusals import as_hydra_says, unknown_flag
+from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
 
 #: Runs the jobs of a sweep in this process, one after the other.
 _LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -139,6 +140,7 @@ def _check_jobs(
     Raises:
         ConfigError: something is wrong with one of them, or with their folder.
     """
+    _check_name(Path.cwd(), "the working folder")
     overrides = list(options.overrides)
     refuse_conflicts(overrides)
     sweep = options.multirun or "hydra.mode=MULTIRUN" in overrides
@@ -149,7 +151,10 @@ def _check_jobs(
         config = compose(catalog, app, single)
         if not options.cfg and not options.info:
             checked = app.check(read(config, catalog), catalog.registry)
-    if config is None or checked is None or app.may_overwrite is None:
+    if config is None:
+        return None, []
+    _folder_of(config, "sweep" if sweep else "run")
+    if checked is None or app.may_overwrite is None:
         return None, []
     # The jobs of a sweep have folders of their own in it.
     if sweep:
@@ -169,9 +174,11 @@ def _take_folder(
         config: Composed, with Hydra's own node.
         mode: `run` or `sweep`.
         overwrite: Whether it may hold an earlier run.
+
+    Raises:
+        ConfigError: see `_folder_of` and `take_folder`.
     """
-    node = config.hydra[mode]
-    wanted = Path(str(node.dir))
+    node, wanted = config.hydra[mode], _folder_of(config, mode)
     named = OmegaConf.to_container(node, resolve=False)
     if "${now" not in str(named["dir"] if isinstance(named, dict) else ""):
         before = FolderBefore.of(wanted)
@@ -180,6 +187,31 @@ def _take_folder(
     made = make_folder(wanted)
     quoted = str(made).replace("'", "\\'")
     return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir='{quoted}'"]
+
+
+def _folder_of(config: DictConfig, mode: str) -> Path:
+    """Return the folder of a run or a sweep.
+
+    Raises:
+        ConfigError: its name has no value, or one that Hydra would not take as it is.
+    """
+    key = f"hydra.{mode}.dir"
+    try:
+        folder = Path(str(config.hydra[mode].dir))
+    except OmegaConfBaseException as error:
+        raise unresolved(error, key, "the command line") from error
+    _check_name(folder, key)
+    return folder
+
+
+def _check_name(folder: Path, where: str) -> None:
+    """Refuse a folder of a run in whose name Hydra would replace `${...}`."""
+    if "${" in str(folder):
+        raise ConfigError(
+            f"the folder {folder} cannot be written to: Hydra reads ${{...}} as a setting",
+            where=where,
+            todo="rename it, or take another folder",
+        )
 
 
 @contextmanager

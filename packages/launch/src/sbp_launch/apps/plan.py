@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from sbp_core import strategy_yaml
 from sbp_core.errors import ConfigError, PlanError
+from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
@@ -244,6 +245,7 @@ def application() -> Application[PlanRun]:
     )
 
 
+@standard_output("sbp-plan")
 def main() -> None:
     """Run `sbp-plan` and exit with its code."""
     sys.argv[1:] = quoted(sys.argv[1:])

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from sbp_core.errors import ConfigError, SbpError
+from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.apps.app import run
 from sbp_launch.apps.going_on import going_on
@@ -116,6 +117,7 @@ def _run_among(world: World) -> int:
     return code
 
 
+@standard_output(_NAME, outlives=True)
 def main() -> None:
     """Run `sbp-train` and exit with its code."""
     outlive_status_signals()

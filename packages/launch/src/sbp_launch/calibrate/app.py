@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.apps.app import run
 from sbp_launch.calibrate.config import GROUPS, CalibrateRun, check_calibrate
@@ -24,6 +25,7 @@ def _calibrate(config: CalibrateRun, registry: PluginRegistry, run_folder: Path)
         calibrate_machine(config, registry)
 
 
+@standard_output("sbp-calibrate", outlives=True)
 def main() -> None:
     """Run `sbp-calibrate` and exit with its code."""
     app = Application(

@@ -26,6 +26,7 @@ from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress
 from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.calibrate.steps import SmallModel, in_steps, launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
+from sbp_launch.console import make_console
 from sbp_launch.machine import (
     describe_machine,
     free_memory_bytes,
@@ -37,9 +38,6 @@ T = TypeVar("T")
 
 #: Copies of a message that a rank and its transport hold, at most, while it is under way.
 _COPIES = 5
-
-#: Width of what is printed to a file or pipe.
-_WIDTH = 110
 
 #: Message that tells the bandwidth of a link, in bytes.
 _LARGE = 2**26
@@ -60,7 +58,7 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     Raises:
         RunError: a rank ended badly.
     """
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = make_console()
     settings = run.settings
     console.print(
         f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
@@ -117,7 +115,7 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
     Raises:
         RunError: a rank ended badly.
     """
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = make_console()
     settings = run.settings
     console.print(
         f"measuring the calls of {settings.ops[0]} {_among(settings.ranks)} on this machine: about "

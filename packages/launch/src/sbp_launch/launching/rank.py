@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sbp_core.errors import ConfigError, SbpError
+from sbp_core.output import standard_output
 from sbp_core.plugins import blame, discover
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launching.logs import RankLog
@@ -58,7 +59,7 @@ def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
     registry, composed = discover(), close_mesh(load_run(folder), world)
     config = check(composed, registry)
     # Here and not above: a wrong setting is answered without waiting for torch.
-    from sbp_launch.run.run import FILE_WIDTH, make_console
+    from sbp_launch.console import FILE_WIDTH, make_console
     from sbp_launch.trainer.saved_settings import hash_of
     from sbp_launch.trainer.trainer import train
 
@@ -92,6 +93,7 @@ def _speaker(world: World) -> str:
     return f"sbp-train: rank {world.rank} (host {socket.gethostname()}, pid {os.getpid()})"
 
 
+@standard_output("sbp-train", outlives=True)
 def main() -> None:
     """Run one rank, and exit with its code."""
     outlive_status_signals()

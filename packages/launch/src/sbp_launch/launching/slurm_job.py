@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from sbp_core.boxing.supervision import thread_share
+from sbp_core.output import standard_output
 from sbp_launch.run.folder import LOGS
 from sbp_launch.run.status import status_signals
 from sbp_launch.world import FORGET_LAUNCHER, job_port
@@ -146,6 +147,7 @@ class Job:
         sys.stdout.flush()
 
 
+@standard_output("sbp-train", outlives=True)
 def main() -> None:
     """Submit the job, wait for it, and exit with its code."""
     folder, settings, *command = sys.argv[1:]

@@ -9,14 +9,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from rich.console import Console
-
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import CaptureError, RunError, SbpValueError
 from sbp_core.graph import InputKind, LogicalGraph
+from sbp_core.output import legible
 from sbp_core.runtime import BatchIs, Session, local_samples
 from sbp_core.strategy import Strategy
-from sbp_launch.console import say
+from sbp_launch.console import make_console, say
 from sbp_launch.parallelize.agreement import compare_batches
 from sbp_launch.parallelize.batch_names import check_batch_names
 from sbp_launch.parallelize.buckets import Padding
@@ -271,12 +270,14 @@ class ProgramStep:
             file: Where; standard output if None.
             max_rows: Most rows of its table; 0 for no table.
         """
-        if self.world.rank != 0:
-            return
         out = file or sys.stdout
-        console = Console(file=out, width=None if out.isatty() else 100)
+        if self.world.rank != 0 or out is None:  # None where a process has no standard output
+            return
+        console = make_console(file=out)
         mesh = self._engine.settings.mesh
         sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
-        print_plan(console, self._planned, sizes, max_rows, "raise max_rows to see them")
-        say(console, self._padding.lines)
-        say(console, self._comparison.lines() if self._comparison else [])
+        with console.capture() as captured:
+            print_plan(console, self._planned, sizes, max_rows, "raise max_rows to see them")
+            say(console, self._padding.lines)
+            say(console, self._comparison.lines() if self._comparison else [])
+        out.write(legible(captured.get(), out))

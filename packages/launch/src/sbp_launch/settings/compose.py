@@ -36,6 +36,7 @@ from sbp_launch.settings.refusals import (
     not_in_the_file,
     option_of,
     unreadable,
+    unresolved,
 )
 
 #: Version of Hydra's behaviour that the configs are written for.
@@ -222,8 +223,7 @@ def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> objec
         option = config.hydra.runtime.choices.get(group, "")
         raise _not_set(key, group, option, file, catalog) from error
     except OmegaConfBaseException as error:
-        what = str(error).partition("\n")[0]
-        raise ConfigError(f"{error.full_key or group}: {what}", where=file) from error
+        raise unresolved(error, group, file) from error
 
 
 def _not_set(key: str, group: str, option: str, file: str, catalog: Catalog) -> ConfigError:

@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Collection, Mapping, Sequence
 
 from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.settings.catalog import Catalog
@@ -54,7 +55,9 @@ def unreadable(error: OverrideParseException) -> ConfigError:
     elif value[:1] == "(" and value[-1:] == ")":
         todo = f"a list stands in square brackets: '{key}=[{value[1:-1]}]'"
     elif value[:1] == "~":
-        todo = f"the shell does not replace ~ here: {key}=$HOME{value[1:]}"
+        todo = "the shell does not replace ~ here: " + (
+            f"{key}=$HOME{value[1:]}" if value[1:2] in ("", "/") else "write the whole path"
+        )
     elif not _QUOTED_NAME.search(override) and told and told[0].startswith(_OF_THE_GRAMMAR):
         todo = f"""quote a value with spaces or signs, twice: '{key}="{value}"'"""
     if _QUOTED_NAME.search(override):
@@ -169,6 +172,21 @@ def faulty_file(error: BaseException | None) -> str:
             return str(mark.name)
         error = error.__cause__ or error.__context__
     return ""
+
+
+def unresolved(error: OmegaConfBaseException, key: str, where: str) -> ConfigError:
+    """Say why a setting has no value.
+
+    Args:
+        error: What OmegaConf says.
+        key: The setting, where OmegaConf does not name it.
+        where: The file that sets it.
+    """
+    what = str(error).partition("\n")[0]
+    todo = ""
+    if isinstance(error, InterpolationResolutionError):
+        todo = "${...} stands for another setting: write a name that has these signs as \\${...}"
+    return ConfigError(f"{error.full_key or key}: {what}", where=where, todo=todo)
 
 
 def as_hydra_says(error: Exception) -> ConfigError:

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from sbp_core.output import standard_output
 from sbp_core.plugins.discovery import discover
 from sbp_core.plugins.hooks import KINDS
 from sbp_core.plugins.registry import PluginEntry, PluginRegistry
@@ -17,6 +18,7 @@ from sbp_core.plugins.registry import PluginEntry, PluginRegistry
 COLUMNS = ("kind", "name", "distribution", "version", "API", "health")
 
 
+@standard_output("sbp-plugins")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 

@@ -22,7 +22,7 @@ import torch
 
 from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_core.units import format_seconds
-from sbp_core.user_cache import cache_folder
+from sbp_core.user_paths import cache_folder
 
 #: Raised whenever what a file means, or what is compared, changes.
 FORMAT = 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,7 @@ from sbp_core.errors import (
     unknown_name,
 )
 from sbp_core.graph import ITEMSIZE, TensorType
+from sbp_core.output import standard_output
 from sbp_core.plugins import discover as plugins
 from sbp_core.sbp import NdSbp
 from sbp_core.signatures import (
@@ -67,6 +67,7 @@ class _Parser(argparse.ArgumentParser):
         raise SbpValueError(message, todo="--help lists the options")
 
 
+@standard_output("python -m sbp_torch.signatures")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -79,14 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         code = _run(_options(words))
-        sys.stdout.flush()
     except SbpError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except BrokenPipeError:
-        # Whoever reads has seen enough (`| head`); the interpreter would complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return code
 
 

@@ -23,7 +23,7 @@ from sbp_core.exports import make_callable
 from sbp_core.graph import Argument, Ref, map_refs
 from sbp_core.sbp import B, Sbp
 from sbp_core.signatures import OpCall, Signature1d
-from sbp_core.user_cache import cache_folder
+from sbp_core.user_paths import cache_folder
 from sbp_torch.signatures.candidates import Inputs, candidates
 from sbp_torch.signatures.discovery_cache import ORIGIN, CacheEntry, Discovery
 from sbp_torch.signatures.isolate import (

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_core.output import standard_output
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 
 _NAME = "sbp-checkpoint"
@@ -132,6 +133,7 @@ def run(arguments: Sequence[str]) -> int:
     return command(options)
 
 
+@standard_output(_NAME)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sbp-checkpoint`.
 

@@ -28,6 +28,7 @@ from sbp_core.boxing.supervision.exit_report import ExitReport, ProcessExit
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.root_cause import STOPPED_HERE, RootCauseFinder
 from sbp_core.errors import RunError
+from sbp_core.output import legible
 
 #: Lines of each process that are kept for the message about its end.
 _LAST_LINES = 30
@@ -66,7 +67,7 @@ class Line:
 
 def write_line(line: Line) -> None:
     """Write a line to standard output."""
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(legible(f"{line}\n", sys.stdout))
     sys.stdout.flush()
 
 

@@ -1,0 +1,76 @@
+"""Paths of the user who runs this: the one place that asks for the home folder.
+
+A user of a container often has none: no `HOME`, and no entry among the users of the system.
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from sbp_core.errors import ConfigError
+
+__all__ = ["cache_folder", "user_path"]
+
+logger = logging.getLogger(__name__)
+
+
+def user_path(path: str, key: str) -> Path:
+    """Return the path that a setting names, with `~` and `~USER` replaced by a home folder.
+
+    Args:
+        path: As the user writes it.
+        key: The setting.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{key}={path}: the home folder that ~ stands for is not known",
+            accepted="~ of a user that this machine knows, or whose HOME is set",
+            todo="write the whole path",
+        ) from error
+
+
+def cache_folder(kind: str) -> Path:
+    """Return where this user keeps what can be made again, as the XDG standard says.
+
+    Of a user without a home it is a folder that lasts as long as this process.
+
+    Args:
+        kind: Name of the folder below `sbp`, such as `signatures`.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        root = _passing_folder()
+    return root / "sbp" / kind
+
+
+@cache
+def _passing_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="sbp-cache-"))
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # and not a process that was forked from it
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    logger.warning(
+        "this user has no home folder: what is kept between runs is kept in %s until this process "
+        "ends; to keep it longer, set HOME or XDG_CACHE_HOME",
+        folder,
+    )
+    return folder
