@@ -165,19 +165,19 @@ def test_a_checkpoint_is_renamed_when_all_of_it_is_durable_and_the_former_one_is
         save(storage, "step-1", Metadata(step=1, seed=0), PIECES, Processes())
     assert sorted(calls[:2]) == ["sync .", "sync run"]  # new folders, in their parents
     assert calls[2:] == [
-        *written, f"sync {part}", f"rename {part}", "sync run/kept", f"remove {old}",
+        *written, f"sync {part}", f"rename {part}", "sync run/kept",
     ]  # fmt: skip
 
     with noted_calls(tmp_path) as calls:
         save(storage, "step-1", Metadata(step=1, seed=0), PIECES, Processes())
     assert calls == [
-        *written, f"sync {part}", f"remove {old}", f"rename {whole}", f"rename {part}",
+        *written, f"sync {part}", f"rename {whole}", f"rename {part}",
         "sync run/kept", f"remove {old}",
     ]  # fmt: skip
 
     with noted_calls(tmp_path) as calls:
         storage.remove("step-1")
-    assert calls == [f"sync {whole}", f"remove {whole}", "sync run/kept"]
+    assert calls == [f"rename {whole}", "sync run/kept", "remove run/kept/.step-1.gone"]
 
 
 def test_what_is_removed_is_no_checkpoint_before_its_files_go(

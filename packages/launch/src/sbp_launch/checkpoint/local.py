@@ -4,10 +4,12 @@
       .step-00000200.part/     being written
       step-00000100/           committed: it was renamed when all of it was on the disk
       .step-00000100.old/      what it has replaced, if a kill has kept it from being removed
+      .step-00000050.gone/     being removed
       .lock                    held by the run that writes here
 
 A rename is the commit, and folders are synced before and after it, so that after a power cut there
-is either the former folder or the new one. No link is followed from a folder to a file.
+is either the former folder or the new one. No link in this folder is followed: one that has a name
+of those above is removed as a link. What is no checkpoint is never replaced by one.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class LocalStorage:
         return _open(self._path(name) / file)
 
     def stage(self, name: str) -> StagedFolder:
-        """Return a folder to write to."""
+        """Return a folder to write to, in the place of none or of a committed one."""
         return _StagedLocal(self, name)
 
     def make(self) -> None:
@@ -103,12 +105,12 @@ class LocalStorage:
             raise FileNotFoundError(errno.ENOENT, "the folder has gone", str(self.root))
 
     def remove(self, name: str) -> None:
-        """Remove a folder; as it goes it is one that was never committed."""
-        path = self._path(name)
-        (path / MANIFEST_FILE).unlink()
-        sync(path)
-        shutil.rmtree(path)
+        """Remove a folder; as it goes it is none."""
+        gone = self.root / f".{name}.gone"
+        _remove(gone)
+        self._path(name).rename(gone)
         sync(self.root)
+        shutil.rmtree(gone)
 
     @contextmanager
     def claim(self) -> Iterator[None]:
@@ -127,8 +129,8 @@ class LocalStorage:
                 todo="name another folder",
             ) from error
         try:
-            for path in _folders(self.root):
-                if path.name.startswith(".") and path.name.endswith((".part", ".old")):
+            for path in self.root.glob(".step-*"):
+                if path.suffix in (".part", ".old", ".gone"):
                     self._clear(path)
             yield
         finally:
@@ -144,8 +146,11 @@ class LocalStorage:
             ConfigError: somebody else holds it.
         """
         path = self.root / _LOCK
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if path.is_symlink():
+                path.unlink()
+            lock = os.open(path, flags, 0o644)
             try:
                 _lock(lock, self.root)
                 # Whoever held it before may have removed it since it was opened.
@@ -172,14 +177,14 @@ class LocalStorage:
     def _path(self, name: str) -> Path:
         """Return where a committed folder is: one that was to be replaced may still be aside."""
         path, aside = self.root / name, _aside(self.root, name)
-        return aside if aside.is_dir() and not path.is_dir() else path
+        return aside if _is_folder(aside) and not path.is_dir() else path
 
     def _clear(self, path: Path) -> None:
         name = path.name[1:].removesuffix(".old")
-        if path.name.endswith(".old") and not (self.root / name).exists():
+        if path.suffix == ".old" and _is_folder(path) and not _is_there(self.root / name):
             path.rename(self.root / name)  # a kill between two renames
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
 
 class _StagedLocal:
@@ -191,8 +196,19 @@ class _StagedLocal:
 
     @contextmanager
     def create(self, file: str) -> Iterator[BinaryIO]:
-        """Write a file, and sync it."""
+        """Write a file, and sync it.
+
+        Raises:
+            OSError: it cannot be written, or something that is no checkpoint has its name.
+        """
         self.storage.make()
+        target = self.root / self.name
+        if _is_there(target) and not _is_committed(target):
+            raise FileExistsError(
+                errno.EEXIST, "what has its name is no checkpoint, and is not replaced", str(target)
+            )
+        if self.path.is_symlink():
+            self.path.unlink()
         self.path.mkdir(exist_ok=True)
         path = self.path / file
         path.unlink(missing_ok=True)
@@ -219,16 +235,16 @@ class _StagedLocal:
                 path.unlink()
         sync(self.path)
         target, aside = self.root / self.name, _aside(self.root, self.name)
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+        if _is_there(target):
+            _remove(aside)
             target.rename(aside)
         self.path.rename(target)
         sync(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
 
     def discard(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
 
 
 def sync(path: Path) -> None:
@@ -243,7 +259,30 @@ def sync(path: Path) -> None:
 def _folders(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+    return [path for path in root.iterdir() if _is_folder(path)]
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has a name, be it a link to nothing."""
+    return os.path.lexists(path)
+
+
+def _is_committed(path: Path) -> bool:
+    manifest = path / MANIFEST_FILE
+    return _is_folder(path) and manifest.is_file() and not manifest.is_symlink()
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder as far as it can be, or a link as a link."""
+    if _is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _aside(root: Path, name: str) -> Path:

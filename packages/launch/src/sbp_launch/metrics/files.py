@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import EmptyConfig, MetricSink, MetricSinkFactory
+from sbp_launch.checkpoint.formats.aside import writing_aside
 
 
 def _check_file(file: str, key: str = "file") -> None:
@@ -93,17 +93,6 @@ def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
     return "".join(kept)
 
 
-def _replace(path: Path, text: str) -> None:
-    """Put a text in the place of a file, which is whole at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.part")
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 class JsonlSink:
     """Write one JSON object a line: `{"step": 1, "loss": 5.5}`.
 
@@ -116,7 +105,9 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        _replace(path, _kept(path, resumed_step, lambda line: int(json.loads(line)["step"])))
+        kept = _kept(path, resumed_step, lambda line: int(json.loads(line)["step"]))
+        with writing_aside(path) as file:
+            file.write(kept.encode())
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -142,7 +133,9 @@ class CsvSink:
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         head = "step,metric,value\n"
-        _replace(path, head + _kept(path, resumed_step, lambda line: int(line.partition(",")[0])))
+        kept = _kept(path, resumed_step, lambda line: int(line.partition(",")[0]))
+        with writing_aside(path) as file:
+            file.write((head + kept).encode())
         self._file = path.open("a", encoding="utf-8", newline="")
         self._writer = csv.writer(self._file, lineterminator="\n")
 

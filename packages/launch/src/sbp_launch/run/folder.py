@@ -12,10 +12,13 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError, RunError
 
+#: The folder of checkpoints in that of a run, as `trainer.checkpoint` has it if nothing is set.
+CHECKPOINTS = "checkpoints"
+
 #: What a run leaves; a folder that has one of them is used. `config.yaml`, `environment.json` and
 #: logs are no such files: a run that is refused may have written them.
 RUN_FILES = (
-    "checkpoints",
+    CHECKPOINTS,
     "strategy.yaml",
     "strategy.json",
     "plan.json",
@@ -71,12 +74,32 @@ def take_folder(folder: Path, *, overwrite: bool) -> None:
     """Make sure that there is a folder in which a run can be kept.
 
     Raises:
-        ConfigError: it cannot be made or written, or holds an earlier run.
+        ConfigError: it cannot be made or written, holds an earlier run, or has links.
     """
     with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _try_to_write(folder)
     check_unused(folder, overwrite=overwrite)
+    _refuse_links(folder)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a run folder with links at which files are written: it may come from elsewhere.
+
+    The folder of checkpoints may lie on another disk; what is written there follows no link.
+
+    Raises:
+        ConfigError: it has such links.
+    """
+    inside = (path for own in (folder, folder / LOGS, folder / ".hydra") for path in own.glob("*"))
+    links = [path for path in inside if path.is_symlink() and path.name != CHECKPOINTS]
+    if links:
+        raise ConfigError(
+            f"the run folder {folder} has links, and a run would write to what they lead to: "
+            + ", ".join(f"{path.relative_to(folder)} -> {path.readlink()}" for path in links),
+            accepted=f"files and folders of its own; {CHECKPOINTS} may be a link to a folder",
+            todo="remove them, or copy what they lead to",
+        )
 
 
 def check_unused(folder: Path, *, overwrite: bool) -> None:

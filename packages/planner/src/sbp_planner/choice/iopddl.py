@@ -159,7 +159,8 @@ def write_assignment(path: Path, assignment: Sequence[int]) -> None:
         path.write_text(text)  # a pipe or a device, which nothing may take the place of
         return
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(text)
+    with beside.open("x") as file:
+        file.write(text)
     beside.replace(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
@@ -10,6 +11,14 @@ from pathlib import Path
 
 from sbp_core.errors import RunError
 from sbp_launch.checkpoint.local import sync
+
+
+def fresh_path(path: Path) -> Path:
+    """Return a path beside another that nobody could have foreseen; it is to be made, not opened.
+
+    What had a name that is known beforehand would be written to, and a link to a file followed.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
 
 
 @contextmanager
@@ -23,11 +32,11 @@ def writing_aside(path: Path) -> Iterator[BufferedWriter]:
     Raises:
         RunError: it cannot be written, such as on a full disk.
     """
-    aside = path.with_name(f"{path.name}.part")
+    aside = fresh_path(path)
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as file:
+            with aside.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
