@@ -28,6 +28,7 @@ from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following, refusal
+from sbp_launch.parallelize.interrupts import until_done
 from sbp_launch.parallelize.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.parallelize.training import Training
 from sbp_launch.parallelize.unseen import UnseenChanges
@@ -335,7 +336,8 @@ class Forms:
         planned = self._planned(captured)
         if not self._training.states.counts_as(planned.plan):
             # A layer was frozen, or begins to be trained: its steps are no longer those of others.
-            self._training.count_apart()
+            with until_done():
+                self._training.count_apart()
             captured = self._capture.prepared(captured.original, captured.numbers)
             planned = self._planned(captured)
         planned = self._capture.proved(planned, captured, batch)
@@ -344,13 +346,14 @@ class Forms:
         training = self._training
         training.states.check_optimizer(self._capture.program)
         host = tuple(node for node in captured.original.nodes if numbers and node.is_host)
-        form = self._form(planned, captured.original, self._start(planned), why)
-        form = replace(form, numbers=numbers, host=host)
-        training.states.add_form(planned)
-        if not self._forms:
-            self.first = form
-        self._forms[name] = form
-        self._met.add(shapes)
+        with until_done():
+            form = self._form(planned, captured.original, self._start(planned), why)
+            form = replace(form, numbers=numbers, host=host)
+            training.states.add_form(planned)
+            if not self._forms:
+                self.first = form
+            self._forms[name] = form
+            self._met.add(shapes)
         return form
 
     def _varies(self, shapes: Shapes, changes: list[Changed]) -> str:

@@ -27,6 +27,7 @@ from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import Pins, PlannedProgram, plan_program
 from sbp_launch.parallelize.following import Following
+from sbp_launch.parallelize.interrupts import until_done
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.loading import load_states
 from sbp_launch.parallelize.missing_attributes import OF_STEPS, missing_attribute
@@ -158,6 +159,8 @@ class ParallelStep(ProgramStep):
         self._is_over = True
         training.end()
         with ExitStack() as closing:
+            closing.enter_context(until_done())
+            closing.callback(training.interrupts.__exit__)
             if training.has_begun:
                 # Ranks of other processes are told of an error that ends the block.
                 kind = type(error) if error else None
@@ -296,9 +299,10 @@ class ParallelStep(ProgramStep):
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
         training = self._training
-        load_states(training, states)
-        training.has_damaged_states = False
-        training.replaced()
+        with until_done():
+            load_states(training, states)
+            training.has_damaged_states = False
+            training.replaced()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
@@ -387,17 +391,18 @@ class ParallelStep(ProgramStep):
         def replacing() -> None:
             training.has_damaged_states = True  # until all processes have read theirs whole
 
-        done = load_step(
-            Path(path),
-            training,
-            self._engine.seed,
-            processes_of(self.world, training.gather),
-            keeps=training.num_steps > 0 and not training.has_damaged_states,
-            replacing=replacing,
-        )
-        training.has_damaged_states = False
-        training.replaced()
-        training.first_step = done - training.num_steps
+        with until_done():
+            done = load_step(
+                Path(path),
+                training,
+                self._engine.seed,
+                processes_of(self.world, training.gather),
+                keeps=training.num_steps > 0 and not training.has_damaged_states,
+                replacing=replacing,
+            )
+            training.has_damaged_states = False
+            training.replaced()
+            training.first_step = done - training.num_steps
         if self._comparison is not None:
             self._comparison.forget()
 
@@ -426,10 +431,11 @@ class ParallelStep(ProgramStep):
         weights = find_weights(
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )
-        with self._training.apart(), weights.over(program.own_states()) as states:
-            others = [one.own_states() for one in self._training.states.programs[1:]]
-            session.load_state_dict(ChainMap(states, *others) if others else states)  # type: ignore[arg-type] # which only reads
-        self._training.replaced()
+        with until_done():
+            with self._training.apart(), weights.over(program.own_states()) as states:
+                others = [one.own_states() for one in self._training.states.programs[1:]]
+                session.load_state_dict(ChainMap(states, *others) if others else states)  # type: ignore[arg-type] # which only reads
+            self._training.replaced()
 
     def __repr__(self) -> str:
         state = (

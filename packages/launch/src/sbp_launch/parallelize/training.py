@@ -24,6 +24,7 @@ from sbp_core.boxing import BoxingBackend, bounds_of
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import LogicalGraph
+from sbp_core.interrupts import HeldInterrupts
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import (
     Session,
@@ -32,6 +33,7 @@ from sbp_core.runtime import (
     state_slots,
 )
 from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of, manifest
+from sbp_launch.parallelize.interrupts import until_all_agree, until_done
 from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
 from sbp_launch.parallelize.states import ProgramStates, names_of
 from sbp_launch.planning.flow import Planned
@@ -81,6 +83,8 @@ class Training:
         self._connected: ConnectedStates | None = None
         self._team: Team = Team()
         self._is_open = False
+        #: Holds Ctrl-C, where ranks are processes, until all of them raise it.
+        self.interrupts = HeldInterrupts()
 
     @property
     def team(self) -> Team:
@@ -166,6 +170,9 @@ class Training:
         self._session, self.backend, self.gather = session, backend, gather
         self._is_open = True
         self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
+        if gather is not None:
+            self.interrupts = until_all_agree(tells=0 in session.local_ranks)
+            self.interrupts.__enter__()
 
     def connect(self) -> None:
         """Connect the model, and the optimizers of all programs, to the states."""
@@ -304,6 +311,7 @@ class Training:
         Raises:
             SbpError: `problem`.
             ConfigError: they are not; names what differs. Raised in all of them.
+            KeyboardInterrupt: one of them holds an interrupt. Raised in all of them.
         """
         if self.gather is None:
             if problem is not None:
@@ -317,7 +325,11 @@ class Training:
         if whole is not None:
             own[THE_BATCH] = _quick_digest(whole)
         digest = int.from_bytes(blake2b(repr(own).encode(), digest_size=7).digest(), "big")
-        highest, lowest = self._team.highest_of([digest, -digest])
+        interrupted = int(self.interrupts.error is not None)
+        highest, lowest, interrupted = self._team.highest_of([digest, -digest, interrupted])
+        if interrupted:
+            self.interrupts.raise_held()
+            raise KeyboardInterrupt
         if highest != -lowest:
             try:
                 compare(own, self.gather)
@@ -338,8 +350,9 @@ class Training:
             connected.look_again()
         written = connected.written()
         if written:
-            session.replace(written)
-            connected.taken_over()
+            with until_done():
+                session.replace(written)
+                connected.taken_over()
         return written
 
     def behind_step(self, graph: LogicalGraph) -> None:
