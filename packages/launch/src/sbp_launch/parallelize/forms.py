@@ -34,7 +34,7 @@ from sbp_launch.parallelize.training import Training
 from sbp_launch.parallelize.unseen import UnseenChanges
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
-from sbp_torch.capture import flatten_batch, host_numbers, rebuild_batch
+from sbp_torch.capture import check_modes, flatten_batch, host_numbers, rebuild_batch
 from sbp_torch.guards import Changed
 
 logger = logging.getLogger(__name__)
@@ -211,6 +211,7 @@ class Forms:
         problem: SbpError | None = None
         form, written, numbers = self.first, {}, dict[str, float]()
         try:
+            check_modes()
             changes = self._following.changes()
             if structure := [one for one in changes if one.is_structure]:
                 raise refusal(structure)

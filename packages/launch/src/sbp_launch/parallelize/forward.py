@@ -21,6 +21,7 @@ from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import plan_beside
 from sbp_launch.planning.flow import Planned, capture_forward, evaluating
+from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_torch.capture import flatten_batch
 
@@ -89,7 +90,7 @@ class Forwards:
             self.close()
             self._is_proved = False
         if not self._is_proved:
-            with self._training.apart():
+            with one_at_a_time(), self._training.apart():
                 self._prove()
             self._is_proved = True
         modes = () if in_evaluation else tuple(m.training for m in self._program.model.modules())
@@ -114,9 +115,10 @@ class Forwards:
         model = self._program.model
         name = "evaluate" if in_evaluation else "no_update"
         mode = evaluating(model) if in_evaluation else nullcontext()
-        with self._training.apart(), mode:
-            graph = capture_forward(model, self._program.loss, example, plain, name)
-        return plan_beside(self._train, graph, plain)
+        with one_at_a_time():
+            with self._training.apart(), mode:
+                graph = capture_forward(model, self._program.loss, example, plain, name)
+            return plan_beside(self._train, graph, plain)
 
     def close(self) -> None:
         """Close all sessions; that of training closes what they send through."""

@@ -33,9 +33,10 @@ from sbp_launch.parallelize.loading import load_states
 from sbp_launch.parallelize.missing_attributes import OF_STEPS, missing_attribute
 from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.program_step import ProgramStep
-from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
+from sbp_launch.parallelize.saved import StepSaves, as_path, load_step, processes_of
 from sbp_launch.parallelize.training import Training
-from sbp_torch.capture import UpdateOptions
+from sbp_launch.planning.one_at_a_time import one_at_a_time
+from sbp_torch.capture import UpdateOptions, check_modes
 from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
 
 
@@ -86,6 +87,7 @@ class ParallelStep(ProgramStep):
                 todo="call parallelize again; step.state_dict() has the states, which it takes as "
                 "states=...",
             )
+        check_modes()
         backend = self._engine.make_backend()
         states, training.given = self._first_states()
         session = self._engine.runtime.start(self._planned.plan, states, backend)
@@ -182,6 +184,7 @@ class ParallelStep(ProgramStep):
     # Programs.
 
     @in_arguments()
+    @one_at_a_time()
     @collection_paused()
     def beside(
         self,
@@ -344,21 +347,22 @@ class ParallelStep(ProgramStep):
                 is through. The next `save` waits for it, and logs that.
 
         Raises:
+            ConfigError: the folder is no path.
             RunError: it cannot be written, or a part of the states is lost. Without `wait`, a later
                 step raises that, in all processes the same one, or `finish_saving`, the next `save`
                 or the end of the block.
         """
-        session, training = self._current, self._training
+        session, training, place = self._current, self._training, as_path(folder, "step.save")
         assert training.saves is not None, "the step is started"
         backend = training.backend
         if backend is not None and backend.spans_processes and backend.failure_reason():
             left = backend.survivors(MEET_S)
             try:
-                training.saves.save_left(Path(folder), session, self.steps_done, left)
+                training.saves.save_left(place, session, self.steps_done, left)
             finally:
                 left.leave()
             return
-        training.saves.save(Path(folder), session, self.steps_done, wait=wait)
+        training.saves.save(place, session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
         """Wait until what `save(..., wait=False)` saves is on the disk; all processes call it.
@@ -386,14 +390,14 @@ class ParallelStep(ProgramStep):
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
         self.finish_saving()
-        training = self._training
+        training, place = self._training, as_path(path, "step.load")
 
         def replacing() -> None:
             training.has_damaged_states = True  # until all processes have read theirs whole
 
         with until_done():
             done = load_step(
-                Path(path),
+                place,
                 training,
                 self._engine.seed,
                 processes_of(self.world, training.gather),

@@ -37,6 +37,7 @@ from sbp_launch.parallelize.interrupts import until_all_agree, until_done
 from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
 from sbp_launch.parallelize.states import ProgramStates, names_of
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.team import Team
 from sbp_torch.capture import copied_states
 from sbp_torch.guards import ConnectedStates, connected_elsewhere
@@ -351,9 +352,22 @@ class Training:
         written = connected.written()
         if written:
             with until_done():
+                if self._count_otherwise(written):
+                    self.count_apart()
                 session.replace(written)
                 connected.taken_over()
         return written
+
+    def _count_otherwise(self, written: Mapping[str, Tensor]) -> bool:
+        """Whether parameters that share a step counter no longer do, as some begin anew."""
+        rank = self.started.local_ranks[0]
+        for counter, tied in self.states.plan.ties.items():
+            found = {float(written[name]) for name in tied if name in written}
+            if found and any(name not in written for name in tied):
+                found.add(float(self.started.shard(counter, rank)))
+            if len(found) > 1:
+                return True
+        return False
 
     def behind_step(self, graph: LogicalGraph) -> None:
         """Note that a step has changed the states.
@@ -377,7 +391,7 @@ class Training:
     @contextmanager
     def capturing(self, program: OneDeviceProgram) -> Iterator[None]:
         """Let a program be captured: with ordinary tensors, and an optimizer that has stepped."""
-        with self.apart(), as_stepped(program, self.states.updated):
+        with one_at_a_time(), self.apart(), as_stepped(program, self.states.updated):
             yield
 
     def apart(self) -> AbstractContextManager[None]:
