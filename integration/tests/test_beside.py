@@ -121,6 +121,38 @@ def test_a_generator_and_a_discriminator_equal_plain_pytorch(kind, layout):
     twins.assert_equal()
 
 
+def test_heads_of_one_body_may_be_trained_beside_each_other_in_a_pipeline():
+    def make():
+        torch.manual_seed(0)
+        sizes = {"body": (6, 8), "first": (8, 2), "second": (8, 3)}
+        model = nn.ModuleDict({key: nn.Linear(*size) for key, size in sizes.items()}).double()
+        first = [*model["body"].parameters(), *model["first"].parameters()]
+        return (
+            model,
+            torch.optim.SGD(first, lr=0.1),
+            torch.optim.SGD(model["second"].parameters(), lr=0.1),
+        )
+
+    def loss(head):
+        return lambda model, batch: model[head](model["body"](batch["x"])).square().mean()
+
+    example = {"x": torch.randn(8, 6, dtype=torch.float64)}
+    (model, *optimizers), (eager, *eager_optimizers) = make(), make()
+    layout = {"mesh": 2, "axes": "pipe", "planner": "manual/pipeline", "micro_batches": 2}
+    with parallelize(model, loss("first"), example, optimizers[0], **layout) as step:
+        steps = step, step.beside(loss("second"), example, optimizers[1])
+        for _ in range(2):
+            for head, one, optimizer in zip(
+                ("first", "second"), steps, eager_optimizers, strict=True
+            ):
+                eager.zero_grad()
+                wanted = loss(head)(eager, example)
+                wanted.backward()
+                optimizer.step()
+                assert abs(float(one(example)) - wanted.item()) <= 1e-12
+        assert_alike(model.state_dict(), eager.state_dict())
+
+
 def test_no_state_moves_or_is_there_twice():
     twins = Twins()
     step, step_g = twins.start(mesh=2, planner="manual/zero")

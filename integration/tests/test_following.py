@@ -107,7 +107,12 @@ def _one_more_step(model, optimizer):
     optimizer.zero_grad()
 
 
+def _forgotten(model, optimizer):
+    optimizer.state.pop(model.head.weight)  # its counter begins anew, beside those of others
+
+
 FOLLOWED = {
+    "states of one parameter are forgotten": _forgotten,
     "weights are written": _write,
     "a buffer is filled": lambda model, optimizer: model.weight.fill_(0.5),
     "best weights come back": _best_back,
@@ -135,6 +140,16 @@ def test_what_is_followed_equals_plain_pytorch(change, layout):
         twins.steps(step, 2, first=2)
         twins.assert_equal()
     twins.assert_equal()  # also behind the block
+
+
+def test_a_counter_of_one_parameter_that_begins_anew_is_followed():
+    twins = Twins(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.01))
+
+    with twins.start(mesh=2, planner="manual/zero") as step:
+        twins.steps(step, 2)
+        twins.both(_forgotten)
+        twins.steps(step, 2, first=2)
+        twins.assert_equal()
 
 
 def test_averages_and_files_are_those_of_plain_pytorch(tmp_path):

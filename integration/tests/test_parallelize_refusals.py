@@ -20,6 +20,9 @@ from sbp_core.errors import (
 from sbp_launch import parallelize
 from sbp_torch.capture import UpdateOptions
 
+#: The rest of the first batch.
+LABELS = {name: value for name, value in batch_of(0).items() if name != "x"}
+
 
 def refused(match, error=ConfigError, **given):
     model = given.pop("model", None) or make_model()
@@ -140,3 +143,26 @@ def test_a_step_that_fails_names_the_line_of_the_model(in_evaluation):
 
     assert "module '0'" in caught.value.where[0] and Path(__file__).name in caught.value.where[0]
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (CaptureError, lambda step: step({"x": batch_of(0)["x"].to_sparse(), **LABELS})),
+        (SbpValueError, lambda step: step({"x": batch_of(0)["x"].to("meta"), **LABELS})),
+        (SbpValueError, lambda step: step.evaluate({"x": batch_of(0)["x"].to("meta"), **LABELS})),
+        (CaptureError, lambda step: step.evaluate({"x": batch_of(0)["x"].float(), **LABELS})),
+        (SbpValueError, lambda step: step(batch_of(0), lr="x")),
+        (ConfigError, lambda step: step.save("a\0b")),
+        (CaptureError, torch.inference_mode()(lambda step: step(batch_of(0)))),
+    ],
+)
+def test_what_a_step_refuses_leaves_the_session_as_it_was(error, call):
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        before = step.state_dict()
+        with pytest.raises(error):
+            call(step)
+
+        assert all(torch.equal(before[name], one) for name, one in step.state_dict().items())
+        assert step(batch_of(0)).loss.isfinite()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -29,6 +32,7 @@ from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import PlanError, RunError
 from sbp_core.graph.ir import InputKind, Phase, Rate, Ref
 from sbp_core.memory import predict_memory
+from sbp_core.testing.interrupts import hears_signals
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.memory.meter import MemoryMeter
 from sbp_torch.testing.cases import compile_case
@@ -140,28 +144,32 @@ def _waiting_writer(plan: PhysicalPlan) -> PhysicalPlan:
     return replace(plan, ranks=tuple(changed if p is part else p for p in plan.ranks))
 
 
-def test_an_interrupt_while_states_are_overwritten_tears_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@hears_signals()
+def test_an_interrupt_while_states_are_overwritten_waits_for_the_step_and_the_session_goes_on() -> (
+    None
+):
     gate.clear()
+    with start(DATA, _in_place()) as usual:
+        wanted = [run_step(usual, DATA, index) for index in range(2)]
+        states = usual.state_dict()
     with start(DATA, _waiting_writer(_in_place())) as session:
 
-        def interrupted() -> None:
+        def interrupt() -> None:
             writers = [worker for (rank, _), worker in session.workers.items() if rank == 0]
             assert wait_until(lambda: any(worker.has_overwritten for worker in writers))
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # in which it is heard
+            gate.set()
 
-        monkeypatch.setattr(session, "_collect", interrupted)
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
         with pytest.raises(KeyboardInterrupt):
             run_step(session, DATA)
-        opening = threading.Timer(0.2, gate.set)
-        opening.start()
+        interrupting.join()
 
-        with pytest.raises(RunError, match="the states belong to two steps"):
-            session.state_dict()
-        # Nobody writes any more when the answer comes.
-        assert not any(worker.os_thread.is_alive() for worker in session.workers.values())
-        opening.join()
+        assert session.steps_done == 1
+        assert torch.equal(run_step(session, DATA, 1), wanted[1])
+        assert_states(session, states)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -95,9 +95,25 @@ def test_a_thread_that_was_stopped_begins_no_update(has_overwritten: bool) -> No
     worker.stop()
 
     with pytest.raises(Stopped):
-        worker._begin_update()
+        worker._begin_update(StepOrder(0, {}, [], 60.0))
 
     assert worker.has_overwritten == has_overwritten
+
+
+def test_a_step_that_was_given_up_begins_no_update_and_one_that_began_is_not_given_up() -> None:
+    order = StepOrder(0, {}, [], 60.0)
+    workers = [Alone(starts=False).worker for _ in range(2)]
+
+    assert order.commitment.give_up()
+    for worker in workers:
+        with pytest.raises(Stopped):
+            worker._begin_update(order)
+        assert not worker.has_overwritten
+
+    later = StepOrder(1, {}, [], 60.0)
+    workers[0]._begin_update(later)
+    assert workers[0].has_overwritten
+    assert not later.commitment.give_up()
 
 
 def test_a_deadline_that_passes_names_what_was_awaited() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.runtime import BatchPart
+from sbp_launch import parallelize
 from sbp_launch.parallelize.agreement import compare, compare_batches, compare_forms, digest_of
-from sbp_launch.parallelize.arguments import in_arguments
-from sbp_launch.parallelize.ranks import mesh_of
+from sbp_launch.parallelize.arguments import compile_config, in_arguments
+from sbp_launch.parallelize.choices import Choices
+from sbp_launch.parallelize.ranks import backend_of, mesh_of
+from sbp_launch.parallelize.saved import as_path
 from sbp_launch.parallelize.scalars import UpdateScalars
 from sbp_launch.world import World
 from sbp_torch.capture import UpdateOptions
@@ -85,11 +89,48 @@ def test_a_mesh_is_taken_if_and_only_if_it_has_the_ranks_of_the_world(shape, siz
 
     assert mesh_of(World(), shape, None).mesh_shape == tuple(shape)
     assert mesh_of(world, None, None).rank_list == tuple(range(size))
-    if prod(shape) == size:
-        assert mesh_of(world, shape, None).rank_list == tuple(range(size))
+    if prod(shape) == size or size == 1:
+        assert mesh_of(world, shape, None).rank_list == tuple(range(prod(shape)))
     else:
         with pytest.raises(ConfigError, match=f"torchrun started {size} process"):
             mesh_of(world, shape, None)
+
+
+def test_the_ranks_of_one_process_are_threads_whoever_started_it():
+    one = World.of_environment({"RANK": "0", "WORLD_SIZE": "1"})
+    mesh, choices = mesh_of(one, 4, None), Choices()
+
+    assert not backend_of(one, None, choices, mesh).spans_processes
+    assert not backend_of(one, None, choices, mesh_of(one, None, None)).spans_processes
+    with pytest.raises(ConfigError, match=r"torchrun has started one \(RANK=0, WORLD_SIZE=1\)"):
+        backend_of(one, "torch", choices, mesh)
+
+
+@pytest.mark.parametrize("given", ["x", "0.1", None, [0.1], torch.ones(2)], ids=str)
+def test_a_rate_that_is_no_number_is_refused(given):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    scalars = UpdateScalars(torch.optim.SGD([parameter], lr=0.1), UpdateOptions())
+
+    with pytest.raises(SbpValueError, match=r"lr=.* is of type"):
+        scalars.now({"lr": given})
+    assert scalars.now({"lr": torch.tensor(0.5)}) == {"lr": 0.5}
+
+
+@pytest.mark.parametrize("given", ["a\0b", 3, b"folder", None], ids=repr)
+def test_what_is_no_path_is_refused(given):
+    with pytest.raises(ConfigError, match=r"is no path\n  in step.save"):
+        as_path(given, "step.save")
+    assert as_path("folder", "step.save") == as_path(Path("folder"), "step.save") == Path("folder")
+
+
+def test_a_precision_of_none_is_none():
+    assert not compile_config(None, None).autocast
+    assert compile_config(None, torch.bfloat16).autocast == "bfloat16"
+
+
+def test_help_explains_the_call_of_a_module():
+    assert parallelize.__doc__.startswith("parallelize(model: ")
+    assert "loss: `loss(model, batch)` returns a 0-d tensor" in parallelize.__doc__
 
 
 @pytest.mark.parametrize(

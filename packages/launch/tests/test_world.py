@@ -134,3 +134,25 @@ def test_the_same_in_two_launchers_variables_is_no_contradiction() -> None:
     world = World.of_environment(both)
     assert stands(world) == ("mpiexec", 1, 2, 1, 2)
     assert "RANK" not in world.variables
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2"),
+        (MPICH, "PMI_RANK=1, PMI_SIZE=4"),
+        (SRUN, "SLURM_PROCID=3, SLURM_STEP_NUM_TASKS=5"),
+        ({}, ""),
+    ],
+)
+def test_a_world_says_which_variables_say_so(environment: Mapping[str, str], told: str) -> None:
+    assert World.of_environment(environment).said_by == told
+
+
+def test_one_process_needs_no_rank_and_what_is_missing_is_named_with_what_is_there() -> None:
+    assert stands(World.of_environment({"WORLD_SIZE": "1"})) == ("torchrun", 0, 1, 0, 1)
+    with pytest.raises(ConfigError, match="does not say RANK, beside MASTER_ADDR=here, WORLD_SIZ"):
+        World.of_environment({"WORLD_SIZE": "2", "MASTER_ADDR": "here"})
+    with pytest.raises(ConfigError, match="does not say PMI_SIZE, beside PMI_RANK=0"):
+        World.of_environment({"PMI_RANK": "0"})

@@ -216,3 +216,39 @@ def test_a_loss_may_freeze_for_a_part_of_it() -> None:
 
     graph = capture(model, freezes, _BATCH, torch.optim.SGD(model.parameters(), lr=0.1))
     assert {"0.weight", "0.bias"} == {*graph.new_states}
+
+
+def test_a_loss_that_is_scaled_is_named_and_a_scaler_that_is_off_is_none() -> None:
+    def scaled(enabled: bool) -> Any:
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        return lambda model, batch: scaler.scale(loss(model, batch))
+
+    optimizer = torch.optim.SGD(_MODEL.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match=r"scaled by a GradScaler(.|\n)*LossScaling\(\)"):
+        capture(_MODEL, scaled(enabled=True), _BATCH, optimizer)
+    assert capture(_MODEL, scaled(enabled=False), _BATCH, optimizer).nodes
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    assert scaler.scale(torch.ones(())).item() == 2.0  # behind the capture it scales
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        (torch.inference_mode, r"torch.inference_mode\(\), which trains nothing"),
+        (torch.autograd.detect_anomaly, r"torch.autograd.detect_anomaly\(\) is on"),
+    ],
+)
+def test_modes_in_which_no_step_is_taken_are_named(mode: Any, named: str) -> None:
+    optimizer = torch.optim.SGD(_MODEL.parameters(), lr=0.1)
+    with mode():
+        with pytest.raises(CaptureError, match=named):
+            capture(_MODEL, loss, _BATCH, optimizer)
+        assert capture(_MODEL, loss, _BATCH).nodes  # forward and loss alone
+
+
+def test_a_model_that_was_made_in_inference_mode_is_named() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(4, 1)
+    with pytest.raises(CaptureError, match=r"'weight' was made under torch.inference_mode\(\)"):
+        capture(model, loss, _BATCH, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import SbpError, SbpValueError
-from sbp_core.runtime import batch_parts
+from sbp_core.runtime import BatchIs, batch_parts
 from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.testing.cases import CASES, compile_case, local_batch
 
@@ -88,3 +88,15 @@ def test_of_a_tensor_of_another_stage_a_process_gives_nothing_or_anything() -> N
     assert torch.equal(alone[1][3][name], beside[1][3][name])
     with pytest.raises(SbpValueError, match="'features' is missing"):
         last.feed({name: batch[name]}, step.scalars)  # the whole is checked alike everywhere
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+@pytest.mark.parametrize("batch_is", ["global", "local"])
+def test_tensors_without_values_are_refused(kind: str, batch_is: BatchIs) -> None:
+    plan, step = compile_case("accumulation"), CASES["accumulation"].step
+    feeder, batch = Feeder(plan, list(plan.by_rank)), dict(step.batches[0])
+    name = next(iter(feeder.tensors))
+    batch[name] = batch[name].to("meta") if kind == "meta" else batch[name].to_sparse()
+
+    with pytest.raises(SbpValueError, match=f"{name!r} is (on the device 'meta'|of layout)"):
+        feeder.feed(batch, step.scalars, batch_is)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sbp_actor_runtime.commitment import Commitment
 from sbp_core.boxing import Pending
 from sbp_core.runtime import Trace, Watch, unwatched
 
@@ -85,6 +86,7 @@ class StepOrder:
         states: The rank's states by name.
         fed: Batch parts and scalars by name, for each micro-batch.
         deadline_s: Seconds that one boxing step may wait for other ranks.
+        commitment: Of the step, on all threads of the process.
         watch: Makes the context in which a rank's work is done.
         trace: Where firings and waits are noted, if the step is traced.
         only_finite: Whether the step ends before it overwrites a state, if its loss is not finite.
@@ -95,6 +97,7 @@ class StepOrder:
     states: Mapping[str, Any]
     fed: list[Values]
     deadline_s: float
+    commitment: Commitment = field(default_factory=Commitment)
     watch: Watch = unwatched
     trace: Trace | None = None
     only_finite: bool = False

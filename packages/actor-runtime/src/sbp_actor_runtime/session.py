@@ -3,7 +3,8 @@
 After a failure or an interrupt the workers end, and the session is over. Before the commit of the
 step (`sbp_core.compile.commit`) that leaves the states as they were, on all ranks. Behind it
 updates write over them, so that a failure leaves states of two steps, which are not handed out; new
-states that are not written over old ones are put in force when every worker has finished.
+states that are not written over old ones are put in force when every worker has finished. An
+interrupt that comes after the commit waits until the step is done, and the session goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sbp_actor_runtime.between_steps import BetweenSteps
+from sbp_actor_runtime.commitment import Commitment
 from sbp_actor_runtime.configs import ActorConfig
 from sbp_actor_runtime.message import Message, StepOrder, ThreadId, WorkerReport
 from sbp_actor_runtime.status import worker_status
@@ -26,6 +28,7 @@ from sbp_actor_runtime.worker import Worker
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, RunError
+from sbp_core.interrupts import HeldInterrupts
 from sbp_core.runtime import (
     BatchIs,
     NotFiniteStepError,
@@ -78,7 +81,8 @@ class ActorSession(Session):
         self.backend, self.owns_backend = backend, owns_backend
         self.store = store_of(plan, ranks, states, keeps=keeps)
         self.feeder = Feeder(plan, ranks)
-        self.reports: SimpleQueue[WorkerReport] = SimpleQueue()
+        #: Of the workers; and None when an interrupt is held, which `_collect` looks for.
+        self.reports: SimpleQueue[WorkerReport | None] = SimpleQueue()
         self.local_ranks, self.steps_done = tuple(ranks), 0
         self.together = BetweenSteps(plan, self.store, backend, config.deadline_s)
         #: Whether all processes are known to run the same plan.
@@ -139,41 +143,50 @@ class ActorSession(Session):
         for worker in self.workers.values():
             worker.has_overwritten = False
         self.states_before = self.store.values
+        commitment, is_over = Commitment(), False
         try:
             self._agree_on_plan(deadline_s)
-            for (rank, _), worker in self.workers.items():
-                states = self.store.values[rank]
-                worker.inbox.put(
-                    StepOrder(
-                        self.steps_done,
-                        states,
-                        fed[rank],
-                        deadline_s,
-                        self.watch,
-                        self.trace,
-                        self.only_finite,
-                        self.store.copier.before_overwrite(rank),
+            with HeldInterrupts(heard=lambda _: self.reports.put(None)) as interrupts:
+                for (rank, _), worker in self.workers.items():
+                    states = self.store.values[rank]
+                    worker.inbox.put(
+                        StepOrder(
+                            self.steps_done,
+                            states,
+                            fed[rank],
+                            deadline_s,
+                            commitment,
+                            self.watch,
+                            self.trace,
+                            self.only_finite,
+                            self.store.copier.before_overwrite(rank),
+                        )
                     )
-                )
-            reports = self._collect()
-            failed = [report for report in reports if report.error is not None]
-            is_undone = not failed and self._is_to_undo(reports)
-            results = {} if failed or is_undone else self._commit(reports)
+                reports = self._collect(interrupts, commitment)
+                failed = [report for report in reports if report.error is not None]
+                if failed:
+                    raise self._root_cause(failed)
+                is_undone = self._is_to_undo(reports)
+                results = {} if is_undone else self._commit(reports)
+                is_over = True
+                self.states_before = {}  # or `load_state_dict` could not let go of what it replaces
+                if is_undone:
+                    raise self._undo(reports)
         except BoxingError as error:
             raise self._fail(error) from error
         except BaseException as error:
-            # Such as an interrupt from the keyboard: the workers are in the middle of the step.
-            self._stop_workers()  # so that none begins an update any more
-            is_partial = self._is_partially_updated()
-            failure = step_interrupted(self.local_ranks[0], self.steps_done, error, is_partial)
-            self._abort(error, failure)
+            # What came after the commit leaves the session as it is behind a step.
+            if not is_over and self.failure is None:
+                self._give_up(error)
             raise
-        if failed:
-            raise self._root_cause(failed)
-        self.states_before = {}  # or `load_state_dict` could not let go of what it replaces
-        if is_undone:
-            raise self._undo(reports)
         return StepResult(outputs=results)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Abort the session in the middle of a step, as that was interrupted."""
+        self._stop_workers()  # so that none begins an update any more
+        is_partial = self._is_partially_updated()
+        failure = step_interrupted(self.local_ranks[0], self.steps_done, error, is_partial)
+        self._abort(error, failure)
 
     def _is_to_undo(self, reports: Sequence[WorkerReport]) -> bool:
         """Whether the loss of a step is not finite, and no state has been overwritten."""
@@ -229,8 +242,12 @@ class ActorSession(Session):
                 else "start a new session from state_dict()",
             )
 
-    def _collect(self) -> list[WorkerReport]:
-        """Wait for the reports of all workers; after a first failure the others are stopped."""
+    def _collect(self, interrupts: HeldInterrupts, commitment: Commitment) -> list[WorkerReport]:
+        """Wait for the reports of all workers; after a first failure the others are stopped.
+
+        Raises:
+            BaseException: what interrupts the step, which is given up.
+        """
         reports: list[WorkerReport] = []
         end: float | None = None
         while len(reports) < len(self.workers):
@@ -239,6 +256,11 @@ class ActorSession(Session):
                 report = self.reports.get(timeout=left_s)
             except Empty:
                 break
+            if report is None:  # perhaps from the end of an earlier step
+                if interrupts.error is not None and end is None and commitment.give_up():
+                    self._give_up(interrupts.error)
+                    interrupts.raise_held()
+                continue
             reports.append(report)
             if report.error is not None and end is None:
                 end = time.monotonic() + GRACE_S

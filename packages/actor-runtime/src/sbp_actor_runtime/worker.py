@@ -34,6 +34,7 @@ from sbp_actor_runtime.register import InRegister, OutRegister
 from sbp_actor_runtime.work import Receiving
 from sbp_core.boxing import Communicator
 from sbp_core.compile import (
+    COMMIT,
     FETCH_THREAD,
     STORE_THREAD,
     Collective,
@@ -178,7 +179,7 @@ class Worker:
                     report.has_refused = self.last_moment < len(self.order)
                     return report
                 if self.overwrites and self.last_moment < len(self.order):
-                    self._begin_update()
+                    self._begin_update(order)
                 self._run(self.last_moment, len(self.order), order, report)
                 self._end_begun(report)
             self.current_actor = ""
@@ -245,8 +246,10 @@ class Worker:
             self.communicator.progress()
         if self.open:
             self._await(self._open_inputs(post, firing))
+        if post.actor.name == COMMIT and not order.commitment.goes_through():
+            raise Stopped
         if post.actor.in_place:
-            self._begin_update()
+            self._begin_update(order)
         taken = self._take(post, firing.number, order)
         if post.is_boxing:
             made = self._box(post, firing, taken, order)
@@ -272,12 +275,15 @@ class Worker:
             self._send(sender, Acknowledge(link, post.actor.name))
         return made
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, order: StepOrder) -> None:
         """Note that a state is overwritten from now on.
 
         Raises:
-            Stopped: the session asked the thread to stop; nothing is overwritten.
+            Stopped: the session asked the thread to stop, or the step was given up; nothing is
+                overwritten.
         """
+        if not order.commitment.goes_through():
+            raise Stopped
         # First the note, then the look: a session that has stopped the thread, and then finds no
         # note, knows that the thread writes nothing any more.
         before, self.has_overwritten = self.has_overwritten, True

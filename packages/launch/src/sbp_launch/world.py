@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 
 from sbp_core.errors import ConfigError
 
@@ -34,6 +35,17 @@ _NO_STEP = 0xFFFF_FFF0
 
 #: Names of launchers, as of the config group `launcher`.
 THREADS, TORCHRUN, MPIEXEC, SLURM = "threads", "torchrun", "mpiexec", "slurm"
+
+#: Where launchers say the rank of a process, and their number, but for torchrun.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+#: Variables of one launcher begin alike, but for those of torchrun.
+_PREFIXES = ("OMPI_", "PMI_", "SLURM_")
+_OF_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RANK", "WORLD_SIZE")
+
+#: Most variables that a message shows.
+_MOST_TOLD = 6
 
 #: What makes a process forget who started its parent, so that `RANK` and `WORLD_SIZE` count.
 FORGET_LAUNCHER = {
@@ -56,6 +68,7 @@ class World:
         launcher: Who started them: `threads` (nobody), `torchrun`, `mpiexec` or `slurm`.
         variables: Of torchrun's variables, those that the launcher did not set but that say where
             the processes meet; `MASTER_ADDR` is left out where it is not known.
+        said_by: The variables that say so, for messages; empty where nobody did.
 
     Raises:
         ConfigError: the numbers contradict each other.
@@ -67,12 +80,13 @@ class World:
     local_size: int = 1
     launcher: str = THREADS
     variables: Mapping[str, str] = field(default_factory=dict)
+    said_by: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ConfigError(
                 f"{self.launcher} calls this process rank {self.rank} of {self.size}",
-                where="the environment",
+                where=f"the environment: {self.said_by}" if self.said_by else "the environment",
                 accepted=f"0 .. {self.size - 1}",
             )
         if not 0 <= self.local_rank < self.local_size <= self.size:
@@ -145,14 +159,31 @@ class _Environment:
         if not text and default is not None:
             return default
         if not (text.isascii() and text.isdecimal()):
+            beside = self.of_the_launcher_of(name)
             what = f"has {name}={text!r}" if text else f"does not say {name}"
             raise ConfigError(
-                f"the environment {what}",
+                f"the environment {what}" + (f", beside {beside}" if beside else ""),
                 where="the environment",
-                accepted="an integer >= 0",
-                todo=f"start the program with its launcher, or unset the variables beside {name}",
+                accepted=f"an integer >= 0 in {name}",
+                todo="start the program with its launcher; or unset these variables, and the ranks "
+                "are threads of this process",
             )
         return int(text)
+
+    def of_the_launcher_of(self, name: str) -> str:
+        """Return what is set of the variables that come from the same launcher, but this one."""
+        prefix = next((one for one in _PREFIXES if name.startswith(one)), "")
+        found = (
+            key
+            for key in self.variables
+            if (key.startswith(prefix) if prefix else key in _OF_TORCHRUN)
+        )
+        told = (f"{key}={self.variables[key]}" for key in sorted(found) if key != name)
+        return ", ".join(islice(told, _MOST_TOLD))
+
+    def told(self, *names: str) -> str:
+        """Return the first variables that are set of some, as `NAME=value`."""
+        return ", ".join(f"{name}={self.variables[name]}" for name in names if self.has(name))
 
     def refuse_others(self, world: World, names: tuple[str, str]) -> None:
         """Refuse torchrun's variables if they say something else than the launcher's own.
@@ -182,7 +213,8 @@ class _Environment:
 
 def _torchrun(read: _Environment) -> World:
     """Read torchrun's variables; also whoever sets `RANK` and `WORLD_SIZE` by hand."""
-    rank, size = read.number("RANK"), read.number("WORLD_SIZE")
+    size = read.number("WORLD_SIZE")
+    rank = read.number("RANK", default=0 if size == 1 else None)
     return World(
         rank=rank,
         size=size,
@@ -190,6 +222,7 @@ def _torchrun(read: _Environment) -> World:
         local_rank=read.number("LOCAL_RANK", default=rank),
         local_size=read.number("LOCAL_WORLD_SIZE", default=size),
         launcher=TORCHRUN,
+        said_by=read.told("RANK", "WORLD_SIZE"),
     )
 
 
@@ -265,6 +298,7 @@ def _world(
             MASTER_ADDR=host,
             MASTER_PORT=port,
         ),
+        said_by=read.told(*_RANKS, *_SIZES),
     )
 
 
@@ -294,11 +328,7 @@ def _slurm(read: _Environment) -> World | None:
 
 
 #: Where a launcher says the rank of a process, and their number.
-_RANK_OF = {
-    _open_mpi: ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    _hydra: ("PMI_RANK", "PMI_SIZE"),
-    _slurm: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-}
+_RANK_OF = dict(zip((_open_mpi, _hydra, _slurm), zip(_RANKS, _SIZES, strict=True), strict=True))
 
 
 def first_host(hosts: str) -> str:

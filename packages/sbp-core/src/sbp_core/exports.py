@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from inspect import Signature, signature
+from inspect import Signature, getdoc, signature
 from types import ModuleType
 from typing import Any
 
@@ -58,10 +58,9 @@ class _CallableModule(ModuleType):
 
 
 def make_callable(name: str) -> None:
-    """Let the loaded module `name` be called like `name.<last part>`, and its docstring say so."""
+    """Let the loaded module `name` be called like `name.<last part>`, which help of it explains."""
     module, last = sys.modules[name], name.rpartition(".")[2]
     module.__class__ = _CallableModule
-    module.__doc__ = (
-        f"{(module.__doc__ or '').rstrip()}\n\nThis module can be called: {last}(...) is "
-        f"{last}.{last}(...), and help({last}.{last}) explains it.\n"
-    )
+    function = getattr(module, last)
+    told = f"{last}{signature(function)}\n\n{getdoc(function) or ''}".rstrip()
+    module.__doc__ = f"{told}\n\nOf the module, whose call is that:\n\n{module.__doc__ or ''}"

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx.experimental import symbolic_shapes
@@ -21,6 +22,7 @@ __all__ = [
     "distributions_unchecked",
     "frames_told_apart_by_folder",
     "grouped_products_of_any_dtype",
+    "losses_unscaled",
     "unlogged_failures",
 ]
 
@@ -87,6 +89,27 @@ def frames_told_apart_by_folder() -> Iterator[None]:
         yield
     finally:
         symbolic_shapes.uninteresting_files = before
+
+
+@contextmanager
+def losses_unscaled(refusal: Callable[[], Exception]) -> Iterator[None]:
+    """Let a `GradScaler` that is enabled raise an error when it is to scale. Tried on 2.13.
+
+    Args:
+        refusal: Returns the error.
+    """
+    before = torch.amp.GradScaler.scale
+
+    def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if scaler.is_enabled():
+            raise refusal()
+        return before(scaler, outputs)
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment] # put back below
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = before  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from sbp_launch.parallelize.program_step import ProgramStep
 from sbp_launch.parallelize.ranks import backend_of, mesh_of
 from sbp_launch.parallelize.step import ParallelStep
 from sbp_launch.parallelize.training import Training
+from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.world import World
 from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import DeferredModel
@@ -56,6 +57,7 @@ __all__ = ["LengthBuckets", "ParallelStep", "ProgramStep", "StepOutput", "parall
 
 
 @in_arguments()
+@one_at_a_time()
 @collection_paused()
 def parallelize(
     model: nn.Module | DeferredModel,
@@ -75,7 +77,7 @@ def parallelize(
     pad_to: LengthBuckets | Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     update: UpdateOptions | None = None,
-    autocast: str | torch.dtype = "",
+    autocast: str | torch.dtype | None = None,
     compile: CompileConfig | Mapping[str, Any] | None = None,  # noqa: A002 - as of sbp-train
     runtime: Choice | Runtime = "actor",
     boxing: Choice | BoxingBackend | None = None,

@@ -132,14 +132,14 @@ def checked_micro_batches(micro_batches: int) -> int:
 
 
 def compile_config(
-    given: CompileConfig | Mapping[str, Any] | None, autocast: str | torch.dtype
+    given: CompileConfig | Mapping[str, Any] | None, autocast: str | torch.dtype | None
 ) -> CompileConfig:
     """Return how a step is compiled, with the precision that was chosen beside it.
 
     Raises:
         ConfigError: a setting is unknown or refused, or the precision is given twice.
     """
-    name, where = str(autocast).removeprefix("torch."), "the argument compile"
+    name, where = str(autocast or "").removeprefix("torch."), "the argument compile"
     if isinstance(given, CompileConfig):
         config = given
     else:
@@ -154,7 +154,9 @@ def compile_config(
         )
     if name not in _PRECISIONS:
         raise ConfigError(
-            f"autocast={autocast!r}", where="the argument autocast", accepted=", ".join(_PRECISIONS)
+            f"autocast={autocast!r}",
+            where="the argument autocast",
+            accepted=f"{', '.join(_PRECISIONS)}; None for none",
         )
     return replace(config, autocast=cast(Literal["bfloat16", "float16"], name))
 

@@ -28,12 +28,13 @@ from sbp_core.runtime import BatchPart, Session, batch_parts
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following, refusal
+from sbp_launch.parallelize.interrupts import until_done
 from sbp_launch.parallelize.numbers import FollowedNumbers, Places, told_numbers
 from sbp_launch.parallelize.training import Training
 from sbp_launch.parallelize.unseen import UnseenChanges
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
-from sbp_torch.capture import flatten_batch, host_numbers, rebuild_batch
+from sbp_torch.capture import check_modes, flatten_batch, host_numbers, rebuild_batch
 from sbp_torch.guards import Changed
 
 logger = logging.getLogger(__name__)
@@ -210,6 +211,7 @@ class Forms:
         problem: SbpError | None = None
         form, written, numbers = self.first, {}, dict[str, float]()
         try:
+            check_modes()
             changes = self._following.changes()
             if structure := [one for one in changes if one.is_structure]:
                 raise refusal(structure)
@@ -335,7 +337,8 @@ class Forms:
         planned = self._planned(captured)
         if not self._training.states.counts_as(planned.plan):
             # A layer was frozen, or begins to be trained: its steps are no longer those of others.
-            self._training.count_apart()
+            with until_done():
+                self._training.count_apart()
             captured = self._capture.prepared(captured.original, captured.numbers)
             planned = self._planned(captured)
         planned = self._capture.proved(planned, captured, batch)
@@ -344,13 +347,14 @@ class Forms:
         training = self._training
         training.states.check_optimizer(self._capture.program)
         host = tuple(node for node in captured.original.nodes if numbers and node.is_host)
-        form = self._form(planned, captured.original, self._start(planned), why)
-        form = replace(form, numbers=numbers, host=host)
-        training.states.add_form(planned)
-        if not self._forms:
-            self.first = form
-        self._forms[name] = form
-        self._met.add(shapes)
+        with until_done():
+            form = self._form(planned, captured.original, self._start(planned), why)
+            form = replace(form, numbers=numbers, host=host)
+            training.states.add_form(planned)
+            if not self._forms:
+                self.first = form
+            self._forms[name] = form
+            self._met.add(shapes)
         return form
 
     def _varies(self, shapes: Shapes, changes: list[Changed]) -> str:

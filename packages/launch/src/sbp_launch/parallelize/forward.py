@@ -16,10 +16,12 @@ from sbp_core.runtime import BatchIs, Session, StepResult
 from sbp_launch.parallelize.agreement import Gather, compare_forms
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
+from sbp_launch.parallelize.interrupts import until_done
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import plan_beside
 from sbp_launch.planning.flow import Planned, capture_forward, evaluating
+from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_torch.capture import flatten_batch
 
@@ -88,7 +90,7 @@ class Forwards:
             self.close()
             self._is_proved = False
         if not self._is_proved:
-            with self._training.apart():
+            with one_at_a_time(), self._training.apart():
                 self._prove()
             self._is_proved = True
         modes = () if in_evaluation else tuple(m.training for m in self._program.model.modules())
@@ -98,24 +100,25 @@ class Forwards:
                 oldest, _ = self._sessions.pop(next(iter(self._sessions)))
                 oldest.close()
             example = captured_batch(batch, 1, self._degree if batch_is == "local" else 1, 1)
-            self._sessions[key] = self._start(training, example, in_evaluation=in_evaluation)
+            planned = self._planned(example, in_evaluation=in_evaluation)
+            with until_done():
+                started = self._engine.runtime.start(planned.plan, training)
+                self._sessions[key] = started, planned.graph
         session, graph = self._sessions[key]
-        with naming_source_lines(graph):
+        with until_done(), naming_source_lines(graph):
             return session.step(flat, scalars, batch_is=batch_is)
 
-    def _start(
-        self, training: Session, example: Any, *, in_evaluation: bool
-    ) -> tuple[Session, LogicalGraph]:
+    def _planned(self, example: Any, *, in_evaluation: bool) -> Planned:
         settings = self._engine.settings
         # The states belong to training: a buffer that the forward updates is not to be overwritten.
         plain = replace(settings, compile=replace(settings.compile, in_place_states=False))
         model = self._program.model
         name = "evaluate" if in_evaluation else "no_update"
         mode = evaluating(model) if in_evaluation else nullcontext()
-        with self._training.apart(), mode:
-            graph = capture_forward(model, self._program.loss, example, plain, name)
-        planned = plan_beside(self._train, graph, plain)
-        return self._engine.runtime.start(planned.plan, training), graph
+        with one_at_a_time():
+            with self._training.apart(), mode:
+                graph = capture_forward(model, self._program.loss, example, plain, name)
+            return plan_beside(self._train, graph, plain)
 
     def close(self) -> None:
         """Close all sessions; that of training closes what they send through."""

@@ -25,6 +25,7 @@ from sbp_launch.parallelize.flow import PlannedProgram
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.forms import Forms
 from sbp_launch.parallelize.forward import Forwards
+from sbp_launch.parallelize.interrupts import until_done
 from sbp_launch.parallelize.missing_attributes import OF_STEPS_BESIDE, missing_attribute
 from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.output import StepOutput
@@ -130,6 +131,7 @@ class ProgramStep:
             ConfigError: the processes are about to take different steps.
             RunError: a rank failed; what the loop has changed cannot be followed; or the step is
                 not started, or over.
+            KeyboardInterrupt: Ctrl-C, once the step is done; see `interrupts`.
         """
         if not self._updates:
             if scalars:
@@ -155,14 +157,19 @@ class ProgramStep:
             first = self._current.state_dict(to=0)
             with training.apart():
                 compared.begin(first, training.steps_done)
-        with naming_source_lines(form.planned.graph):
-            found = form.session.step(flat, values, batch_is=self._engine.batch_is)
-        if compared is not None:
-            compared.step(batch, float(found.loss), values)
-        training.behind_step(form.planned.graph)
-        note_step(self._program.optimizer)
-        assert training.saves is not None, "the step is started"
-        training.saves.behind_step()
+        with until_done():
+            before = form.session.steps_done
+            try:
+                with naming_source_lines(form.planned.graph):
+                    found = form.session.step(flat, values, batch_is=self._engine.batch_is)
+            finally:
+                if form.session.steps_done > before:  # else it was given up, or has failed
+                    training.behind_step(form.planned.graph)
+                    note_step(self._program.optimizer)
+            if compared is not None:
+                compared.step(batch, float(found.loss), values)
+            assert training.saves is not None, "the step is started"
+            training.saves.behind_step()
         return StepOutput.of(found)
 
     def evaluate(self, batch: Any, /, *, batch_is: BatchIs | None = None) -> StepOutput:

@@ -15,7 +15,7 @@ from sbp_launch.parallelize.choices import Choice, Choices
 from sbp_launch.world import MPIEXEC, THREADS, TORCHRUN, World
 
 #: The boxing that fits a launcher.
-_BOXING: Mapping[str, str] = {THREADS: "local", MPIEXEC: "mpi"}
+_BOXING: Mapping[str, str] = {MPIEXEC: "mpi"}
 
 #: How one starts processes, for messages.
 _START = "torchrun --nproc-per-node={size} PROGRAM, or mpiexec -n {size} python PROGRAM"
@@ -56,11 +56,11 @@ def mesh_of(
             where="the argument axes",
             accepted="one distinct name for each axis of the mesh",
         )
-    if not world.is_alone and prod(shape) != world.size:
+    if world.size > 1 and prod(shape) != world.size:
         ranks = prod(shape)
         raise ConfigError(
-            f"mesh={shape} has {ranks} ranks, and {world.launcher} started {world.size} "
-            f"process{'es' * (world.size > 1)}",
+            f"mesh={shape} has {ranks} rank{'s' * (ranks > 1)}, and {world.launcher} started "
+            f"{world.size} processes ({world.said_by})",
             where="the argument mesh",
             accepted=f"a mesh of {world.size} ranks: one for each process",
             todo=f"leave out mesh, or start as many processes: {_START.format(size=ranks)}",
@@ -99,7 +99,8 @@ def backend_of(
     Raises:
         ConfigError: it connects processes where there are none, or the other way round.
     """
-    chosen = _BOXING.get(world.launcher, "torch") if boxing is None else boxing
+    fits = _BOXING.get(world.launcher, "torch") if world.size > 1 else "local"
+    chosen = fits if boxing is None else boxing
     if isinstance(chosen, BoxingBackend):
         backend, shown = chosen, type(chosen).__name__
     else:
@@ -107,9 +108,11 @@ def backend_of(
         if option.name == "torch":
             option = choices.option("boxing", _with_settings(chosen, _known(world, mesh)))
         backend, shown = choices.make(option), str(option)
-    if backend.spans_processes and world.is_alone and mesh.size > 1:
+    if backend.spans_processes and world.size == 1 < mesh.size:
+        by = f"{world.launcher} has started one ({world.said_by})" if world.said_by else ""
         raise ConfigError(
-            f"boxing={shown} connects one process a rank, and no launcher has started this one",
+            f"boxing={shown} connects one process a rank, and "
+            f"{by or 'no launcher has started this one'}",
             where="the argument boxing",
             accepted="boxing='local': the ranks are threads of this process",
             todo=f"leave out boxing, or start it by {_START.format(size=mesh.size)}",

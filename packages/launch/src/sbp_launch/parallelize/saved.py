@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -54,6 +55,25 @@ def processes_of(world: World, gather: Gather | None) -> Processes:
 
     ranks = tuple(range(world.size))
     return Processes(rank=world.rank, ranks=ranks, gather=texts, elsewhere=_ELSEWHERE)
+
+
+def as_path(given: object, where: str) -> Path:
+    """Return a path that a user gives.
+
+    Args:
+        given: Text, or an `os.PathLike` of text.
+        where: The call that takes it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        text = os.fspath(given)  # type: ignore[call-overload] # what it raises is told
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or "\0" in text:
+        raise ConfigError(f"{given!r} is no path", where=where, accepted="a text, or a Path")
+    return Path(text)
 
 
 class StepSaves:

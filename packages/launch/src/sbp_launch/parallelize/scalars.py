@@ -34,7 +34,7 @@ class UpdateScalars:
             given: Values for this step. `lr` is that of all groups, `lr.1` that of one.
 
         Raises:
-            SbpValueError: one is given that there is not.
+            SbpValueError: one is given that there is not, or that is no number.
         """
         try:
             found = current_scalars(self._optimizer, self._update)
@@ -54,8 +54,21 @@ class UpdateScalars:
                     todo="weight_decay, momentum, beta1 and beta2 are scalars if they are named in "
                     "update=UpdateOptions(scheduled=(...))",
                 )
-            found |= dict.fromkeys(meant, float(value))
+            found |= dict.fromkeys(meant, _as_number(name, value))
         return found
+
+
+def _as_number(name: str, value: object) -> float:
+    try:
+        if not isinstance(value, str):
+            return float(value)  # type: ignore[arg-type] # refused below, if it is none
+    except (TypeError, ValueError):
+        pass
+    raise SbpValueError(
+        f"{name}={value!r} is of type {type(value).__name__}",
+        where="the settings of the update that are given to a step",
+        accepted="a number",
+    )
 
 
 def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

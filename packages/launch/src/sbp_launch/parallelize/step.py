@@ -27,14 +27,16 @@ from sbp_launch.parallelize.comparison import Comparison
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.flow import Pins, PlannedProgram, plan_program
 from sbp_launch.parallelize.following import Following
+from sbp_launch.parallelize.interrupts import until_done
 from sbp_launch.parallelize.joining import join
 from sbp_launch.parallelize.loading import load_states
 from sbp_launch.parallelize.missing_attributes import OF_STEPS, missing_attribute
 from sbp_launch.parallelize.neutral import prove_padding
 from sbp_launch.parallelize.program_step import ProgramStep
-from sbp_launch.parallelize.saved import StepSaves, load_step, processes_of
+from sbp_launch.parallelize.saved import StepSaves, as_path, load_step, processes_of
 from sbp_launch.parallelize.training import Training
-from sbp_torch.capture import UpdateOptions
+from sbp_launch.planning.one_at_a_time import one_at_a_time
+from sbp_torch.capture import UpdateOptions, check_modes
 from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
 
 
@@ -85,6 +87,7 @@ class ParallelStep(ProgramStep):
                 todo="call parallelize again; step.state_dict() has the states, which it takes as "
                 "states=...",
             )
+        check_modes()
         backend = self._engine.make_backend()
         states, training.given = self._first_states()
         session = self._engine.runtime.start(self._planned.plan, states, backend)
@@ -158,6 +161,8 @@ class ParallelStep(ProgramStep):
         self._is_over = True
         training.end()
         with ExitStack() as closing:
+            closing.enter_context(until_done())
+            closing.callback(training.interrupts.__exit__)
             if training.has_begun:
                 # Ranks of other processes are told of an error that ends the block.
                 kind = type(error) if error else None
@@ -179,6 +184,7 @@ class ParallelStep(ProgramStep):
     # Programs.
 
     @in_arguments()
+    @one_at_a_time()
     @collection_paused()
     def beside(
         self,
@@ -296,9 +302,10 @@ class ParallelStep(ProgramStep):
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
         training = self._training
-        load_states(training, states)
-        training.has_damaged_states = False
-        training.replaced()
+        with until_done():
+            load_states(training, states)
+            training.has_damaged_states = False
+            training.replaced()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
@@ -340,21 +347,22 @@ class ParallelStep(ProgramStep):
                 is through. The next `save` waits for it, and logs that.
 
         Raises:
+            ConfigError: the folder is no path.
             RunError: it cannot be written, or a part of the states is lost. Without `wait`, a later
                 step raises that, in all processes the same one, or `finish_saving`, the next `save`
                 or the end of the block.
         """
-        session, training = self._current, self._training
+        session, training, place = self._current, self._training, as_path(folder, "step.save")
         assert training.saves is not None, "the step is started"
         backend = training.backend
         if backend is not None and backend.spans_processes and backend.failure_reason():
             left = backend.survivors(MEET_S)
             try:
-                training.saves.save_left(Path(folder), session, self.steps_done, left)
+                training.saves.save_left(place, session, self.steps_done, left)
             finally:
                 left.leave()
             return
-        training.saves.save(Path(folder), session, self.steps_done, wait=wait)
+        training.saves.save(place, session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
         """Wait until what `save(..., wait=False)` saves is on the disk; all processes call it.
@@ -382,22 +390,23 @@ class ParallelStep(ProgramStep):
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
         self.finish_saving()
-        training = self._training
+        training, place = self._training, as_path(path, "step.load")
 
         def replacing() -> None:
             training.has_damaged_states = True  # until all processes have read theirs whole
 
-        done = load_step(
-            Path(path),
-            training,
-            self._engine.seed,
-            processes_of(self.world, training.gather),
-            keeps=training.num_steps > 0 and not training.has_damaged_states,
-            replacing=replacing,
-        )
-        training.has_damaged_states = False
-        training.replaced()
-        training.first_step = done - training.num_steps
+        with until_done():
+            done = load_step(
+                place,
+                training,
+                self._engine.seed,
+                processes_of(self.world, training.gather),
+                keeps=training.num_steps > 0 and not training.has_damaged_states,
+                replacing=replacing,
+            )
+            training.has_damaged_states = False
+            training.replaced()
+            training.first_step = done - training.num_steps
         if self._comparison is not None:
             self._comparison.forget()
 
@@ -426,10 +435,11 @@ class ParallelStep(ProgramStep):
         weights = find_weights(
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )
-        with self._training.apart(), weights.over(program.own_states()) as states:
-            others = [one.own_states() for one in self._training.states.programs[1:]]
-            session.load_state_dict(ChainMap(states, *others) if others else states)  # type: ignore[arg-type] # which only reads
-        self._training.replaced()
+        with until_done():
+            with self._training.apart(), weights.over(program.own_states()) as states:
+                others = [one.own_states() for one in self._training.states.programs[1:]]
+                session.load_state_dict(ChainMap(states, *others) if others else states)  # type: ignore[arg-type] # which only reads
+            self._training.replaced()
 
     def __repr__(self) -> str:
         state = (

@@ -24,6 +24,7 @@ from sbp_core.boxing import BoxingBackend, bounds_of
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import LogicalGraph
+from sbp_core.interrupts import HeldInterrupts
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import (
     Session,
@@ -32,9 +33,11 @@ from sbp_core.runtime import (
     state_slots,
 )
 from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of, manifest
+from sbp_launch.parallelize.interrupts import until_all_agree, until_done
 from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
 from sbp_launch.parallelize.states import ProgramStates, names_of
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.team import Team
 from sbp_torch.capture import copied_states
 from sbp_torch.guards import ConnectedStates, connected_elsewhere
@@ -81,6 +84,8 @@ class Training:
         self._connected: ConnectedStates | None = None
         self._team: Team = Team()
         self._is_open = False
+        #: Holds Ctrl-C, where ranks are processes, until all of them raise it.
+        self.interrupts = HeldInterrupts()
 
     @property
     def team(self) -> Team:
@@ -166,6 +171,9 @@ class Training:
         self._session, self.backend, self.gather = session, backend, gather
         self._is_open = True
         self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
+        if gather is not None:
+            self.interrupts = until_all_agree(tells=0 in session.local_ranks)
+            self.interrupts.__enter__()
 
     def connect(self) -> None:
         """Connect the model, and the optimizers of all programs, to the states."""
@@ -304,6 +312,7 @@ class Training:
         Raises:
             SbpError: `problem`.
             ConfigError: they are not; names what differs. Raised in all of them.
+            KeyboardInterrupt: one of them holds an interrupt. Raised in all of them.
         """
         if self.gather is None:
             if problem is not None:
@@ -317,7 +326,11 @@ class Training:
         if whole is not None:
             own[THE_BATCH] = _quick_digest(whole)
         digest = int.from_bytes(blake2b(repr(own).encode(), digest_size=7).digest(), "big")
-        highest, lowest = self._team.highest_of([digest, -digest])
+        interrupted = int(self.interrupts.error is not None)
+        highest, lowest, interrupted = self._team.highest_of([digest, -digest, interrupted])
+        if interrupted:
+            self.interrupts.raise_held()
+            raise KeyboardInterrupt
         if highest != -lowest:
             try:
                 compare(own, self.gather)
@@ -338,9 +351,23 @@ class Training:
             connected.look_again()
         written = connected.written()
         if written:
-            session.replace(written)
-            connected.taken_over()
+            with until_done():
+                if self._count_otherwise(written):
+                    self.count_apart()
+                session.replace(written)
+                connected.taken_over()
         return written
+
+    def _count_otherwise(self, written: Mapping[str, Tensor]) -> bool:
+        """Whether parameters that share a step counter no longer do, as some begin anew."""
+        rank = self.started.local_ranks[0]
+        for counter, tied in self.states.plan.ties.items():
+            found = {float(written[name]) for name in tied if name in written}
+            if found and any(name not in written for name in tied):
+                found.add(float(self.started.shard(counter, rank)))
+            if len(found) > 1:
+                return True
+        return False
 
     def behind_step(self, graph: LogicalGraph) -> None:
         """Note that a step has changed the states.
@@ -364,7 +391,7 @@ class Training:
     @contextmanager
     def capturing(self, program: OneDeviceProgram) -> Iterator[None]:
         """Let a program be captured: with ordinary tensors, and an optimizer that has stepped."""
-        with self.apart(), as_stepped(program, self.states.updated):
+        with one_at_a_time(), self.apart(), as_stepped(program, self.states.updated):
             yield
 
     def apart(self) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from sbp_core.errors import PlanError, SbpError
 from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
 from sbp_core.plugins import PlanRequest
-from sbp_core.strategy import Strategy
+from sbp_core.strategy import Storage, Strategy
 from sbp_launch.planning.flow import Captured, Planned, PlanSettings, check_fits, compiled
 
 #: Plans a graph, with what is pinned of it: SBP by name.
@@ -80,7 +80,12 @@ def plan_form(
                         f"({found.storage[moved[0]].sbp})",
                         accepted="pins of states that are not there, and of what is no state",
                     )
-                if found.stages == known.stages and not moved:
+                stays = all(
+                    found.storage[name].stage == entry.stage
+                    for name, entry in known.storage.items()
+                    if name in inputs
+                )
+                if found.stages == known.stages and stays and not moved:
                     return found
         modules = _stage_modules(train, graph)
         found = infer_strategy(
@@ -91,7 +96,9 @@ def plan_form(
             stage_patterns=modules if len(modules) > 1 else (),
             in_flight=known.in_flight,
         )
-        return replace(found, regather=known.regather)
+        return replace(
+            found, storage=_where_unread_lies(train, graph, found), regather=known.regather
+        )
 
     left_out = {*counted, *_new_states(captured.graph, known)}
     graph, strategy = captured.without(left_out).planned(around)
@@ -132,22 +139,33 @@ def plan_beside(train: Planned, graph: LogicalGraph, settings: PlanSettings) -> 
         stage_patterns=modules if len(modules) > 1 else (),
         in_flight=(1,) * len(modules),
     )
-    # What an evaluation does not read, such as the counts of batch norms, has no stage of its own.
-    unread = {
-        name: train.strategy.storage[name]
-        for name in strategy.storage
-        if name in train.strategy.storage and not graph.users[name]
-    }
-    strategy = replace(
-        strategy, storage={**strategy.storage, **unread}, regather=train.strategy.regather
-    )
+    storage = _where_unread_lies(train, graph, strategy)
+    strategy = replace(strategy, storage=storage, regather=train.strategy.regather)
     made = compiled(graph, strategy, settings)
     check_fits(made, settings.cluster)
     return made
 
 
+def _where_unread_lies(
+    train: Planned, graph: LogicalGraph, strategy: Strategy
+) -> dict[str, Storage]:
+    """Return how tensors are stored: those that a graph does not read, as training has them.
+
+    Such as counts of batch norms in an evaluation, and a head that another program trains: they
+    have no stage of their own.
+    """
+    known = train.strategy.storage
+    return {
+        name: known[name] if name in known and not graph.users[name] else entry
+        for name, entry in strategy.storage.items()
+    }
+
+
 def _stage_modules(train: Planned, graph: LogicalGraph) -> list[list[str]]:
-    """Return the modules of each stage of a training step that another graph has, too."""
+    """Return the modules of each stage of a training step that another graph has, too.
+
+    And those of the other graph alone, by the stages of the states that they read.
+    """
     modules: list[list[str]] = [[] for _ in train.strategy.stages]
     left = {node.module for node in graph.nodes}  # dropout has no part in an evaluation
     for node in train.graph.nodes:
@@ -155,4 +173,12 @@ def _stage_modules(train: Planned, graph: LogicalGraph) -> list[list[str]]:
             stage = train.strategy.nodes[node.name].stage
             if node.module in left and node.module not in modules[stage]:
                 modules[stage].append(node.module)
+    placed = {module for held in modules for module in held}
+    for node in graph.nodes:
+        read = [
+            train.strategy.storage[n].stage for n in node.inputs() if n in train.strategy.storage
+        ]
+        if node.phase is Phase.FORWARD and node.module and node.module not in placed and read:
+            modules[max(read)].append(node.module)
+            placed.add(node.module)
     return modules

@@ -17,7 +17,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_torch.capture.convert import to_logical
 from sbp_torch.capture.device import on_device
-from sbp_torch.capture.diagnostics import TraceError
+from sbp_torch.capture.diagnostics import TraceError, check_modes
 from sbp_torch.capture.loss_signature import defined_at, unfit_signature
 from sbp_torch.capture.numbers import (
     NO_NUMBERS,
@@ -41,6 +41,7 @@ __all__ = [
     "NumberPlace",
     "UpdateOptions",
     "capture",
+    "check_modes",
     "check_numbers",
     "copied_states",
     "counted_random",
@@ -103,6 +104,8 @@ def capture(
     """
     _check_program(model, optimizer)
     _check_loss(loss)
+    if optimizer is not None:
+        check_modes()
     updating = Update(model, optimizer, update, device) if optimizer is not None else None
 
     def trace(

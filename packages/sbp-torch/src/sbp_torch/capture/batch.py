@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sbp_core.errors import CaptureError
+from sbp_torch.capture.tensor_kinds import check_dense
 
 T = TypeVar("T")
 
@@ -38,11 +39,11 @@ def flatten_batch(batch: Any) -> dict[str, Tensor]:
             with `torch.utils._pytree`, of tensors and None.
 
     Raises:
-        CaptureError: two tensors would have one name; a tensor has attributes that somebody has
-            set; or it holds something else, such as a number or a NumPy array.
+        CaptureError: two tensors would have one name; a tensor is sparse, or has attributes that
+            somebody has set; or it holds something else, such as a number or a NumPy array.
     """
     if isinstance(batch, Tensor):
-        _check_attributes("batch", batch)
+        _check("batch", batch)
         return {"batch": batch}
     found: dict[str, Tensor] = {}
     for name, value in _leaves(batch, ""):
@@ -50,17 +51,19 @@ def flatten_batch(batch: Any) -> dict[str, Tensor]:
             raise CaptureError(
                 f"two tensors of the batch are called {name!r}", accepted="keys without dots"
             )
-        _check_attributes(name, value)
+        _check(name, value)
         found[name] = value
     return found
 
 
-def _check_attributes(name: str, tensor: Tensor) -> None:
-    """See that nobody has set attributes on a tensor: those of a captured step have none.
+def _check(name: str, tensor: Tensor) -> None:
+    """See that a tensor is dense, and that nobody has set attributes on it, which a step has not.
 
     Raises:
-        CaptureError: somebody has.
+        CaptureError: it is not, or somebody has.
     """
+    todo = "make it dense: .to_dense(); or pass what it consists of, such as its indices and values"
+    check_dense(name, tensor, of="batch", todo=todo)
     own = next((key for key in vars(tensor) if not key.startswith("_")), None)
     if own is not None and type(tensor) is Tensor:
         raise CaptureError(

@@ -36,6 +36,7 @@ from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
 from sbp_torch.capture.diagnostics import shape_by_value, value_read
 from sbp_torch.capture.numbers import at_forward
 from sbp_torch.capture.step import DRAW, SEED
+from sbp_torch.capture.tensor_kinds import check_call
 from sbp_torch.capture.trace import TracedStep
 from sbp_torch.ops.operators import asked_for
 
@@ -191,6 +192,8 @@ class _Conversion:
         # Host numbers that forward uses come there at the end; see `at_forward`.
         phase = Phase.OPTIMIZER if host else Phase(note.get("phase", "forward"))
         _check_real(node, note.get("source", ""))
+        if node.target is torch.ops.aten._linalg_check_errors.default:
+            raise _checked_inverse(note.get("source", ""))
         args = self._argument(tuple(node.args))
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)
@@ -206,6 +209,7 @@ class _Conversion:
         self.links |= dict.fromkeys(outputs, forward)
         if forward and not note.get("module"):
             note = {**note, **self.places[forward]}
+        check_call(node, note.get("source", ""))
         if phase is Phase.OPTIMIZER:
             module = self.owners.get(name, "").rpartition(".")[0]
             note = {**note, "module": module, "source": self.step.update_source}
@@ -343,6 +347,17 @@ def _check_real(node: fx.Node, where: str) -> None:
                 todo="write the op with real and imaginary parts; backward phases of real(), "
                 "imag() and angle() make such numbers: use torch.view_as_real instead",
             )
+
+
+def _checked_inverse(where: str) -> CaptureError:
+    """Return the error for an inverse that is only there if a matrix is regular."""
+    return CaptureError(
+        "an operator of torch.linalg looks at values: whether a matrix has an inverse, or a factor",
+        where=where,
+        accepted="operators that do not look",
+        todo="take the variant that does not: torch.linalg.solve_ex, inv_ex, cholesky_ex; of "
+        "parametrizations.orthogonal: orthogonal_map='matrix_exp' or 'householder'",
+    )
 
 
 def _never_draws(node: fx.Node, target: OpOverload) -> bool:

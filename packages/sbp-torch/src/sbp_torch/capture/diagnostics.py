@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sbp_core.errors import CaptureError, SbpError
@@ -42,6 +43,12 @@ _KINDS = (
         "a size is read from a tensor",
         "give sizes as Python numbers; instead of a packed sequence (pack_padded_sequence) run the "
         "layer on the padded one, and read its last outputs with gather at the lengths - 1",
+    ),
+    (
+        ("SparseTensorImpl", "SparseCsrTensorImpl", "Sparse CSR tensors", "SparseCPU"),
+        "a tensor is sparse",
+        "make it dense: .to_dense(); or compute with its indices and values: torch.index_add, "
+        "torch.scatter_add",
     ),
     (
         ("leaf Variable that requires grad", "a leaf variable that requires grad"),
@@ -107,6 +114,38 @@ def refusal(program: str, error: Exception) -> TraceError:
         accepted=_GENERAL,
         todo="see first that it runs in eager PyTorch, with this batch",
     )
+
+
+def scaled_loss() -> CaptureError:
+    """Return the error for a loss that is scaled, which `step` would do again or never undo."""
+    return CaptureError(
+        "the loss is scaled by a GradScaler",
+        accepted="a loss as it is",
+        todo="leave the scaler out of loss and loop: with float16, a step scales, and skips what "
+        "overflows, by update=UpdateOptions(loss_scaling=LossScaling()), of sbp_torch.capture; "
+        "bfloat16 needs none of it",
+    )
+
+
+def check_modes() -> None:
+    """See that PyTorch is in no mode in which a step is not what it says.
+
+    Raises:
+        CaptureError: it is.
+    """
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "a training step is asked for under torch.inference_mode(), which trains nothing",
+            accepted="training steps outside of it; step.evaluate(batch) may be inside",
+            todo="take the call out of the `with torch.inference_mode()` block, or the decorator",
+        )
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "torch.autograd.detect_anomaly() is on, and a step that is captured runs no autograd",
+            accepted="steps outside of it",
+            todo="leave it out; to find what makes the first bad value, call "
+            "loss(model, batch).backward() of eager PyTorch under it",
+        )
 
 
 def value_read(op: str, where: str) -> TraceError:

@@ -24,13 +24,15 @@ from sbp_torch._torch_compat import (
     storage_key,
     without_modes,
 )
-from sbp_torch._torch_patches import distributions_unchecked
+from sbp_torch._torch_patches import distributions_unchecked, losses_unscaled
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
+from sbp_torch.capture.diagnostics import scaled_loss
 from sbp_torch.capture.numbers import NO_NUMBERS, NumberPlace, placed
 from sbp_torch.capture.provenance import Notes
 from sbp_torch.capture.randomness import Draws
 from sbp_torch.capture.rebound_states import replaced_states
 from sbp_torch.capture.side_effects import Change, Generators, Snapshot
+from sbp_torch.capture.tensor_kinds import check_dense
 from sbp_torch.capture.update import Update
 
 #: What users write: the loss of a batch, or the loss and metrics.
@@ -142,6 +144,7 @@ class TrainingStep:
         self.side_effect_constants: list[Tensor] = []
         #: States that the forward replaced by a tensor that still has a graph behind it.
         self.differentiable: list[str] = []
+        self._check_kinds()
         self._check_names()
         self._check_options()
 
@@ -162,6 +165,21 @@ class TrainingStep:
                 accepted="hooks on gradients: parameter.register_hook(...), hooks of modules",
                 todo="change the gradient by register_hook, or do in the optimizer what it does",
             )
+
+    def _check_kinds(self) -> None:
+        """See that the tensors of the model are dense, and can be differentiated.
+
+        Raises:
+            CaptureError: one is not, or cannot.
+        """
+        for name, tensor in self.tensors.items():
+            check_dense(name, tensor, of="model", todo="keep it dense: .to_dense()")
+            if tensor.is_inference() and name in self.moving:
+                raise CaptureError(
+                    f"{name!r} was made under torch.inference_mode(), and cannot be differentiated",
+                    accepted="parameters that were made outside of it",
+                    todo="make the model outside of torch.inference_mode()",
+                )
 
     def _check_names(self) -> None:
         reserved = (*self.scalars, SEED, DRAW, _STEP_COUNTER)
@@ -254,6 +272,7 @@ class TrainingStep:
                 self.notes.follow(self.model),
                 reparametrized(self.model, now),
                 distributions_unchecked(),
+                losses_unscaled(scaled_loss),
                 own_kernels_only(),
                 cast,
                 hint,

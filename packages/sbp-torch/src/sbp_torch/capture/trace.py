@@ -25,6 +25,7 @@ from sbp_torch.capture.diagnostics import refusal
 from sbp_torch.capture.functional import make_functional, tensors_by_name
 from sbp_torch.capture.rebound_states import shared_memory
 from sbp_torch.capture.step import TrainingStep
+from sbp_torch.capture.tensor_kinds import check_dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,8 @@ def trace_step(step: TrainingStep) -> TracedStep:
     try:
         first = trace_graph(step, mode, arguments)
         held = tensors_by_name(first)
+        for tensor in held.values():
+            check_dense("constant", tensor, of="constant", todo="make it dense: .to_dense()")
         module = make_functional(first, len(arguments[0]) + len(arguments[1]))
     except CaptureError:
         raise

@@ -75,8 +75,20 @@ class _BatchTensor:
         offsets = [index * size - skipped for index in range(self.count)]
         return [(slice(start + offset, stop + offset), *rest) for offset in offsets]
 
+    def _check_values(self, value: object) -> None:
+        """See that a tensor has values, one after the other in memory."""
+        if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
+            what = "on the device 'meta'" if value.is_meta else f"of layout {value.layout}"
+            raise SbpValueError(
+                f"{self.slot.name!r} is {what}",
+                where=self.where,
+                accepted="dense tensors with values",
+                todo="" if value.is_meta else "make it dense: .to_dense()",
+            )
+
     def check_whole(self, value: object) -> None:
         """Check what is to be the whole tensor."""
+        self._check_values(value)
         is_part = self.part is not None and _shape(value) == self.part.shape
         todo = "batch_is='local' takes the part of this process" if is_part else ""
         check_tensor(self.slot.name, value, self.shape, self.slot.dtype, self.where, todo=todo)
@@ -84,6 +96,7 @@ class _BatchTensor:
     def check_part(self, value: object) -> None:
         """Check what is to be the part of the local ranks, which hold some of it."""
         assert self.part is not None, "they hold some of it"
+        self._check_values(value)
         is_whole = _shape(value) == self.shape != self.part.shape
         check_tensor(
             self.slot.name,

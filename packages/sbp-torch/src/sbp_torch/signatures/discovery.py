@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from sbp_core.errors import SbpValueError, SignatureError
-from sbp_core.exports import make_callable
 from sbp_core.graph import Argument, Ref, map_refs
 from sbp_core.sbp import B, Sbp
 from sbp_core.signatures import OpCall, Signature1d
@@ -250,6 +249,3 @@ def _with_requirements(
         else part
         for index, part in enumerate(found)
     ]
-
-
-make_callable(__name__)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from sbp_core.errors import SbpValueError
-from sbp_core.exports import make_callable
 from sbp_core.placement import Placement
 from sbp_core.sbp import local_shape
 from sbp_core.signatures import (
@@ -232,6 +231,3 @@ def _products(call: OpCall, mesh_shape: tuple[int, int], rules: RuleRegistry | N
             if not sorts[key]:
                 del sorts[key]
     return chosen
-
-
-make_callable(__name__)

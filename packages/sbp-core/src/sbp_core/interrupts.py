@@ -1,0 +1,95 @@
+"""What handlers of signals raise, held back while something must not be cut in two.
+
+Python runs handlers of signals in the main thread, between any two of its instructions. What they
+raise, such as the `KeyboardInterrupt` of Ctrl-C, may so come when one of two things that belong
+together is done. Inside of the block the handlers run as ever, and what they raise waits:
+
+    with HeldInterrupts():
+        take_step()               <- Ctrl-C: noted
+        count_it()
+                                  -> KeyboardInterrupt
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Self
+
+__all__ = ["HeldInterrupts"]
+
+#: Signals whose handlers raise, in programs that people write; Windows lacks most of them.
+_NAMES = ("ALRM", "HUP", "INT", "PROF", "TERM", "USR1", "USR2", "VTALRM")
+_NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
+
+
+class HeldInterrupts:
+    """Holds back what handlers of signals raise until the `with` block is over, then raises it.
+
+    Blocks may be nested; in other threads than the main one, none of this happens, and nothing is
+    held.
+
+    Args:
+        heard: Called when something is held, inside of the handler.
+        most: So many are held, and what comes then is raised at once; None holds all.
+        signals: Whose handlers are held; None for all.
+
+    Attributes:
+        error: What was raised first, and is held.
+    """
+
+    def __init__(
+        self,
+        heard: Callable[[BaseException], None] | None = None,
+        most: int | None = None,
+        signals: Iterable[int] | None = None,
+    ) -> None:
+        self.error: BaseException | None = None
+        self._heard, self._most = heard, most
+        self._numbers = _NUMBERS if signals is None else tuple(signals)
+        self._before: dict[int, Any] = {}
+        self._num_held, self._holds = 0, False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._before[number] = handler
+                    signal.signal(number, self._hear)
+            # Not before: what is raised up to here leaves handlers that pass on what they hear.
+            self._holds = True
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._holds = False
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, handler)
+        self.raise_held()
+
+    def raise_held(self) -> None:
+        """Raise what is held now, if anything is.
+
+        Raises:
+            BaseException: what a handler has raised.
+        """
+        error, self.error, self._num_held = self.error, None, 0
+        if error is not None:
+            raise error
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._before[number](number, frame)
+        except BaseException as error:
+            if not self._holds or self._num_held == self._most:
+                raise
+            self._num_held += 1
+            # Without the frames of what is interrupted, which would be kept alive.
+            self.error = self.error or error.with_traceback(None)
+            if self._heard is not None:
+                self._heard(error)
