@@ -109,7 +109,7 @@ def _run(app: Application[ConfigT]) -> int:
         before, overrides = _check_jobs(app, catalog, options)
         sys.argv += overrides
     for problem in registry.problems:
-        sys.stderr.write(f"{app.name}: warning: a plugin is left out: {problem}\n")
+        sys.stderr.write(f"{app.name}: warning: plugin {problem}\n")
     finished: list[SweepJob] = []
     try:
         with _restoring(before), searching(registry.config_folders()):

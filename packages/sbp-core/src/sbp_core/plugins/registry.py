@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import cast
 
@@ -120,6 +122,17 @@ class ConfigFolder:
 
     path: str
     distribution: str
+
+    def root(self) -> Traversable:
+        """Return the folder; `pkg://` imports the package that it is.
+
+        Raises:
+            ImportError: there is no such package.
+        """
+        scheme, _, place = self.path.rpartition("://")
+        if scheme == "pkg":
+            return importlib.resources.files(place.replace("/", "."))
+        return Path(place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
