@@ -333,7 +333,9 @@ def sbp_config_folders():
     listed = app("--help", beside=tmp_path / "site")
 
     assert (fine.code, listed.code) == (0, 0), fine.err + listed.err
-    warning = "sbp-toy: warning: plugin sbp-lost (sbp-lost): the config folder pkg://lost_package.no"
+    warning = (
+        "sbp-toy: warning: plugin sbp-lost (sbp-lost): the config folder pkg://lost_package.no"
+    )
     assert fine.err.startswith(warning)
     assert "Plugins with problems:\n  sbp-lost (sbp-lost): the config folder" in listed.out
 

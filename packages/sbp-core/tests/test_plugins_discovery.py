@@ -272,11 +272,14 @@ def test_a_config_folder_whose_package_ends_the_process_is_named(
 ) -> None:
     (tmp_path / "fatal_conf").mkdir()
     (tmp_path / "fatal_conf" / "__init__.py").write_text("raise SystemExit(3)", encoding="utf-8")
-    text = GOOD + """
+    text = (
+        GOOD
+        + """
     @hookimpl
     def sbp_config_folders():
         return ["pkg://fatal_conf", "pkg://sbp_core.graph"]
     """
+    )
 
     registry = discover([write(text)])
 

@@ -74,6 +74,8 @@ def run(app: Application[ConfigT]) -> int:
 
 
 def _report(app: Application[Any], error: SbpError) -> int:
+    if os.environ.get(FULL_ERROR) == "1" and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
     sys.stderr.write(f"{app.name}: {error}\n")
     return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
 
@@ -221,7 +223,7 @@ def _job(
             raise
         except Exception as error:
             told = composed and blame(error, in_use(composed, catalog.registry))
-            if not told or os.environ.get(FULL_ERROR) == "1":
+            if not told:
                 raise
             raise told from error
 

@@ -80,6 +80,18 @@ KINDS = {
 }
 
 
+#: Methods without which an object is none of its kind; other kinds are checked where they are used.
+METHODS = {
+    "cluster": ("__call__",),
+    "planner": ("plan",),
+    "optimizer": ("__call__",),
+    "logger": ("__call__",),
+    "storage": ("__call__",),
+    "launcher": ("launch_specs",),
+    "pass": ("__call__",),
+}
+
+
 class HookSpecs(Protocol):
     """The hooks. Each returns name -> `Factory`, and says what the factories' `build` returns.
 
