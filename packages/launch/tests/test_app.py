@@ -319,7 +319,7 @@ def test_a_file_that_is_no_yaml_is_answered_by_its_name(app: App, tmp_path: Path
     assert "Traceback" not in outcome.err
 
 
-def test_a_config_folder_that_does_not_exist_names_its_distribution(
+def test_a_config_folder_that_does_not_exist_is_named_and_stops_nobody(
     app: App, tmp_path: Path
 ) -> None:
     plugin = """
@@ -331,11 +331,15 @@ def sbp_config_folders():
 """
     write_distribution(tmp_path / "site", "sbp-lost", "lost_package", plugin, {})
 
-    outcome = app(beside=tmp_path / "site")
+    fine = app(beside=tmp_path / "site")
+    listed = app("--help", beside=tmp_path / "site")
 
-    assert outcome.code == 2
-    assert "pkg://lost_package.no_such_folder" in outcome.err
-    assert "sbp-lost" in outcome.err
+    assert (fine.code, listed.code) == (0, 0), fine.err + listed.err
+    warning = (
+        "sbp-toy: warning: plugin sbp-lost (sbp-lost): the config folder pkg://lost_package.no"
+    )
+    assert fine.err.startswith(warning)
+    assert "Plugins with problems:\n  sbp-lost (sbp-lost): the config folder" in listed.out
 
 
 @pytest.mark.slow
@@ -409,7 +413,7 @@ def test_a_broken_plugin_is_named_first_and_stops_nobody_who_does_not_ask_for_it
     assert fine.code == 0, fine.err
     warning = [line for line in fine.err.splitlines() if "warning" in line]
     assert len(warning) == 1
-    assert warning[0].startswith("sbp-toy: warning: a plugin is left out: sbp-broken (sbp-broken)")
+    assert warning[0].startswith("sbp-toy: warning: plugin sbp-broken (sbp-broken): ")
     assert (asked.code, perhaps.code) == (2, 2)
     by = "the plugin sbp-broken 1.0 that"
     assert asked.err.startswith(f"sbp-toy: planner=toyy: {by} brings it cannot be used: ")

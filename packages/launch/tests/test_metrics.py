@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, PluginError, RunError
+from sbp_core.plugins import Factory, PluginEntry
 from sbp_core.plugins.hooks import EmptyConfig
 from sbp_launch.metrics import files as metrics
 from sbp_launch.metrics.files import (
@@ -21,6 +25,7 @@ from sbp_launch.metrics.files import (
     build_none,
 )
 from sbp_launch.metrics.tensorboard import build as build_tensorboard
+from sbp_launch.run.metrics import calling_sink
 
 
 def test_each_step_is_one_json_object_and_is_there_at_once(tmp_path: Path) -> None:
@@ -132,3 +137,57 @@ def test_events_of_a_run_that_goes_on_keep_their_time(tmp_path: Path) -> None:
     found = events()
     assert found[:1] == before
     assert [step for step, _ in found] == [1, 2]
+
+
+class URLError(OSError):
+    """An error of a library that derives its own from `OSError`, as urllib and requests do."""
+
+
+@dataclass
+class RunOfPlugin:
+    folder: Path
+
+    def entry(self, kind: str) -> PluginEntry:
+        factory = Factory(build="mine.sink:build")
+        return PluginEntry(
+            kind=kind,
+            name="mine",
+            distribution="my-dist",
+            version="1.2",
+            api_version=2,
+            factory=factory,
+        )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("the server is gone"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        TimeoutError("timed out"),
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        URLError("no route"),
+        PermissionError(errno.EACCES, "Permission denied", "/elsewhere/metrics.db"),
+        ValueError("a bug"),
+    ],
+)
+def test_what_a_sink_raises_of_its_own_is_no_full_disk(tmp_path: Path, error: Exception) -> None:
+    run: Any = RunOfPlugin(tmp_path)
+
+    with pytest.raises(PluginError) as caught, calling_sink(run, "log"):
+        raise error
+
+    told = f"logger 'mine' of my-dist 1.2 raised {type(error).__name__}: {error}"
+    assert caught.value.what == told
+
+
+@pytest.mark.parametrize("file", ["", "metrics.jsonl"])
+def test_a_full_disk_is_told_of_the_run_folder(tmp_path: Path, file: str) -> None:
+    run: Any = RunOfPlugin(tmp_path)
+    named = [str(tmp_path / file)] if file else []
+
+    with (
+        pytest.raises(RunError, match="cannot be written: No space left"),
+        calling_sink(run, "log"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device", *named)

@@ -53,6 +53,26 @@ def test_the_plugin_is_named_with_the_last_lines_of_its_own_code(tmp_path: Path)
     )
 
 
+def test_of_one_package_the_plugin_is_named_whose_module_ran(tmp_path: Path) -> None:
+    error = raised(tmp_path, "theirs")
+    others = [entry("theirs.models:build", "model"), entry("theirs.data:build", "data")]
+
+    told = blame(error, [entry("theirs:build"), *others])
+
+    assert told is not None
+    assert told.what.startswith("planner 'mine' of my-dist 1.2 raised JSONDecodeError: ")
+
+
+def test_all_plugins_of_a_package_are_named_if_the_code_may_be_of_any(tmp_path: Path) -> None:
+    error = raised(tmp_path, "theirs")
+    entries = [entry("theirs.models:build", "model"), entry("theirs.data:build", "data")]
+
+    told = blame(error, entries)
+
+    assert told is not None
+    assert told.what.startswith("data 'mine' or model 'mine' of my-dist 1.2 raised JSONDecode")
+
+
 def test_nobody_is_blamed_whose_code_did_not_run(tmp_path: Path) -> None:
     error = raised(tmp_path, "theirs")
 

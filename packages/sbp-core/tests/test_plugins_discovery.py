@@ -65,6 +65,7 @@ def test_a_healthy_plugin_is_listed_with_all_that_is_known(write: Write) -> None
         ("import sys; sys.exit(3)", "SystemExit: 3"),
         ("def broken(:", "SyntaxError"),
         ("x = 1", "states no API version"),
+        ("def __getattr__(name): raise OSError('of an attribute')", "OSError: of an attribute"),
         ("SBP_API_VERSION = 3", "API version 3; this sbp-core has 2"),
         ("SBP_API_VERSION = 0", "API version 0; the oldest that works is 1"),
         ("SBP_API_VERSION = '1'", "API version '1', which is no integer"),
@@ -125,12 +126,19 @@ FAULTY = """
         ("", "sbp_plannres", "return {}", "sbp_plannres is no hook; did you mean sbp_planners"),
         ("", "sbp_planners", "return {}", "sbp_planners is not marked with @hookimpl"),
         ("@hookimpl", "sbp_planners", "raise KeyError(3)", "sbp_planners raises KeyError: 3"),
+        ("@hookimpl", "sbp_planners", "pass", "sbp_planners returns nothing"),
         ("@hookimpl", "sbp_planners", "exit()", "sbp_planners raises SystemExit"),
         ("@hookimpl", "sbp_planners", "return ['a']", "sbp_planners returns list, not name"),
         ("@hookimpl", "sbp_planners", "return {'a': 'x:y'}", "'a' as str, not as Factory"),
         ("@hookimpl", "sbp_planners", "return {3: Factory(build='x:y')}", "the name 3"),
         ("@hookimpl", "sbp_config_folders", "return 'pkg://x'", "returns str, not a list"),
-        ("@hookimpl", "sbp_config_folders", "return [3]", "offers 3, which is no text"),
+        ("@hookimpl", "sbp_config_folders", "return [3]", "offers 3, not pkg://package.folder"),
+        ("@hookimpl", "sbp_config_folders", "return ['conf']", "offers 'conf', not pkg://"),
+        ("@hookimpl", "sbp_config_folders", "return ['pkg://sbp_core.x']", "No module named"),
+        ("@hookimpl", "sbp_config_folders", "return ['file:///no/such']", "does not exist"),
+        ("@hookimpl", "sbp_planners", "return {'x': Factory(build=None)}", "build=None"),
+        ("@hookimpl", "sbp_planners", "return {'x': Factory(build='a:b', summary=3)}", "summary=3"),
+        ("@hookimpl", "sbp_planners", "return {'x': Factory(build='a:b', config=3)}", "config=3"),
     ],
 )
 def test_a_fault_in_one_hook_is_named_and_leaves_the_other_hooks(
@@ -191,14 +199,14 @@ def test_config_folders_come_with_their_distribution(write: Write) -> None:
         SBP_API_VERSION = 1
         @hookimpl
         def sbp_config_folders():
-            return ["pkg://a.conf", "pkg://b.conf"]
+            return ["pkg://sbp_core.graph", "pkg://sbp_core/plugins"]
     """
 
     registry = discover([write(text, "a-dist")])
 
     assert [(folder.path, folder.distribution) for folder in registry.config_folders()] == [
-        ("pkg://a.conf", "a-dist"),
-        ("pkg://b.conf", "a-dist"),
+        ("pkg://sbp_core.graph", "a-dist"),
+        ("pkg://sbp_core/plugins", "a-dist"),
     ]
 
 
@@ -241,3 +249,40 @@ def test_installed_distributions_are_read_and_one_on_the_path_twice_counts_once(
     assert sources == [
         PluginSource(name="fake", value="fake_module", distribution="fake-dist", version="1.5")
     ]
+
+
+def test_a_distribution_without_a_name_or_with_unreadable_entry_points_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {"a": "[sbp]\nmine = not a module!\n", "b": "[sbp]\nx\n[y\n"}
+    for name, text in texts.items():
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        (info / "entry_points.txt").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    registry = discover([one for one in installed_sources() if one.name == "mine"])
+
+    assert "mine ((no name)): not a module! cannot be imported" in problems(registry)
+    assert "names no module" in problems(registry)
+
+
+def test_a_config_folder_whose_package_ends_the_process_is_named(
+    write: Write, tmp_path: Path
+) -> None:
+    (tmp_path / "fatal_conf").mkdir()
+    (tmp_path / "fatal_conf" / "__init__.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    text = (
+        GOOD
+        + """
+    @hookimpl
+    def sbp_config_folders():
+        return ["pkg://fatal_conf", "pkg://sbp_core.graph"]
+    """
+    )
+
+    registry = discover([write(text)])
+
+    assert "config folder pkg://fatal_conf cannot be read: SystemExit: 3" in problems(registry)
+    assert [one.path for one in registry.config_folders()] == ["pkg://sbp_core.graph"]
+    assert registry.names("planner") == ("good",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,13 @@ def test_an_object_is_made_with_its_settings_and_imported_only_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "late_module.py").write_text(
-        "class Late:\n    @staticmethod\n    def build(config):\n        return config.size * 2\n",
+        "class Late:\n"
+        "    def plan(self, request): ...\n"
+        "    @classmethod\n"
+        "    def build(cls, config):\n"
+        "        late = cls()\n"
+        "        late.size = config.size * 2\n"
+        "        return late\n",
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -46,7 +52,7 @@ def test_an_object_is_made_with_its_settings_and_imported_only_then(
 
     assert config == Config(size=4)
     assert not imported_early
-    assert made == 8
+    assert vars(made) == {"size": 8}
 
 
 def test_settings_are_checked_before_anything_is_imported() -> None:
@@ -111,17 +117,66 @@ def test_a_plugin_that_has_the_option_file_surely_brings_the_name(
         registry("x:y", *others).factory("planner", "mien")
 
 
-def test_a_target_that_makes_nothing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("body", "what", "where"),
+    [
+        ("def build(config): ...", "returned None, not a planner", "wrong_0:build"),
+        ("def build(config): return 3", "returned int, not a planner with the", "wrong_1:build"),
+        ("class build:\n  def __init__(self, c): ...", "returned build, not a pl", "wrong_2:build"),
+        (
+            "class P:\n  def plan(self, r): ...\ndef build(c): return P",
+            "returned the class P, not a planner",
+            "wrong_3:build",
+        ),
+        (
+            "def build(): ...",
+            "raised TypeError: build() takes 0 positional arguments but 1 was given",
+            "wrong_4:build",
+        ),
+        (
+            "def build(config, x): ...",
+            "raised TypeError: build() missing 1 required positional argument: 'x'",
+            "wrong_5:build",
+        ),
+        (
+            "def build(config):\n    return {}['missing']",
+            "raised KeyError: 'missing'",
+            "wrong_6.py:2, in build: return {}['missing']",
+        ),
+        ("raise OSError('too old')", "raised OSError: too old", "wrong_7.py:1, in <module>"),
+    ],
+)
+def test_a_target_that_makes_no_planner_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, what: str, where: str
 ) -> None:
-    (tmp_path / "makes_nothing.py").write_text("def build(config): ...", encoding="utf-8")
+    module = where[: len("wrong_0")]
+    (tmp_path / f"{module}.py").write_text(body, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
 
     with pytest.raises(PluginError) as caught:
-        registry("makes_nothing:build").make("planner", "mine")
+        registry(f"{module}:build").make("planner", "mine")
 
-    assert caught.value.what == "planner 'mine' of some-dist 1.0 returned None, not a planner"
-    assert caught.value.where == ("makes_nothing:build",)
+    assert caught.value.what.startswith(f"planner 'mine' of some-dist 1.0 {what}")
+    assert where in caught.value.where[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingConfig:
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        {}[self.size]  # a fault of the plugin's, and no refusal
+
+
+def test_a_config_that_fails_is_its_plugins_fault_and_no_wrong_setting() -> None:
+    entry = replace(
+        registry("x:y").entries[0], factory=Factory(build="test_x:y", config=FailingConfig)
+    )
+
+    with pytest.raises(PluginError) as caught:
+        PluginRegistry(entries=(entry,)).configure("planner", "mine", {})
+
+    assert caught.value.what == "planner 'mine' of some-dist 1.0 raised KeyError: 1"
 
 
 def test_an_unknown_kind_gets_the_list_of_kinds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -109,3 +110,24 @@ def test_an_unbroken_planner_passes_what_the_broken_ones_fail() -> None:
 
     for _, test, _ in BROKEN:
         test(suite)
+
+
+class ReturnsNothing:
+    def plan(self, request: PlanRequest) -> None:
+        """Forget the strategy."""
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (ReturnsNothing(), "plan returned None, not a Strategy"),
+        (3, "make_planner returned 3, which has no method plan"),
+    ],
+)
+def test_what_plans_nothing_is_told_so(made: Any, says: str) -> None:
+    class Suite(PlannerConformance):
+        def make_planner(self) -> Planner:
+            return made
+
+    with pytest.raises(AssertionError, match=says):
+        Suite().test_every_strategy_compiles_and_passes_the_check()

@@ -75,6 +75,8 @@ def run(app: Application[ConfigT]) -> int:
 
 
 def _report(app: Application[Any], error: SbpError) -> int:
+    if os.environ.get(FULL_ERROR) == "1" and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
     sys.stderr.write(f"{app.name}: {error}\n")
     return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
 
@@ -110,7 +112,7 @@ def _run(app: Application[ConfigT]) -> int:
         before, overrides = _check_jobs(app, catalog, options)
         sys.argv += overrides
     for problem in registry.problems:
-        sys.stderr.write(f"{app.name}: warning: a plugin is left out: {problem}\n")
+        sys.stderr.write(f"{app.name}: warning: plugin {problem}\n")
     finished: list[SweepJob] = []
     try:
         with _restoring(before), searching(registry.config_folders()):
@@ -253,7 +255,7 @@ def _job(
             raise
         except Exception as error:
             told = composed and blame(error, in_use(composed, catalog.registry))
-            if not told or os.environ.get(FULL_ERROR) == "1":
+            if not told:
                 raise
             raise told from error
 

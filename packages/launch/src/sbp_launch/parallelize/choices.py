@@ -16,6 +16,7 @@ from sbp_core.errors import ConfigError, SbpTypeError
 from sbp_core.plugins import ChecksOthers, PlanRequest, PluginRegistry, discover
 from sbp_core.runtime import Runtime
 from sbp_core.strategy import Strategy
+from sbp_launch.planning.checked_planner import CheckedPlanner
 from sbp_launch.settings.catalog import Catalog, make_catalog
 from sbp_launch.settings.option_names import nearest_option
 
@@ -110,6 +111,14 @@ class Choices:
         from sbp_launch.settings.refusals import HOMES  # here, as it takes Hydra
 
         near = nearest_option(kind, chosen, options)
+        suspect, certain = self.registry.suspect(f"{kind}/{chosen}")
+        if suspect is not None and (certain or not near):
+            return ConfigError(
+                suspect.denies(f"{kind}={chosen!r}", certain=certain),
+                where=f"the argument {kind}",
+                accepted=", ".join(options),
+                todo="mend that plugin, or choose one of these",
+            )
         brought = {entry.distribution for entry in self.registry.entries}
         homes = [home for home in HOMES.get(kind, ()) if home not in brought]
         todo = f"pip install {' '.join(homes)}" if homes else ""
@@ -145,9 +154,13 @@ class Choices:
                     where=f"the argument {kind}",
                     accepted=f"a name, a mapping of name and settings, or {accepted}",
                 )
-            return choice
-        self._options[kind] = self.option(kind, choice, **own)
-        return self.make(self._options[kind])
+            is_planner = kind == "planner" and not isinstance(choice, Strategy)
+            return CheckedPlanner(planner=choice) if is_planner else choice
+        self._options[kind] = option = self.option(kind, choice, **own)
+        made = self.make(option)
+        if kind == "planner":
+            return CheckedPlanner(planner=made, entry=self.registry.entry(kind, option.name))
+        return made
 
     def check_beside(self) -> None:
         """Let the config of each choice by name say whether the others fit it.

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import cast
 
+from sbp_core.errors import SbpError
 from sbp_core.plugins import MetricSink, MetricSinkFactory
 from sbp_launch.run.folder import writing
 from sbp_launch.run.run import Run
+
+#: Errors of networks that have no class of their own.
+_OF_NETWORKS = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
 @contextmanager
@@ -20,21 +26,51 @@ def metric_sink(run: Run, resumed_step: int = 0) -> Iterator[MetricSink]:
         resumed_step: The step behind which the run goes on; 0 for a new one.
 
     Raises:
-        RunError: its file cannot be written; only if nothing else has failed before.
+        RunError, PluginError: see `calling_sink`; of its end only if nothing has failed before.
     """
     if not run.is_first:
         yield cast(MetricSinkFactory, run.registry.make("logger", "none"))(run.folder)
         return
     factory: MetricSinkFactory = run.make("logger")
-    with writing(run.folder):
+    with calling_sink(run, "__call__"):
         sink = (
             factory(run.folder, resumed_step=resumed_step) if resumed_step else factory(run.folder)
         )
+    if not all(callable(getattr(sink, method, None)) for method in ("log", "close")):
+        raise run.entry("logger").returned(sink, "a sink with log and close", by="__call__")
     try:
         yield sink
     except BaseException:
-        with suppress(OSError):  # what it could not write it tries again
+        with suppress(Exception):  # what it could not do it tries again
             sink.close()
         raise
-    with writing(run.folder):
+    with calling_sink(run, "close"):
         sink.close()
+
+
+@contextmanager
+def calling_sink(run: Run, method: str) -> Iterator[None]:
+    """Call the metric sink in the `with` block.
+
+    Raises:
+        RunError: a file of the run folder cannot be written.
+        PluginError: the sink raises another error, such as one of a connection.
+    """
+    with writing(run.folder):
+        try:
+            yield
+        except SbpError:
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and _is_of_folder(error, run.folder):
+                raise
+            raise run.entry("logger").raised(error, method) from error
+
+
+def _is_of_folder(error: OSError, folder: Path) -> bool:
+    """Return whether an error may be one of a file in a folder; libraries derive theirs, too."""
+    if isinstance(error, ConnectionError | TimeoutError) or error.errno in _OF_NETWORKS:
+        return False
+    named = error.filename
+    inside = not isinstance(named, str) or Path(named).absolute().is_relative_to(folder.absolute())
+    return type(error).__module__ == "builtins" and inside

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from importlib.resources.abc import Traversable
 from itertools import takewhile
 from pathlib import Path
@@ -49,14 +48,14 @@ class Catalog:
         names = {
             child.name
             for folder in self.folders
-            for child in _root(folder).iterdir()
+            for child in folder.root().iterdir()
             if child.is_dir() and any(_options(child))
         }
         return tuple(sorted(names - {"hydra"}))
 
     def options(self, group: str) -> tuple[str, ...]:
         """Return the options of a group as one writes them: `osdp`, `manual/pipeline`."""
-        found = (_options(_root(folder).joinpath(group)) for folder in self.folders)
+        found = (_options(folder.root().joinpath(group)) for folder in self.folders)
         return tuple(sorted({option for options in found for option in options}))
 
     def owners(self, config: str) -> tuple[str, ...]:
@@ -111,13 +110,13 @@ class Catalog:
         return tuple(f"{group}={one}" for one in self.options(group) if one.startswith(start))
 
     def _holding(self, config: str) -> list[ConfigFolder]:
-        return [one for one in self.folders if _root(one).joinpath(f"{config}.yaml").is_file()]
+        return [one for one in self.folders if one.root().joinpath(f"{config}.yaml").is_file()]
 
     def text(self, config: str) -> str:
         """Return the text of a config, or `""`."""
         for folder in self._holding(config):
             # What is no UTF-8 is refused when it is chosen; in a listing it is only shown so.
-            data = _root(folder).joinpath(f"{config}.yaml").read_bytes()
+            data = folder.root().joinpath(f"{config}.yaml").read_bytes()
             return data.decode("utf-8", "replace")
         return ""
 
@@ -126,9 +125,9 @@ class Catalog:
         group, _, option = config.partition("/")
         for folder in (one for one in self.folders if one.distribution == OWN_FOLDER):
             place = folder.path.rpartition("://")[2]
-            if _root(folder).joinpath(f"{config}.yml").is_file():
+            if folder.root().joinpath(f"{config}.yml").is_file():
                 return f"rename {place}/{config}.yml: options end in .yaml"
-            if _root(folder).joinpath(f"{option}.yaml").is_file():
+            if folder.root().joinpath(f"{option}.yaml").is_file():
                 return f"move {place}/{option}.yaml to {place}/{group}/{option}.yaml"
         return ""
 
@@ -137,17 +136,9 @@ def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Cat
     """Return the catalog of the plugins' folders, and of the user's own one (`--config-dir`).
 
     Raises:
-        ConfigError: a folder does not exist; names the distribution that brings it.
+        ConfigError: the user's folder does not exist.
     """
     folders = [PRIMARY, *(one for one in registry.config_folders() if one.path != PRIMARY.path)]
-    for folder in folders:
-        if not _exists(folder):
-            raise ConfigError(
-                f"the config folder {folder.path} does not exist",
-                where=f"distribution {folder.distribution}",
-                accepted="pkg://package.folder or file:///absolute/folder",
-                todo=f"reinstall {folder.distribution}, or uninstall it",
-            )
     if config_dir is not None:
         path = Path(config_dir).absolute()
         if not path.is_dir():
@@ -158,18 +149,6 @@ def make_catalog(registry: PluginRegistry, config_dir: str | None = None) -> Cat
             )
         folders.append(ConfigFolder(path=f"file://{path}", distribution=OWN_FOLDER))
     return Catalog(registry=registry, folders=tuple(folders))
-
-
-def _root(folder: ConfigFolder) -> Traversable:
-    scheme, _, place = folder.path.rpartition("://")
-    return files(place.replace("/", ".")) if scheme == "pkg" else Path(place)
-
-
-def _exists(folder: ConfigFolder) -> bool:
-    try:
-        return _root(folder).is_dir()
-    except (ImportError, TypeError):
-        return False
 
 
 def _options(folder: Traversable, prefix: str = "") -> Iterator[str]:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from sbp_core.errors import ConfigError, SbpLookupError, nearest
-from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, merge_settings
+from sbp_core.errors import ConfigError, SbpError, SbpLookupError, nearest
+from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, blame, merge_settings
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.secret_settings import refuse_secrets
 from sbp_launch.settings.config import (
@@ -53,7 +53,7 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
             where=composed.files.get("cluster", ""),
             accepted="a cluster whose config has mesh: tuple[int, ...] and axes: tuple[str, ...]",
         )
-    _check_together(composed, configs, configs)
+    _check_together(composed, registry, configs, configs)
     with _seeking_elsewhere(composed, registry):
         trainer = _core_config(composed, "trainer", TrainerConfig)
         compile_config = _core_config(composed, "compile", CompileConfig)
@@ -61,7 +61,7 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
         with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
             registry.factory("pass", name)
     callbacks = _callbacks(composed, registry, trainer)
-    _check_together(composed, callbacks, {**configs, "trainer": trainer})
+    _check_together(composed, registry, callbacks, {**configs, "trainer": trainer})
     return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
 
@@ -92,17 +92,22 @@ def _callbacks(
 
 
 def _check_together(
-    composed: ComposedConfig, asked: Mapping[str, object], configs: Mapping[str, object]
+    composed: ComposedConfig,
+    registry: PluginRegistry,
+    asked: Mapping[str, object],
+    configs: Mapping[str, object],
 ) -> None:
     """Ask configs whether those of the other groups fit them.
 
     Args:
         composed: What they were made of.
+        registry: The plugins.
         asked: By group; those of callbacks by their keys.
         configs: Of all groups that are known by now.
 
     Raises:
         ConfigError: one does not; names the files of both, and what the command line said.
+        PluginError: the code of one fails.
     """
     for group, config in asked.items():
         if not isinstance(config, ChecksOthers):
@@ -119,6 +124,12 @@ def _check_together(
             raise ConfigError(
                 error.what, where=where, accepted=error.accepted, todo=error.todo
             ) from error
+        except Exception as error:
+            if isinstance(error, SbpError) or not (
+                told := blame(error, in_use(composed, registry))
+            ):
+                raise
+            raise told from error
 
 
 def refuse_unknown(

@@ -9,9 +9,9 @@ import difflib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Union, get_args, get_origin, get_type_hints
+from typing import Union, get_args, get_origin
 
-from sbp_core.plugins import PluginRegistry, describe_type
+from sbp_core.plugins import PluginRegistry, describe_type, type_hints
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
@@ -114,20 +114,14 @@ def keys_of(config: type, prefix: str) -> Iterator[str]:
 def nested_configs(config: type) -> dict[str, type | None]:
     """Return the names of a config dataclass, each with the dataclass of its value, or None."""
     assert is_dataclass(config), f"{config!r} is no dataclass"
-    try:
-        hints = get_type_hints(config)
-    except NameError:
-        hints = {}
+    hints = type_hints(config)
     return {field.name: _dataclass_of(hints.get(field.name)) for field in fields(config)}
 
 
 def takes_of(config: type) -> dict[str, str]:
     """Return what values each setting of a config dataclass takes, in words."""
     assert is_dataclass(config), f"{config!r} is no dataclass"
-    try:
-        hints = get_type_hints(config)
-    except NameError:
-        return {}
+    hints = type_hints(config)
     return {field.name: describe_type(hints[field.name]) for field in fields(config)}
 
 

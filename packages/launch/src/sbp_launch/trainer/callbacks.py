@@ -35,13 +35,14 @@ def ask(
     """Tell the callbacks of a run something; return what they ask for together.
 
     Raises:
-        PluginError: one returns something else.
+        PluginError: one returns something else, or raises an error that is none of sbp's.
     """
     controls: list[TrainerControl | None] = []
     for name, callback in callbacks.items():
-        found = getattr(callback, method)(state, metrics)
+        entry = run.registry.entry("callback", name)
+        with entry.called(method):
+            found = getattr(callback, method)(state, metrics)
         if not (found is None or isinstance(found, TrainerControl)):
-            entry = run.registry.entry("callback", name)
             raise entry.returned(found, "a TrainerControl or None", by=method)
         controls.append(found)
     return together(controls)

@@ -30,8 +30,7 @@ from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.planning.utilization import ModelWork
-from sbp_launch.run.folder import writing
-from sbp_launch.run.metrics import metric_sink
+from sbp_launch.run.metrics import calling_sink, metric_sink
 from sbp_launch.run.progress import StepProgress
 from sbp_launch.run.run import Run
 from sbp_launch.run.speed import Speed
@@ -371,12 +370,8 @@ class TrainingLoop:
         return self._agree(problem, control)
 
     def _log(self, sink: MetricSink, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand metrics to the sink.
-
-        Raises:
-            RunError: they cannot be written.
-        """
-        with writing(self.run.folder):
+        """Hand metrics to the sink; raises as `calling_sink`."""
+        with calling_sink(self.run, "log"):
             sink.log(step, metrics)
 
     def _call(self, metrics: Mapping[str, float]) -> TrainerControl:

@@ -17,6 +17,7 @@ from sbp_core.memory import KeptPlans
 from sbp_core.plugins import GraphPass, Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.beside import plan_beside
+from sbp_launch.planning.checked_planner import CheckedPlanner
 from sbp_launch.planning.family import StepFamily
 from sbp_launch.planning.flow import (
     Captured,
@@ -64,7 +65,7 @@ class StepPlanner:
         """
         run, config = self.run, self.run.config
         with run.stage("planning"):
-            planner: Planner = run.make("planner")
+            planner = CheckedPlanner(planner=run.make("planner"), entry=run.entry("planner"))
             kept = KeptPlans()
 
             def plan(graph: LogicalGraph) -> Strategy:
@@ -72,8 +73,6 @@ class StepPlanner:
                 if graph is self.captured.graph:
                     request = replace(request, family=self.family)
                 found = _plan(planner, request, config.planner.file)
-                if not isinstance(found, Strategy):
-                    raise run.entry("planner").returned(found, "a Strategy", by="plan")
                 return regathering(found, config.compile)
 
             graph, strategy = self.captured.planned(plan)

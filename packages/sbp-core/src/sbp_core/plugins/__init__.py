@@ -31,7 +31,13 @@ from sbp_core.plugins.kinds import (
     StorageFactory,
 )
 from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem
-from sbp_core.plugins.settings import INSTEAD, describe_type, merge_settings, unknown_key
+from sbp_core.plugins.settings import (
+    INSTEAD,
+    describe_type,
+    merge_settings,
+    type_hints,
+    unknown_key,
+)
 
 __all__ = [
     "API_VERSION",
@@ -65,5 +71,6 @@ __all__ = [
     "discover",
     "hookimpl",
     "merge_settings",
+    "type_hints",
     "unknown_key",
 ]

@@ -1,6 +1,7 @@
 """Which plugin an exception comes from: by the frames of its own code in the traceback.
 
 Our stack says nothing to a plugin's author; the last lines of the plugin that were running do.
+Where a plugin is called, `PluginEntry.called` knows which one it is; frames tell it elsewhere.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from sbp_core.errors import PluginError
-from sbp_core.plugins.registry import PluginEntry
+
+if TYPE_CHECKING:
+    from sbp_core.plugins.registry import PluginEntry
 
 #: Packages that call plugins: they stand in every traceback.
 CALLERS = frozenset({"sbp_core", "sbp_aten", "sbp_torch", "sbp_launch"})
@@ -26,26 +30,37 @@ def blame(error: BaseException, entries: Iterable[PluginEntry]) -> PluginError |
 
     Args:
         error: What was raised, with its traceback.
-        entries: The plugins that were in use. The one whose code ran last is to blame.
+        entries: The plugins that were in use. The one whose code ran last is to blame; if that code
+            may be of several of one package, the message names them all.
     """
-    owners = {
-        package: entry
-        for entry in entries
-        if entry.factory is not None
-        and (package := entry.factory.build.partition(":")[0].partition(".")[0]) not in CALLERS
-    }
-    frames = [(package, line) for package, line in _lines(error) if package in owners]
+    known = [entry for entry in entries if entry.package and entry.package not in CALLERS]
+    packages = {entry.package for entry in known}
+    frames = [module for module, _ in _lines(error) if module.partition(".")[0] in packages]
     if not frames:
         return None
-    guilty = frames[-1][0]
-    entry = owners[guilty]
-    own = [line for package, line in frames if package == guilty]
-    return PluginError(
-        f"{entry.kind} {entry.name!r} of {entry.distribution} {entry.version} raised "
-        f"{reason(error)}",
-        where=own[: -_MOST_LINES - 1 : -1],
-        todo="mend the plugin, or what it was given; HYDRA_FULL_ERROR=1 shows the whole traceback",
-    )
+    guilty = [entry for entry in known if entry.package == frames[-1].partition(".")[0]]
+    for module in reversed(frames):
+        if found := [entry for entry in guilty if entry.module == module]:
+            guilty = found
+            break
+    first = guilty[0]
+    named = sorted({f"{entry.kind} {entry.name!r}" for entry in guilty})
+    who = f"{' or '.join(named)} of {first.distribution} {first.version}"
+    return PluginError(f"{who} raised {reason(error)}", where=own_lines(error, first), todo=MEND)
+
+
+#: What to do about a plugin that has raised an error that is not one of sbp's.
+MEND = "mend the plugin, or what it was given; HYDRA_FULL_ERROR=1 shows the whole traceback"
+
+
+def own_lines(error: BaseException, entry: PluginEntry) -> list[str]:
+    """Return the last lines of a plugin's own code that ran, the last one first."""
+    lines = [
+        line
+        for module, line in _lines(error)
+        if module.partition(".")[0] == entry.package and not line.startswith("<")  # generated
+    ]
+    return lines[: -_MOST_LINES - 1 : -1]
 
 
 def place(error: BaseException, package: str) -> str:
@@ -56,7 +71,7 @@ def place(error: BaseException, package: str) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shown(error.filename)}:{error.lineno}"
-    lines = [line for owner, line in _lines(error) if owner == package]
+    lines = [line for module, line in _lines(error) if module.partition(".")[0] == package]
     return lines[-1].partition(",")[0] if lines else ""
 
 
@@ -75,12 +90,12 @@ def shown(file: str) -> str:
 
 
 def _lines(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield the top package of every frame, and its file, line, function and code."""
+    """Yield the module of every frame, and its file, line, function and code."""
     step: TracebackType | None = error.__traceback__
     summary = traceback.extract_tb(step)
     for frame in summary:
         assert step is not None, "one summary for each step"
-        package = str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        module = str(step.tb_frame.f_globals.get("__name__", ""))
         code = f": {frame.line}" if frame.line else ""
-        yield package, f"{shown(frame.filename)}:{frame.lineno}, in {frame.name}{code}"
+        yield module, f"{shown(frame.filename)}:{frame.lineno}, in {frame.name}{code}"
         step = step.tb_next

@@ -40,6 +40,9 @@ OLDEST_API_VERSION = 1
 #: Where a plugin states the version it was written for.
 VERSION_ATTRIBUTE = "SBP_API_VERSION"
 
+#: Stands for the name of a distribution whose metadata are lost.
+_UNNAMED = "(no name)"
+
 HOOKS = frozenset(name for name in vars(HookSpecs) if name.startswith("sbp_"))
 
 
@@ -60,8 +63,15 @@ class PluginSource:
     version: str = ""
 
     def load(self) -> object:
-        """Import the plugin."""
-        return importlib.metadata.EntryPoint(self.name, self.value, PROJECT).load()
+        """Import the plugin.
+
+        Raises:
+            ImportError: its value is not `module` or `module:object`; or the import raises another.
+        """
+        point = importlib.metadata.EntryPoint(self.name, self.value, PROJECT)
+        if point.pattern.match(self.value) is None:
+            raise ImportError("it names no module")
+        return point.load()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +153,13 @@ def installed_sources() -> tuple[PluginSource, ...]:
     """
     sources: dict[str, list[PluginSource]] = {}
     for distribution in importlib.metadata.distributions():
-        points = distribution.entry_points.select(group=PROJECT)
+        try:
+            points = distribution.entry_points.select(group=PROJECT)
+        except Exception:  # a broken one, of whatever project
+            continue
         if not points:
             continue
-        name = distribution.metadata["Name"]
+        name = str(distribution.metadata["Name"] or _UNNAMED)
         sources.setdefault(
             name.lower().replace("_", "-"),
             [
@@ -154,7 +167,7 @@ def installed_sources() -> tuple[PluginSource, ...]:
                     name=point.name,
                     value=point.value,
                     distribution=name,
-                    version=distribution.version,
+                    version=str(distribution.metadata["Version"] or ""),
                 )
                 for point in points
             ],
@@ -172,6 +185,17 @@ def _read(source: PluginSource) -> _Found:
     except BaseException as error:
         # Not only Exception: a module that calls sys.exit() must not stop every command.
         return _Found(source=source, faults=(_import_fault(source, error),), set_aside=True)
+    try:
+        return _inspect(source, plugin)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of its attributes, or of what a hook returns
+        fault = f"cannot be inspected: {reason(error)}"
+        return _Found(source=source, faults=(fault,), set_aside=True)
+
+
+def _inspect(source: PluginSource, plugin: object) -> _Found:
+    """Call the hooks of a plugin that has been imported, and check what they return."""
     version = getattr(plugin, VERSION_ATTRIBUTE, None)
     fault = _version_fault(version)
     if fault:
@@ -254,8 +278,12 @@ def _unknown_hook(name: str) -> str:
 
 def _call(manager: pluggy.PluginManager, hook: str, faults: list[str]) -> list[object]:
     """Call one hook of the one plugin of a manager; what it raises becomes a fault."""
+    caller = getattr(manager.hook, hook)
     try:
-        return list(getattr(manager.hook, hook)())
+        results = list(caller())
+        if caller.get_hookimpls() and not results:  # pluggy drops None
+            faults.append(f"{hook} returns nothing")
+        return results
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -285,12 +313,33 @@ def _check_folders(result: object, faults: list[str]) -> list[str]:
     if isinstance(result, str) or not isinstance(result, Sequence):
         faults.append(f"sbp_config_folders returns {type(result).__name__}, not a list of paths")
         return []
-    faults += [
-        f"sbp_config_folders offers {path!r}, which is no text"
-        for path in result
-        if not isinstance(path, str)
-    ]
-    return [path for path in result if isinstance(path, str)]
+    kept = []
+    for path in result:
+        if not isinstance(path, str) or not path.startswith(("pkg://", "file:///")):
+            accepted = "pkg://package.folder or file:///absolute/folder"
+            faults.append(f"sbp_config_folders offers {path!r}, not {accepted}")
+        elif fault := _folder_fault(path):
+            faults.append(fault)
+        else:
+            kept.append(path)
+    return kept
+
+
+def _folder_fault(path: str) -> str:
+    """Say why a config folder cannot be used, or `""`; `pkg://` imports the package of a folder."""
+    what = f"the config folder {path}"
+    try:
+        root = ConfigFolder(path=path, distribution="").root()
+        if not root.is_dir():
+            return f"{what} does not exist"
+        for child in root.iterdir():
+            if child.is_dir():
+                list(child.iterdir())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"{what} cannot be read: {reason(error)}"
+    return ""
 
 
 def _equal_entry_points(sources: Sequence[PluginSource]) -> list[Problem]:

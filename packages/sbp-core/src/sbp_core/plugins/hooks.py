@@ -48,11 +48,13 @@ class Factory:
     summary: str = ""
 
     def __post_init__(self) -> None:
-        if self.build.count(":") != 1:
+        if not isinstance(self.build, str) or self.build.count(":") != 1:
             raise SbpTypeError(
                 f"build={self.build!r} names no callable", accepted='"package.module:callable"'
             )
-        if not is_dataclass(self.config):
+        if not isinstance(self.summary, str):
+            raise SbpTypeError(f"summary={self.summary!r} of {self.build} is no text")
+        if not is_dataclass(self.config) or not isinstance(self.config, type):
             raise SbpTypeError(
                 f"config={self.config!r} of {self.build} is no dataclass",
                 accepted="a frozen dataclass with one field for each setting",
@@ -75,6 +77,18 @@ KINDS = {
     "pass": "sbp_passes",
     "signature": "sbp_signatures",
     "tensor_library": "sbp_tensor_libraries",
+}
+
+
+#: Methods without which an object is none of its kind; other kinds are checked where they are used.
+METHODS = {
+    "cluster": ("__call__",),
+    "planner": ("plan",),
+    "optimizer": ("__call__",),
+    "logger": ("__call__",),
+    "storage": ("__call__",),
+    "launcher": ("launch_specs",),
+    "pass": ("__call__",),
 }
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import cast
 
 from sbp_core.errors import PluginError, SbpError, SbpLookupError, unknown_name
-from sbp_core.plugins.hooks import KINDS, Factory
+from sbp_core.plugins.blame import CALLERS, MEND, own_lines, reason
+from sbp_core.plugins.hooks import KINDS, METHODS, Factory
 from sbp_core.plugins.settings import merge_settings
 
 #: Healths of an entry: usable; usable, but its plugin has a problem; claimed twice; set aside.
@@ -96,6 +100,47 @@ class PluginEntry:
     summary: str = ""
     factory: Factory | None = None
 
+    @property
+    def module(self) -> str:
+        """The module of what builds it; empty for a plugin that offers nothing."""
+        return self.factory.build.partition(":")[0] if self.factory else ""
+
+    @property
+    def package(self) -> str:
+        """The top package of `module`."""
+        return self.module.partition(".")[0]
+
+    @contextmanager
+    def called(self, by: str = "") -> Iterator[None]:
+        """Call the plugin in the `with` block; errors of sbp pass.
+
+        Args:
+            by: Name of its method; the function that builds it if empty.
+
+        Raises:
+            PluginError: it raises any other error.
+        """
+        try:
+            yield
+        except SbpError:
+            raise
+        except Exception as error:
+            raise self.raised(error, by) from error
+
+    def raised(self, error: Exception, by: str = "") -> PluginError:
+        """Make the error for a plugin that raises what is no error of sbp; see `called`."""
+        return PluginError(
+            f"{self.kind} {self.name!r} of {self.distribution} {self.version} raised "
+            f"{reason(error)}",
+            # Without a line of its own it was called as it cannot be, or is written in C.
+            where=(self.package not in CALLERS and own_lines(error, self)) or self._place(by),
+            todo=MEND,
+        )
+
+    def _place(self, by: str) -> str:
+        assert self.factory is not None, "a plugin that is called has a factory"
+        return f"{self.factory.build}{f', method {by}' if by else ''}"
+
     def returned(self, found: object, accepted: str, by: str = "") -> PluginError:
         """Make the error for a plugin that returns what it may not.
 
@@ -104,11 +149,14 @@ class PluginEntry:
             accepted: What it has to return.
             by: Name of its method; the function that builds it if empty.
         """
-        assert self.factory is not None, "a plugin that is called has a factory"
+        if isinstance(found, type):
+            what = f"the class {found.__name__}"
+        else:
+            what = "None" if found is None else type(found).__name__
         return PluginError(
-            f"{self.kind} {self.name!r} of {self.distribution} {self.version} returned "
-            f"{'None' if found is None else type(found).__name__}, not {accepted}",
-            where=f"{self.factory.build}{f', method {by}' if by else ''}",
+            f"{self.kind} {self.name!r} of {self.distribution} {self.version} returned {what}, "
+            f"not {accepted}",
+            where=self._place(by),
             accepted=accepted,
             todo="mend the plugin",
         )
@@ -120,6 +168,17 @@ class ConfigFolder:
 
     path: str
     distribution: str
+
+    def root(self) -> Traversable:
+        """Return the folder; `pkg://` imports the package that it is.
+
+        Raises:
+            ImportError: there is no such package.
+        """
+        scheme, _, place = self.path.rpartition("://")
+        if scheme == "pkg":
+            return importlib.resources.files(place.replace("/", "."))
+        return Path(place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +256,14 @@ class PluginRegistry:
         Raises:
             SbpLookupError: see `entry`.
             ConfigError: see `settings.merge_settings`.
+            PluginError: the config raises an error that refuses no value.
         """
-        config = self.factory(kind, name).config
-        return merge_settings(config, settings, key=kind if key is None else key, where=where)
+        entry = self.entry(kind, name)
+        assert entry.factory is not None, "an entry of a kind has a factory"
+        with entry.called():
+            return merge_settings(
+                entry.factory.config, settings, key=kind if key is None else key, where=where
+            )
 
     def make(
         self,
@@ -215,16 +279,24 @@ class PluginRegistry:
             SbpLookupError: see `entry`.
             ConfigError: see `settings.merge_settings`.
             SbpError: the target cannot be imported; names the distribution and what to install.
-            PluginError: the target returns None.
+            PluginError: the target raises another error, or returns what is none of the kind.
         """
         entry = self.entry(kind, name)
         config = self.configure(kind, name, settings or {}, where=where)
         try:
-            made = _target(entry)(config)
-        except ImportError as error:
-            raise _not_importable(entry, error) from error
-        if made is None:
-            raise entry.returned(None, f"a {kind}")
+            with entry.called():
+                made = _target(entry)(config)
+        except PluginError as error:
+            if isinstance(error.__cause__, ImportError):
+                raise _not_importable(entry, error.__cause__) from error.__cause__
+            raise
+        methods = METHODS.get(kind, ())
+        is_callable = methods == ("__call__",)
+        if made is None or (isinstance(made, type) and methods and not is_callable):
+            raise entry.returned(made, f"a {kind}")
+        if missing := [one for one in methods if not callable(getattr(made, one, None))]:
+            has = "that can be called" if is_callable else f"with the method {missing[0]}"
+            raise entry.returned(made, f"a {kind} {has}")
         return made
 
     def suspect(self, option: str) -> tuple[Problem | None, bool]:

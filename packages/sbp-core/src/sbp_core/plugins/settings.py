@@ -73,7 +73,7 @@ def merge_settings(
         required = field.default is MISSING and field.default_factory is MISSING
         if required and name not in settings:
             raise ConfigError(f"{_join(key, name)} is not set", where=where, accepted="a value")
-    hints = _type_hints(config)
+    hints = type_hints(config)
     values = {}
     for name, value in settings.items():
         try:
@@ -101,11 +101,12 @@ def _refused(error: Exception, known: Iterable[str], key: str, where: Where) -> 
     return ConfigError(what, where=(*places, *told.where), accepted=told.accepted, todo=told.todo)
 
 
-def _type_hints(config: type) -> dict[str, Any]:
+def type_hints(config: type) -> dict[str, Any]:
     """Return the annotations of a config; what only a type checker can read counts as `Any`."""
     try:
         return get_type_hints(config)
-    except NameError:
+    except Exception:  # annotations are text of a plugin: a NameError, a SyntaxError, any other
+        assert is_dataclass(config), f"{config!r} is no dataclass"
         return {field.name: Any for field in fields(config)}
 
 

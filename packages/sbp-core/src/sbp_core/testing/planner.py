@@ -76,7 +76,12 @@ class PlannerConformance(ABC):
             pins=pins or {},
             progress=_check_progress,
         )
-        return self.make_planner().plan(request)
+        planner: object = self.make_planner()
+        plan = getattr(planner, "plan", None)
+        assert callable(plan), f"make_planner returned {planner!r}, which has no method plan"
+        strategy = plan(request)
+        assert isinstance(strategy, Strategy), f"plan returned {strategy!r}, not a Strategy"
+        return strategy
 
     def plans(self) -> Iterator[tuple[str, LogicalGraph, Strategy]]:
         """Yield what is planned for, the graph and its strategy, for all meshes."""

@@ -1,0 +1,42 @@
+"""A planner behind checks: what it raises and returns is said of its plugin."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from sbp_core.errors import SbpTypeError
+from sbp_core.plugins import Planner, PlanRequest, PluginEntry
+from sbp_core.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPlanner:
+    """Plans as a planner does.
+
+    Args:
+        planner: The planner.
+        entry: The plugin that it is of; None for an object of the user's own program.
+    """
+
+    planner: Planner
+    entry: PluginEntry | None = None
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return its strategy.
+
+        Raises:
+            PluginError: a plugin raises an error that is none of sbp's, or returns anything else.
+            SbpTypeError: an object of the user's returns anything else.
+        """
+        with self.entry.called("plan") if self.entry else nullcontext():
+            found: object = self.planner.plan(request)
+        if isinstance(found, Strategy):
+            return found
+        if self.entry is not None:
+            raise self.entry.returned(found, "a Strategy", by="plan")
+        raise SbpTypeError(
+            f"the planner returned {'None' if found is None else f'a {type(found).__name__}'}",
+            where=f"{type(self.planner).__qualname__}.plan, the argument planner",
+            accepted="a Strategy",
+        )
