@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from toys import TOYS, Outcome, write_distribution
+from toys import LAUNCHER, TOYS, Outcome, write_distribution
 
 App = Callable[..., Outcome]
 
@@ -183,6 +183,46 @@ def test_a_sweep_goes_on_when_a_run_has_failed_and_ends_with_a_table(app: App) -
     assert [row.split()[:2] for row in rows] == [["0", "1"], ["1", "2"], ["2", "3"]]
     assert [row.split()[-1] for row in rows] == ["0", "1", "2"]
     assert failed == "run 0 failed: it does not fit"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """Folder with a plugin of Hydra whose launcher runs jobs in other processes."""
+    plugin = tmp_path / "site" / "hydra_plugins" / "elsewhere.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(LAUNCHER, "utf-8")
+    return plugin.parent.parent
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("config", ["config", "plan"])
+def test_a_sweep_whose_runs_are_in_other_processes_goes_on_and_ends_with_the_same_table(
+    app: App, elsewhere: Path, config: str
+) -> None:
+    launcher = "hydra.launcher._target_=hydra_plugins.elsewhere.Elsewhere"
+
+    outcome = app("-m", "trainer.steps=1,2", launcher, config=config, beside=elsewhere,
+                  fail=True, goes_on=True)  # fmt: skip
+
+    assert outcome.code == 1
+    assert outcome.err.strip() == "sbp-toy: it does not fit\n  in rank 3"
+    head, _, *rows, failed = outcome.out.rstrip().splitlines()[-5:]
+    assert head.split() == ["run", "trainer.steps", "folder"]
+    assert [row.split() for row in rows] == [["0", "1", "0"], ["1", "2", "1"]]
+    assert failed == "run 0 failed: it does not fit"
+    (sweep,) = outcome.folder.glob("runs/*")
+    assert not [path for path in sweep.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_was_ended_is_told_of_too(app: App, elsewhere: Path) -> None:
+    launcher = "hydra.launcher._target_=hydra_plugins.elsewhere.Elsewhere"
+
+    outcome = app("-m", "trainer.steps=1,2", launcher, beside=elsewhere,
+                  stopped_by=int(signal.SIGHUP), goes_on=True)  # fmt: skip
+
+    assert outcome.code == 1
+    assert "run 0 failed: it was stopped" in outcome.out
 
 
 @pytest.mark.slow

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from trainable import registry, run_config
 
-from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
+from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
 from sbp_launch.run.result import RunResult, read_result, write_result
 from sbp_launch.settings.config import EvaluateConfig
 from sbp_launch.trainer import trainer
@@ -42,7 +44,7 @@ def jobs(folder: Path) -> list[SweepJob]:
             write_result(place, found[number])
         failure = "" if number == 0 else f"it failed [as {number} does]"
         overrides = ("trainer.steps=100", f"optimizer.lr={rate}")
-        made.append(SweepJob(overrides=overrides, folder=place, failure=failure))
+        made.append(SweepJob(number=number, overrides=overrides, folder=place, failure=failure))
     return made
 
 
@@ -85,6 +87,27 @@ def test_a_sweep_that_was_stopped_in_its_first_run_has_a_row_too(tmp_path: Path)
     lines = printed(jobs(tmp_path)[:1], 80)
 
     assert lines[2].split() == ["run", "steps", "loss", "held-out", "best", "samples/s", "folder"]
+
+
+def test_notes_of_other_processes_are_read_in_the_order_of_the_runs(tmp_path: Path) -> None:
+    made = [
+        SweepJob(number=number, overrides=(f"x={number}",), folder=tmp_path, failure="it goes on")
+        for number in (10, 9, 2)
+    ]
+    notes = pickle.loads(pickle.dumps(SweepNotes(tmp_path)))
+    for job in made:
+        notes.write(job)
+    notes.write(replace(made[0], failure=""))
+
+    assert SweepNotes(tmp_path).read() == [made[2], made[1], replace(made[0], failure="")]
+
+
+def test_a_job_that_outlasts_its_sweep_has_nobody_to_tell(tmp_path: Path) -> None:
+    notes = SweepNotes(tmp_path / "gone")
+
+    notes.write(SweepJob(number=0, overrides=(), folder=tmp_path))
+
+    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])

@@ -82,6 +82,30 @@ def write_distribution(
     (info / "entry_points.txt").write_text(f"[sbp]\n{name} = {package}.plugin\n", encoding="utf-8")
 
 
+#: A launcher of Hydra that runs each job in a process of its own, as joblib's and submitit's do.
+LAUNCHER = """
+import os
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+
+class Elsewhere(BasicLauncher):
+    def launch(self, job_overrides, initial_job_idx):
+        codes = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    super().launch([overrides], number)
+                    code = 0
+                finally:
+                    os._exit(code)
+            codes.append(os.waitpid(child, 0)[1])
+        if any(codes):
+            raise RuntimeError(f"a job has not produced any output: {codes}")
+        return []
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a child process did."""

@@ -10,10 +10,11 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import blame, discover
-from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
+from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
 from sbp_launch.run.file import save_run
@@ -47,8 +48,8 @@ from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
 
-#: Runs the jobs of a sweep in this process, one after the other.
-_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+#: What is said of a run of a sweep until it has ended.
+_UNTOLD = "it goes on, or its process was ended before it could say why"
 
 #: Hydra's variable: with the value 1, errors keep their whole traceback.
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -90,7 +91,7 @@ def _run(app: Application[ConfigT]) -> int:
         raise unknown_flag(unknown[0], parser)
     registry = discover()
     catalog = make_catalog(registry, options.config_dir)
-    before = None
+    before = sweep = None
     if options.shell_completion:
         words = catalog.complete(os.environ.get("COMP_LINE", ""))
         if words is not None:
@@ -109,20 +110,24 @@ def _run(app: Application[ConfigT]) -> int:
                 else render_help(app, composed, catalog)
             )
             return 0
-        before, overrides = _check_jobs(app, catalog, options)
+        before, sweep, overrides = _check_jobs(app, catalog, options)
         sys.argv += overrides
     for problem in registry.problems:
         sys.stderr.write(f"{app.name}: warning: plugin {problem}\n")
-    finished: list[SweepJob] = []
-    try:
-        with _restoring(before), searching(registry.config_folders()):
-            hydra.main(
-                config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
-            )(_job(app, catalog, finished))()
-    finally:
-        if finished:
-            print_sweep(finished, make_console())
-    return FAILED if any(job.failure for job in finished) else 0
+    with ExitStack() as stack:
+        notes, jobs = None, []
+        if app.sweep_goes_on and (sweep is not None or options.multirun):
+            folder = tempfile.TemporaryDirectory(prefix=".sweep-", dir=sweep)
+            notes = SweepNotes(Path(stack.enter_context(folder)))
+        try:
+            with _restoring(before), searching(registry.config_folders()):
+                hydra.main(
+                    config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
+                )(_job(app, catalog, notes))()
+        finally:
+            if notes is not None and (jobs := notes.read()):
+                print_sweep(jobs, make_console())
+    return FAILED if any(job.failure for job in jobs) else 0
 
 
 def flags_first(arguments: Sequence[str]) -> list[str]:
@@ -133,11 +138,12 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
 
 def _check_jobs(
     app: Application[Any], catalog: Catalog, options: Namespace
-) -> tuple[FolderBefore | None, list[str]]:
+) -> tuple[FolderBefore | None, Path | None, list[str]]:
     """Check every job that the command line asks for; one that is only shown must just compose.
 
     Returns:
-        What the folder of a single run was before, and overrides to add, which name it.
+        What the folder of a single run was before, the folder of a sweep, and overrides to add,
+        which name it.
 
     Raises:
         ConfigError: something is wrong with one of them, or with their folder.
@@ -153,16 +159,17 @@ def _check_jobs(
         config = compose(catalog, app, single)
         if not options.cfg and not options.info:
             checked = app.check(read(config, catalog), catalog.registry)
-    if config is None:
-        return None, []
-    _folder_of(config, "sweep" if sweep else "run")
-    if checked is None or app.may_overwrite is None:
-        return None, []
+    if config is None or checked is None:
+        return None, None, []
     # The jobs of a sweep have folders of their own in it.
-    if sweep:
-        return None, _take_folder(config, "sweep", overwrite=True)[1]
+    if sweep or config.hydra.mode == RunMode.MULTIRUN:
+        made, more = _take_folder(config, "sweep", overwrite=True)
+        return None, made.folder.absolute(), more
+    if app.may_overwrite is None:
+        _folder_of(config, "run")
+        return None, None, []
     before, more = _take_folder(config, "run", overwrite=app.may_overwrite(checked))
-    return before if app.reads_folder_alone else None, more
+    return before if app.reads_folder_alone else None, None, more
 
 
 def _take_folder(
@@ -228,14 +235,14 @@ def _restoring(before: FolderBefore | None) -> Iterator[None]:
 
 
 def _job(
-    app: Application[ConfigT], catalog: Catalog, finished: list[SweepJob]
+    app: Application[ConfigT], catalog: Catalog, notes: SweepNotes | None
 ) -> Callable[[DictConfig], float | None]:
     """Return what Hydra calls for each job.
 
     Args:
         app: The app.
         catalog: What one can choose from.
-        finished: Takes the jobs of a sweep that goes on when one has failed.
+        notes: Takes the jobs of a sweep that goes on when one has failed; None of all else.
     """
 
     def run_one(config: DictConfig, folder: Path) -> None:
@@ -262,14 +269,22 @@ def _job(
     def job(config: DictConfig) -> float | None:
         node = HydraConfig.get()
         folder = Path(node.runtime.output_dir)
-        # Launchers of plugins run jobs in other processes, and tell of their failures themselves.
-        here = node.mode == RunMode.MULTIRUN and node.launcher["_target_"] == _LAUNCHER
-        if not (app.sweep_goes_on and here):
+        if notes is None:
             try:
                 run_one(config, folder)
             except SbpError as error:
                 raise SystemExit(_report(app, error)) from error
             return None
+        # Whatever happens, a job returns: launchers of plugins, which run it in another process,
+        # would end the sweep with what it raises.
+        overrides = tuple(map(str, node.overrides.task))
+        begun = SweepJob(
+            number=int(node.job.num),
+            overrides=overrides,
+            folder=folder.absolute(),
+            failure=_UNTOLD,
+        )
+        notes.write(begun)
         failure = "it was stopped"
         try:
             run_one(config, folder)
@@ -285,8 +300,7 @@ def _job(
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"
         finally:
-            overrides = tuple(map(str, node.overrides.task))
-            finished.append(SweepJob(overrides=overrides, folder=folder, failure=failure))
+            notes.write(replace(begun, failure=failure))
         return objective(folder)
 
     return job

@@ -10,10 +10,12 @@ run 1 failed: the loss is nan; the last finite loss was 5.2, of step 2
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.box import Box
@@ -35,17 +37,47 @@ _NUMBERS = ("steps", "loss", "held-out", "best")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepJob:
-    """One run of a sweep that has ended.
+    """One run of a sweep that has begun.
 
     Args:
+        number: Its place in the sweep.
         overrides: What the command line said of it.
         folder: Its run folder.
         failure: Why it failed, in a line; empty if it did not.
     """
 
+    number: int
     overrides: tuple[str, ...]
     folder: Path
     failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepNotes:
+    """What the runs of a sweep leave for the process that began it: launchers may run them in others.
+
+    Args:
+        folder: That all of these processes see.
+    """
+
+    folder: Path
+
+    def write(self, job: SweepJob) -> None:
+        """Write how far a run is, in place of what was said of it before."""
+        part = self.folder / f"{job.number}.part"
+        # A job of a cluster may outlast the process that began it, which takes the folder along.
+        with suppress(FileNotFoundError):
+            part.write_text(json.dumps(asdict(job), default=str), "utf-8")
+            part.replace(part.with_suffix(".json"))
+
+    def read(self) -> list[SweepJob]:
+        """Return the runs that have begun, in their order."""
+        jobs = []
+        for path in self.folder.glob("*.json"):
+            found = json.loads(path.read_text("utf-8"))
+            overrides, folder = tuple(found.pop("overrides")), Path(found.pop("folder"))
+            jobs.append(SweepJob(overrides=overrides, folder=folder, **found))
+        return sorted(jobs, key=lambda job: job.number)
 
 
 def objective(folder: Path) -> float | None:
@@ -72,27 +104,26 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("folder", overflow="fold")
-    for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
+    for job, result in zip(jobs, results, strict=True):
         values = dict(text.partition("=")[::2] for text in job.overrides)
         table.add_row(
-            str(number),
+            str(job.number),
             *(values.get(key, "") for key in keys),
             *_cells(result)[: len(heads)],
             str(job.folder.relative_to(parent)),
         )
     console.print(f"\nthe runs of {as_typed(parent)}:", highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
-    for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
+    for job, result in zip(jobs, results, strict=True):
         if job.failure:
             # What ended the training says more than how its process has ended.
             failure = (result.failure if result is not None else "") or job.failure
             failure = failure.partition("\n")[0]
-            console.print(
-                f"run {number} failed: {failure}", highlight=False, markup=False, soft_wrap=True
-            )
+            text = f"run {job.number} failed: {failure}"
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
     best = [
-        (one.best, number)
-        for number, one in enumerate(results)
+        (one.best, job.number)
+        for job, one in zip(jobs, results, strict=True)
         if one is not None and one.best is not None
     ]
     if len(best) > 1:
