@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
@@ -21,6 +22,7 @@ from plain_training import (
     make_optimizer,
 )
 from safetensors.torch import save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch import parallelize
@@ -49,6 +51,42 @@ def test_what_was_saved_goes_on_on_another_mesh(tmp_path):
     assert {"step-00000001", "strategy.yaml", "plan.txt"} <= names
     with start() as step, pytest.raises(ConfigError, match="there is no folder"):
         step.load(tmp_path / "elsewhere")
+
+
+def test_a_model_gets_back_what_was_trained_whatever_wraps_its_layers(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double()
+    plain, deep = copy.deepcopy(model), copy.deepcopy(model)
+    model[0] = checkpoint_wrapper(model[0])
+    plain[1] = torch.compile(plain[1], backend="eager")
+    eager = torch.optim.SGD(deep.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(8, 4, dtype=torch.double)
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    with parallelize(model, loss, batch, optimizer, mesh=2, planner="manual/zero") as step:
+        eager.zero_grad()
+        loss(deep, batch).backward()
+        eager.step()
+        step(batch)
+        step.save(tmp_path)
+        found = step.model_state_dict()
+        other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        step.copy_to(plain, other)
+
+    assert found.keys() == deep.state_dict().keys()  # `checkpoint_wrapper` has a hook for it
+    for name, wanted in deep.state_dict().items():
+        torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            dict(zip(found, plain.parameters(), strict=True))[name].detach(), wanted
+        )
+    for one, wanted in zip(plain.parameters(), deep.parameters(), strict=True):
+        held = eager.state[wanted]["momentum_buffer"]
+        torch.testing.assert_close(other.state[one]["momentum_buffer"], held)
+    with parallelize(plain, loss, batch, other, mesh=2) as step:
+        step.load_model(tmp_path)
+        torch.testing.assert_close(step.model_state_dict()["0.weight"], found["0.weight"])
 
 
 def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_it_is_loaded(tmp_path, caplog):

@@ -229,6 +229,9 @@ def test_no_name_is_empty_and_none_stands_for_two() -> None:
         renamed({"x": "x"}, [("x", "")])
     with pytest.raises(ConfigError, match=r"'b.x' and 'a.x' would both be called 'x'"):
         renamed({"a.x": "a.x", "b.x": "b.x"}, [("a.", ""), ("b.", "")])
+    with pytest.raises(ConfigError, match=r"or \._orig_mod\. for the middle of names"):
+        renamed({"h.0._orig_mod.w": ""}, [("_orig_mod.", "")])
+    assert renamed({"h.0._orig_mod.w": ""}, [("._orig_mod.", ".")]) == {"h.0.w": ""}
 
 
 def test_a_disk_that_is_full_is_a_failure(

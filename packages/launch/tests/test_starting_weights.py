@@ -21,6 +21,7 @@ from sbp_launch.checkpoint.formats.safetensors_writer import write_sharded
 from sbp_launch.checkpoint.names import SHARED, model_names
 from sbp_launch.checkpoint.opening import look, open_tensors
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
+from sbp_launch.checkpoint.tensors import Tensors
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.program import make_program
 from sbp_torch.capture import copied_states, initial_states, update
@@ -131,6 +132,94 @@ def test_names_may_begin_otherwise_there_and_here(tmp_path: Path) -> None:
     longer = {f"module.model.{name}": value for name, value in inner.state_dict().items()}
     found = weights(saved(tmp_path, longer), inner)
     assert found.sources["head.weight"].names == ("module.model.head.weight",)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    ["module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"],
+)
+def test_what_wrappers_add_to_names_is_passed_over_there_and_here(
+    wrapper: str, tmp_path: Path
+) -> None:
+    plain = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    wrapped = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Module()])})
+    wrapped["layers"][1].add_module(wrapper, nn.Linear(2, 2))
+
+    found = weights(saved(tmp_path, wrapped.state_dict()), plain)
+    assert found.sources["layers.1.bias"].names == (f"layers.1.{wrapper}.bias",)
+    assert found.sources["layers.0.bias"].names == ("layers.0.bias",)
+
+    longer = {f"model.{name}": value for name, value in plain.state_dict().items()}
+    found = weights(saved(tmp_path, longer), wrapped)
+    assert found.sources[f"layers.1.{wrapper}.bias"].names == ("model.layers.1.bias",)
+
+    both = {**plain.state_dict(), **wrapped.state_dict()}
+    with pytest.raises(ConfigError, match=f"nothing called 'layers.1.{wrapper}"):
+        weights(saved(tmp_path, both), plain)
+
+
+class Scaled(nn.Module):
+    """What PyTorch takes in other forms: a number, a vector of one, a counter, indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.one = nn.Parameter(torch.tensor([0.5]))
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("order", torch.tensor([2, 300, 1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("scale", torch.tensor([7.0]), torch.tensor(7.0)),
+        ("norm.num_batches_tracked", torch.tensor([7]), torch.tensor(7)),
+        ("norm.num_batches_tracked", torch.tensor(7.0), torch.tensor(7)),
+        ("norm.num_batches_tracked", torch.tensor(7, dtype=torch.int32), torch.tensor(7)),
+        ("norm.num_batches_tracked", None, torch.tensor(5)),
+        ("order", torch.tensor([0, 1, 2], dtype=torch.uint8), torch.tensor([0, 1, 2])),
+    ],
+)
+def test_other_forms_of_numbers_are_taken_as_pytorch_takes_them(
+    name: str, given: Tensor | None, wanted: Tensor, tmp_path: Path
+) -> None:
+    model, plain = Scaled(), Scaled()
+    for one in (model, plain):
+        one.norm.num_batches_tracked.fill_(5)
+    states = {key: value for key, value in Scaled().state_dict().items() if key != name}
+    plain.load_state_dict(states if given is None else states | {name: given})
+
+    found = weights(saved(tmp_path, states if given is None else states | {name: given}), model)
+
+    options = UpdateOptions(ema_decay=0.9)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with found.over(initial_states(model, optimizer, options)) as started:
+        like = started.like(name) if isinstance(started, Tensors) else started[name]
+        assert (started[name].dtype, like.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(started[name], wanted)
+    found.load_into(model)
+    assert torch.equal(model.state_dict()[name], wanted)
+    assert torch.equal(plain.state_dict()[name], wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("one", torch.tensor(1.0), r"shape \(\)"),
+        ("scale", torch.tensor([1.0, 2.0]), r"shape \(2,\)"),
+        ("order", torch.tensor([0.5, 1.0, 2.0]), "is of torch.float32"),
+        ("order", torch.tensor([0.0, 1.0, float("nan")]), "is of torch.float32"),
+        ("one", torch.tensor([1]), "is of torch.int64"),
+        ("norm.running_var", None, "there is no 'norm.running_var'"),
+    ],
+)
+def test_numbers_that_would_become_others_are_refused(
+    name: str, given: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    states = {key: value for key, value in Scaled().state_dict().items() if key != name}
+
+    with pytest.raises(ConfigError, match=message):
+        weights(saved(tmp_path, states if given is None else states | {name: given}), Scaled())
 
 
 def test_states_of_the_optimizer_and_averages_begin_anew(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import copy
 import doctest
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sbp_core.errors import SbpLookupError, SbpValueError
 from sbp_torch.capture import initial_states
 from sbp_torch.interchange import torch_states
 from sbp_torch.interchange.torch_states import (
+    copy_to_model,
     from_model_state,
     from_optimizer_state,
     to_model_state,
@@ -124,6 +126,90 @@ def test_what_a_state_dict_leaves_out_comes_from_the_model() -> None:
     assert {"mask", "scale"} < states.keys()
     assert made.keys() == {"layer.weight", "layer.bias", "_extra_state"}
     assert equal(from_model_state(made, model), states)
+
+
+def renaming(model: nn.Module) -> None:
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        for name in [*state]:
+            state[f"net.{name}"] = state.pop(name)
+
+    model.register_state_dict_post_hook(rename)
+
+
+def splitting(model: nn.Module) -> None:
+    def split(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state["upper"], state["lower"] = state.pop("0.weight").chunk(2)
+
+    model.register_state_dict_post_hook(split)
+
+
+def wrapping(model: nn.Module) -> None:
+    model[0] = checkpoint_wrapper(model[0])
+
+
+@pytest.mark.parametrize("change", [renaming, splitting, wrapping])
+def test_a_state_dict_has_the_names_that_hooks_and_wrappers_give(
+    change: Callable[[nn.Module], None],
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    change(model)
+    states = {name: value + 1 for name, value in initial_states(model).items()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    made = to_model_state(states, model)
+
+    assert equal(made, {name: value + 1 for name, value in before.items()})
+    assert equal(dict(model.state_dict()), before)
+    if change is splitting:
+        with pytest.raises(
+            SbpValueError, match=r"'upper' of model\.state_dict\(\) is no parameter"
+        ):
+            from_model_state(made, model)
+    else:
+        assert equal(from_model_state(made, model), states)
+    copy_to_model(states, model)
+    assert equal(dict(model.state_dict()), made)
+
+
+def test_a_name_that_a_hook_gives_to_another_tensor_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def swap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state["0.bias"], state["1.bias"] = state["1.bias"], state["0.bias"]
+
+    model.register_state_dict_post_hook(swap)
+
+    with pytest.raises(SbpValueError, match=r"calls '1\.bias' '0\.bias', and"):
+        from_model_state(model.state_dict(), model)
+
+
+def test_a_tensor_of_extra_state_is_the_models_own() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Tensor:
+            return torch.ones(3)
+
+        def set_extra_state(self, state: object) -> None:
+            """Ignore it."""
+
+    model = Extra(2, 2)
+    states = initial_states(model)
+
+    made = to_model_state(states, model)
+
+    assert torch.equal(made["_extra_state"], torch.ones(3))
+    assert equal(from_model_state(made, model), states)
+
+
+def test_a_model_without_values_gives_the_names_of_values_and_takes_none() -> None:
+    states = initial_states(nn.Linear(2, 2))
+    with torch.device("meta"):
+        model, other = nn.Linear(2, 2), nn.Linear(2, 3)
+
+    assert equal(to_model_state(states, model), states)
+    with pytest.raises(SbpValueError, match="'weight' of the model has no values"):
+        copy_to_model(states, model)
+    with pytest.raises(SbpValueError, match=r"'weight' of the model has shape \(3, 2\)"):
+        copy_to_model(states, other.to_empty(device="cpu"))
 
 
 def test_what_comes_back_is_a_copy() -> None:

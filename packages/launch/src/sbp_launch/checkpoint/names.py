@@ -18,6 +18,12 @@ AVERAGE = "ema"
 #: States of an update that belong to no parameter.
 SHARED = frozenset({"loss_scaler.scale", "loss_scaler.growth_tracker", "ema.count"})
 
+#: What wrappers call the module that they wrap: `DataParallel` and its like, `torch.compile`,
+#: `checkpoint_wrapper`, `FullyShardedDataParallel`, Lightning Fabric.
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+)
+
 
 def owner_of(name: str, names: Mapping[str, object] | set[str]) -> str:
     """Return the parameter that a state of the optimizer belongs to; empty for all others.
@@ -46,6 +52,23 @@ def model_names(names: Iterable[str]) -> list[str]:
     beginning = beginning_of(known)
     shared = SHARED | {beginning + name for name in SHARED}
     return [name for name in names if name not in shared and not owner_of(name, known)]
+
+
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Return names, each without what wrappers of modules add to it.
+
+    >>> without_wrappers(["h.0._orig_mod.weight", "module.h.1.weight"])
+    {'h.0._orig_mod.weight': 'h.0.weight', 'module.h.1.weight': 'h.1.weight'}
+
+    Names that would become one stay as they are, all of them.
+
+    >>> without_wrappers(["module.weight", "weight"])
+    {'module.weight': 'module.weight', 'weight': 'weight'}
+    """
+    found = {
+        name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names
+    }
+    return found if len({*found.values()}) == len(found) else {name: name for name in found}
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:
@@ -111,15 +134,20 @@ def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dic
     >>> renamed({"network.wte": "network.wte"}, [("network.", "")])
     {'wte': 'network.wte'}
 
+    What begins with a dot is replaced in the middle, wherever it is.
+
+    >>> renamed({"h.0._orig_mod.weight": ""}, [("._orig_mod.", ".")])
+    {'h.0.weight': ''}
+
     Raises:
         ConfigError: no name begins so, or two become one.
     """
     found: dict[str, str] = {}
     used = set()
     for name, source in names.items():
-        old, new = next((pair for pair in renames if name.startswith(pair[0])), ("", ""))
+        old, new = next((pair for pair in renames if _fits(name, pair[0])), ("", ""))
         used.add(old)
-        other = new + name.removeprefix(old)
+        other = name.replace(old, new) if old[:1] == "." else new + name.removeprefix(old)
         if other in found or not other:
             raise ConfigError(
                 f"{name!r} and {found.get(other, '')!r} would both be called {other!r}",
@@ -133,7 +161,16 @@ def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dic
             raise ConfigError(
                 f"no name begins with {old!r}",
                 where=f"--rename {old}={new}",
-                accepted=", ".join(sorted(firsts)[:8]),
+                accepted=", ".join(sorted(firsts)[:8])
+                + (
+                    f"; or .{old} for the middle of names"
+                    if any(f".{old}" in n for n in names)
+                    else ""
+                ),
                 todo=f"did you mean {near!r}?" if near else "",
             )
     return found
+
+
+def _fits(name: str, old: str) -> bool:
+    return old in name if old[:1] == "." else name.startswith(old)

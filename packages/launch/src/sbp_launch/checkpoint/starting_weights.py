@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.checkpoint.cover import index_of
-from sbp_launch.checkpoint.names import model_names
+from sbp_launch.checkpoint.names import model_names, without_wrappers
 from sbp_launch.checkpoint.opening import Found, look, open_tensors
 from sbp_launch.checkpoint.tensors import Tensors
 from sbp_torch.capture import UpdateOptions, copied_states
-from sbp_torch.interchange.torch_states import graph_names
+from sbp_torch.interchange.torch_states import graph_names, stored_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,11 @@ class Source:
 
     Args:
         names: What it is called in the file; several names are one tied tensor.
-        dtype: That it has in the model.
+        shape, dtype: That it has in the model.
     """
 
     names: tuple[str, ...]
+    shape: torch.Size
     dtype: torch.dtype
 
 
@@ -60,12 +61,11 @@ class StartingWeights:
     def load_into(self, model: nn.Module) -> None:
         """Give a model the weights, in place."""
         own = model.state_dict(keep_vars=True)
-        names = graph_names(model)
         with open_tensors(self.found) as tensors, torch.no_grad():
-            for name, value in own.items():
-                if isinstance(value, Tensor) and names.get(name, name) in self.sources:
-                    source = self.sources[names.get(name, name)].names[0]
-                    value.copy_(tensors[source])
+            for name, state in stored_names(model).items():
+                if state in self.sources:
+                    source = self.sources[state]
+                    own[name].copy_(tensors[source.names[0]].reshape(source.shape))
 
 
 def find_weights(
@@ -79,7 +79,8 @@ def find_weights(
     """See which of the weights in a file or folder is which state of a model.
 
     Names may have one more beginning here or there, such as `network.` or `model.`: the one with
-    which most of them fit is taken.
+    which most of them fit is taken. What wrappers add to names, also in their middle, is passed
+    over, such as `_orig_mod.` of `torch.compile`.
 
     Args:
         path: A checkpoint, or what `sbp_launch.checkpoint.opening.look` knows.
@@ -90,30 +91,40 @@ def find_weights(
 
     Raises:
         ConfigError: there is nothing there, a name is missing or unknown, or a shape is another.
+        SbpValueError: a hook makes tensors of `model.state_dict()`, which the model has not.
     """
     found = look(path)
     with open_tensors(found) as tensors:
-        names = graph_names(model)
-        own = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor)
-        }
         # Those that a state_dict() leaves out may be there: our own checkpoints have them.
-        possible = {name: name for name in names.values()} | {name: names[name] for name in own}
+        possible = graph_names(model)
         renamed = _renamed(model_names(tensors), possible)
         place = (found.place, where)
-        _check_names(renamed, possible, {names[name] for name in own}, place)
+        needed = {*stored_names(model).values()} - _counters(model)
+        _check_names(renamed, possible, needed, place)
         sources: dict[str, Source] = {}
         for name, source in renamed.items():
             state = possible[name]
             before = sources[state].names if state in sources else ()
             value = _tensor_of(model, state)
-            _check_form(name, tensors.like(source), value, place)
-            sources[state] = Source(names=(*before, source), dtype=value.dtype)
+            _check_form(source, tensors, value, place)
+            sources[state] = Source(names=(*before, source), shape=value.shape, dtype=value.dtype)
     for state, (parameter, dtype) in copied_states(model, optimizer, update).items():
-        sources[state] = Source(names=sources[parameter].names, dtype=dtype)
+        sources[state] = replace(sources[parameter], dtype=dtype)
     return StartingWeights(found=found, sources=sources)
+
+
+def named_as_in(states: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """Return states by the names that a model has, of which other modules may be wrapped."""
+    own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    if all(name in states for name in own):
+        return states
+    named = {plain: name for name, plain in without_wrappers(own).items()}
+    found = {}
+    for name, plain in without_wrappers(states).items():
+        parameter, _, key = plain.rpartition(".")
+        other = named.get(plain) or (f"{named[parameter]}.{key}" if parameter in named else name)
+        found[other] = states[name]
+    return found
 
 
 def _tensor_of(model: nn.Module, name: str) -> Tensor:
@@ -122,25 +133,39 @@ def _tensor_of(model: nn.Module, name: str) -> Tensor:
     return found
 
 
+def _counters(model: nn.Module) -> set[str]:
+    """Return the names of counters that PyTorch lets weights leave out, which older ones do."""
+    return {
+        f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+    }
+
+
 def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
     """Return the given names by what the model calls them, as far as it knows them.
 
     >>> _renamed(["h.w", "h.b"], {"network.h.w": "", "network.h.b": "", "network.x": ""})
     {'network.h.w': 'h.w', 'network.h.b': 'h.b'}
+    >>> _renamed(["h._orig_mod.w"], {"h.w": ""})
+    {'h.w': 'h._orig_mod.w'}
     """
+    own = {plain: name for name, plain in without_wrappers(wanted).items()}
+    names = {plain: name for name, plain in without_wrappers(given).items()}
     beginnings = {("", "")}
-    for name in given[:8]:
-        beginnings |= {("", own.removesuffix(name)) for own in wanted if own.endswith(f".{name}")}
-        beginnings |= {(name.removesuffix(own), "") for own in wanted if name.endswith(f".{own}")}
+    for name in [*names][:8]:
+        beginnings |= {("", one.removesuffix(name)) for one in own if one.endswith(f".{name}")}
+        beginnings |= {(name.removesuffix(one), "") for one in own if name.endswith(f".{one}")}
 
     def changed(name: str, old: str, new: str) -> str:
         return new + name.removeprefix(old)
 
     def fit(pair: tuple[str, str]) -> tuple[int, int]:
-        return sum(changed(name, *pair) in wanted for name in given), -len("".join(pair))
+        return sum(changed(name, *pair) in own for name in names), -len("".join(pair))
 
     best = max(sorted(beginnings), key=fit)
-    return {changed(name, *best): name for name in given}
+    found = {name: changed(plain, *best) for plain, name in names.items()}
+    return {own.get(plain, plain): name for name, plain in found.items()}
 
 
 def _check_names(
@@ -181,21 +206,29 @@ def _check_names(
         )
 
 
-def _check_form(name: str, given: Tensor, own: Tensor, place: tuple[str, ...]) -> None:
-    """Check that a tensor can be taken for one of the model's.
+def _check_form(name: str, tensors: Tensors, own: Tensor, place: tuple[str, ...]) -> None:
+    """Check that a tensor can be taken for one of the model's, as PyTorch takes it.
 
     Raises:
-        ConfigError: it has another shape, or is of integers where the model's is not.
+        ConfigError: it has another shape, or numbers that the model's cannot hold.
     """
-    if given.shape != own.shape:
+    given = tensors.like(name)
+    if given.shape != own.shape and (own.dim(), given.shape) != (0, (1,)):
         raise ConfigError(
             f"{name!r} has shape {tuple(given.shape)}",
             where=place,
             accepted=f"{tuple(own.shape)}, as in the model",
         )
-    if given.dtype != own.dtype and not (given.is_floating_point() and own.is_floating_point()):
+    if given.dtype == own.dtype or (given.is_floating_point() and own.is_floating_point()):
+        return
+    # Counters and indices of another width: they are small, and so can be read.
+    whole = not (own.is_floating_point() or own.is_complex() or given.is_complex())
+    if not (whole and torch.equal(value := tensors[name], value.to(own.dtype).to(given.dtype))):
         raise ConfigError(
-            f"{name!r} is of {given.dtype}", where=place, accepted=f"{own.dtype}, as in the model"
+            f"{name!r} is of {given.dtype}",
+            where=place,
+            accepted=f"{own.dtype}, as in the model"
+            + (", or numbers that are the same in it" if whole else ""),
         )
 
 
@@ -230,7 +263,7 @@ class _States(Tensors):
         if name not in self._sources:
             return self._state(name).to("meta")
         source = self._sources[name]
-        return self._tensors.like(source.names[0]).to(source.dtype)
+        return torch.empty(source.shape, dtype=source.dtype, device="meta")
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return a part of a state, a tensor of its own: (start, stop) of each dim.
@@ -242,14 +275,18 @@ class _States(Tensors):
             return self._state(name)[index_of(bounds)].clone()
         source = self._sources[name]
         first = source.names[0]
-        found = self._tensors.part(first, bounds)
+        found = self._part(first, bounds)
         for other in source.names[1:]:
-            if not torch.equal(found, self._tensors.part(other, bounds)):
+            if not torch.equal(found, self._part(other, bounds)):
                 raise ConfigError(
                     f"{first!r} and {other!r} are one tensor in the model, and differ",
                     todo="untie them in the model, or leave one out: sbp-checkpoint convert --drop",
                 )
         return found.to(source.dtype)
+
+    def _part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        # A tensor without dims may be one of a single element there.
+        return self._tensors.part(name, bounds) if bounds else self._tensors[name].reshape(())
 
     def _state(self, name: str) -> Tensor:
         if self._made is None or self._made[0] != name:

@@ -13,7 +13,7 @@ from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.one_device import EagerReference
-from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
+from sbp_torch.interchange.torch_states import copy_to_model, to_optimizer_state
 
 #: Settings of a parameter group that are numbers of their own, and scalars of an update.
 _NUMBERS = ("lr", "weight_decay", "momentum")
@@ -68,7 +68,7 @@ class Comparison:
         model, optimizer = copy.deepcopy((self._program.model, self._program.optimizer))
         # What schedulers put there steps the optimizer that they were made for.
         vars(optimizer).pop("step", None)
-        model.load_state_dict(to_model_state(states, model))
+        copy_to_model(states, model)
         optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
         self._reference = EagerReference(
             model,

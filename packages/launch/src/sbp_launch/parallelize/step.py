@@ -18,7 +18,7 @@ from sbp_core.errors import ConfigError, RunError
 from sbp_core.plugins import Planner
 from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
-from sbp_launch.checkpoint.starting_weights import find_weights
+from sbp_launch.checkpoint.starting_weights import find_weights, named_as_in
 from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.parallelize.arguments import checked_micro_batches, in_arguments, update_options
 from sbp_launch.parallelize.buckets import LengthBuckets, Padding, make_padding
@@ -37,7 +37,7 @@ from sbp_launch.parallelize.saved import StepSaves, as_path, load_step, processe
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_torch.capture import UpdateOptions, check_modes
-from sbp_torch.interchange.torch_states import to_model_state, to_optimizer_state
+from sbp_torch.interchange.torch_states import copy_to_model, to_model_state, to_optimizer_state
 
 
 class ParallelStep(ProgramStep):
@@ -321,15 +321,21 @@ class ParallelStep(ProgramStep):
         """Load what was trained into a model, and into an optimizer over its parameters.
 
         Args:
-            model: Of the same form, with values: the one given to `parallelize`, or another.
+            model: Of the same form, with values: the one given to `parallelize`, or another, of
+                which other modules may be wrapped, such as by `torch.compile`.
             optimizer: Likewise.
+
+        Raises:
+            SbpLookupError: the model has a tensor that the step does not train.
+            SbpValueError: a tensor has another shape, or no values.
         """
         states = self.state_dict()
         if self._training.copied_to(states, model, optimizer):
             return
-        model.load_state_dict(to_model_state(states, model))
+        named = named_as_in(states, model)
+        copy_to_model(named, model)
         if optimizer is not None:
-            optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
+            optimizer.load_state_dict(to_optimizer_state(named, model, optimizer))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Save a checkpoint in a folder, and strategy and plan beside it; all processes call it.

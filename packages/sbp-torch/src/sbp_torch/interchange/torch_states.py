@@ -33,18 +33,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.optim.combined import CombinedOptimizer
 
 __all__ = [
+    "copy_to_model",
     "from_model_state",
     "from_optimizer_state",
     "graph_names",
+    "stored_names",
     "to_model_state",
     "to_optimizer_state",
 ]
+
+#: How the name of what a module keeps beside its tensors ends.
+_EXTRA_STATE = "_extra_state"
 
 
 def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
@@ -56,23 +62,64 @@ def to_model_state(states: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         model: The one-device program; its parameters and buffers are not changed.
 
     Returns:
-        Tensors under each name of `model.state_dict()`, tied ones being one tensor; what modules
-        keep as extra state is the model's own.
+        Tensors under each name of `model.state_dict()`, tied ones being one tensor, and whatever
+        its hooks make of them; what modules keep as extra state is the model's own.
 
     Raises:
         SbpLookupError: a state of the model is missing.
     """
-    names = graph_names(model)
-    found: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            found[name] = value  # extra state, which is no tensor of the graph
-            continue
-        known = names.get(name, name)
-        if known not in states:
-            raise unknown_name("state", known, states)
-        found[name] = states[known].to(value.device)
-    return found
+    tensors = model_tensors(model)
+    own = {id(tensor): name for name, tensor in tensors.items()}
+    given = {
+        f"model.{name}": states[name] if tensor.is_meta else states[name].to(tensor.device)
+        for name, tensor in tensors.items()
+        if name in states
+    }
+    # Not by their names: hooks of modules give tensors others, or make further ones of them.
+    found: dict[str, Any] = functional_call(_StateDict(model), given, ())
+    for value in found.values():
+        if id(value) in own:
+            raise unknown_name("state", own[id(value)], states)
+    return dict(found)
+
+
+def copy_to_model(states: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Give a model's parameters and buffers the values of states, in place.
+
+    Args:
+        states: Whole tensors by the graph's names.
+        model: Of the same form, with values.
+
+    Raises:
+        SbpLookupError: a state of the model is missing.
+        SbpValueError: one has another shape, or the model has no values.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        if name not in states:
+            raise unknown_name("state", name, states)
+        if tensor.is_meta or tensor.shape != states[name].shape:
+            shape = "no values" if tensor.is_meta else f"shape {tuple(tensor.shape)}"
+            raise SbpValueError(
+                f"{name!r} of the model has {shape}",
+                accepted=f"a tensor with values, of shape {tuple(states[name].shape)}",
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(states[name])
+
+
+class _StateDict(nn.Module):
+    """Has the `state_dict()` of a model as its forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> dict[str, Any]:
+        """Return the model's own."""
+        found: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        return found
 
 
 def from_model_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
@@ -85,22 +132,19 @@ def from_model_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Te
 
     Raises:
         SbpLookupError: a name is unknown, or missing.
-        SbpValueError: tied parameters differ.
+        SbpValueError: tied parameters differ; or see `stored_names`.
     """
-    names = graph_names(model)
-    wanted = model.state_dict(keep_vars=True)
+    names, wanted = graph_names(model), model.state_dict(keep_vars=True)
     for name in state:
         if name not in wanted:
             raise unknown_name("state of the model", name, wanted)
     found: dict[str, Tensor] = {}
-    for name, own in wanted.items():
-        if not isinstance(own, Tensor):
-            continue
+    for name in stored_names(model):
         if name not in state:
             raise SbpLookupError(
                 f"{name!r} is missing", accepted="every name of model.state_dict()"
             )
-        known, value = names.get(name, name), state[name].detach()
+        known, value = names[name], state[name].detach()
         if known in found and not torch.equal(found[known], value):
             raise SbpValueError(
                 f"{known!r} and {name!r} are one parameter in the model, and differ",
@@ -204,14 +248,56 @@ def _from_several(
 
 
 def graph_names(model: nn.Module) -> dict[str, str]:
-    """Return the graph's name of each parameter, buffer and constant, tied ones under each."""
+    """Return the graph's name of each parameter, buffer and constant, by each name that it has.
+
+    These are its path in the model, those of what it is tied to, and that in `model.state_dict()`.
+
+    Raises:
+        SbpValueError: see `stored_names`.
+    """
     found = model_tensors(model)
     known = {id(tensor): name for name, tensor in found.items()}
     every = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
-    return {name: name for name in found} | {name: known[id(tensor)] for name, tensor in every}
+    paths = {name: name for name in found} | {name: known[id(tensor)] for name, tensor in every}
+    stored = stored_names(model)
+    for name, state in stored.items():
+        if paths.get(name, state) != state:
+            raise SbpValueError(
+                f"model.state_dict() calls {state!r} {name!r}, and {paths[name]!r} is another "
+                "tensor of the model",
+                accepted="a name that means one tensor",
+            )
+    return paths | stored
+
+
+def stored_names(model: nn.Module) -> dict[str, str]:
+    """Return the graph's name of each tensor of `model.state_dict()`, by its name there.
+
+    Tensors are known by identity, because wrappers such as `checkpoint_wrapper`, and hooks, give
+    them other names. What modules keep as extra state is left out.
+
+    Raises:
+        SbpValueError: a hook makes a tensor that is none of the model's.
+    """
+    known = {id(tensor): name for name, tensor in model_tensors(model).items()}
+    stored = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE)
+    }
+    for name, value in stored.items():
+        if id(value) not in known:
+            raise SbpValueError(
+                f"{name!r} of model.state_dict() is no parameter or buffer of the model: a hook "
+                "makes it of them",
+                accepted="tensors of the model, under any name",
+                todo="have the model itself take them, before it is trained: "
+                "model.load_state_dict(states)",
+            )
+    return {name: known[id(value)] for name, value in stored.items()}
 
 
 def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
