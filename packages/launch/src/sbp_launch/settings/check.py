@@ -126,10 +126,10 @@ def _check_together(
             ) from error
         except Exception as error:
             if isinstance(error, SbpError) or not (
-                told := blame(error, in_use(composed, registry))
+                blamed := blame(error, in_use(composed, registry))
             ):
                 raise
-            raise told from error
+            raise blamed from error
 
 
 def refuse_unknown(
