@@ -84,6 +84,8 @@ def test_what_tells_nothing_of_values_reads_none(trained):
         assert isinstance(one, nn.Parameter) and len({one, one}) == 1
     assert sum(one.numel() for one in model.parameters()) == 12
     assert [tuple(one.shape) for one in model.parameters()] == [(2, 3), (2,), (2,), (2,)]
+    made = [torch.zeros_like(model[0].weight), model[0].weight.new_zeros(2, 3)]
+    assert [(type(one), one.sum().item()) for one in made] == [(torch.Tensor, 0.0)] * 2
     trained.optimizer.zero_grad()
     model.zero_grad()
     repr(model)

@@ -67,9 +67,12 @@ _ABOUT = {
             *("__hash__", "__len__", "_is_view", "data_ptr", "dim", "element_size", "get_device"),
             *("is_complex", "is_contiguous", "is_floating_point", "is_inference"),
             *("is_pinned", "is_same_size", "is_shared", "is_signed", "ndimension", "nelement"),
-            *("numel", "register_hook", "requires_grad_", "size", "storage_offset", "stride"),
+            *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "numel"),
+            *("register_hook", "requires_grad_", "size", "storage_offset", "stride"),
         )
     ),
+    *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
+    *(torch.rand_like, torch.randn_like),
 }
 
 (_GRAD,) = _getters("grad")
