@@ -24,6 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import blame, discover
@@ -44,6 +45,7 @@ from sbp_launch.settings.compose import (
 )
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
+from sbp_launch.settings.literals import quoted
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag
 
 #: Runs the jobs of a sweep in this process, one after the other.
@@ -86,6 +88,7 @@ def _run(app: Application[ConfigT]) -> int:
     if unknown:
         raise unknown_flag(unknown[0], parser)
     registry = discover()
+    _refuse_interpolation(Path())
     catalog = make_catalog(registry, options.config_dir)
     before = None
     if options.shell_completion:
@@ -171,15 +174,32 @@ def _take_folder(
         overwrite: Whether it may hold an earlier run.
     """
     node = config.hydra[mode]
-    wanted = Path(str(node.dir))
+    try:
+        wanted = Path(str(node.dir))
+    except OmegaConfBaseException as error:
+        what = str(error).partition("\n")[0]
+        raise ConfigError(f"hydra.{mode}.dir: {what}", where="the command line") from error
+    _refuse_interpolation(wanted)
     named = OmegaConf.to_container(node, resolve=False)
     if "${now" not in str(named["dir"] if isinstance(named, dict) else ""):
         before = FolderBefore.of(wanted)
         take_folder(wanted, overwrite=overwrite)
         return before, []
     made = make_folder(wanted)
-    quoted = str(made).replace("'", "\\'")
-    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir='{quoted}'"]
+    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir={quoted(str(made))}"]
+
+
+def _refuse_interpolation(folder: Path) -> None:
+    """Check that Hydra does not take a part of a folder's name for an interpolation.
+
+    Raises:
+        ConfigError: it would, whatever is written before it.
+    """
+    if "${" in str(path := folder.absolute()):
+        raise ConfigError(
+            f"Hydra cannot work in a folder with ${{ in its name: {path}",
+            todo="choose or rename the folder: hydra.run.dir=FOLDER, or another working folder",
+        )
 
 
 @contextmanager
