@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins.kinds import Storage, StorageFactory
 from sbp_core.testing.storage import StorageConformance
 from sbp_launch.checkpoint import local
+from sbp_launch.checkpoint.formats.aside import writing_aside
 from sbp_launch.checkpoint.local import LocalStorage, LocalStorageConfig, build_local
 from sbp_launch.checkpoint.objects import FsspecConfig, FsspecStorage, build_fsspec
 
@@ -242,3 +244,103 @@ def test_who_holds_a_place_is_named(tmp_path: Path) -> None:
         pass
     with storage.claim():
         pass
+
+
+def _saved(root: Path, name: str = "step-00000001") -> None:
+    staged = LocalStorage(root).stage(name)
+    with staged.create("rank-00000.safetensors") as file:
+        file.write(b"new")
+    staged.commit(local.MANIFEST_FILE, b"{}", ["rank-00000.safetensors"])
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("name", [".step-00000001.part", ".step-00000001.old"])
+def test_a_planted_link_is_removed_and_nothing_of_what_it_leads_to(
+    tmp_path: Path, name: str, claims: bool
+) -> None:
+    victim, root = tmp_path / "home", tmp_path / "checkpoints"
+    victim.mkdir()
+    root.mkdir()
+    (victim / "thesis.txt").write_text("precious")
+    (victim / local.MANIFEST_FILE).write_text("of an app")
+    (root / name).symlink_to(victim)
+    assert list(LocalStorage(root).names()) == []
+
+    with LocalStorage(root).claim() if claims else nullcontext():
+        _saved(root)
+        _saved(root)
+
+    assert {path.name for path in victim.iterdir()} == {"thesis.txt", local.MANIFEST_FILE}
+    assert not (root / name).is_symlink()
+    assert (root / "step-00000001" / "rank-00000.safetensors").read_bytes() == b"new"
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    root, victim = tmp_path / "checkpoints", tmp_path / "thesis.txt"
+    root.mkdir()
+    victim.write_text("precious")
+    (root / ".lock").symlink_to(victim)
+
+    with pytest.raises(ConfigError, match="cannot be written"), LocalStorage(root).claim():
+        pass
+
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["folder of others", "folder in it", "file", "link"])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    root, place = tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000001"
+    root.mkdir()
+    other = tmp_path / "other"
+    if kind == "file":
+        place.write_text("precious")
+    elif kind == "link":
+        other.mkdir()
+        place.symlink_to(other)
+    else:
+        place.mkdir()
+        (place / "notes.txt").write_text("precious")
+        if kind == "folder in it":
+            (place / local.MANIFEST_FILE).write_text("{}")
+            (place / "photos").mkdir()
+    before = sorted(root.rglob("*"))
+
+    with pytest.raises(FileExistsError, match="something that is no checkpoint has the name"):
+        _saved(root)
+
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_checkpoint_that_a_kill_has_left_half_removed_is_replaced(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    (tmp_path / "step-00000001" / local.MANIFEST_FILE).unlink()
+
+    _saved(tmp_path)
+
+    assert list(LocalStorage(tmp_path).names()) == ["step-00000001"]
+
+
+def test_a_hidden_folder_of_somebody_else_stays(tmp_path: Path) -> None:
+    (tmp_path / ".downloads.part").mkdir()
+
+    with LocalStorage(tmp_path).claim():
+        pass
+
+    assert (tmp_path / ".downloads.part").is_dir()
+
+
+@pytest.mark.parametrize("name", ["file.part", ".file.part"])
+def test_what_is_written_aside_uses_no_name_that_is_known_beforehand(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / name).symlink_to(tmp_path / "victim")
+    (tmp_path / "file").symlink_to(tmp_path / "victim")
+
+    with writing_aside(tmp_path / "file") as file:
+        file.write(b"new")
+
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert not (tmp_path / "file").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["file", "victim", name])

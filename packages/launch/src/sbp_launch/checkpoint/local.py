@@ -6,6 +6,9 @@
       .step-00000100.old/      what it has replaced, if a kill has kept it from being removed
       .lock                    held by the run that writes here
 
+Processes that save together write to one folder, so its name is known beforehand. What has such a
+name and is a link is removed as one; what is neither a link nor a folder is left alone.
+
 A rename is the commit, and folders are synced before and after it, so that after a power cut there
 is either the former folder or the new one. No link is followed from a folder to a file.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,6 +35,9 @@ from sbp_launch.checkpoint.direct import DirectFile
 MANIFEST_FILE = "manifest.json"
 
 _LOCK = ".lock"
+
+#: What is cleared when a run begins.
+_BEGUN = re.compile(r"\.step-[^.]+\.(part|old)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +134,8 @@ class LocalStorage:
                 todo="name another folder",
             ) from error
         try:
-            for path in _folders(self.root):
-                if path.name.startswith(".") and path.name.endswith((".part", ".old")):
+            for path in self.root.iterdir():
+                if _BEGUN.fullmatch(path.name):
                     self._clear(path)
             yield
         finally:
@@ -145,7 +152,9 @@ class LocalStorage:
         """
         path = self.root / _LOCK
         while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # No link is followed: whoever holds the lock writes into it.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            lock = os.open(path, flags, 0o644)
             try:
                 _lock(lock, self.root)
                 # Whoever held it before may have removed it since it was opened.
@@ -172,11 +181,13 @@ class LocalStorage:
     def _path(self, name: str) -> Path:
         """Return where a committed folder is: one that was to be replaced may still be aside."""
         path, aside = self.root / name, _aside(self.root, name)
-        return aside if aside.is_dir() and not path.is_dir() else path
+        return aside if _is_folder(aside) and not os.path.lexists(path) else path
 
     def _clear(self, path: Path) -> None:
         name = path.name[1:].removesuffix(".old")
-        if path.name.endswith(".old") and not (self.root / name).exists():
+        if path.is_symlink():
+            path.unlink()
+        elif path.name.endswith(".old") and not os.path.lexists(self.root / name):
             path.rename(self.root / name)  # a kill between two renames
         else:
             shutil.rmtree(path, ignore_errors=True)
@@ -193,8 +204,11 @@ class _StagedLocal:
     def create(self, file: str) -> Iterator[BinaryIO]:
         """Write a file, and sync it."""
         self.storage.make()
+        self._check_replaceable()
+        if self.path.is_symlink():
+            self.path.unlink(missing_ok=True)
         self.path.mkdir(exist_ok=True)
-        path = self.path / file
+        path = self._whole(file)
         path.unlink(missing_ok=True)
         try:
             with DirectFile(path) as opened:
@@ -208,7 +222,36 @@ class _StagedLocal:
 
     def open(self, file: str) -> BinaryIO:
         """Open a file."""
-        return _open(self.path / file)
+        return _open(self._whole(file))
+
+    def _whole(self, file: str) -> Path:
+        """Return the path of a file.
+
+        Raises:
+            OSError: the folder is a link, which leads elsewhere.
+        """
+        if self.path.is_symlink():
+            raise OSError(errno.ELOOP, "this is a link", str(self.path))
+        return self.path / file
+
+    def _check_replaceable(self) -> None:
+        """Check that what this folder is to replace is a checkpoint, or one that was removed half.
+
+        Raises:
+            FileExistsError: it is something else.
+        """
+        target = self.root / self.name
+        if not os.path.lexists(target):
+            return
+        entries = list(target.iterdir()) if _is_folder(target) else [target]
+        is_whole = any(entry.name == MANIFEST_FILE for entry in entries)
+        are_files = all(entry.is_file() and not entry.is_symlink() for entry in entries)
+        if not _is_folder(target) or not are_files or not (is_whole or _are_left(entries)):
+            raise FileExistsError(
+                errno.EEXIST,
+                f"something that is no checkpoint has the name {self.name}; move it away",
+                str(target),
+            )
 
     def commit(self, last_file: str, data: bytes, files: Collection[str]) -> None:
         """Sync everything, and rename the folder."""
@@ -219,7 +262,10 @@ class _StagedLocal:
                 path.unlink()
         sync(self.path)
         target, aside = self.root / self.name, _aside(self.root, self.name)
+        self._check_replaceable()
         if target.exists():
+            if aside.is_symlink():
+                aside.unlink()
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
         self.path.rename(target)
@@ -227,7 +273,7 @@ class _StagedLocal:
         shutil.rmtree(aside, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the folder."""
+        """Remove the folder; nothing of what a link leads to."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -243,7 +289,17 @@ def sync(path: Path) -> None:
 def _folders(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+    return [path for path in root.iterdir() if _is_folder(path)]
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is a folder, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _are_left(files: Sequence[Path]) -> bool:
+    """Whether files are those that a kill leaves of a checkpoint which was being removed."""
+    return all(file.suffix == ".safetensors" for file in files)
 
 
 def _aside(root: Path, name: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import EmptyConfig, MetricSink, MetricSinkFactory
+from sbp_launch.checkpoint.formats.aside import writing_aside
 
 
 def _check_file(file: str, key: str = "file") -> None:
@@ -95,13 +95,8 @@ def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
 
 def _replace(path: Path, text: str) -> None:
     """Put a text in the place of a file, which is whole at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.part")
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with writing_aside(path) as file:
+        file.write(text.encode())
 
 
 class JsonlSink:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
+import secrets
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -158,8 +158,9 @@ def write_assignment(path: Path, assignment: Sequence[int]) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text)  # a pipe or a device, which nothing may take the place of
         return
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(text)
+    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
+    with beside.open("x") as file:
+        file.write(text)
     beside.replace(path)
 
 

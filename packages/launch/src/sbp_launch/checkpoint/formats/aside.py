@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
@@ -10,6 +11,11 @@ from pathlib import Path
 
 from sbp_core.errors import RunError
 from sbp_launch.checkpoint.local import sync
+
+
+def fresh(path: Path) -> Path:
+    """Return a name beside a path that nothing has and nobody foresees, to be renamed to it."""
+    return path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
 
 
 @contextmanager
@@ -23,11 +29,11 @@ def writing_aside(path: Path) -> Iterator[BufferedWriter]:
     Raises:
         RunError: it cannot be written, such as on a full disk.
     """
-    aside = path.with_name(f"{path.name}.part")
+    aside = fresh(path)
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as file:
+            with aside.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_launch.checkpoint.cover import cut
+from sbp_launch.checkpoint.formats.aside import fresh
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
 from sbp_launch.checkpoint.local import sync
 from sbp_launch.checkpoint.tensors import PART_BYTES, Tensors
@@ -46,11 +47,11 @@ def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
             accepted="a folder that is new, empty, or holds such a checkpoint",
             todo="name another folder",
         )
-    aside = folder.with_name(f".{folder.name}.part")
+    aside = fresh(folder)
     states = {name: tensors.like(name) for name in tensors}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
             save(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.units import format_bytes
-from sbp_launch.checkpoint.formats.aside import writing_aside
+from sbp_launch.checkpoint.formats.aside import fresh, writing_aside
 from sbp_launch.checkpoint.formats.hugging_face import INDEX, SHARD, SINGLE
 from sbp_launch.checkpoint.formats.safetensors_file import CODES, MOST_HEADER_BYTES
 from sbp_launch.checkpoint.local import sync
@@ -88,9 +88,9 @@ def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[
     files = [SHARD.format(number, len(shards)) for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [SINGLE]
-    aside = folder / ".weights.part"
+    aside = fresh(folder / "weights")
     try:
-        aside.mkdir(parents=True, exist_ok=True)
+        aside.mkdir(parents=True)
         for file, names in zip(files, shards, strict=True):
             write_safetensors(aside / file, tensors, names)
         if len(shards) > 1:
