@@ -14,8 +14,9 @@ from trainable import QUIET, registry, run_config
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.runtime import Snapshot
 from sbp_launch.checkpoint import Checkpoint, LocalStorage, background
-from sbp_launch.checkpoint.places import newest_first, step_name
+from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.trainer import trainer
 from sbp_torch.runtime.reference import ReferenceSession

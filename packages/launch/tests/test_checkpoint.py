@@ -446,3 +446,21 @@ def peak() -> Iterator[Peak]:
 def memory_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    save_whole(tmp_path, "step-1")  # a name that says no step
+    staged = storage.stage("step-00000012")
+    write_part(staged, 0, Metadata(step=9, seed=0), [])
+    commit(staged, [0])
+
+    with pytest.raises(DamagedError, match="step-00000012 is that of step 9") as refused:
+        manifest.read_manifest(storage, "step-00000012")
+    assert "step-00000009" in str(refused.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 2**62, 2**62), (0,) * 65, (-1,)])
+def test_a_shape_that_no_tensor_has_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"shape=.* is none"):
+        manifest.SavedTensor(shape=shape, dtype="float32", pieces=())

@@ -1,21 +1,66 @@
-"""`sbp-train resume=RUN` stands for the command line of that run, and what is given instead."""
+"""`sbp-train resume=RUN` goes on with the settings of that run, and what is given instead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given as property_of
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from sbp_core.errors import ConfigError
+from sbp_core.plugins import discover
 from sbp_launch.apps.going_on import going_on
+from sbp_launch.run.file import save_run
+from sbp_launch.run.folder import going_on as command_of
+from sbp_launch.settings.catalog import PRIMARY, Catalog
+from sbp_launch.settings.compose import compose, read
+from sbp_launch.settings.config import Application, ComposedConfig
+from sbp_launch.settings.literals import literal, quoted
+
+OWN: dict[str, Any] = {
+    **{one: {"name": "toy"} for one in ("model", "data", "boxing", "runtime", "planner")},
+    "cluster": {"name": "local", "mesh": [2], "axes": None},
+    "launcher": {"name": "auto"},
+    "storage": {"name": "local", "folder": "kept"},
+    "trainer": {"steps": 40, "epochs": None, "seed": 3, "resume": "/elsewhere"},
+}
 
 
-def run_folder(tmp_path: Path, *overrides: str) -> Path:
+def run_folder(tmp_path: Path, **values: Any) -> Path:
     folder = tmp_path / "a run"
-    (folder / ".hydra").mkdir(parents=True)
-    text = "".join(f"- {override}\n" for override in overrides) or "[]\n"
-    (folder / ".hydra" / "overrides.yaml").write_text(text, encoding="utf-8")
+    folder.mkdir()
+    save_run(ComposedConfig(values={**OWN, **values}, files={}, overrides=()), folder)
     return folder
+
+
+def composed(arguments: Sequence[str]) -> ComposedConfig:
+    """Compose what `going_on` returns."""
+    *overrides, flag, name = going_on(arguments)
+    assert flag == "--config-name"
+    catalog = Catalog(registry=discover(), folders=(PRIMARY,))
+    app: Application[Any] = Application(
+        name="x",
+        about="x",
+        config_name=name,
+        check=lambda composed, registry: composed,
+        task=lambda *given: None,
+    )
+    config = compose(catalog, app, overrides)
+    assert config.hydra.run.dir == str(Path(arguments[0].partition("=")[2].strip("'\"")))
+    return read(config, catalog)
+
+
+def trainer_of(config: ComposedConfig) -> dict[str, Any]:
+    trainer = config.values["trainer"]
+    assert isinstance(trainer, dict)
+    return trainer
 
 
 def test_a_command_line_without_it_stays() -> None:
@@ -23,58 +68,45 @@ def test_a_command_line_without_it_stays() -> None:
 
 
 def test_it_stands_for_the_settings_of_the_run_in_its_folder(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, "cluster.mesh=[2]", "model.hidden=64")
+    folder = run_folder(tmp_path)
 
-    assert going_on([f"resume={folder}"]) == [
-        "cluster.mesh=[2]",
-        "model.hidden=64",
-        "trainer.resume=auto",
-        f"hydra.run.dir='{folder}'",
-    ]
+    found = composed([f"resume={folder}"])
+
+    assert {group: found.values[group] for group in OWN} == {
+        **OWN,
+        "trainer": {**OWN["trainer"], "resume": "auto"},
+    }
+    assert found.files["storage"] == str(folder / "config.yaml")
 
 
 @pytest.mark.parametrize(
-    ("own", "given"),
+    ("given", "settings"),
     [
-        ("trainer.steps=40", "trainer.steps=50"),
-        ("trainer.steps=40", "trainer.epochs=2"),
-        ("+trainer.steps=40", "trainer.steps=50"),
-        ("planner=osdp", "planner=infer"),
-        ("planner/manual=zero", "planner=infer"),
-        ("planner=manual/zero", "planner/manual=data_parallel"),
-        ("planner.memory_bytes=7e7", "planner=infer"),
+        ("trainer.steps=50", {"steps": 50, "epochs": None}),
+        ("trainer.epochs=2", {"steps": None, "epochs": 2}),
+        ("+trainer.steps=50", {"steps": 50, "epochs": None}),
+        ("+trainer.hours=1", {"steps": None, "hours": 1}),
+        ("trainer.seed=4", {"steps": 40, "seed": 4}),
     ],
 )
-def test_a_setting_that_is_given_counts_instead(tmp_path: Path, own: str, given: str) -> None:
-    folder = run_folder(tmp_path, own, "model.hidden=64")
+def test_a_setting_that_is_given_counts_instead(
+    tmp_path: Path, given: str, settings: dict[str, Any]
+) -> None:
+    found = trainer_of(composed([f"resume={run_folder(tmp_path)}", given]))
 
-    assert going_on([given, f"resume={folder}"])[:2] == ["model.hidden=64", given]
-
-
-@pytest.mark.parametrize(
-    ("own", "given"),
-    [
-        ("trainer.batch_size=8", "trainer.steps=50"),
-        ("planner=osdp", "planner.memory_bytes=7e7"),
-        ("planner=osdp", "plan=x"),
-    ],
-)
-def test_a_setting_of_something_else_stays(tmp_path: Path, own: str, given: str) -> None:
-    assert going_on([f"resume={run_folder(tmp_path, own)}", given])[:2] == [own, given]
+    assert {name: found[name] for name in settings} == settings
 
 
-def test_a_run_that_went_on_itself_goes_on_in_its_own_folder(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, "trainer.resume=/elsewhere", "trainer.steps=4")
+def test_another_option_knows_nothing_of_the_settings_of_the_one_before(tmp_path: Path) -> None:
+    found = composed([f"resume={run_folder(tmp_path)}", "launcher=slurm", "storage=local"])
 
-    assert going_on([f"resume='{folder}'"]) == [
-        "trainer.steps=4",
-        "trainer.resume=auto",
-        f"hydra.run.dir='{folder}'",
-    ]
+    assert found.values["storage"] == {"name": "local", "folder": "checkpoints"}
+    assert found.files["launcher"] == "sbp_launch/conf/launcher/slurm.yaml"
 
 
 @pytest.mark.parametrize(
-    "other", ["-m", "--multirun", "trainer.resume=auto", "hydra.run.dir=x", "resume=another"]
+    "other",
+    ["-m", "--multirun", "trainer.resume=auto", "hydra.run.dir=x", "resume=another", "-cn"],
 )
 def test_what_says_otherwise_is_refused(tmp_path: Path, other: str) -> None:
     with pytest.raises(ConfigError, match="resume") as refused:
@@ -82,19 +114,51 @@ def test_what_says_otherwise_is_refused(tmp_path: Path, other: str) -> None:
     assert other in str(refused.value)
 
 
-def test_a_simple_folder_is_not_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_folder(tmp_path).rename(tmp_path / "run-1")
-    monkeypatch.chdir(tmp_path)
+def test_of_hydra_nothing_is_taken_from_a_run_folder(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text("- +hydra.job_logging.root.level=DEBUG\n")
 
-    assert going_on(["resume=run-1"])[-1] == "hydra.run.dir=run-1"
+    assert not any("job_logging" in text for text in going_on([f"resume={folder}"]))
 
 
-@pytest.mark.parametrize("text", ["{a: b}", "[1]", "[", "x"])
+@pytest.mark.parametrize(
+    "values",
+    [{"hydra": {"job": {"chdir": True}}}, {"storage": {"defaults": [{"/hydra/launcher": "x"}]}}],
+)
+def test_settings_of_hydra_in_the_settings_of_a_run_are_refused(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    folder = run_folder(tmp_path)
+    (folder / "config.yaml").write_text(yaml.safe_dump({**OWN, **values}))
+
+    with pytest.raises(ConfigError, match=r"hydra|storage\.defaults") as refused:
+        going_on([f"resume={folder}"])
+
+    assert "config.yaml" in str(refused.value)
+
+
+def test_commands_of_a_batch_script_are_given_again(tmp_path: Path) -> None:
+    launcher = {"name": "slurm", "nodes": 2, "parameters": {"setup": ["touch x"], "comment": "c"}}
+    folder = run_folder(tmp_path, launcher=launcher)
+
+    with pytest.raises(ConfigError, match=r"launcher\.parameters may hold commands.*touch x"):
+        going_on([f"resume={folder}"])
+
+    found = composed([f"resume={folder}", "+launcher.parameters={slurm_account: lab}"])
+    assert found.values["launcher"] == {
+        "name": "slurm",
+        "nodes": 2,
+        "parameters": {"slurm_account": "lab"},
+    }
+
+
+@pytest.mark.parametrize("text", ["[1]", "[", "x", "elsewhere: {}"])
 def test_a_folder_without_the_settings_of_a_run_is_refused(tmp_path: Path, text: str) -> None:
     folder = run_folder(tmp_path)
-    (folder / ".hydra" / "overrides.yaml").write_text(text, encoding="utf-8")
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
 
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="no run to go on with") as refused:
         going_on([f"resume={folder}"])
     assert str(folder) in str(refused.value)
 
@@ -102,3 +166,27 @@ def test_a_folder_without_the_settings_of_a_run_is_refused(tmp_path: Path, text:
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run to go on with"):
         going_on([f"resume={tmp_path / 'x'}"])
+
+
+def test_the_command_that_goes_on_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    assert command_of(Path("/runs/first")) == "sbp-train resume=runs/first"
+    monkeypatch.chdir("/usr")
+    assert command_of(Path("/usr")) == "sbp-train resume=/usr"
+    monkeypatch.chdir("/")
+    assert command_of(Path("/a run/${x}")) == "sbp-train 'resume=a run/${x}'"
+
+
+@examples(derandomize=True, max_examples=50)
+@property_of(value=st.recursive(st.text("\\${}x'"), st.lists))
+def test_of_a_literal_every_text_stays(value: object) -> None:
+    made = OmegaConf.create({"value": literal(value)})
+
+    assert OmegaConf.to_container(made, resolve=True) == {"value": value}
+
+
+@pytest.mark.parametrize("text", ["a", "it's", "\\", "\\'", "${x}", "\\${x}\\\\", "a,b: [c]", '"'])
+def test_a_text_in_quotes_is_that_text(text: str) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"out={quoted(text)}"])
+
+    assert OmegaConf.create({"out": str(override.value())}).out == text

@@ -17,7 +17,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import LaunchRequest
 from sbp_core.sbp import B, NdSbp
 from sbp_launch.checkpoint.local import LocalStorage
-from sbp_launch.checkpoint.places import step_name
+from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.launching import launching
 from sbp_launch.launching.launchers import Spawn
 from sbp_launch.run.stopping import SAVING, STARTING

@@ -79,7 +79,7 @@ def test_a_checkpoint_is_saved_without_following_a_link(
         checkpoint.verify()
 
 
-@pytest.mark.parametrize("kind", ["folder", "empty folder", "file", "link", "link to nothing"])
+@pytest.mark.parametrize("kind", ["folder", "folder in it", "file", "link", "link to nothing"])
 def test_what_is_no_checkpoint_is_not_replaced_by_one(
     tmp_path: Path, home: Path, kind: str
 ) -> None:
@@ -94,8 +94,9 @@ def test_what_is_no_checkpoint_is_not_replaced_by_one(
         target.symlink_to(tmp_path / "nothing")
     else:
         target.mkdir()
-        if kind == "folder":
-            (target / "thesis.txt").write_text("words")
+        (target / "manifest.json").write_text("of an app")
+        (target / "rank-00000.safetensors").write_text("tensors")
+        (target / "thesis").mkdir() if "in it" in kind else (target / "thesis").touch()
     before = os.lstat(target)
 
     with pytest.raises(RunError, match="is no checkpoint, and is not replaced") as caught:
@@ -105,6 +106,26 @@ def test_what_is_no_checkpoint_is_not_replaced_by_one(
     assert os.path.samestat(os.lstat(target), before)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [NAME]
     assert is_untouched(home)
+
+
+def test_what_a_kill_has_left_of_a_checkpoint_that_was_removed_is_replaced(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    save_one(storage)
+    (tmp_path / NAME / "manifest.json").unlink()
+    assert newest_first(storage) == []
+
+    save_one(storage)
+
+    assert newest_first(storage) == [NAME]
+
+
+def test_a_hidden_folder_of_somebody_else_stays(tmp_path: Path) -> None:
+    (tmp_path / ".downloads.part").mkdir()
+
+    with LocalStorage(tmp_path).claim():
+        pass
+
+    assert (tmp_path / ".downloads.part").is_dir()
 
 
 @pytest.mark.parametrize(

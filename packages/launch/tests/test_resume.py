@@ -27,9 +27,10 @@ from sbp_launch.checkpoint import Checkpoint, LocalStorage
 from sbp_launch.checkpoint.command.app import main
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.objects import FsspecStorage
-from sbp_launch.checkpoint.places import find_checkpoints, newest_first, step_name
+from sbp_launch.checkpoint.places import find_checkpoints, newest_first
 from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
 from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import loop, trainer

@@ -46,6 +46,7 @@ from sbp_launch.settings.compose import (
 )
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
+from sbp_launch.settings.literals import quoted
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
 
 #: What is said of a run of a sweep until it has ended.
@@ -194,8 +195,7 @@ def _take_folder(
         take_folder(wanted, overwrite=overwrite)
         return before, []
     made = make_folder(wanted)
-    quoted = str(made).replace("'", "\\'")
-    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir='{quoted}'"]
+    return replace(FolderBefore.of(made), is_new=True), [f"hydra.{mode}.dir={quoted(str(made))}"]
 
 
 def _folder_of(config: DictConfig, mode: str) -> Path:

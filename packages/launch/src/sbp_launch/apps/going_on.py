@@ -2,37 +2,37 @@
 
     resume=runs/first trainer.steps=900
 
-stands for the command line of that run, with the settings that are given instead of its own:
-
-    cluster.mesh=[2] model.hidden=64 trainer.steps=900 trainer.resume=auto hydra.run.dir=runs/first
-
-Hydra has left that command line in the run folder.
+composes the settings that the run has left in `runs/first/config.yaml`, with those that are given
+instead of its own. Nothing else of the run folder counts: it may come from elsewhere, and what the
+command line of the run said to Hydra (`--config-dir`, `hydra.*`) is not repeated.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from sbp_core.errors import ConfigError, SbpError
-from sbp_core.serialize import read_text, read_yaml
+from sbp_core.errors import ConfigError
 from sbp_launch.checkpoint.places import AUTO
+from sbp_launch.run.file import RUN_FILE, load_run
 from sbp_launch.settings.budget import Unit
-from sbp_launch.settings.config import GROUPS, key_of
+from sbp_launch.settings.config import ComposedConfig, key_of
+from sbp_launch.settings.literals import quoted
+from sbp_launch.settings.resumed import RESUMED, offer
 
 _KEY = "resume"
 
-#: What Hydra has written of a run: its overrides, without those of Hydra itself.
-_OVERRIDES = ".hydra/overrides.yaml"
+#: What chooses other settings than those of the run, beside overrides.
+_FLAGS = ("-m", "--multirun", "-cn", "--config-name", "-cp", "--config-path")
 
-#: A run has one of them.
-_BUDGETS = {f"trainer.{unit}" for unit in get_args(Unit)}
+#: What batch scripts are made of, so that commands may stand in it.
+_COMMANDS = "launcher.parameters"
 
 
 def going_on(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with `resume=RUN` replaced by what it stands for.
+    """Return a command line with `resume=RUN` replaced by what goes on with that run.
 
     Raises:
         ConfigError: RUN is no folder of a run, or a setting is given that says otherwise.
@@ -42,7 +42,8 @@ def going_on(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     given = [text for text in arguments if text not in wanted]
     for text in given:
-        if text in ("-m", "--multirun") or key_of(text) in ("trainer.resume", "hydra.run.dir"):
+        is_other = key_of(text) in ("trainer.resume", "hydra.run.dir")
+        if is_other or text.partition("=")[0] in _FLAGS:
             raise ConfigError(
                 f"{wanted[0]} goes on with one run in its own folder, and {text} says otherwise",
                 where="the command line",
@@ -52,54 +53,55 @@ def going_on(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"{_KEY} is set twice: {wanted[0]} and {wanted[1]}", where="the command line"
         )
-    folder = Path(wanted[0].partition("=")[2].strip("'\""))
-    kept = [text for text in _overrides(folder) if not _is_replaced(text, given)]
-    return [*kept, *given, f"trainer.resume={AUTO}", f"hydra.run.dir={_quoted(str(folder))}"]
+    named = wanted[0].partition("=")[2]
+    folder = Path(named if Path(named).exists() else named.strip("'\""))
+    earlier = _settings(folder, given)
+    offer(earlier)
+    return [
+        *(_appended(text, earlier) for text in given),
+        f"++trainer.resume={AUTO}",
+        f"hydra.run.dir={quoted(str(folder))}",
+        "--config-name",
+        RESUMED,
+    ]
 
 
-def _quoted(text: str) -> str:
-    """Return a text as the value of an override, in quotes if Hydra needs them."""
-    if re.fullmatch(r"[\w./-]+", text):
-        return text
-    return "'" + text.replace("'", "\\'") + "'"
-
-
-def _overrides(folder: Path) -> list[str]:
-    """Return the command line of a run.
+def _settings(folder: Path, given: Sequence[str]) -> ComposedConfig:
+    """Return the settings of a run, without those that are not repeated.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: they cannot be read, or commands would be taken from them.
     """
-    path = folder / _OVERRIDES
     try:
-        found, lines = read_yaml(read_text(path), str(path))
-    except SbpError as error:
+        earlier = load_run(folder)
+    except ConfigError as error:
         raise ConfigError(
             f"there is no run to go on with in {folder}: {error.what}",
             where=error.where,
-            accepted="the folder of an earlier run of sbp-train, such as runs/DATE_TIME",
+            accepted=f"the folder of an earlier run of sbp-train with its {RUN_FILE}, such as "
+            "runs/DATE_TIME",
             todo=f"{_KEY}=FOLDER; or trainer.resume=PATH with the settings of a run",
         ) from error
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ConfigError(
-            "these are not the settings of a run", where=lines.where([]), accepted="a list of texts"
-        )
-    return found
+    keys = {key_of(text) for text in given}
+    values = dict(earlier.values)
+    trainer, launcher = values.get("trainer"), values.get("launcher")
+    units = get_args(Unit)
+    if isinstance(trainer, Mapping) and not keys.isdisjoint(f"trainer.{unit}" for unit in units):
+        # A run has one budget.
+        values["trainer"] = {**trainer, **{unit: None for unit in units if unit in trainer}}
+    if isinstance(launcher, Mapping) and (commands := launcher.get("parameters")):
+        if keys.isdisjoint({"launcher", _COMMANDS}):
+            raise ConfigError(
+                f"{_COMMANDS} may hold commands, so it is not taken from a folder: {commands}",
+                where=earlier.files["launcher"],
+                todo=f"if it is yours, say it again: {_KEY}={folder} '{_COMMANDS}={{...}}'",
+            )
+        values["launcher"] = {**launcher, "parameters": {}}
+    return replace(earlier, values=values)
 
 
-def _is_replaced(own: str, given: Sequence[str]) -> bool:
-    """Whether a setting of the run gives way to those that are given."""
-    key = _plain(key_of(own))
-    if key in ("trainer.resume", "hydra.run.dir"):
-        return True
-    for other in map(_plain, map(key_of, given)):
-        # Another option of a group knows nothing of the settings of the one before.
-        is_of_option = other in GROUPS and key.startswith(f"{other}.")
-        if key == other or is_of_option or {key, other} <= _BUDGETS:
-            return True
-    return False
-
-
-def _plain(key: str) -> str:
-    """Return a key without the folder of an option: `planner` of `planner/manual=zero`."""
-    return key.partition("/")[0]
+def _appended(text: str, earlier: ComposedConfig) -> str:
+    """Return an override that adds a setting as one that also replaces that of the run."""
+    is_added = text.startswith("+") and not text.startswith("++")
+    group = key_of(text).partition(".")[0]
+    return f"+{text}" if is_added and "." in key_of(text) and group in earlier.values else text

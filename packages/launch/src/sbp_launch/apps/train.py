@@ -6,7 +6,6 @@ is said here, and the others follow it.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -94,7 +93,7 @@ def _run(world: World, meeting: Meeting | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = going_on(sys.argv[1:])
     if arguments != sys.argv[1:]:
-        sys.stdout.write(f"going on with: {_NAME} {shlex.join(arguments)}\n")
+        sys.stdout.write(f"{_NAME}: going on with the settings of the run\n")
         sys.argv[1:] = arguments
     return run(make_application(world, meeting))
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
         find_checkpoints,
         newest_first,
         open_checkpoint,
-        step_name,
-        step_of,
     )
     from sbp_launch.checkpoint.reading import (
         Checkpoint,
@@ -54,6 +52,10 @@ if TYPE_CHECKING:
     )
     from sbp_launch.checkpoint.settings import (
         COPY_BYTES,
+    )
+    from sbp_launch.checkpoint.steps import (
+        step_name,
+        step_of,
     )
     from sbp_launch.checkpoint.writing import (
         commit,
@@ -109,8 +111,8 @@ __getattr__, __dir__ = lazy(
         "prune": "saving",
         "read_manifest": "manifest",
         "save": "saving",
-        "step_name": "places",
-        "step_of": "places",
+        "step_name": "steps",
+        "step_of": "steps",
         "write_part": "writing",
     },
 )

@@ -16,8 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import prod
 
 from sbp_core.boxing import Bounds
+
+#: Most dims of a tensor.
+MOST_DIMS = 64
 
 #: Most cuts inside each other; a layout has one for each mesh axis and dim, and one for blocks.
 _DEEPEST = 64
@@ -47,6 +51,12 @@ def cut(shape: Sequence[int], item_bytes: int, block_bytes: int) -> Iterator[Bou
         head = tuple((index, index + 1) for index in outer)
         for start in range(0, shape[dim - 1], rows):
             yield (*head, (start, min(start + rows, shape[dim - 1])), *tail)
+
+
+def can_be(shape: Sequence[int]) -> bool:
+    """Whether there can be a tensor of a shape: strides of an empty one may be too large, too."""
+    is_plain = len(shape) <= MOST_DIMS and min(shape, default=0) >= 0
+    return is_plain and prod(max(extent, 1) for extent in shape) < 2**60
 
 
 def within(inner: Bounds, outer: Sequence[tuple[int, int]]) -> Bounds:

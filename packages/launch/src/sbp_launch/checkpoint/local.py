@@ -203,7 +203,7 @@ class _StagedLocal:
         """
         self.storage.make()
         target = self.root / self.name
-        if _is_there(target) and not _is_committed(target):
+        if _is_there(target) and not _is_own(target):
             raise FileExistsError(
                 errno.EEXIST, "what has its name is no checkpoint, and is not replaced", str(target)
             )
@@ -271,9 +271,13 @@ def _is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _is_committed(path: Path) -> bool:
-    manifest = path / MANIFEST_FILE
-    return _is_folder(path) and manifest.is_file() and not manifest.is_symlink()
+def _is_own(path: Path) -> bool:
+    """Whether a folder has nothing but files of a checkpoint, all or some of them."""
+    return _is_folder(path) and all(
+        entry.is_file(follow_symlinks=False)
+        and (entry.name == MANIFEST_FILE or entry.name.endswith(".safetensors"))
+        for entry in os.scandir(path)
+    )
 
 
 def _remove(path: Path) -> None:

@@ -36,9 +36,10 @@ from xxhash import xxh3_128_hexdigest
 from sbp_core.boxing import Bounds, itemsize
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
-from sbp_core.serialize import Document, parse
-from sbp_launch.checkpoint.cover import bounds_text, covers
+from sbp_core.serialize import Document, parse, shown
+from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
 from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.steps import step_name, step_of
 
 #: Most bytes of a piece, and so of the buffer of who reads one.
 MAX_PIECE_BYTES = 64 * 2**20
@@ -101,8 +102,11 @@ class SavedTensor:
     pieces: tuple[SavedPiece, ...]
 
     def __post_init__(self) -> None:
-        if any(extent < 0 for extent in self.shape):
-            _refuse(f"shape={list(self.shape)} is none", "no negative extents")
+        if not can_be(self.shape):
+            _refuse(
+                f"shape={shown(list(self.shape))} is none",
+                f"at most {MOST_DIMS} dims, none negative, and less than 2**60 elements",
+            )
         size = itemsize(self.dtype)
         for piece in self.pieces:
             bounds = piece.bounds
@@ -272,7 +276,15 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         ) from error
     if len(data) > MAX_MANIFEST_BYTES:
         raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
-    return parse_manifest(data, place)
+    manifest = parse_manifest(data, place)
+    if step_of(name) not in (None, manifest.metadata.step):
+        raise DamagedError(
+            f"the checkpoint {name} is that of step {manifest.metadata.step}",
+            where=place,
+            accepted=f"the name {step_name(manifest.metadata.step)}",
+            todo="name it so again, or take another one",
+        )
+    return manifest
 
 
 def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:

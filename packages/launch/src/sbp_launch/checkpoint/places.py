@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
 from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
 from sbp_launch.checkpoint.objects import FsspecStorage
+from sbp_launch.checkpoint.steps import step_name, step_of
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.reading import Checkpoint
@@ -19,19 +19,6 @@ AUTO = "auto"
 
 #: Folder of a run that has its checkpoints, unless its storage says otherwise.
 FOLDER = "checkpoints"
-
-_STEP = re.compile(r"step-(\d{8,18})")
-
-
-def step_name(step: int) -> str:
-    """Return what the checkpoint of a step is called."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint; None if the name is none of a step."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
 
 
 def newest_first(storage: Storage) -> list[str]:

@@ -15,8 +15,9 @@ from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.objects import FsspecStorage
-from sbp_launch.checkpoint.places import FOLDER, step_name, step_of
+from sbp_launch.checkpoint.places import FOLDER
 from sbp_launch.checkpoint.saving import Processes, save
+from sbp_launch.checkpoint.steps import step_name, step_of
 from sbp_launch.checkpoint.tensors import PART_BYTES, Tensors, dtype_name
 
 

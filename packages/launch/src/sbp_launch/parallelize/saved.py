@@ -16,7 +16,7 @@ from sbp_core.runtime import Session
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
-from sbp_launch.checkpoint.places import find_checkpoints, step_name
+from sbp_launch.checkpoint.places import find_checkpoints
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
 from sbp_launch.checkpoint.saving import (
     Processes,
@@ -26,6 +26,7 @@ from sbp_launch.checkpoint.saving import (
     verify_together,
 )
 from sbp_launch.checkpoint.settings import COPY_BYTES
+from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.checkpoint.survivors import claimed_from_the_lost, pieces_left
 from sbp_launch.parallelize.agreement import Gather
 from sbp_launch.parallelize.joining import DEADLINE_S

@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 
 from sbp_core.errors import ConfigError, SbpError, nearest
 from sbp_core.serialize import Lines, read_text, read_yaml, shown
+from sbp_launch.checkpoint.formats.aside import writing_aside
 from sbp_launch.settings.config import GROUPS, ComposedConfig
 
 #: Its name in the run folder.
@@ -39,7 +40,8 @@ def save_run(composed: ComposedConfig, folder: Path) -> None:
     text = yaml.dump(
         values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None
     )
-    (folder / RUN_FILE).write_text(_HEAD + text, encoding="utf-8")
+    with writing_aside(folder / RUN_FILE) as file:
+        file.write((_HEAD + text).encode())
 
 
 def load_run(folder: Path) -> ComposedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -183,12 +184,14 @@ class FolderBefore:
 def as_typed(folder: Path) -> str:
     """Return a folder as one types it from here."""
     here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    # A run that Hydra has sent into its folder (hydra.job.chdir) is not typed from there.
+    is_below = folder.is_relative_to(here) and folder != here
+    return str(folder.relative_to(here) if is_below else folder)
 
 
 def going_on(folder: Path) -> str:
     """Return the command that goes on from a run's newest checkpoint."""
-    return f"sbp-train resume={as_typed(folder)}"
+    return shlex.join(["sbp-train", f"resume={as_typed(folder)}"])
 
 
 @contextmanager

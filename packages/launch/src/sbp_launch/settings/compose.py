@@ -38,6 +38,7 @@ from sbp_launch.settings.refusals import (
     unreadable,
     unresolved,
 )
+from sbp_launch.settings.resumed import place_of
 
 #: Version of Hydra's behaviour that the configs are written for.
 VERSION_BASE = "1.3"
@@ -188,7 +189,8 @@ def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
     files = {}
     for group, option in config.hydra.runtime.choices.items():
         if group in GROUPS and option is not None:
-            files[group] = file = catalog.file(f"{group}/{option}")
+            file = catalog.file(f"{group}/{option}") or place_of(group, option)
+            files[group] = file
             owners = catalog.owners(f"{group}/{option}")
             if len(owners) > 1:
                 raise ConfigError(

@@ -16,9 +16,10 @@ from sbp_core.runtime import Session, StatePiece
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.manifest import Metadata
-from sbp_launch.checkpoint.places import AUTO, newest_first, step_name
+from sbp_launch.checkpoint.places import AUTO, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, prune, remove, save
+from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.data import DataCursor
 from sbp_launch.planning import Planned
 from sbp_launch.run.environment import versions

@@ -11,9 +11,10 @@ from sbp_core.runtime import Session
 from sbp_core.serialize import load
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
-from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first, step_of
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
 from sbp_launch.checkpoint.saving import Processes, ReadTogether
+from sbp_launch.checkpoint.steps import step_of
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.checkpoints import place_of

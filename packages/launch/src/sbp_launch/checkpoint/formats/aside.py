@@ -18,7 +18,7 @@ def fresh_path(path: Path) -> Path:
 
     What had a name that is known beforehand would be written to, and a link to a file followed.
     """
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    return path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
 
 
 @contextmanager

@@ -15,16 +15,13 @@ from sbp_core import graph
 from sbp_core.boxing import Bounds, volume
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.serialize import file_within, shown
-from sbp_launch.checkpoint.cover import bounds_text, covers
+from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
 
 #: Bytes of one element, of the dtypes that files hold; more than those that graphs compute in.
 ITEMSIZE = {
     **graph.ITEMSIZE,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "uint64": 8, "uint32": 4, "uint16": 2,
 }  # fmt: skip
-
-#: Most dims of a tensor.
-MOST_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +174,7 @@ def check_shape(name: str, shape: Sequence[int], dtype: str, path: Path) -> None
             where=str(path),
             accepted=", ".join(ITEMSIZE),
         )
-    elements = prod(max(extent, 1) for extent in shape[:MOST_DIMS])
-    if len(shape) > MOST_DIMS or min(shape, default=0) < 0 or elements >= 2**60:
+    if not can_be(shape):
         raise ConfigError(
             f"{name!r} has {len(shape)} dims: {shown(list(shape))}",
             where=str(path),
