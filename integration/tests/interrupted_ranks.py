@@ -23,7 +23,8 @@ def main() -> None:
     """Train as if nothing was, and print behind which steps an interrupt was raised."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     model = make_model()
-    interrupted, pressed = [], dict(PRESSED)
+    interrupted: list[object] = []
+    pressed = dict(PRESSED)
     with parallelize(model, loss_of, batch_of(0), make_optimizer(model)) as step:
         while step.steps_done < NUM_STEPS:
             if step.world.rank in pressed.pop(step.steps_done, []):
@@ -32,6 +33,12 @@ def main() -> None:
                 step(batch_of(step.steps_done))
             except KeyboardInterrupt:
                 interrupted.append(step.steps_done)
+        if step.world.rank == 0:
+            signal.raise_signal(signal.SIGINT)
+        try:
+            step.evaluate(batch_of(0))
+        except KeyboardInterrupt:
+            interrupted.append("evaluation")
         states = step.model_state_dict()
     total = sum(float(value.double().sum()) for value in states.values())
     print(json.dumps({"interrupted": interrupted, "total": total}), flush=True)

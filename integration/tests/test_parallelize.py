@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -245,3 +247,16 @@ def test_an_error_in_the_block_ends_it_and_is_the_one_that_is_raised():
 
     with pytest.raises(RunError, match="closed"):
         step(batch_of(0))
+
+
+def test_a_step_that_is_over_is_let_go_of_with_its_model():
+    model = make_model()
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        step(batch_of(0))
+        step.evaluate(batch_of(1))
+    kept = [weakref.ref(one) for one in (step, step.session, model)]
+
+    del step, model
+    gc.collect()
+
+    assert [one() for one in kept] == [None, None, None]

@@ -3,7 +3,7 @@
 | ranks are | the first one | the second one |
 |---|---|---|
 | threads | is raised when the call that it came into is done | is raised at once |
-| processes | is raised in all of them before the next step | is raised at once |
+| processes | is raised in all of them, before the next step or evaluation | is raised at once |
 
 In code of the loop itself, it is raised at once where ranks are threads. Processes have to agree,
 so that all of them are behind the same step. The second one gives the step up, unless its update
@@ -31,7 +31,7 @@ def until_all_agree(*, tells: bool) -> HeldInterrupts:
     Args:
         tells: Whether this process says so.
     """
-    heard = _telling("in all processes, before the next step") if tells else None
+    heard = _telling("in all processes, before the next step or evaluation") if tells else None
     return HeldInterrupts(heard, most=1, signals=[signal.SIGINT])
 
 

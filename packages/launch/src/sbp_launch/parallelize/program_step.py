@@ -196,6 +196,7 @@ class ProgramStep:
 
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         self._training.check_open()
+        self._training.interrupt_together()
         try:
             result = self._forwards.step(
                 self._current,

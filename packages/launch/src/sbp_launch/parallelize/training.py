@@ -326,11 +326,7 @@ class Training:
         if whole is not None:
             own[THE_BATCH] = _quick_digest(whole)
         digest = int.from_bytes(blake2b(repr(own).encode(), digest_size=7).digest(), "big")
-        interrupted = int(self.interrupts.error is not None)
-        highest, lowest, interrupted = self._team.highest_of([digest, -digest, interrupted])
-        if interrupted:
-            self.interrupts.raise_held()
-            raise KeyboardInterrupt
+        highest, lowest = self._voted(digest, -digest)
         if highest != -lowest:
             try:
                 compare(own, self.gather)
@@ -338,6 +334,24 @@ class Training:
                 raise (problem or error) from None
         if problem is not None:
             raise problem
+
+    def interrupt_together(self) -> None:
+        """Raise Ctrl-C in all processes, if one of them holds it; all of them call this.
+
+        Raises:
+            KeyboardInterrupt: one of them does.
+        """
+        if self.gather is not None:
+            self._voted()
+
+    def _voted(self, *values: int) -> list[int]:
+        """Return the highest of all processes in each place, unless one holds an interrupt."""
+        interrupted = int(self.interrupts.error is not None)
+        *found, interrupted = self._team.highest_of([*values, interrupted])
+        if interrupted:
+            self.interrupts.raise_held()
+            raise KeyboardInterrupt
+        return found
 
     def take_over(self, *, looks_again: bool) -> dict[str, Tensor]:
         """Take over what was written to model and optimizers; return it by the names of states.
