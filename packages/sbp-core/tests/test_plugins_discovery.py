@@ -286,3 +286,35 @@ def test_a_config_folder_whose_package_ends_the_process_is_named(
     assert "config folder pkg://fatal_conf cannot be read: SystemExit: 3" in problems(registry)
     assert [one.path for one in registry.config_folders()] == ["pkg://sbp_core.graph"]
     assert registry.names("planner") == ("good",)
+
+
+def test_a_plugin_is_left_out_by_its_name_or_distribution(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fatal = write("raise SystemExit(1)", "Bad_Dist", "fatal")
+    other = write("raise SystemExit(1)", "other-dist", "Bad_Entry")
+    monkeypatch.setenv("SBP_DISABLE_PLUGINS", "bad-dist, bad_entry")
+
+    registry = discover([fatal, other, write(GOOD)], strict=True)
+
+    assert registry.names("planner") == ("good",)
+    assert {(one.name, one.health) for one in registry.entries} == {
+        ("fatal", "disabled"),
+        ("Bad_Entry", "disabled"),
+        ("good", "ok"),
+    }
+    with pytest.raises(SbpLookupError, match=r"fatal.*is left out by SBP_DISABLE_PLUGINS"):
+        registry.entry("planner", "bad")
+
+
+def test_a_name_to_leave_out_that_nobody_has_is_told(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBP_DISABLE_PLUGINS", "some-dits")
+
+    registry = discover([write(GOOD)])
+
+    assert registry.names("planner") == ("good",)
+    assert problems(registry) == (
+        "SBP_DISABLE_PLUGINS (the environment): 'some-dits' is no plugin; did you mean some-dist?"
+    )

@@ -12,6 +12,7 @@ plugin manager of its own, and names are compared with the hook specifications.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpe
 from sbp_core.plugins.registry import (
     BROKEN,
     CONFLICT,
+    DISABLED,
     FAULTY,
     NO_KIND,
     OK,
@@ -39,6 +41,9 @@ OLDEST_API_VERSION = 1
 
 #: Where a plugin states the version it was written for.
 VERSION_ATTRIBUTE = "SBP_API_VERSION"
+
+#: Plugins to leave out: names of entry points or distributions, with commas between them.
+DISABLE_VARIABLE = "SBP_DISABLE_PLUGINS"
 
 #: Stands for the name of a distribution whose metadata are lost.
 _UNNAMED = "(no name)"
@@ -84,12 +89,13 @@ class _Found:
     folders: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     set_aside: bool = False
+    disabled: bool = False
 
 
 def discover(
     entry_points: Iterable[PluginSource] | None = None, *, strict: bool = False
 ) -> PluginRegistry:
-    """Find, import and check all plugins.
+    """Find, import and check all plugins, but those that `SBP_DISABLE_PLUGINS` names.
 
     Args:
         entry_points: What to read instead of the installed distributions.
@@ -99,7 +105,11 @@ def discover(
         SbpError: `strict`, and something is wrong with some plugin.
     """
     sources = installed_sources() if entry_points is None else tuple(entry_points)
-    found = [_read(source) for source in sources]
+    asked = _names(os.environ.get(DISABLE_VARIABLE, ""))
+    found = [
+        _Found(source=source, disabled=True) if asked & _names_of(source) else _read(source)
+        for source in sources
+    ]
     offers = [
         PluginEntry(
             kind=kind,
@@ -126,6 +136,7 @@ def discover(
         for fault in plugin.faults
     ]
     problems += _equal_entry_points(sources)
+    problems += _unknown_disabled(asked, sources)
     entries, conflicts = _mark_conflicts(offers)
     entries += [_line_of(plugin) for plugin in found if not plugin.offers]
     registry = PluginRegistry(
@@ -136,6 +147,17 @@ def discover(
             for path in plugin.folders
         ),
         problems=tuple(problems + conflicts),
+        disabled=tuple(
+            Problem(
+                plugin=plugin.source.name,
+                distributions=(plugin.source.distribution,),
+                what=f"is left out by {DISABLE_VARIABLE}",
+                version=plugin.source.version,
+                module=plugin.source.value.partition(":")[0],
+            )
+            for plugin in found
+            if plugin.disabled
+        ),
     )
     if strict and registry.problems:
         raise SbpError(
@@ -144,6 +166,29 @@ def discover(
             todo="mend or uninstall them, or do without strict",
         )
     return registry
+
+
+def _names(text: str) -> set[str]:
+    """Return names as distributions are compared: `My_Plugin` is `my-plugin`."""
+    return {name.strip().lower().replace("_", "-") for name in text.split(",") if name.strip()}
+
+
+def _names_of(source: PluginSource) -> set[str]:
+    return _names(f"{source.name},{source.distribution}")
+
+
+def _unknown_disabled(asked: Iterable[str], sources: Sequence[PluginSource]) -> list[Problem]:
+    """Say of names that are to be left out, and are of no plugin."""
+    known = {name for source in sources for name in _names_of(source)}
+    near = {name: nearest(name, known) for name in sorted(set(asked) - known)}
+    return [
+        Problem(
+            plugin=DISABLE_VARIABLE,
+            distributions=("the environment",),
+            what=f"{name!r} is no plugin{f'; did you mean {other}?' if other else ''}",
+        )
+        for name, other in near.items()
+    ]
 
 
 def installed_sources() -> tuple[PluginSource, ...]:
@@ -387,5 +432,13 @@ def _line_of(plugin: _Found) -> PluginEntry:
         distribution=plugin.source.distribution,
         version=plugin.source.version,
         api_version=plugin.api_version,
-        health=BROKEN if plugin.set_aside else FAULTY if plugin.faults else OK,
+        health=(
+            DISABLED
+            if plugin.disabled
+            else BROKEN
+            if plugin.set_aside
+            else FAULTY
+            if plugin.faults
+            else OK
+        ),
     )

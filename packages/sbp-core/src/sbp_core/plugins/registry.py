@@ -13,7 +13,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import cast
@@ -23,8 +23,9 @@ from sbp_core.plugins.blame import CALLERS, MEND, own_lines, reason
 from sbp_core.plugins.hooks import KINDS, METHODS, Factory
 from sbp_core.plugins.settings import merge_settings
 
-#: Healths of an entry: usable; usable, but its plugin has a problem; claimed twice; set aside.
-OK, FAULTY, CONFLICT, BROKEN = "ok", "faulty", "conflict", "broken"
+#: Healths of an entry: usable; usable, but its plugin has a problem; claimed twice; set aside; left
+#: out by the user.
+OK, FAULTY, CONFLICT, BROKEN, DISABLED = "ok", "faulty", "conflict", "broken", "disabled"
 
 #: Kind of the listing line of a plugin that offers nothing that could be listed.
 NO_KIND = "-"
@@ -86,7 +87,7 @@ class PluginEntry:
         distribution: Distribution that brings it.
         version: Version of that distribution.
         api_version: Version of the hooks that its plugin states; None if unknown.
-        health: `ok`, `faulty`, `conflict` or `broken`.
+        health: `ok`, `faulty`, `conflict`, `broken` or `disabled`.
         summary: One line of its author.
         factory: How to make it; None for a plugin that offers nothing.
     """
@@ -189,11 +190,13 @@ class PluginRegistry:
         entries: What is offered, sorted by kind and name; faulty and broken ones too.
         folders: Config folders, in the order of the distributions' names.
         problems: What is wrong, and whose fault it is.
+        disabled: The plugins that the user leaves out.
     """
 
     entries: tuple[PluginEntry, ...] = ()
     folders: tuple[ConfigFolder, ...] = ()
-    problems: tuple[Problem, ...] = field(default=())
+    problems: tuple[Problem, ...] = ()
+    disabled: tuple[Problem, ...] = ()
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Return the names offered for a kind, sorted.
@@ -221,7 +224,8 @@ class PluginRegistry:
             raise SbpLookupError(
                 f"{kind} {name!r} is claimed by {owners}",
                 accepted="one distribution for each name",
-                todo="uninstall one of them, or ask its author for another name",
+                todo="uninstall one, leave it out with SBP_DISABLE_PLUGINS=NAME, or ask its "
+                "author for another name",
             )
         return found[0]
 
@@ -305,7 +309,7 @@ class PluginRegistry:
         Args:
             option: Kind and name, or group and option: `planner/mine`.
         """
-        broken = [problem for problem in self.problems if problem.module]
+        broken = [one for one in (*self.problems, *self.disabled) if one.module]
         sure = next((problem for problem in broken if problem.brings(option)), None)
         return sure or next(iter(broken), None), sure is not None
 
