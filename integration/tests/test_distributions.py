@@ -82,3 +82,13 @@ def test_ranges_between_our_packages_admit_their_versions() -> None:
     ours = [one for one in declared if one.name in versions]
     assert [str(one) for one in ours if versions[one.name] not in one.specifier] == []
     assert {one.name for one in ours} <= versions.keys()
+
+
+def test_no_release_candidate_of_a_hydra_that_was_not_tried_is_admitted() -> None:
+    launch = next(package for package in PACKAGES if package.name == "launch")
+    ranges = {one.name: one.specifier for one in map(Requirement, launch.dependencies)}
+
+    # It warns of what 1.3 needs, and those who allow pre-releases would get it.
+    assert not ranges["hydra-core"].contains("1.4.0rc3", prereleases=True)
+    assert not ranges["omegaconf"].contains("2.4.1rc1", prereleases=True)
+    assert ranges["hydra-core"].contains("1.3.8")
