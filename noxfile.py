@@ -51,6 +51,7 @@ RUFF = "ruff==0.17.5"
 IMPORT_LINTER = "import-linter>=2.5,<3"
 MYPY = "mypy>=2.4,<2.5"
 BUILD = "build>=1.2"
+TWINE = "twine>=6.1"
 HATCHLING = "hatchling>=1.25"
 GRIFFE = "griffe>=2.4,<3"
 TRANSFORMERS = "transformers>=5.0,<6"
@@ -351,6 +352,13 @@ def build(session: nox.Session) -> None:
     session.install(BUILD)
     for package in PACKAGES:
         session.run("python", "-m", "build", "--outdir", "dist", str(package.folder))
+
+
+@nox.session(reuse_venv=True)
+def release(session: nox.Session) -> None:
+    """Build, check and tag `-- PACKAGE`, such as sbp-core; pushes and uploads nothing."""
+    session.install(BUILD, TWINE, GRIFFE)
+    session.run("python", str(INTEGRATION / "release.py"), *session.posargs)
 
 
 @nox.session(reuse_venv=True)

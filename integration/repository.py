@@ -58,10 +58,12 @@ class Package:
 
     @property
     def extras(self) -> dict[str, list[str]]:
-        """The extras that it offers to users, with their requirements."""
-        found = dict(self.project.get("optional-dependencies", {}))
-        found.pop("test", None)
-        return found
+        """The extras that it offers to users, with their requirements.
+
+        Without `all`, which brings packages of ours: with them, one would not be tested alone.
+        """
+        found = self.project.get("optional-dependencies", {})
+        return {name: entries for name, entries in found.items() if name not in ("all", "test")}
 
     @property
     def extra_modules(self) -> list[str]:
@@ -83,7 +85,13 @@ class Package:
 #: What the tests of all packages depend on.
 _SHARED = ("constraints.txt", "integration/repository.py", "noxfile.py", "pyproject.toml")
 
-PACKAGES = [Package(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+
+def packages_below(root: Path) -> list[Package]:
+    """Return the packages of a copy of this repository."""
+    return [Package(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml"))]
+
+
+PACKAGES = packages_below(ROOT)
 
 
 def needed_of(package: Package, more: Sequence[str] = ()) -> list[Package]:

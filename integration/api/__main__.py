@@ -31,6 +31,14 @@ def main(words: list[str] | None = None) -> int:
         return _document(only_check=options.check)
     verdicts = list(compare(ROOT, options.against))
     print(*verdicts, sep="\n")
+    if not any(verdict.release for verdict in verdicts):
+        # A copy without tags looks as if nothing had ever been released.
+        print(
+            "nothing was compared: there is no tag of a release, such as sbp-core-v0.1.0",
+            "  to mend it: git fetch --tags, or name a revision: nox -s api -- --against main",
+            sep="\n",
+        )
+        return 1
     return not all(verdict.ok for verdict in verdicts)
 
 

@@ -102,21 +102,22 @@ class Verdict:
         return "\n".join([head, *lines])
 
 
-def compare(root: Path, against: str = "") -> Iterator[Verdict]:
+def compare(root: Path, against: str = "", folder: str = "*") -> Iterator[Verdict]:
     """Compare every package of a repository with its last release.
 
     Args:
         root: The repository.
         against: A git revision to compare all packages with, instead of their tags.
+        folder: Of the only package to compare; `*` for all.
     """
-    for project in sorted(root.glob("packages/*/pyproject.toml")):
+    for project in sorted(root.glob(f"packages/{folder}/pyproject.toml")):
         name, version = _name_and_version(project.read_text("utf-8"))
         release = against or _last_release(root, name)
         if not release:
             yield Verdict(name=name, release="", released=version, version=version, wanted=version)
             continue
-        with TemporaryDirectory() as folder:
-            old_root = Path(folder)
+        with TemporaryDirectory() as temporary:
+            old_root = Path(temporary)
             _unpack(root, release, old_root)
             old_project = old_root / project.relative_to(root)
             if not old_project.exists():  # a package that is new

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import api.__main__
 from api.compare import Level, compare, next_version
 from api.document import document
 from api.imports import faults
@@ -192,6 +193,21 @@ def test_what_breaks_a_provisional_room_asks_for_a_minor_version(repository: Pat
 
     assert verdict.wanted == (1, 3, 0)
     assert "breaks mine does not offer add any more" in str(verdict)
+
+
+def test_a_copy_without_tags_of_releases_is_refused_and_not_taken_for_unchanged(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(api.__main__, "ROOT", repository)
+    git(repository, "init", "--quiet")
+
+    without = api.__main__.main(["compare"])
+    said = capsys.readouterr().out
+    release(repository, "1.2.3")
+
+    assert without == 1
+    assert "nothing was compared" in said and "git fetch --tags" in said
+    assert api.__main__.main(["compare"]) == 0
 
 
 def test_internal_rooms_may_change(repository: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 import repository
 from beside import beside
@@ -72,6 +75,30 @@ def test_every_declared_package_has_a_resolved_version_but_those_of_gpus() -> No
 
     assert {name for name in names - held if not repository.OF_TORCH.match(name)} == set()
     assert {name for name in held if repository.OF_TORCH.match(name)} == set()
+
+
+def test_continuous_integration_runs_sessions_that_there_are_and_nothing_else() -> None:
+    workflow = yaml.safe_load((repository.ROOT / ".github/workflows/ci.yml").read_text("utf-8"))
+    (job,) = workflow["jobs"].values()
+    matrix = job["strategy"]["matrix"]
+    named = {*matrix["session"], *(one["session"] for one in matrix["include"])}
+
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "--list", "--json", "-s", *sorted(named)],
+        cwd=repository.ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+    assert listed.returncode == 0, listed.stderr  # names those that there are not
+    assert {one["name"] for one in json.loads(listed.stdout)} == named
+    assert {"tests", "lowest", "newest", "cold", "docs", "build"} <= named
+    pythons = {*matrix["python"], *(one["python"] for one in matrix["include"])}
+    assert pythons == {"3.11", "3.12", "3.13"}
+    assert [step["run"] for step in job["steps"] if "run" in step] == [
+        "python -m pip install nox",
+        "python -m nox -s ${{ matrix.session }}",
+    ]
 
 
 class _Session(SimpleNamespace):

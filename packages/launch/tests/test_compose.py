@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+import sbp_launch
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginSource, discover
 from sbp_launch.settings.catalog import make_catalog
-from sbp_launch.settings.check import check
+from sbp_launch.settings.check import check, choose
 from sbp_launch.settings.compose import (
     MOST_JOBS_CHECKED,
     compose,
+    expand_globs,
     read,
     refuse_conflicts,
     sweep_jobs,
@@ -38,7 +40,109 @@ def test_a_sweep_is_the_product_of_its_choices() -> None:
 
 def test_what_only_another_sweeper_understands_is_left_out() -> None:
     assert sweep_jobs(["x=interval(0,1)", "y=1"]) == (("y=1",),)
-    assert sweep_jobs(["planner=glob(*)", "y=1"]) == (("y=1",),)
+
+
+@pytest.mark.parametrize("text", ["trainer.steps=range(5,5)", "x=range(1,0)"])
+def test_a_sweep_over_no_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="stands for no value"):
+        sweep_jobs(["y=1,2", text])
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("optimizer=glob(ad*)", "optimizer=adafactor,adagrad,adam,adamw"),
+        ("optimizer=glob(*,exclude=[a*,l*])", "optimizer=muon,rmsprop,sgd"),
+        ("+model=glob(*)", "+model=mine"),
+        ("model=glob(*/*)", "model=deep/one,deep/two"),
+        ("optimizer=sgd", "optimizer=sgd"),
+        ("x.y='=glob(*)'", "x.y='=glob(*)'"),
+    ],
+)
+def test_a_glob_names_the_options_that_it_stands_for(
+    tmp_path: Path, text: str, expanded: str
+) -> None:
+    (tmp_path / "model" / "deep").mkdir(parents=True)
+    for name in ("mine", "deep/one", "deep/two"):
+        (tmp_path / "model" / f"{name}.yaml").write_text("name: x\n", "utf-8")
+
+    assert expand_globs([text], make_catalog(LAUNCH_ONLY, str(tmp_path))) == [expanded]
+
+
+@pytest.mark.parametrize("text", ["optimizer=glob(x*)", "optimizer=glob(*/*)", "nothing=glob(*)"])
+def test_a_glob_that_stands_for_no_option_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="stands for no option of the group") as caught:
+        expand_globs([text], make_catalog(LAUNCH_ONLY))
+
+    assert "optimizer" in caught.value.accepted or "adamw" in caught.value.accepted
+
+
+def test_a_config_is_composed_and_checked_as_on_the_command_line(tmp_path: Path) -> None:
+    # The model, the data, the planner and the runtime are brought by other packages.
+    own = "defaults: [optimizer: sgd]\n"
+    (tmp_path / "own.yaml").write_text(own, "utf-8")
+
+    with pytest.raises(ConfigError, match="no such option of the group 'optimizer'"):
+        sbp_launch.compose(["optimizer=sdg"], config_name="own", config_dir=tmp_path)
+    with pytest.raises(ConfigError, match="optimizer is set twice"):
+        sbp_launch.compose(["optimizer=lion", "optimizer=adam"], config_dir=tmp_path)
+
+
+OWN = "defaults: [cluster: local, optimizer: mine]\n"
+
+
+@pytest.mark.parametrize(
+    ("mine", "overrides", "variable"),
+    [
+        ("defaults: [sgd]\n", ["optimizer.lr=${oc.env:LR}"], "${oc.env:LR}"),
+        ("defaults: [sgd]\nlr: ${oc.env:LR}\n", [], "${oc.env:LR}"),
+        ("defaults: [sgd]\nlr: ${oc.env:OTHER,0.25}\n", [], "${oc.env:OTHER,0.25}"),
+    ],
+)
+def test_a_variable_that_is_no_number_says_how_it_becomes_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mine: str,
+    overrides: list[str],
+    variable: str,
+) -> None:
+    monkeypatch.setenv("LR", "0.25")
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "own.yaml").write_text(OWN, "utf-8")
+    (tmp_path / "optimizer" / "mine.yaml").write_text(mine, "utf-8")
+    catalog = make_catalog(LAUNCH_ONLY, str(tmp_path))
+
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is '0.25'") as caught:
+        config = composed(*overrides, config_name="own", config_dir=tmp_path)
+        choose(read(config, catalog), LAUNCH_ONLY, "optimizer")
+
+    decoded = f'"${{oc.decode:{variable}}}"'
+    assert decoded in caught.value.todo
+    override = f"optimizer.lr={decoded}"  # what the error tells to write
+    config = composed(override, config_name="own", config_dir=tmp_path)
+    assert read(config, catalog).values["optimizer"]["lr"] == 0.25  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["", "name: sgd\n"])
+def test_an_option_that_begins_with_one_in_a_folder_says_how_it_takes_its_settings(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "optimizer" / "slow").mkdir(parents=True)
+    (tmp_path / "own.yaml").write_text(OWN, "utf-8")
+    (tmp_path / "optimizer" / "slow" / "one.yaml").write_text("name: sgd\nlr: 0.5\n", "utf-8")
+    mine = tmp_path / "optimizer" / "mine.yaml"
+    catalog = make_catalog(LAUNCH_ONLY, str(tmp_path))
+
+    def chosen(default: str) -> object:
+        mine.write_text(f"defaults: [{default}]\n{name}", "utf-8")
+        config = composed(config_name="own", config_dir=tmp_path)
+        return choose(read(config, catalog), LAUNCH_ONLY, "optimizer")[0].settings["lr"]
+
+    with pytest.raises(ConfigError) as caught:
+        chosen("slow/one")
+
+    assert "write slow/OPTION@_here_ there" in caught.value.todo
+    assert chosen("slow/one@_here_") == 0.5
 
 
 def test_a_huge_sweep_is_checked_in_part() -> None:

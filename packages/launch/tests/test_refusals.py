@@ -49,7 +49,8 @@ def test_a_default_that_is_not_installed_says_what_to_install() -> None:
     assert caught.value.where == ("sbp_launch/conf/config.yaml",)
     packages = " ".join(HOMES[group])
     assert caught.value.todo.startswith(f"pip install {packages}, which bring")
-    assert caught.value.todo.endswith(f"options of the group {group!r}")
+    all_of_them = 'or all that sbp-train uses: pip install "sbp-launch[all]"'
+    assert caught.value.todo.endswith(f"options of the group {group!r}; {all_of_them}")
     assert isinstance(caught.value.__cause__, MissingConfigException)
 
 

@@ -1,7 +1,8 @@
 """The Hydra apps, the trainer and the metrics of sbp; and `parallelize`, for a loop of one's own.
 
 `SampleOrder` is the order in which training takes samples, also in such a loop; `World` is this
-process among those that torchrun, mpiexec or Slurm started.
+process among those that torchrun, mpiexec or Slurm started. `compose` returns the config of a
+command line of `sbp-train`.
 
 Everything is loaded when first used; importing this package imports no torch.
 
@@ -16,12 +17,19 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_launch.data import SampleOrder
+    from sbp_launch.hydra_config import compose
     from sbp_launch.parallelize import parallelize as parallelize
     from sbp_launch.world import World
 
-__all__ = ["SampleOrder", "World", "parallelize"]
+__all__ = ["SampleOrder", "World", "compose", "parallelize"]
 
 # `parallelize` is a module that is also called: `parallelize(model, ...)`.
 __getattr__, __dir__ = lazy(
-    __name__, {"SampleOrder": "data", "World": "world", "parallelize": "parallelize"}
+    __name__,
+    {
+        "SampleOrder": "data",
+        "World": "world",
+        "compose": "hydra_config",
+        "parallelize": "parallelize",
+    },
 )

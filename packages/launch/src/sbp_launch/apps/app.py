@@ -39,6 +39,7 @@ from sbp_launch.settings.check import in_use
 from sbp_launch.settings.compose import (
     VERSION_BASE,
     compose,
+    expand_globs,
     read,
     refuse_conflicts,
     searching,
@@ -92,6 +93,10 @@ def _run(app: Application[ConfigT]) -> int:
         raise unknown_flag(unknown[0], parser)
     registry = discover()
     catalog = make_catalog(registry, options.config_dir)
+    expanded = expand_globs(options.overrides, catalog)
+    replaced = dict(zip(options.overrides, expanded, strict=True))
+    sys.argv[1:] = [replaced.get(text, text) for text in sys.argv[1:]]
+    options.overrides = expanded
     before = sweep = None
     if options.shell_completion:
         words = catalog.complete(os.environ.get("COMP_LINE", ""))

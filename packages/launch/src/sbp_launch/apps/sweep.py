@@ -54,7 +54,7 @@ class SweepJob:
 
 @dataclass(frozen=True, slots=True)
 class SweepNotes:
-    """What the runs of a sweep leave for the process that began it; they may be in others.
+    """What the runs of a sweep, which may be in other processes, leave for the one that began it.
 
     Args:
         folder: That all of these processes see.

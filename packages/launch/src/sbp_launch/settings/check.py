@@ -176,7 +176,11 @@ def choose(
         names = ", ".join(registry.names(group))
         what = f"{group}.name is {'not set' if name is None else repr(name)}"
         raise ConfigError(
-            what, where=file, accepted=names, todo="add the plugin that the file is for: name: NAME"
+            what,
+            where=file,
+            accepted=names,
+            todo=_of_a_folder(composed, registry, group)
+            or "add the plugin that the file is for: name: NAME",
         )
     with (
         _naming_overrides(composed, group, f"{group}.name is {name!r}"),
@@ -184,6 +188,31 @@ def choose(
     ):
         config = registry.configure(group, name, settings, where=file)
     return PluginChoice(name=name, settings=settings, file=file), config
+
+
+def _of_a_folder(
+    composed: ComposedConfig, registry: PluginRegistry, group: str, name: str = ""
+) -> str:
+    """Say how a file takes the settings of an option in a folder of its group, or `""`.
+
+    With `defaults: [manual/zero]`, Hydra puts them into `planner.manual`.
+
+    Args:
+        composed: The config.
+        registry: The plugins.
+        group: Whose settings are looked through.
+        name: Of the folder; empty for any.
+    """
+    value = composed.values.get(group)
+    for key, below in value.items() if isinstance(value, Mapping) else ():
+        if not isinstance(below, Mapping) or (name and key != name):
+            continue
+        if below.get("name") in registry.names(group):
+            return (
+                f"its settings are in {group}.{key}, as the option in its defaults is in the "
+                f"folder {key}: write {key}/OPTION@_here_ there"
+            )
+    return ""
 
 
 def _core_config(composed: ComposedConfig, group: str, config: type[T]) -> T:
@@ -229,7 +258,13 @@ def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> 
         if isinstance(error, SbpLookupError):
             what, where = f"{asked}: {what}", (composed.files.get(group, ""), *where)
         where = (*where, *composed.overrides_of(group, what))
-        raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from error
+        todo = error.todo
+        for key, text in composed.variables.items():
+            if what.startswith(f"{key} is '"):
+                # Quoted, since Hydra's command line does not take braces in braces.
+                decoded = f'"${{oc.decode:{text}}}"'
+                todo = f"{text} is a text; write {decoded}, with these quotes, to have its value"
+        raise ConfigError(what, where=where, accepted=error.accepted, todo=todo) from error
 
 
 @contextmanager
@@ -246,11 +281,13 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
         same = [one for one in settings if one.leaf == leaf and one.key == unknown[1]] or [
             one for one in settings if one.leaf == leaf and not one.options
         ]
-        if not same and not ours_of(leaf):
+        group, _, name = unknown[1].partition(".")
+        folder = _of_a_folder(composed, registry, group, name)
+        if not same and not ours_of(leaf) and not folder:
             raise
         said = [text for text in composed.overrides if key_of(text) == unknown[1]]
         value = said[0].partition("=")[2] if said else ""
-        todo = meant(unknown[1], same or settings, value) or error.todo
+        todo = folder or meant(unknown[1], same or settings, value) or error.todo
         raise ConfigError(
             error.what, where=error.where, accepted=error.accepted, todo=todo
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob
+from hydra.core.override_parser.types import Glob, Override
 from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -206,7 +206,21 @@ def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
         values={name: _plain(config, name, files.get(name, ""), catalog) for name in names},
         files=files,
         overrides=tuple(map(str, config.hydra.overrides.task)),
+        variables=dict(_variables(OmegaConf.to_container(config), "")),
     )
+
+
+def _variables(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys below one that are set to a variable, and how: `${oc.env:LR}`."""
+    if isinstance(value, str) and re.match(r"\$\{oc\.env:[^{}]*\}$", value):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            if key or name != "hydra":
+                yield from _variables(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _variables(part, f"{key}[{index}]")
 
 
 def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> object:
@@ -243,24 +257,61 @@ def _not_set(key: str, group: str, option: str, file: str, catalog: Catalog) -> 
     )
 
 
+def expand_globs(overrides: Sequence[str], catalog: Catalog) -> list[str]:
+    """Return overrides in which `planner=glob(manual/*)` names the options that it stands for.
+
+    As in a shell, `*` stands for options in a folder only where the pattern has a slash, too.
+
+    Raises:
+        ConfigError: an override cannot be read, or stands for no option.
+    """
+    found = []
+    for text in overrides:
+        group = key_of(text)
+        value: object = None
+        if "=glob(" in text and not group.startswith("hydra/"):
+            value = _parse([text])[0].value()
+        if isinstance(value, Glob):
+            deep = any("/" in pattern for pattern in value.include)
+            options = catalog.options(group)
+            names = value.filter([one for one in options if deep or "/" not in one])
+            if not names:
+                raise ConfigError(
+                    f"{text} stands for no option of the group {group!r}",
+                    where=f"the command line: {text}",
+                    accepted=", ".join(options) or f"a group: {', '.join(catalog.groups())}",
+                )
+            text = f"{text.partition('=')[0]}={','.join(names)}"
+        found.append(text)
+    return found
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise unreadable(error) from error
+
+
 def sweep_jobs(overrides: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the overrides of each job of a sweep, as far as they are known beforehand.
 
-    A sweep that another sweeper interprets (an interval, a glob) is left out. At most
+    A sweep that another sweeper interprets, such as an interval, is left out. At most
     `MOST_JOBS_CHECKED` jobs are returned.
 
     Raises:
-        ConfigError: an override cannot be read.
+        ConfigError: an override cannot be read, or stands for no value, so that there is no job.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise unreadable(error) from error
     choices = []
-    for override in parsed:
+    for override in _parse(overrides):
+        text = str(override.input_line)
         if not override.is_sweep_override():
-            choices.append([str(override.input_line)])
+            choices.append([text])
         elif override.is_discrete_sweep() and not isinstance(override.value(), Glob):
             key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            if not values:
+                what = f"{text} stands for no value"
+                raise ConfigError(what, where="the command line", accepted="one value or more")
+            choices.append(values)
     return tuple(itertools.islice(itertools.product(*choices), MOST_JOBS_CHECKED))

@@ -340,11 +340,13 @@ class ComposedConfig:
         values: The whole config by group.
         files: File of the chosen option of each group.
         overrides: What the command line said.
+        variables: Keys that are set to a variable of the environment, and how: `${oc.env:LR}`.
     """
 
     values: Mapping[str, object]
     files: Mapping[str, str]
     overrides: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def overrides_of(self, group: str, what: str = "") -> list[str]:
         """Return the overrides of a group, or of a setting of the primary config, as error context.

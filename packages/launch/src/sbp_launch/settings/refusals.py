@@ -128,6 +128,7 @@ def missing_option(
     elif homes:
         brings = "bring" if len(homes) > 1 else "brings"
         todo = f"pip install {' '.join(homes)}, which {brings} options of the group {group!r}"
+        todo += '; or all that sbp-train uses: pip install "sbp-launch[all]"'
     else:
         todo = f"choose one of these, or install a package that brings {group}={option}"
     what = f"{asked}: no such option of the group {group!r}"
