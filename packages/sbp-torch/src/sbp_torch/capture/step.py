@@ -24,7 +24,7 @@ from sbp_torch._torch_compat import (
     storage_key,
     without_modes,
 )
-from sbp_torch._torch_patches import distributions_unchecked
+from sbp_torch._torch_patches import distributions_unchecked, transformers_of_any_mask
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_torch.capture.numbers import NO_NUMBERS, NumberPlace, placed
 from sbp_torch.capture.provenance import Notes
@@ -254,6 +254,7 @@ class TrainingStep:
                 self.notes.follow(self.model),
                 reparametrized(self.model, now),
                 distributions_unchecked(),
+                transformers_of_any_mask(),
                 own_kernels_only(),
                 cast,
                 hint,
