@@ -34,7 +34,7 @@ def refused(match, error=ConfigError, **given):
 
 
 def test_what_cannot_be_meant_is_refused_before_anything_starts():
-    refused("do not divide into micro_batches=3", micro_batches=3)
+    refused("not divide into micro_batches=3(.|\n)*if dim 0 is time", micro_batches=3)
     refused("micro_batches=0", micro_batches=0)
     refused("batch_is='whole'", batch_is="whole")
     refused("mesh=0 has no ranks", mesh=0)
@@ -166,3 +166,34 @@ def test_what_a_step_refuses_leaves_the_session_as_it_was(error, call):
 
         assert all(torch.equal(before[name], one) for name, one in step.state_dict().items())
         assert step(batch_of(0)).loss.isfinite()
+
+
+def sequence_loss(model, batch):
+    hidden = model(batch["x"])[0][-1]
+    return (hidden - batch["y"]).square().mean()
+
+
+def samples_first(model, batch):
+    return sequence_loss(model, batch | {"x": batch["x"].transpose(0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("loss", "time_first", "warned", "given"),
+    [
+        (sequence_loss, True, True, {"mesh": 2, "planner": "manual/data_parallel"}),
+        (sequence_loss, True, False, {}),
+        (samples_first, False, False, {"mesh": 2, "planner": "manual/data_parallel"}),
+    ],
+)
+def test_a_batch_whose_time_would_be_cut_is_warned_about(loss, time_first, warned, given, caplog):
+    torch.manual_seed(0)
+    lstm = nn.LSTM(4, 4).double()
+    x, y = torch.randn(6, 8, 4, dtype=torch.double), torch.randn(8, 4, dtype=torch.double)
+    wanted = sequence_loss(lstm, {"x": x, "y": y}).item()
+    batch = {"x": x if time_first else x.transpose(0, 1), "y": y}
+    optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
+
+    with parallelize(lstm, loss, batch, optimizer, **given) as step:
+        assert abs(float(step(batch)) - wanted) < 1e-12
+
+    assert ("different sizes there: 'x' 6, 'y' 8" in caplog.text) == warned

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch.fx.experimental import symbolic_shapes
+from torch.nn.modules import transformer
 
 __all__ = [
     "distributions_unchecked",
     "frames_told_apart_by_folder",
     "grouped_products_of_any_dtype",
     "losses_unscaled",
+    "transformers_of_any_mask",
     "unlogged_failures",
 ]
 
@@ -122,3 +124,27 @@ def distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         kind.set_default_validate_args(before)
+
+
+def _is_said_to_be_causal(
+    mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    return is_causal is True
+
+
+@contextmanager
+def transformers_of_any_mask() -> Iterator[None]:
+    """Let `nn.Transformer` and its like take masks without looking at their values. Tried on 2.13.
+
+    They look whether a mask is the causal one, to leave it out for a faster kernel; and, where
+    nothing is trained, at a mask of padding, to leave padding out. With the mask, results are the
+    same.
+    """
+    before, fast = transformer._detect_is_causal_mask, torch.backends.mha.get_fastpath_enabled()
+    transformer._detect_is_causal_mask = _is_said_to_be_causal
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
+        torch.backends.mha.set_fastpath_enabled(fast)

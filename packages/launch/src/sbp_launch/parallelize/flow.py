@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from sbp_launch.planning.flow import (
 )
 from sbp_launch.planning.proving import proved
 from sbp_torch.capture import NO_NUMBERS, flatten_batch
+
+logger = logging.getLogger(__name__)
 
 #: How tensors are pinned: a pattern of names -> SBP, or SBP by mesh axis.
 Pins = Mapping[str, str | Mapping[str, str]]
@@ -202,6 +205,7 @@ def plan_program(
         parts = _batch_parts(planned.graph, planned.strategy) if engine.gives_parts else 1
         if parts == degree:
             check_fits(planned, settings.cluster)
+            _tell_other_rows(planned, batch)
             following.captured(captured.original, partial(capture, batch))
             planned = capture.proved(planned, captured, batch)
             return PlannedProgram(
@@ -237,19 +241,39 @@ def _strategy(
     return planner
 
 
+def _tell_other_rows(planned: Planned, batch: Any) -> None:
+    """Warn if dim 0, which is cut, has different sizes: it may be the time steps of some."""
+    rows = {name: value.shape[0] for name, value in flatten_batch(batch).items() if value.dim()}
+    cut = [name for name in rows if _num_cuts(planned.strategy, name) > 1]
+    if len({*rows.values()}) > 1 and (cut or planned.settings.micro_batches > 1):
+        told = ", ".join(f"{name!r} {size}" for name, size in rows.items())
+        logger.warning(
+            "samples are along dim 0 of every tensor of the batch, and tensors have different "
+            "sizes there: %s. If dim 0 is time, as in nn.LSTM and nn.Transformer without "
+            "batch_first, ranks and micro-batches cut time: give the step x.transpose(0, 1), and "
+            "transpose it back in the loss",
+            told,
+        )
+
+
+def _num_cuts(strategy: Strategy, name: str) -> int:
+    """Return into how many parts dim 0 of a tensor of the batch is split."""
+    stored = strategy.storage[name]
+    sizes = strategy.stages[stored.stage].mesh_shape
+    return prod(size for sbp, size in zip(stored.sbp, sizes, strict=True) if sbp == S(0))
+
+
 def _batch_parts(graph: LogicalGraph, strategy: Strategy) -> int:
     """Return into how many parts the ranks split the samples of a batch.
 
     Raises:
         ConfigError: tensors of the batch are split in different ways.
     """
-    found = {}
-    for entry in graph.inputs:
-        if entry.kind is InputKind.BATCH and graph.tensor(entry.name).shape:
-            stored = strategy.storage[entry.name]
-            sizes = strategy.stages[stored.stage].mesh_shape
-            split = zip(stored.sbp, sizes, strict=True)
-            found[entry.name] = prod(size for sbp, size in split if sbp == S(0))
+    found = {
+        entry.name: _num_cuts(strategy, entry.name)
+        for entry in graph.inputs
+        if entry.kind is InputKind.BATCH and graph.tensor(entry.name).shape
+    }
     if len(set(found.values())) > 1:
         raise ConfigError(
             f"the tensors of the batch are split into different numbers of parts: {found}",

@@ -211,11 +211,12 @@ def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
         if value.dim() and value.shape[0] % count:
             divisors = [n for n in range(1, value.shape[0] + 1) if value.shape[0] % n == 0]
             raise ConfigError(
-                f"{name!r} of the batch has {value.shape[0]} samples, which do not divide into "
-                f"micro_batches={count}",
+                f"{name!r} of the batch has {value.shape[0]} samples, its size along dim 0, which "
+                f"do not divide into micro_batches={count}",
                 where="the argument micro_batches",
                 accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
-                todo="take another size of batch, or other micro-batches",
+                todo="take another size of batch, or other micro-batches; if dim 0 is time, give "
+                "the step x.transpose(0, 1), and transpose it back in the loss",
             )
     taken = {
         name: torch.cat([value[: len(value) // parts]] * degree) if value.dim() else value

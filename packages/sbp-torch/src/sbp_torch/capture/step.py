@@ -24,7 +24,11 @@ from sbp_torch._torch_compat import (
     storage_key,
     without_modes,
 )
-from sbp_torch._torch_patches import distributions_unchecked, losses_unscaled
+from sbp_torch._torch_patches import (
+    distributions_unchecked,
+    losses_unscaled,
+    transformers_of_any_mask,
+)
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
 from sbp_torch.capture.diagnostics import scaled_loss
 from sbp_torch.capture.numbers import NO_NUMBERS, NumberPlace, placed
@@ -273,6 +277,7 @@ class TrainingStep:
                 reparametrized(self.model, now),
                 distributions_unchecked(),
                 losses_unscaled(scaled_loss),
+                transformers_of_any_mask(),
                 own_kernels_only(),
                 cast,
                 hint,
