@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,36 @@ def test_a_step_that_fails_names_the_line_of_the_model(in_evaluation):
 
     assert "module '0'" in caught.value.where[0] and Path(__file__).name in caught.value.where[0]
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # multi-threaded, and forks
+def test_a_child_that_is_forked_in_the_block_is_refused_and_leaves_the_ranks_to_its_parent():
+    model = make_model()
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+
+    def run(step):
+        for call in (
+            lambda: step(batch_of(0)),
+            lambda: step.evaluate(batch_of(0)),
+            lambda: step.load_state_dict({}),
+            lambda: step.session.step({}, {}),
+        ):
+            try:
+                call()
+                said.put("went on")
+            except Exception as error:
+                said.put(f"{type(error).__name__}: {error}")
+        step.close()
+
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        step(batch_of(0))
+        child = context.Process(target=run, args=(step,))
+        child.start()
+        found = [said.get() for _ in range(4)]
+        child.join()
+        step(batch_of(0))
+        step(batch_of(0))
+
+    assert all(one.startswith("RunError: the ranks of this session are in") for one in found), found
+    assert step.steps_done == 3

@@ -9,6 +9,7 @@ states that are not written over old ones are put in force when every worker has
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from sbp_core.runtime import (
     StatePiece,
     StepResult,
     check_destination,
+    check_process,
     gather_routes,
 )
 from sbp_torch.runtime import (
@@ -88,6 +90,7 @@ class ActorSession(Session):
         self.states_before: dict[int, Values] = {}
         self.failure: RunError | None = None
         self.closed = False
+        self._process = os.getpid()
         self._make_worker = partial(
             Worker,
             plan,
@@ -220,6 +223,7 @@ class ActorSession(Session):
         return "the session is closed" if self.closed else "the session ended in a failed step"
 
     def _check_usable(self) -> None:
+        check_process(self._process)
         if self.closed or self.failure is not None:
             raise RunError(
                 self._over,
@@ -392,10 +396,12 @@ class ActorSession(Session):
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""
+        check_process(self._process)
         self.store.load(states)
 
     def replace(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.replace`."""
+        check_process(self._process)
         self._check_whole()
         self.store.replace(states)
 
@@ -407,8 +413,8 @@ class ActorSession(Session):
 
     def __exit__(self, *raised: object) -> None:
         """Close; report an error that ends the block to the ranks of other processes."""
-        error = raised[1]
-        if isinstance(error, BaseException) and not self.closed and self.failure is None:
+        error, is_over = raised[1], self.closed or self.failure is not None
+        if isinstance(error, BaseException) and not is_over and os.getpid() == self._process:
             self.backend.fail(error)
         self.close()
 
@@ -417,6 +423,8 @@ class ActorSession(Session):
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self._process:
+            return  # a forked child has no threads to end, and its connections are its parent's
         self._stop_workers()
         try:
             if self.owns_backend:

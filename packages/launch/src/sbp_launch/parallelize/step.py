@@ -20,6 +20,7 @@ from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.checkpoint.survivors import MEET_S
+from sbp_launch.parallelize.agreement import digest_of
 from sbp_launch.parallelize.arguments import checked_micro_batches, in_arguments, update_options
 from sbp_launch.parallelize.buckets import LengthBuckets, Padding, make_padding
 from sbp_launch.parallelize.choices import Choice, Choices
@@ -152,6 +153,8 @@ class ParallelStep(ProgramStep):
 
     def _close(self, error: BaseException | None) -> None:
         training = self._training
+        if training.is_elsewhere:
+            return  # a child that was forked inside of the block leaves it to its parent
         if error is None and training.has_begun and not self._is_over:
             for one in (self, *self._beside):
                 one._forms.look_at_the_end()
@@ -291,22 +294,30 @@ class ParallelStep(ProgramStep):
         Args:
             to: The rank whose process gets them; all if None. Elsewhere there are none.
         """
+        return self._whole("state_dict", to)
+
+    def _whole(self, call: str, to: int | None = None) -> dict[str, Tensor]:
+        """Return every state as a whole, for a call of the user's."""
+        self._training.enter(f"step.{call}({'' if to is None else f'{to=}'})")
         return self._current.state_dict(to=to)
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
         training = self._training
+        # Of a file, each process reads what its ranks hold.
+        values = digest_of(states) if isinstance(states, dict) else "read"
+        training.enter("step.load_state_dict(states)", {"the values of the states": values})
         load_states(training, states)
         training.has_damaged_states = False
         training.replaced()
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
-        return to_model_state(self.state_dict(), self._program.model)
+        return to_model_state(self._whole("model_state_dict"), self._program.model)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return what `optimizer.load_state_dict` takes: whole tensors on all ranks."""
-        program, states = self._program, self.state_dict()
+        program, states = self._program, self._whole("optimizer_state_dict")
         with self._training.apart():
             return to_optimizer_state(states, program.model, program.optimizer)
 
@@ -317,7 +328,7 @@ class ParallelStep(ProgramStep):
             model: Of the same form, with values: the one given to `parallelize`, or another.
             optimizer: Likewise.
         """
-        states = self.state_dict()
+        states = self._whole("copy_to")
         if self._training.copied_to(states, model, optimizer):
             return
         model.load_state_dict(to_model_state(states, model))
@@ -354,6 +365,7 @@ class ParallelStep(ProgramStep):
             finally:
                 left.leave()
             return
+        training.enter(f"step.save(folder, {wait=})")
         training.saves.save(Path(folder), session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
@@ -362,6 +374,7 @@ class ParallelStep(ProgramStep):
         Raises:
             RunError: it cannot be written.
         """
+        self._training.enter("step.finish_saving()")
         if self._training.saves is not None:
             self._training.saves.finish()
 
@@ -381,8 +394,10 @@ class ParallelStep(ProgramStep):
         Raises:
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
-        self.finish_saving()
         training = self._training
+        training.enter("step.load(path)")
+        if training.saves is not None:
+            training.saves.finish()
 
         def replacing() -> None:
             training.has_damaged_states = True  # until all processes have read theirs whole
@@ -423,6 +438,7 @@ class ParallelStep(ProgramStep):
                 accepted="a parallel step before its first step",
                 todo="call load_model first; step.load(folder) goes on from a checkpoint",
             )
+        self._training.enter("step.load_model(path)")
         weights = find_weights(
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )
