@@ -181,16 +181,34 @@ def different_evaluations(rank: int) -> str:
     return "evaluated"
 
 
-def on_rank_0_alone(rank: int) -> str:
-    """Return what is said where only rank 0 asks for the states, and rank 1 trains on."""
+def without_update(step: Any, given: dict[str, torch.Tensor]) -> None:
+    """Take a step that changes nothing."""
+    with step.no_update():
+        step(given)
+
+
+#: What rank 0 calls where rank 1 takes a step: by what messages call it.
+CALLS: dict[str, Callable[[Any, dict[str, torch.Tensor], Path], object]] = {
+    "step.state_dict()": lambda step, given, folder: step.state_dict(),
+    "step.model_state_dict()": lambda step, given, folder: step.model_state_dict(),
+    "step.evaluate(batch)": lambda step, given, folder: step.evaluate(given),
+    "step(batch) inside step.no_update()": lambda step, given, _: without_update(step, given),
+    "step.save(folder, wait=True)": lambda step, given, folder: step.save(folder),
+    "step.load(path)": lambda step, given, folder: step.load(folder),
+    "step.load_state_dict(states)": lambda step, given, _: step.load_state_dict({}),
+}
+
+
+def on_rank_0_alone(rank: int, call: str, folder: Path) -> str:
+    """Return what is said where only rank 0 makes a call, and rank 1 trains on."""
     model = nn.Linear(64, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given, runtime = {"x": torch.zeros(2, 64)}, {"name": "actor", "deadline_s": 2.0}
+    given = {"x": torch.zeros(2, 64)}
     try:
-        with parallelize(model, square, given, optimizer, runtime=runtime) as step:
+        with parallelize(model, square, given, optimizer, planner="manual/data_parallel") as step:
             step(given)
             if rank == 0:
-                step.state_dict()
+                CALLS[call](step, given, folder)
             step(given)
     except SbpError as error:
         return str(error)
@@ -255,7 +273,8 @@ def main() -> None:
     found["started differently"] = started_differently(rank)
     found["refusals"] = {**refusals(rank), "other batches": different_batches(rank)}
     found["refusals"]["other evaluations"] = different_evaluations(rank)
-    found["refusals"]["on rank 0 alone"] = on_rank_0_alone(rank)
+    alone = Path(sys.argv[1]) / "alone"
+    found["on rank 0 alone"] = {call: on_rank_0_alone(rank, call, alone) for call in CALLS}
     print(json.dumps({"rank": rank, **found}), flush=True)
 
 

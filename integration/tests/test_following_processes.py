@@ -36,18 +36,21 @@ def said_by(boxing: str) -> Mapping[int, Mapping[str, str]]:
 
 #: What ranks are told, of changes on one of them or on both.
 SAID = {
-    "beta here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
+    "beta here": ("ConfigError: the ranks differ in the step: rank 0: as it was planned first, ",)
+    * 2,
     "beta everywhere": ("off by 0e+00",) * 2,
     "beta of each": (
         "ConfigError: the ranks differ in the number self.beta: rank 0: 2.0; rank 1: 3.0",
     )
     * 2,
-    "mode here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
-    "a size here": ("ConfigError: the ranks differ in the step: rank 0: form ",) * 2,
+    "mode here": ("ConfigError: the ranks differ in the step: rank 0: as it was planned first, ",)
+    * 2,
+    "a size here": ("ConfigError: the ranks differ in the step: rank 0: as it was planned first, ",)
+    * 2,
     "a size everywhere": ("off by 0e+00",) * 2,
     "frozen everywhere": ("off by 0e+00",) * 2,
     "a module here": (
-        "ConfigError: the ranks differ in the step: rank 0: form ",
+        "ConfigError: the ranks differ in the step: rank 0: as it was planned first, ",
         "RunError: model.0 is another module",
     ),
     "rate here": ("ConfigError: the ranks differ in lr: rank 0: 0.1; rank 1: 0.2",) * 2,
@@ -73,3 +76,10 @@ def test_ranks_of_several_processes_change_alike_or_are_told(change, boxing):
             assert float(said.split()[-1]) <= 1e-15
         else:
             assert said.startswith(SAID[change][rank]), said
+
+
+def test_of_a_step_that_differs_it_is_said_what_has_changed() -> None:
+    said = said_by("torch")[0]
+
+    assert "; rank 1: self.beta is 2.0, and was 1.0, for batches 'x' [4, 4]" in said["beta here"]
+    assert "; rank 1: batches 'x' [2, 4], 'y' [2, 2] (form " in said["a size here"]

@@ -81,18 +81,21 @@ def test_ranks_with_other_programs_are_told_the_difference(
         assert said["other settings"].startswith("the ranks differ in seed: rank 0: 0; rank 1: 1")
         wanted = "ranks 0 and 1 were given different values for all samples of 'x'"
         assert said["other batches"].startswith(wanted)
-        assert f"rank {1 - rank} evaluates 'x' torch.float32 " in said["other evaluations"]
+        sides = [f"rank {one}: local: 'x' torch.float32 ({2 + one}, 3)" for one in (0, 1)]
+        wanted = "the ranks differ in the batch to evaluate: " + "; ".join(sides)
+        assert said["other evaluations"].startswith(wanted)
 
 
 @pytest.mark.parametrize(("boxing", "layouts"), RUNS)
-def test_states_that_one_rank_asks_for_alone_are_not_mixed_up_with_a_step(
+def test_a_call_that_one_rank_makes_alone_is_named_on_both_sides(
     boxing: str, layouts: tuple[str, ...]
 ) -> None:
-    said = [ranks_of(boxing, layouts)[rank]["refusals"]["on rank 0 alone"] for rank in (0, 1)]
-
-    assert all("ranks that did not arrive: " in one for one in said)
-    assert "boxing step 'agreement on the states to gather'" in "".join(said)
-    assert "all processes make the same calls" in "".join(said)
+    for call in parallel_ranks.CALLS:
+        for rank in (0, 1):
+            said = ranks_of(boxing, layouts)[rank]["on rank 0 alone"][call]
+            wanted = f"the ranks differ in the call: rank 0: {call}; rank 1: step(batch)"
+            assert said.startswith(wanted)
+            assert "make this call on all ranks" in said
 
 
 @pytest.mark.parametrize(("boxing", "layouts"), RUNS)

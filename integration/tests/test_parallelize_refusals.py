@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,36 @@ def test_a_batch_whose_time_would_be_cut_is_warned_about(loss, time_first, warne
         assert abs(float(step(batch)) - wanted) < 1e-12
 
     assert ("different sizes there: 'x' 6, 'y' 8" in caplog.text) == warned
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # multi-threaded, and forks
+def test_a_child_that_is_forked_in_the_block_is_refused_and_leaves_the_ranks_to_its_parent():
+    model = make_model()
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+
+    def run(step):
+        for call in (
+            lambda: step(batch_of(0)),
+            lambda: step.evaluate(batch_of(0)),
+            lambda: step.load_state_dict({}),
+            lambda: step.session.step({}, {}),
+        ):
+            try:
+                call()
+                said.put("went on")
+            except Exception as error:
+                said.put(f"{type(error).__name__}: {error}")
+        step.close()
+
+    with parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2) as step:
+        step(batch_of(0))
+        child = context.Process(target=run, args=(step,))
+        child.start()
+        found = [said.get() for _ in range(4)]
+        child.join()
+        step(batch_of(0))
+        step(batch_of(0))
+
+    assert all(one.startswith("RunError: the ranks of this session are in") for one in found), found
+    assert step.steps_done == 3

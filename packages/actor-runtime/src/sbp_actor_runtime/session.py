@@ -10,6 +10,7 @@ interrupt that comes after the commit waits until the step is done, and the sess
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from sbp_core.runtime import (
     StatePiece,
     StepResult,
     check_destination,
+    check_process,
     gather_routes,
 )
 from sbp_torch.runtime import (
@@ -92,6 +94,7 @@ class ActorSession(Session):
         self.states_before: dict[int, Values] = {}
         self.failure: RunError | None = None
         self.closed = False
+        self._process = os.getpid()
         self._make_worker = partial(
             Worker,
             plan,
@@ -233,6 +236,7 @@ class ActorSession(Session):
         return "the session is closed" if self.closed else "the session ended in a failed step"
 
     def _check_usable(self) -> None:
+        check_process(self._process)
         if self.closed or self.failure is not None:
             raise RunError(
                 self._over,
@@ -414,10 +418,12 @@ class ActorSession(Session):
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""
+        check_process(self._process)
         self.store.load(states)
 
     def replace(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.replace`."""
+        check_process(self._process)
         self._check_whole()
         self.store.replace(states)
 
@@ -429,8 +435,8 @@ class ActorSession(Session):
 
     def __exit__(self, *raised: object) -> None:
         """Close; report an error that ends the block to the ranks of other processes."""
-        error = raised[1]
-        if isinstance(error, BaseException) and not self.closed and self.failure is None:
+        error, is_over = raised[1], self.closed or self.failure is not None
+        if isinstance(error, BaseException) and not is_over and os.getpid() == self._process:
             self.backend.fail(error)
         self.close()
 
@@ -439,6 +445,8 @@ class ActorSession(Session):
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self._process:
+            return  # a forked child has no threads to end, and its connections are its parent's
         self._stop_workers()
         try:
             if self.owns_backend:

@@ -27,8 +27,8 @@ from sbp_torch.boxing.processes import gather_texts
 #: Bytes of a manifest as text; a longer one is compared by the hash of each value.
 _WIDTH_BYTES = 8192
 
-#: What manifests of a step call its batch.
-THE_BATCH = "the batch"
+#: What manifests of a call of all ranks call it, its batch, and what it evaluates.
+THE_CALL, THE_BATCH, EVALUATED = "the call", "the batch", "the batch to evaluate"
 
 _SAME_BATCHES = (
     "pass batch_is='local' if each process loads its own part, by a DistributedSampler(..., "
@@ -36,8 +36,25 @@ _SAME_BATCHES = (
     "alike in all processes"
 )
 
+_SAME_CALLS = (
+    "make this call on all ranks, in one order: one that only some of them make, as in "
+    "`if step.world.rank == 0:`, leaves the others waiting. Print or write on one rank what all "
+    "have computed"
+)
+
+#: By entry, in which ranks differ: what is accepted, and what to do.
+_WAYS_OUT = {
+    THE_CALL: ("the same calls on all ranks", _SAME_CALLS),
+    THE_BATCH: ("", _SAME_BATCHES),
+    EVALUATED: (
+        "batches of one size on all ranks, in the same calls",
+        "pad what processes load, as DistributedSampler does, or pass whole batches: "
+        "step.evaluate(batch, batch_is='global')",
+    ),
+}
+
 #: Most characters of a value that a message shows.
-_SHOWN = 60
+_SHOWN = 200
 
 
 def manifest(
@@ -119,7 +136,8 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
     """See that all ranks have the same manifest. All of them call this at the same time.
 
     Args:
-        own: This rank's.
+        own: This rank's. Of a value with a NUL, what stands before it is compared, and what stands
+            behind it is shown.
         gather: See `gathering`.
 
     Raises:
@@ -130,15 +148,18 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
     names = dict.fromkeys(name for entries in found.values() for name in entries)
     for name in names:
         holders: dict[str, list[int]] = {}
+        shown: dict[str, str] = {}
         for rank, entries in found.items():
-            holders.setdefault(entries.get(name, "none"), []).append(rank)
+            value, _, words = entries.get(name, "none").partition("\0")
+            holders.setdefault(value, []).append(rank)
+            shown.setdefault(value, words or value)
         if len(holders) > 1:
-            raise _difference(name, holders)
+            raise _difference(name, holders, shown)
 
 
 def _fitting(entries: Mapping[str, str]) -> str:
     """Return a manifest as text that fits what is exchanged: with hashes, or a hash of all."""
-    hashes = {name: _digest(value)[:12] for name, value in entries.items()}
+    hashes = {name: _digest(value.partition("\0")[0])[:12] for name, value in entries.items()}
     whole = {"the program and what it runs with": _digest(json.dumps(dict(entries)))}
     texts = map(json.dumps, (dict(entries), hashes, whole))
     return next(text for text in texts if len(text.encode()) <= _WIDTH_BYTES)
@@ -176,43 +197,21 @@ def compare_batches(
                 )
 
 
-def compare_forms(form: object, gather: Gather) -> None:
-    """See that all ranks evaluate batches of the same form.
-
-    Args:
-        form: Shapes and dtypes of the batch of this rank.
-        gather: See `gathering`.
-
-    Raises:
-        ConfigError: they do not; raised on all ranks.
-    """
-    own = str(form)
-    for rank, text in gather("the batch to evaluate", own[:_WIDTH_BYTES]).items():
-        if text != own[:_WIDTH_BYTES]:
-            raise ConfigError(
-                f"rank {rank} evaluates {text}, and this rank {own}",
-                where="the batch",
-                accepted="batches of one size on all ranks, in the same calls",
-                todo="pad what processes load, as DistributedSampler does, or pass whole batches: "
-                "step.evaluate(batch, batch_is='global')",
-            )
-
-
-def _difference(name: str, holders: Mapping[str, Sequence[int]]) -> ConfigError:
+def _difference(
+    name: str, holders: Mapping[str, Sequence[int]], shown: Mapping[str, str]
+) -> ConfigError:
     sides = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}: {value[:_SHOWN]}"
+        f"rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}: {shown[value][:_SHOWN]}"
         for value, ranks in holders.items()
     )
-    todo = "start all processes from the same environment, with the same arguments"
-    if name == THE_BATCH:
-        todo = _SAME_BATCHES
-    elif name.startswith("the "):
+    accepted, todo = _WAYS_OUT.get(name, ("", ""))
+    if not todo and name.startswith("the "):
         todo = (
             "see that nothing in the model, the loss and the settings depends on the rank, and "
             "that all processes run the same files"
         )
     return ConfigError(
         f"the ranks differ in {name}: {sides}",
-        accepted="one program on all ranks, with the same versions and settings",
-        todo=todo,
+        accepted=accepted or "one program on all ranks, with the same versions and settings",
+        todo=todo or "start all processes from the same environment, with the same arguments",
     )

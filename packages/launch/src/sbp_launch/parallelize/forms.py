@@ -139,6 +139,12 @@ class Forms:
         )
 
     @property
+    def call(self) -> str:
+        """How messages call a step of the program."""
+        number = self._program_number
+        return f"step(batch) of program {number + 1}" if number else "step(batch)"
+
+    @property
     def plans(self) -> tuple[PhysicalPlan, ...]:
         """Of all forms, in the order in which they were met."""
         return tuple(form.planned.plan for form in self._forms.values())
@@ -225,11 +231,13 @@ class Forms:
         except SbpError as error:
             problem = error
         whole = None if self._engine.gives_parts else flatten_batch(batch)
-        told = f"form {form.captured} of batches {_told(self._shapes(batch))}"
-        if self._program_number:
-            told = f"program {self._program_number + 1}, {told}"
+        shapes = _told(self._shapes(batch))
+        why = form.why or "as it was planned first"
+        if "batches " not in why:
+            why += f", for batches {shapes}"
+        told = f"{form.captured} {shapes}\0{why} (form {form.captured[:8]})"
         compared = {**scalars, **told_numbers(numbers)}
-        self._training.agree(problem, told, compared, whole, written)
+        self._training.agree(self.call, problem, told, compared, whole, written)
         return form, {**scalars, **numbers}
 
     def _look(self, form: Form, batch: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import BatchIs, Session, StepResult
-from sbp_launch.parallelize.agreement import Gather, compare_forms
+from sbp_launch.parallelize.agreement import EVALUATED
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.interrupts import until_done
@@ -67,7 +67,7 @@ class Forwards:
         *,
         batch_is: BatchIs,
         in_evaluation: bool,
-        gather: Gather | None,
+        call: str,
     ) -> StepResult:
         """Return the loss and the metrics of a batch.
 
@@ -77,15 +77,15 @@ class Forwards:
             scalars: `seed` and `step`.
             batch_is: What this process gives.
             in_evaluation: Whether in `model.eval()`; else in the mode that the model is in.
-            gather: Gathers texts of all ranks; None if one process has all of them.
+            call: What the user calls.
 
         Raises:
             ConfigError: processes were given batches of several forms.
         """
         flat = flatten_batch(batch)
         form = tuple((name, tuple(value.shape), value.dtype) for name, value in flat.items())
-        if gather is not None:
-            compare_forms(", ".join(f"{n!r} {dtype} {shape}" for n, shape, dtype in form), gather)
+        told = ", ".join(f"{name!r} {dtype} {shape}" for name, shape, dtype in form)
+        self._training.enter(call, {EVALUATED: f"{batch_is}: {told}"})
         if self._following.has_other_forward():
             self.close()
             self._is_proved = False

@@ -143,10 +143,14 @@ class ProgramStep:
         training = self._training
         training.session  # noqa: B018 - raises if there is none
         training.check_open()
+        is_first = training.gather is not None and not self._has_compared
+        if is_first or self._padding.num_sizes:  # which send something before the step agrees
+            training.enter(self._forms.call)
         batch = self._padding(batch, self._engine.batch_is)
         flat = flatten_batch(batch)
         values: dict[str, float] = {**self._scalars.now(scalars), **self._draws()}
-        if training.gather is not None and not self._has_compared:
+        if is_first:
+            assert training.gather is not None, "there are other processes"
             compare_batches(self._forms.first.parts, flat, training.gather)
             self._has_compared = True
         form, values = self._forms.before_step(batch, values)
@@ -196,7 +200,11 @@ class ProgramStep:
 
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         self._training.check_open()
-        self._training.interrupt_together()
+        call = "step.evaluate(batch)" if in_evaluation else "step(batch) inside step.no_update()"
+        if self._padding.num_sizes:
+            self._training.enter(call)
+        else:
+            self._training.interrupt_together()
         try:
             result = self._forwards.step(
                 self._current,
@@ -204,7 +212,7 @@ class ProgramStep:
                 self._draws(),
                 batch_is=batch_is,
                 in_evaluation=in_evaluation,
-                gather=self._training.gather,
+                call=call,
             )
         except (CaptureError, SbpValueError):
             # A loss may read batches of other forms. If it does not, that is the reason.

@@ -20,6 +20,7 @@ from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights, named_as_in
 from sbp_launch.checkpoint.survivors import MEET_S
+from sbp_launch.parallelize.agreement import digest_of
 from sbp_launch.parallelize.arguments import checked_micro_batches, in_arguments, update_options
 from sbp_launch.parallelize.buckets import LengthBuckets, Padding, make_padding
 from sbp_launch.parallelize.choices import Choice, Choices
@@ -155,6 +156,8 @@ class ParallelStep(ProgramStep):
 
     def _close(self, error: BaseException | None) -> None:
         training = self._training
+        if training.is_elsewhere:
+            return  # a child that was forked inside of the block leaves it to its parent
         if error is None and training.has_begun and not self._is_over:
             for one in (self, *self._beside):
                 one._forms.look_at_the_end()
@@ -297,11 +300,19 @@ class ParallelStep(ProgramStep):
         Args:
             to: The rank whose process gets them; all if None. Elsewhere there are none.
         """
+        return self._whole("state_dict", to)
+
+    def _whole(self, call: str, to: int | None = None) -> dict[str, Tensor]:
+        """Return every state as a whole, for a call of the user's."""
+        self._training.enter(f"step.{call}({'' if to is None else f'{to=}'})")
         return self._current.state_dict(to=to)
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """Replace every state by what `state_dict` returned, perhaps of another mesh."""
         training = self._training
+        # Of a file, each process reads what its ranks hold.
+        values = digest_of(states) if isinstance(states, dict) else "read"
+        training.enter("step.load_state_dict(states)", {"the values of the states": values})
         with until_done():
             load_states(training, states)
             training.has_damaged_states = False
@@ -309,11 +320,11 @@ class ParallelStep(ProgramStep):
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return what `model.load_state_dict` takes: whole tensors on all ranks."""
-        return to_model_state(self.state_dict(), self._program.model)
+        return to_model_state(self._whole("model_state_dict"), self._program.model)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return what `optimizer.load_state_dict` takes: whole tensors on all ranks."""
-        program, states = self._program, self.state_dict()
+        program, states = self._program, self._whole("optimizer_state_dict")
         with self._training.apart():
             return to_optimizer_state(states, program.model, program.optimizer)
 
@@ -329,7 +340,7 @@ class ParallelStep(ProgramStep):
             SbpLookupError: the model has a tensor that the step does not train.
             SbpValueError: a tensor has another shape, or no values.
         """
-        states = self.state_dict()
+        states = self._whole("copy_to")
         if self._training.copied_to(states, model, optimizer):
             return
         named = named_as_in(states, model)
@@ -368,6 +379,7 @@ class ParallelStep(ProgramStep):
             finally:
                 left.leave()
             return
+        training.enter(f"step.save(folder, {wait=})")
         training.saves.save(place, session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
@@ -376,6 +388,7 @@ class ParallelStep(ProgramStep):
         Raises:
             RunError: it cannot be written.
         """
+        self._training.enter("step.finish_saving()")
         if self._training.saves is not None:
             self._training.saves.finish()
 
@@ -395,8 +408,10 @@ class ParallelStep(ProgramStep):
         Raises:
             ConfigError: there is none, it is damaged, does not fit, or was saved with another seed.
         """
-        self.finish_saving()
         training, place = self._training, as_path(path, "step.load")
+        training.enter("step.load(path)")
+        if training.saves is not None:
+            training.saves.finish()
 
         def replacing() -> None:
             training.has_damaged_states = True  # until all processes have read theirs whole
@@ -438,6 +453,7 @@ class ParallelStep(ProgramStep):
                 accepted="a parallel step before its first step",
                 todo="call load_model first; step.load(folder) goes on from a checkpoint",
             )
+        self._training.enter("step.load_model(path)")
         weights = find_weights(
             path, program.model, program.optimizer, program.update, where="step.load_model"
         )

@@ -10,10 +10,12 @@ beside it, run on them in turn; what one of them needs and the others have not i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +30,19 @@ from sbp_core.interrupts import HeldInterrupts
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import (
     Session,
+    check_process,
     counted_apart,
     known_state,
     state_slots,
 )
-from sbp_launch.parallelize.agreement import THE_BATCH, Gather, compare, digest_of, manifest
+from sbp_launch.parallelize.agreement import (
+    THE_BATCH,
+    THE_CALL,
+    Gather,
+    compare,
+    digest_of,
+    manifest,
+)
 from sbp_launch.parallelize.interrupts import until_all_agree, until_done
 from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
 from sbp_launch.parallelize.states import ProgramStates, names_of
@@ -86,6 +96,7 @@ class Training:
         self._is_open = False
         #: Holds Ctrl-C, where ranks are processes, until all of them raise it.
         self.interrupts = HeldInterrupts()
+        self._process = os.getpid()
 
     @property
     def team(self) -> Team:
@@ -117,11 +128,13 @@ class Training:
         return self._session
 
     def check_open(self) -> None:
-        """See that the step is not over.
+        """See that the step is not over, and that this process takes it.
 
         Raises:
-            RunError: it is.
+            RunError: it is over; or this process was forked from the one that has the ranks.
         """
+        if self._is_open:
+            check_process(self._process)
         if self._session is not None and not self._is_open:
             raise RunError(
                 "this parallel step is over, and the session is closed",
@@ -134,8 +147,11 @@ class Training:
         """The session that has the states.
 
         Raises:
-            RunError: it is not started, or has lost its states in `load`.
+            RunError: it is not started, or has lost its states in `load`; or this process was
+                forked from the one that has the ranks.
         """
+        if self._is_open:
+            check_process(self._process)
         if self.has_damaged_states:
             raise RunError(
                 "this parallel step has no states: those that it was to load are damaged",
@@ -234,6 +250,7 @@ class Training:
         Raises:
             ConfigError: they do not; raised in all of them.
         """
+        self.enter("step.beside(...)")
         if self.gather is not None:
             compare(manifest(planned, registry, {}), self.gather)
 
@@ -286,14 +303,53 @@ class Training:
             connected.read_all()
         connected.disconnect()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process was forked from the one that has the ranks."""
+        return os.getpid() != self._process
+
     def end(self) -> None:
         """Note that the step is over; its states can still be read."""
         self._is_open = False
 
     # Steps.
 
+    def enter(self, call: str, compared: Mapping[str, str] = MappingProxyType({})) -> None:
+        """See that all processes make the same call; all of them call this before they send.
+
+        Args:
+            call: What the user calls, such as `step.evaluate(batch)`.
+            compared: What else has to be equal, by what messages call it.
+
+        Raises:
+            ConfigError: they do not; names both calls. Raised in all of them.
+            BoxingError: another process has failed, or did not come.
+            RunError: this process was forked from the one that has the ranks.
+        """
+        if self._is_open:
+            check_process(self._process)
+        # A step that is over, or has failed, sends nothing any more, and says so itself.
+        if self.gather is None or self.backend is None or not self._is_open:
+            return
+        if not self.backend.failure_reason():
+            self._compare({THE_CALL: call, **compared}, self.gather)
+
+    def _compare(self, own: Mapping[str, str], gather: Gather) -> None:
+        """See that what has to be equal is; one vote of two numbers, where it is.
+
+        Raises:
+            ConfigError: it is not.
+            KeyboardInterrupt: one of the processes holds an interrupt. Raised in all of them.
+        """
+        compared = {name: value.partition("\0")[0] for name, value in own.items()}
+        digest = int.from_bytes(blake2b(repr(compared).encode(), digest_size=7).digest(), "big")
+        highest, lowest = self._voted(digest, -digest)
+        if highest != -lowest:
+            compare(own, gather)
+
     def agree(
         self,
+        call: str,
         problem: SbpError | None,
         form: str,
         scalars: Mapping[str, float],
@@ -303,8 +359,9 @@ class Training:
         """See that all processes are about to take the same step; all of them call this.
 
         Args:
+            call: What the user calls.
             problem: Why this process cannot take it.
-            form: What program and form are called.
+            form: What tells the form from others, and behind a NUL words for it.
             scalars: Of the update.
             whole: The batch, if each process gives the whole one.
             written: What was taken over of model and optimizer.
@@ -318,20 +375,17 @@ class Training:
             if problem is not None:
                 raise problem
             return
-        own = {name: repr(value) for name, value in scalars.items()}
+        own = {THE_CALL: call, **{name: repr(value) for name, value in scalars.items()}}
         own["the step"] = form if problem is None else words_of(problem)
         own["the states"] = self.states.told
         if written:
             own["the values written to model and optimizer"] = digest_of(written)
         if whole is not None:
             own[THE_BATCH] = _quick_digest(whole)
-        digest = int.from_bytes(blake2b(repr(own).encode(), digest_size=7).digest(), "big")
-        highest, lowest = self._voted(digest, -digest)
-        if highest != -lowest:
-            try:
-                compare(own, self.gather)
-            except ConfigError as error:
-                raise (problem or error) from None
+        try:
+            self._compare(own, self.gather)
+        except ConfigError as error:
+            raise (problem or error) from None
         if problem is not None:
             raise problem
 

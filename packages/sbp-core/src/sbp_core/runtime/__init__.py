@@ -25,6 +25,7 @@ from sbp_core.runtime.contract import (
     Session,
     StepResult,
     Watch,
+    check_process,
     unwatched,
 )
 from sbp_core.runtime.operator_times import measured_operators
@@ -64,6 +65,7 @@ __all__ = [
     "batch_parts",
     "batch_slots",
     "check_destination",
+    "check_process",
     "counted_apart",
     "gather_routes",
     "known_state",

@@ -8,6 +8,7 @@ as the pieces that ranks own or, for those who compare, as each rank's shard.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,6 +58,25 @@ BatchIs = Literal["global", "local"]
 
 #: Returns, for a rank, a context manager around that rank's work of a step, such as a profiler.
 Watch = Callable[[int], AbstractContextManager[object]]
+
+
+def check_process(pid: int) -> None:
+    """Refuse a call in a child that was forked: it has none of the threads that ranks are.
+
+    Args:
+        pid: Of the process that has the ranks.
+
+    Raises:
+        RunError: this process is another one.
+    """
+    if os.getpid() != pid:
+        raise RunError(
+            f"the ranks of this session are in process {pid}, and process {os.getpid()} was forked "
+            "from it",
+            accepted="steps, evaluations and changes of states in the process that started them",
+            todo="call it there; what the child needs can be given to it before, such as "
+            "step.state_dict()",
+        )
 
 
 def unwatched(rank: int) -> AbstractContextManager[object]:
