@@ -262,3 +262,11 @@ def test_a_python_without_its_library_is_answered_with_the_other_data_set(
         build_stdlib(StdlibConfig())
 
     assert "data=text" in caught.value.todo
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("abcdefgh " * 100, "utf-8-sig")
+
+    for path in (tmp_path / "x.txt", tmp_path):
+        data = build_text(TextConfig(path=str(path), context=8))
+        assert data.decode(data.samples(np.array([0]))["tokens"][0].tolist()) == "abcdefgh"

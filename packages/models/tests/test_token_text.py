@@ -338,3 +338,27 @@ def test_what_a_tokenizer_of_many_tokens_cuts_takes_four_bytes_a_token(tmp_path:
 
     tokens = data.samples(np.arange(10))["tokens"].flatten().tolist()
     assert tokens == [2**16 - 20 + n % 30 for n in range(40)]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello", "utf-8-sig")
+    line = '{"text": "you"}\n'.encode("utf-8-sig")
+    (tmp_path / "b.jsonl").write_bytes(line + line)
+
+    found = list(pieces([tmp_path / "a.txt", tmp_path / "b.jsonl"], "text"))
+
+    assert [piece.text for piece in found] == ["hello", "you", "you"]
+    assert [piece.read_bytes for piece in found] == [8, 27, 46]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+@pytest.mark.parametrize("encoding", ["UTF-16", "ISO-8859-1"])
+def test_another_encoding_is_named_with_the_way_out(
+    tmp_path: Path, name: str, encoding: str
+) -> None:
+    (tmp_path / name).write_text('{"text": "Zürich"}', encoding)
+
+    with pytest.raises(ConfigError, match="is no UTF-8 text; it looks like ") as caught:
+        list(pieces([tmp_path / name], "text"))
+
+    assert f"iconv -f {encoding} -t UTF-8" in caught.value.todo

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from pathlib import Path
+from shlex import quote
 
 from sbp_core.errors import ConfigError
 
@@ -40,11 +42,11 @@ def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Pa
         ) from error
 
     for parent, folders, names in os.walk(path, onerror=unlisted):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not is_hidden([name]))
         found += [
             Path(parent, name)
             for name in names
-            if not name.startswith(".") and (not suffixes or Path(name).suffix.lower() in suffixes)
+            if not is_hidden([name]) and (not suffixes or Path(name).suffix.lower() in suffixes)
         ]
     if not found:
         wanted = f"*{', *'.join(sorted(suffixes))}" if suffixes else "files"
@@ -52,6 +54,11 @@ def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Pa
             f"{key}={path} holds no {wanted}", accepted=f"a folder with {wanted} (not .hidden ones)"
         )
     return sorted(found, key=lambda file: file.relative_to(path).parts)
+
+
+def is_hidden(parts: Iterable[str]) -> bool:
+    """Return whether a path leads to a hidden file, or to what a Mac adds to its archives."""
+    return any(part == "__MACOSX" or (part[:1] == "." and part != "..") for part in parts)
 
 
 def read_bytes(
@@ -89,3 +96,30 @@ def is_held_out(name: str, part: float) -> bool:
     """Return whether a sample of that name is one of the part that is held out, by a hash of it."""
     key = blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(key, "little") < part * 2.0**64
+
+
+def not_utf8(file: Path, content: bytes, begin: int) -> ConfigError:
+    """Return the refusal of a file that is no UTF-8, with the encoding that it seems to have.
+
+    Args:
+        file: To name.
+        content: Of the file, from its start on or around the byte.
+        begin: The byte that is none.
+    """
+    encoding = encoding_of(content)
+    name = "ISO-8859-1" if encoding.startswith("Latin-1") else encoding
+    return ConfigError(
+        f"{file} is no UTF-8 text; it looks like {encoding}",
+        where=f"{file}, byte {begin}",
+        accepted="text in UTF-8",
+        todo=f"convert it: iconv -f {name} -t UTF-8 {quote(str(file))} > NEW_FILE",
+    )
+
+
+def encoding_of(content: bytes) -> str:
+    """Return the encoding that the start of a text seems to have, if it is not UTF-8."""
+    if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content:
+        return "UTF-16"
+    return "Latin-1 or another encoding of one byte a letter, such as Windows-1252"

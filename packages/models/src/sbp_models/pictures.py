@@ -1,6 +1,7 @@
 """Images of files as tensors, decoded by Pillow, and the base of the data sets of such images.
 
-An image that is broken is named with the byte.
+An image that is broken is named with the byte. An image comes as a viewer shows it: turned as its
+EXIF says, on white where it is transparent, and grey of 16 bits over its whole range.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,22 @@ SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", "
 
 #: Most pixels of an image: a few bytes of a file can say that there are many more.
 MOST_PIXELS = 2**26
+
+#: Modes of Pillow for grey of 16 bits, whose white is `_WHITE_16`.
+_GREY_16 = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
+_WHITE_16 = 2**16 - 1
+
+#: The tag of EXIF that says how an image is to be turned, and the name of `Image.Transpose` by it.
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 
 class Pictures:
@@ -68,7 +86,8 @@ class Pictures:
             picture = self._image.open(stream, formats=FORMATS)
             pixels = picture.width * picture.height
             if pixels <= MOST_PIXELS:
-                picture = self._ops.fit(picture.convert(self._mode), self._size)
+                shown = self._shown(picture).convert(self._mode)
+                picture = self._ops.fit(shown, self._size)
         # Decoders raise all of these for files that are broken.
         except (
             OSError,
@@ -92,6 +111,32 @@ class Pictures:
             )
         found = np.asarray(picture, dtype=np.float32).reshape(*self._size, -1)
         return torch.from_numpy(found.transpose(2, 0, 1) / np.float32(127.5) - 1).contiguous()
+
+    def _shown(self, picture: Any) -> Any:
+        """Return an image upright, of 8 bits and without transparency.
+
+        Raises:
+            ValueError: it is one that has no such form.
+        """
+        if picture.mode == "F":
+            raise ValueError("its numbers are floats, of which nothing says what is white")
+        picture.load()  # so that what is broken is not taken for broken EXIF
+        orientation = None
+        # `ImageOps.exif_transpose` also writes EXIF anew, and fails where some other tag is broken.
+        with suppress(Exception):
+            orientation = picture.getexif().get(_ORIENTATION)
+        if orientation in _TURNS:
+            turn = self._image.Transpose[_TURNS[orientation]]
+            picture = picture.transpose(turn)
+        if picture.mode in _GREY_16:
+            if "transparency" in picture.info:
+                raise ValueError("it is grey of 16 bits with a grey that is transparent")
+            grey = np.asarray(picture).astype(np.float32) * np.float32(255 / _WHITE_16)
+            return self._image.fromarray(np.clip(np.rint(grey), 0, 255).astype(np.uint8))
+        if picture.has_transparency_data:
+            white = self._image.new("RGBA", picture.size, "white")
+            return self._image.alpha_composite(white, picture.convert("RGBA"))
+        return picture
 
     def augmented(
         self,

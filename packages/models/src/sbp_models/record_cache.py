@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 IN_MEMORY_BYTES = 16 * 2**20
 
 #: Raised whenever records of the same files and settings become others.
-FORMAT = 1
+FORMAT = 2
 
 #: Seconds between two lines that say how far the making has come.
 _TOLD_EVERY_S = 10.0

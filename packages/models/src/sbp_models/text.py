@@ -19,6 +19,7 @@ import logging
 import os
 import platform
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -33,6 +34,7 @@ from sbp_core.user_paths import user_path
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
 from sbp_models.configs.text import VOCABULARY
 from sbp_models.counter_based_random import hashes, key_of, members
+from sbp_models.local_files import encoding_of
 from sbp_models.splits import SplitDataset
 
 logger = logging.getLogger(__name__)
@@ -190,7 +192,8 @@ def build_text(config: TextConfig) -> ByteText:
     """Make the data set of a file, or of every UTF-8 file below a folder.
 
     Files and folders whose names start with a dot are left out. What else is left out, as it
-    cannot be read or is no text, is warned of. A file that is named itself is taken as it is.
+    cannot be read or is no text, is warned of. A file that is named itself is taken as it is, but
+    for a byte order mark, which is no part of a text.
 
     Raises:
         ConfigError: the path does not exist, cannot be read, or holds too little text.
@@ -202,7 +205,12 @@ def build_text(config: TextConfig) -> ByteText:
     elif path.is_file():
         files, left_out = [(path.name, _read_file(path, given))], []
         if not _is_utf8(files[0][1]):
-            logger.warning("%s is no UTF-8 text; it is taken byte for byte", given)
+            kind = encoding_of(files[0][1])
+            logger.warning(
+                "%s is no UTF-8 text; it is taken byte for byte (as text, it looks like %s)",
+                given,
+                kind,
+            )
     else:
         raise ConfigError(
             f"{given} is neither a file nor a folder (seen from {Path.cwd()})"
@@ -233,7 +241,7 @@ def build_text(config: TextConfig) -> ByteText:
 
 def _read_file(path: Path, given: str) -> bytes:
     try:
-        return path.read_bytes()
+        return path.read_bytes().removeprefix(BOM_UTF8)
     except OSError as error:
         raise ConfigError(
             f"{given} cannot be read: {error.strerror}",
@@ -254,7 +262,7 @@ def _read_folder(folder: Path) -> tuple[list[tuple[str, bytes]], list[str]]:
         folder, leave_out=lambda part: part.startswith("."), unread=unread
     ):
         try:
-            content = path.read_bytes()
+            content = path.read_bytes().removeprefix(BOM_UTF8)
         except OSError as error:
             unread(error, path)
             continue

@@ -1,12 +1,14 @@
 """The documents of text files: read as a stream, so that no file has to fit in memory.
 
 A document is a text file, or a line of a `.jsonl` file. One of more than `PIECE_BYTES` comes in
-pieces, which end at the last line that fits; or, where no line does, between two characters.
+pieces, which end at the last line that fits; or, where no line does, between two characters. A
+byte order mark is no part of a text.
 """
 
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes
+from sbp_models.local_files import not_utf8
 
 #: Most bytes of a piece.
 PIECE_BYTES = 4 * 2**20
@@ -62,7 +65,10 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
                                 text=part.decode("utf-8"), is_last=is_last, read_bytes=before + at
                             )
                 else:
-                    for begin, part, is_last in _cut(opened.read, piece_bytes):
+                    if opened.read(len(BOM_UTF8)) == BOM_UTF8:
+                        at = len(BOM_UTF8)
+                    opened.seek(at)
+                    for begin, part, is_last in _cut(opened.read, piece_bytes, at):
                         at = begin + len(part)
                         text = _text(file, part, begin)
                         yield Piece(text=text, is_last=is_last, read_bytes=before + at)
@@ -75,9 +81,11 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
         before += at
 
 
-def _cut(read: Callable[[int], bytes], piece_bytes: int) -> Iterator[tuple[int, bytes, bool]]:
+def _cut(
+    read: Callable[[int], bytes], piece_bytes: int, begin: int = 0
+) -> Iterator[tuple[int, bytes, bool]]:
     """Yield the first byte and the content of each piece, and whether it is the last one."""
-    begin, rest = 0, b""
+    rest = b""
     while block := read(piece_bytes):
         rest += block
         while len(rest) > piece_bytes:
@@ -94,11 +102,7 @@ def _text(file: Path, content: bytes, begin: int) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file} is no UTF-8 text: {error.reason} {content[error.start :][:4]!r}",
-            where=f"{file}, byte {begin + error.start}",
-            accepted="text in UTF-8",
-        ) from error
+        raise not_utf8(file, content, begin + error.start) from error
 
 
 def _lines(file: Path, read_line: Callable[[int], bytes], field: str) -> Iterator[tuple[str, int]]:
@@ -122,7 +126,10 @@ def _field(file: Path, line: bytes, begin: int, where: str, field: str) -> str:
     """Return the text of a line."""
     accepted = f'a JSON object a line, such as {{"{field}": "..."}}'
     try:
-        value = json.loads(_text(file, line.rstrip(b"\n"), begin))
+        # Some tools put a mark before each part of a file that they have put together.
+        mark = len(BOM_UTF8) if line.startswith(BOM_UTF8) else 0
+        begin += mark
+        value = json.loads(_text(file, line[mark:].rstrip(b"\n"), begin))
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -13,6 +13,7 @@ the tokenizer knows at most 65,536.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
@@ -203,7 +204,7 @@ def cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) 
 def _tokenizer(tokenizers: Any, path: str) -> tuple[Any, str]:
     """Return a tokenizer that cuts whole texts, and a hash of its file."""
     file = user_path(path, "data.tokenizer")
-    content = read_bytes(file, key="data.tokenizer")
+    content = read_bytes(file, key="data.tokenizer").removeprefix(BOM_UTF8)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more special

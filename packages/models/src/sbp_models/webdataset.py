@@ -3,8 +3,9 @@
     shard-0.tar    cat/0001.jpg  cat/0001.cls  cat/0002.jpg  cat/0002.cls ...
 
 Files of one name, up to the first dot, are one sample: an image, and a `.cls` that says its class
-in digits. The shards are read once for where their files lie, so samples come in any order; images
-are decoded when they are asked for. Nothing is unpickled and nothing unpacked.
+in digits. Hidden files, and names with neither, are left out. The shards are read once for where
+their files lie, so samples come in any order; images are decoded when they are asked for. Nothing
+is unpickled and nothing unpacked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from sbp_core.errors import ConfigError
 from sbp_core.user_paths import user_path
 from sbp_models.configs import WebDatasetConfig
-from sbp_models.local_files import files_of, is_held_out, read_bytes
+from sbp_models.local_files import files_of, is_held_out, is_hidden, read_bytes
 from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
 
 #: Bytes of a block of a tar file, of which headers and zeros at the end have some.
@@ -53,12 +54,14 @@ def _samples(shard: Path, num_classes: int) -> Iterator[tuple[str, StoredImage]]
     """Yield the samples of a shard with their names."""
     files: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member in _members(shard):
-        if member.isfile():
-            name = PurePosixPath(member.name)
-            stem, _, suffix = name.name.partition(".")
-            files.setdefault(str(name.with_name(stem)), {})[f".{suffix.lower()}"] = member
+        name = PurePosixPath(member.name)
+        stem, _, suffix = name.name.partition(".")
+        if member.isfile() and stem and not is_hidden(name.parts):
+            files.setdefault(str(name.parent / stem), {})[f".{suffix.lower()}"] = member
     for key, own in files.items():
         images = [suffix for suffix in own if suffix in SUFFIXES]
+        if not images and ".cls" not in own:
+            continue  # such as a README
         if len(images) != 1 or ".cls" not in own:
             given = ", ".join(f"{key}{suffix}" for suffix in own)
             first = min(member.offset for member in own.values())
@@ -111,7 +114,7 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
 def _class(shard: Path, member: tarfile.TarInfo, num_classes: int) -> int:
     size_bytes = min(member.size, _MOST_LABEL_BYTES)
     content = read_bytes(shard, begin=member.offset_data, size_bytes=size_bytes)
-    text = content.decode("ascii", errors="replace").strip()
+    text = content.decode("utf-8-sig", errors="replace").strip()
     if not text.isdecimal() or not text.isascii() or int(text) >= num_classes:
         raise ConfigError(
             f"{shard} says the class {text!r}, and data.num_classes={num_classes}",

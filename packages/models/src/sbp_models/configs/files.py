@@ -183,7 +183,8 @@ class ClickLogConfig:
         path: A `.parquet` or `.csv` file, or a folder with such files.
         dense: Columns of numbers.
         sparse: Columns of categories: integers or text.
-        rows: Different values that the model knows of each category: others are hashed to these.
+        rows: Rows of the table of each category: the last one is for missing values, integers below
+            it have the row that they are, and other categories are hashed to the rows before it.
         label: Column that says whether one clicked: 0 or 1.
         log: Whether numbers x are taken as log(1 + x), those below 0 as 0, as of counts.
         held_out: Part of the rows to hold out: the last ones.
@@ -212,11 +213,11 @@ class ClickLogConfig:
                 f"label, dense and sparse name the column {twice[0]!r} twice",
                 accepted="each column once",
             )
-        if len(self.rows) != len(self.sparse) or any(count < 1 for count in self.rows):
+        if len(self.rows) != len(self.sparse) or any(count < 2 for count in self.rows):
             raise ConfigError(
                 f"rows={list(self.rows)} are {len(self.rows)}, and the columns of data.sparse are "
                 f"{len(self.sparse)}",
-                accepted="one integer >= 1 for each column of data.sparse",
+                accepted="one integer >= 2 for each column of data.sparse",
             )
         check_fractions(self, "held_out")
         _check_cache(self.cache)
