@@ -91,4 +91,4 @@ def app(toys: Path, tmp_path: Path, programs: ForkedPrograms) -> Callable[..., O
 @pytest.fixture
 def wide_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `sbp-checkpoint` part no path of a temporary folder."""
-    monkeypatch.setattr("sbp_launch.checkpoint.command.table._FILE_WIDTH", 400)
+    monkeypatch.setattr("sbp_launch.console.FILE_WIDTH", 400)

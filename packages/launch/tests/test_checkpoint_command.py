@@ -24,7 +24,7 @@ def test_no_line_is_wider_than_the_terminal(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sbp_launch.checkpoint.command.table._FILE_WIDTH", width)
+    monkeypatch.setattr("sbp_launch.console.FILE_WIDTH", width)
     name = "network.transformer.blocks.0.self_attention.query_key_value.weight"
     write(tmp_path / "a", 1, {name: torch.zeros(4, 6), f"{name}.exp_avg": torch.zeros(4, 6)})
     write(tmp_path / "b", 2, {name: torch.ones(4, 6), f"{name}.exp_avg": torch.zeros(4, 6)})

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.standard_streams import standard_streams
 from sbp_planner.command_line import Parser, size_bytes
 from sbp_planner.knapsack import KnapsackOption, choose
 
@@ -286,16 +286,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0, also if nothing fits; 2 for bad input.
     """
-    try:
-        options = _options(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.write(json.dumps(_answer(options), indent=2) + "\n")
-        sys.stdout.flush()
-    except SbpError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except BrokenPipeError:
-        # Whoever reads has seen enough (`| head`); the interpreter would complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with standard_streams("sbp_planner.osdp_tables"):
+        try:
+            options = _options(sys.argv[1:] if arguments is None else arguments)
+            sys.stdout.write(json.dumps(_answer(options), indent=2) + "\n")
+        except SbpError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from math import inf
 from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
+from sbp_core.standard_streams import standard_streams
 from sbp_planner.command_line import Parser, size_bytes
 from sbp_planner.stages import (
     FlushedPlan,
@@ -67,17 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0, also if no pipeline is feasible; 2 for bad input.
     """
-    try:
-        options = _options(sys.argv[1:] if arguments is None else arguments)
-        answer = _answer(options)
-        sys.stdout.write(json.dumps(_whole(answer), indent=2) + "\n")
-        sys.stdout.flush()
-    except SbpError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except BrokenPipeError:
-        # Whoever reads has seen enough (`| head`); the interpreter would complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with standard_streams("sbp_planner.pipedream"):
+        try:
+            options = _options(sys.argv[1:] if arguments is None else arguments)
+            answer = _answer(options)
+            sys.stdout.write(json.dumps(_whole(answer), indent=2) + "\n")
+        except SbpError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
     return 0
 
 

@@ -28,10 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import blame, discover
 from sbp_launch.apps.sweep import SweepJob, objective, print_sweep
+from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
 from sbp_launch.run.file import save_run
 from sbp_launch.run.folder import FolderBefore, check_unused, make_folder, take_folder, writing
-from sbp_launch.run.run import make_console
 from sbp_launch.settings.catalog import PRIMARY, Catalog, make_catalog
 from sbp_launch.settings.check import in_use
 from sbp_launch.settings.compose import (

@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from sbp_core import strategy_yaml
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.plugins import PluginRegistry, merge_settings
+from sbp_core.standard_streams import standard_streams
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
 from sbp_launch.apps.pipeline import is_asked, run_pipeline
@@ -247,9 +248,9 @@ def application() -> Application[PlanRun]:
 def main() -> None:
     """Run `sbp-plan` and exit with its code."""
     sys.argv[1:] = quoted(sys.argv[1:])
-    if is_asked(sys.argv[1:]):
-        sys.exit(run_pipeline(sys.argv[1:]))
-    sys.exit(run(application()))
+    with standard_streams("sbp-plan"):
+        code = run_pipeline(sys.argv[1:]) if is_asked(sys.argv[1:]) else run(application())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import PluginRegistry
+from sbp_core.standard_streams import standard_streams
 from sbp_launch.apps.app import run
 from sbp_launch.apps.going_on import going_on
 from sbp_launch.checkpoint.opening import look
@@ -32,6 +33,11 @@ from sbp_launch.settings.open_mesh import close_mesh
 from sbp_launch.world import World
 
 _NAME = "sbp-train"
+
+#: Flags with which nothing is trained.
+_ONLY_PRINTING = frozenset(
+    {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
+)
 
 
 def check_train(composed: ComposedConfig, registry: PluginRegistry, *, world: World) -> RunConfig:
@@ -119,6 +125,13 @@ def _run_among(world: World) -> int:
 def main() -> None:
     """Run `sbp-train` and exit with its code."""
     outlive_status_signals()
+    # Training does not end because a terminal has gone; what only prints does.
+    with standard_streams(_NAME, essential=not _ONLY_PRINTING.isdisjoint(sys.argv)):
+        code = _main()
+    sys.exit(code)
+
+
+def _main() -> int:
     world = World()
     try:
         world = World.of_environment()
@@ -130,7 +143,7 @@ def main() -> None:
         code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:  # while it met the others, or waited for the next run
         code = INTERRUPTED
-    sys.exit(code)
+    return code
 
 
 if __name__ == "__main__":

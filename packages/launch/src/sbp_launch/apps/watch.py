@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from sbp_core.errors import ConfigError, SbpError
+from sbp_core.standard_streams import standard_streams
+from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from sbp_launch.run.folder import LOGS
 from sbp_launch.run.live import ask
@@ -51,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--every", type=float, default=1.0, metavar="SECONDS", help="seconds between two looks"
     )
-    given = parser.parse_args(argv)
-    try:
-        _watch(given.run, given.every, is_once=given.once)
-    except SbpError as error:
-        sys.exit(_said(error))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    with standard_streams(parser.prog):
+        given = parser.parse_args(argv)
+        try:
+            _watch(given.run, given.every, is_once=given.once)
+        except SbpError as error:
+            sys.exit(_said(error))
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
 
 
 def _said(error: SbpError) -> int:
@@ -73,7 +76,7 @@ def _watch(run: Path, every_s: float, *, is_once: bool) -> None:
     """
     if not 0.05 <= every_s <= 3600:
         raise ConfigError(f"--every {every_s:g}", accepted="0.05 to 3600 seconds")
-    console = Console()
+    console = make_console()
     sockets = _sockets(run)
     if is_once:
         console.print(picture(sockets))

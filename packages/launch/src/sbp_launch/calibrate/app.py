@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from sbp_core.plugins import PluginRegistry
+from sbp_core.standard_streams import standard_streams
 from sbp_launch.apps.app import run
 from sbp_launch.calibrate.config import GROUPS, CalibrateRun, check_calibrate
 from sbp_launch.settings.config import Application
@@ -34,7 +35,9 @@ def main() -> None:
         task=_calibrate,
         groups=GROUPS,
     )
-    sys.exit(run(app))
+    with standard_streams(app.name, essential=False):
+        code = run(app)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress
 from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.calibrate.steps import SmallModel, in_steps, launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
+from sbp_launch.console import make_console
 from sbp_launch.machine import (
     describe_machine,
     free_memory_bytes,
@@ -60,7 +61,7 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     Raises:
         RunError: a rank ended badly.
     """
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = make_console(file_width=_WIDTH)
     settings = run.settings
     console.print(
         f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
@@ -117,7 +118,7 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
     Raises:
         RunError: a rank ended badly.
     """
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = make_console(file_width=_WIDTH)
     settings = run.settings
     console.print(
         f"measuring the calls of {settings.ops[0]} {_among(settings.ranks)} on this machine: about "

@@ -20,13 +20,13 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, supervise
 from sbp_core.errors import RunError, SbpError
 from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
+from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, SIGNALS
 from sbp_launch.launching.choice import has_threads, is_started
 from sbp_launch.launching.logs import log_path
 from sbp_launch.launching.meeting import Meeting, Told
 from sbp_launch.launching.rank import run_rank
 from sbp_launch.run.folder import going_on
-from sbp_launch.run.run import make_console
 from sbp_launch.run.status import status_signals
 from sbp_launch.run.stopping import SAVING, STARTING
 from sbp_launch.settings.config import RunConfig

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -96,7 +97,8 @@ class RankLog:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         if self._saved is not None:
-            os.write(self._saved[1], f"{text}\n".encode())
+            with suppress(OSError):  # nobody may be there to read it
+                os.write(self._saved[1], f"{text}\n".encode())
 
 
 def _handler(stream: TextIO, form: str) -> logging.Handler:

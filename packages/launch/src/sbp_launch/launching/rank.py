@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import blame, discover
+from sbp_core.standard_streams import standard_streams
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.launching.logs import RankLog
 from sbp_launch.run.file import load_run
@@ -58,7 +59,7 @@ def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
     registry, composed = discover(), close_mesh(load_run(folder), world)
     config = check(composed, registry)
     # Here and not above: a wrong setting is answered without waiting for torch.
-    from sbp_launch.run.run import FILE_WIDTH, make_console
+    from sbp_launch.console import FILE_WIDTH, make_console
     from sbp_launch.trainer.saved_settings import hash_of
     from sbp_launch.trainer.trainer import train
 
@@ -96,7 +97,9 @@ def main() -> None:
     """Run one rank, and exit with its code."""
     outlive_status_signals()
     folder, width = sys.argv[1:]
-    sys.exit(run_rank(Path(folder), World.of_environment(), int(width)))
+    with standard_streams("sbp-train", essential=False):
+        code = run_rank(Path(folder), World.of_environment(), int(width))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +10,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from rich.console import Console
-
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import CaptureError, RunError, SbpValueError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.runtime import BatchIs, Session, local_samples
+from sbp_core.standard_streams import lenient
 from sbp_core.strategy import Strategy
-from sbp_launch.console import say
+from sbp_launch.console import make_console, say
 from sbp_launch.parallelize.agreement import compare_batches
 from sbp_launch.parallelize.batch_names import check_batch_names
 from sbp_launch.parallelize.buckets import Padding
@@ -36,6 +36,8 @@ from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.world import World
 from sbp_torch.capture import flatten_batch
 from sbp_torch.optim import note_step
+
+logger = logging.getLogger(__name__)
 
 
 class ProgramStep:
@@ -273,8 +275,10 @@ class ProgramStep:
         """
         if self.world.rank != 0:
             return
-        out = file or sys.stdout
-        console = Console(file=out, width=None if out.isatty() else 100)
+        out = lenient(
+            file or sys.stdout, lambda error: logger.warning("the plan is not shown: %s", error)
+        )
+        console = make_console(file=out)
         mesh = self._engine.settings.mesh
         sizes = dict(zip(mesh.axes, mesh.mesh_shape, strict=True))
         print_plan(console, self._planned, sizes, max_rows, "raise max_rows to see them")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sbp_launch.console import make_console
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.timeline import coarse, plan_timeline, timeline_facts
-from sbp_launch.run.run import make_console
 from sbp_launch.timelines import show, write_drawings
 
 #: Lanes in the terminal, and bars in each of them.

@@ -7,7 +7,6 @@ Each stage of `trainer` takes it, and what the stages before have made.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,9 +20,6 @@ from sbp_launch.console import say
 from sbp_launch.run.progress import timed
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.world import World
-
-#: Characters of a line in a file or pipe.
-FILE_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +69,3 @@ class Run:
         """Print a warning, if there is one."""
         if text:
             self.console.print(f"warning: {text}", highlight=False)
-
-
-def make_console(width: int | None = None) -> Console:
-    """Return the console of a run, whose lines have 100 characters in files and pipes.
-
-    Args:
-        width: Characters of a line, where this process does not write to a terminal, whatever
-            its launcher lets it believe.
-    """
-    if width is not None:
-        return Console(width=width, force_terminal=False)
-    return Console(width=None if sys.stdout.isatty() else FILE_WIDTH)

@@ -8,9 +8,10 @@ from rich.console import Console
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry
+from sbp_launch.console import make_console
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.machine import machine_lines
-from sbp_launch.run.run import Run, make_console
+from sbp_launch.run.run import Run
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.trainer.micro_batches import plan_fitting
 from sbp_launch.trainer.planned import StepPlanner, check_memory_of, step_planner

@@ -16,6 +16,7 @@ from sbp_core.errors import RunError, SbpValueError, words_of
 from sbp_core.plugins import PluginRegistry, Storage, TrainerState
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
+from sbp_launch.console import make_console
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.one_device import EagerReference
@@ -24,7 +25,7 @@ from sbp_launch.planning.report import counted, crowding
 from sbp_launch.planning.source_lines import with_source_line
 from sbp_launch.run.environment import write_environment
 from sbp_launch.run.folder import LOGS, writing
-from sbp_launch.run.run import Run, make_console
+from sbp_launch.run.run import Run
 from sbp_launch.run.status import StatusSignal
 from sbp_launch.run.stopping import STARTING, StopSignals
 from sbp_launch.settings.config import RunConfig

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from sbp_core.plugins.discovery import discover
 from sbp_core.plugins.hooks import KINDS
 from sbp_core.plugins.registry import PluginEntry, PluginRegistry
+from sbp_core.standard_streams import standard_streams
 
 COLUMNS = ("kind", "name", "distribution", "version", "API", "health")
 
@@ -30,11 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=sorted(KINDS), help="list this kind only")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if anything is wrong")
-    options = parser.parse_args(arguments)
-    registry = discover()
-    entries = [entry for entry in registry.entries if options.kind in (None, entry.kind)]
-    text = as_json(entries, registry) if options.json else as_table(entries, registry)
-    sys.stdout.write(text + "\n")
+    with standard_streams("sbp-plugins"):
+        options = parser.parse_args(arguments)
+        registry = discover()
+        entries = [entry for entry in registry.entries if options.kind in (None, entry.kind)]
+        text = as_json(entries, registry) if options.json else as_table(entries, registry)
+        sys.stdout.write(text + "\n")
     return 1 if options.strict and registry.problems else 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -38,6 +37,7 @@ from sbp_core.signatures import (
     explain_call,
     installed_rules,
 )
+from sbp_core.standard_streams import standard_streams
 
 _EPILOG = """
 arguments of the operator, in its order, or as name=value:
@@ -77,17 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0; 1 if `--verify` refutes a signature; 2 for bad input.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    try:
-        code = _run(_options(words))
-        sys.stdout.flush()
-    except SbpError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except BrokenPipeError:
-        # Whoever reads has seen enough (`| head`); the interpreter would complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+    with standard_streams("sbp_torch.signatures"):
+        try:
+            return _run(_options(words))
+        except SbpError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:

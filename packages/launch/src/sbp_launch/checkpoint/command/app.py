@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_core.standard_streams import standard_streams
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 
 _NAME = "sbp-checkpoint"
@@ -137,16 +138,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code: 0; 1 if a checkpoint does not verify, two differ, or something cannot be written;
-        2 for what cannot be read or is no argument; 130 after Ctrl-C.
+        2 for what cannot be read or is no argument; 130 after Ctrl-C; see `standard_streams`.
     """
-    try:
-        return run(sys.argv[1:] if arguments is None else arguments)
-    except SbpError as error:
-        sys.stderr.write(f"{_NAME}: {error}\n")
-        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
-    except KeyboardInterrupt:
-        sys.stderr.write(f"\n{_NAME}: interrupted\n")
-        return INTERRUPTED
+    with standard_streams(_NAME):
+        try:
+            return run(sys.argv[1:] if arguments is None else arguments)
+        except SbpError as error:
+            sys.stderr.write(f"{_NAME}: {error}\n")
+            return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+        except KeyboardInterrupt:
+            sys.stderr.write(f"\n{_NAME}: interrupted\n")
+            return INTERRUPTED
 
 
 if __name__ == "__main__":

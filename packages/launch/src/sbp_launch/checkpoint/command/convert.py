@@ -11,7 +11,6 @@ from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, parse_bytes
 from sbp_launch.checkpoint.command.inspect import FORMATS, print_json
 from sbp_launch.checkpoint.command.progress import reading
-from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import (
     averaged,
@@ -22,7 +21,7 @@ from sbp_launch.checkpoint.names import (
     without,
 )
 from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
-from sbp_launch.console import say
+from sbp_launch.console import make_console, say
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.tensors import Tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +15,13 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_core.units import format_bytes
-from sbp_launch.checkpoint.command.table import make_console, show_table
+from sbp_launch.checkpoint.command.table import show_table
 from sbp_launch.checkpoint.formats.index import TensorIndex
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
 from sbp_launch.checkpoint.names import model_names, owner_of
 from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_index, manifest_of
 from sbp_launch.checkpoint.opening import read_index as index_of
-from sbp_launch.console import say
+from sbp_launch.console import make_console, say
 
 #: How formats are called in sentences.
 FORMATS = {
@@ -65,9 +66,7 @@ def inspect(options: Namespace) -> int:
 
 def print_json(value: Any) -> None:
     """Write JSON for programs."""
-    Console(soft_wrap=True).print(
-        json.dumps(value, indent=2), markup=False, highlight=False, soft_wrap=True
-    )
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 def as_json(found: Found, index: TensorIndex, manifest: Manifest | None) -> dict[str, Any]:

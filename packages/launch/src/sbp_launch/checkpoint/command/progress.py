@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from sbp_launch.console import make_console
 
 #: Bytes that are read without a bar: it would be gone before anyone has seen it.
 _SMALL_BYTES = 128 * 2**20
@@ -23,7 +25,7 @@ def reading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     Yields:
         What is to be told of every part how many bytes it has.
     """
-    console = Console(stderr=True)
+    console = make_console(file=sys.stderr)
     if total_bytes < _SMALL_BYTES or not console.is_terminal:
         yield lambda _: None
         return

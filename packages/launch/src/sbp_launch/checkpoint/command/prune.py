@@ -8,11 +8,10 @@ from sbp_core.errors import ConfigError, RunError
 from sbp_core.plugins import Storage
 from sbp_core.units import format_bytes
 from sbp_launch.checkpoint.command.inspect import print_json
-from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.command.verify import is_whole
 from sbp_launch.checkpoint.opening import ACCEPTED, checkpoints_of, found_in, look, manifest_of
 from sbp_launch.checkpoint.places import newest_first, step_name
-from sbp_launch.console import say
+from sbp_launch.console import make_console, say
 
 
 def prune(options: Namespace) -> int:

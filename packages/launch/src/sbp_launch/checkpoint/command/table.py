@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-#: Characters of a line where nobody has set a width.
-_FILE_WIDTH = 100
-
-
-def make_console() -> Console:
-    """Return a console on the standard output."""
-    return Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
 def show_table(

@@ -14,7 +14,6 @@ from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.checkpoint.command.inspect import print_json
 from sbp_launch.checkpoint.command.progress import reading
-from sbp_launch.checkpoint.command.table import make_console
 from sbp_launch.checkpoint.formats.distributed_checkpoint import chunk_places
 from sbp_launch.checkpoint.formats.index import inner_path
 from sbp_launch.checkpoint.formats.torch_file import damaged_record
@@ -28,7 +27,7 @@ from sbp_launch.checkpoint.opening import (
     read_index,
 )
 from sbp_launch.checkpoint.places import newest_first
-from sbp_launch.console import say
+from sbp_launch.console import make_console, say
 from sbp_launch.exit_codes import FAILED
 
 #: What is known of formats that have no checksums.
