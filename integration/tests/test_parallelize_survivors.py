@@ -16,9 +16,9 @@ from sbp_launch import parallelize
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def told(folder: Path, planner: str) -> str:
+def told(folder: Path, planner: str, *others: str) -> str:
     """Return what the program has written, under torchrun."""
-    command = [*TORCHRUN, str(Path(lost_rank.__file__)), str(folder), planner]
+    command = [*TORCHRUN, str(Path(lost_rank.__file__)), str(folder), planner, *others]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode != 0
     return done.stdout + done.stderr
@@ -48,3 +48,19 @@ def test_where_a_part_of_the_states_is_lost_its_holder_is_named(tmp_path: Path) 
 
     assert "not saved: rank 1 alone held a part of " in found, found
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.slow
+def test_without_the_agent_of_torchrun_a_process_with_all_states_saves_them(tmp_path: Path) -> None:
+    found = told(tmp_path, "manual/data_parallel", "agent")
+
+    assert "saved behind step 2" in found, found
+    assert list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.exhaustive
+def test_without_the_agent_of_torchrun_the_cause_is_named(tmp_path: Path) -> None:
+    found = told(tmp_path, "manual/zero", "agent")
+
+    assert "not saved: " in found, found
+    assert "the process that hosts the store cannot be reached" in found

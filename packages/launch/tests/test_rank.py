@@ -34,6 +34,7 @@ raised = {
     "Ctrl-C": KeyboardInterrupt(),
     "a signal": Terminated(signal.SIGTERM),
     "a word": SystemExit("no more data"),
+    "an exit": SystemExit(0),
     "a mistake": KeyError("ours"),
 }
 
@@ -69,7 +70,7 @@ def ended() -> tuple[dict[str, int], dict[str, str], str]:
 @pytest.mark.parametrize(
     ("raised", "code"),
     [("nothing", 0), ("a setting", 2), ("a run", 1), ("Ctrl-C", 130), ("a signal", 143),
-     ("a word", 1), ("a mistake", 1)],
+     ("a word", 1), ("an exit", 1), ("a mistake", 1)],
 )  # fmt: skip
 def test_the_exit_code_says_how_a_rank_ended(raised: str, code: int) -> None:
     codes, logs, _ = ended()
@@ -84,6 +85,7 @@ def test_what_ended_a_rank_is_said_in_its_log_and_to_who_started_it() -> None:
     assert "rank 1 (host " in logs["a setting"] and "): lr=-1\n" in logs["a setting"]
     assert told.count("): lr=-1\n") == told.count("): rank 1 failed in head\n") == 1
     assert told.count("): no more data\n") == 1
+    assert told.count("): the program called sys.exit(0) before the run was over\n") == 1
     assert told.count("): KeyError: 'ours'\n  in ") == 1
     assert "in training" not in told
 

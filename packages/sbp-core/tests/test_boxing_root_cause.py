@@ -31,6 +31,10 @@ def found(*lines: str, ranks: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str] | 
         ([CUT_SHORT + "rank 1 (pid 7 on this host) has ended"], "rank 1 (pid 7"),
         ([CUT_SHORT + "rank 1 reported: ValueError: no"], "rank 1 reported: ValueError: no"),
         ([LATE], "ranks that did not arrive: 1"),
+        (
+            ["rank 0 waited for ranks that did not open their boxing backend: 1"],
+            "ranks that did not open their boxing backend: 1",
+        ),
         # Who reports a late rank is not the late one.
         ([CUT_SHORT + "rank 0 reported: " + LATE], "ranks that did not arrive: 1"),
         # Who is late may have waited for one that does nothing any more.
@@ -141,3 +145,22 @@ def test_the_message_of_a_launcher_names_the_rank_and_where_to_look() -> None:
     assert text.startswith("ranks 0-2 ended with exit code 3")
     assert "rank 1 failed first: 'ranks that did not arrive: 1'" in text
     assert "mend what was said last by rank 1; the others only followed" in text
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_ends_with_status_0_in_the_middle_is_the_cause(end: str) -> None:
+    text = (
+        "import os, sys, time\n"
+        f"if sys.argv[1] == '1': {end}\n"
+        f"time.sleep(0.5); sys.exit({CUT_SHORT + 'rank 1 (pid 7 on this host) has ended'!r})"
+    )
+    specs = [
+        LaunchSpec(command=(sys.executable, "-c", text, str(rank)), ranks=(rank,))
+        for rank in (0, 1, 2)
+    ]
+
+    report = supervise(specs, on_line=lambda line: None)
+
+    assert report.exit_status == 1
+    assert str(report.error()).startswith("rank 1 ended with exit code 0, ")
+    assert "before the others were through" in str(report.error())

@@ -96,13 +96,16 @@ def test_one_that_ends_too_or_does_not_come_is_named() -> None:
         left.gather("step 3", 600.0)
 
 
-def test_without_the_store_nobody_waits() -> None:
+def test_without_the_store_a_rank_is_alone_and_waits_for_nobody() -> None:
     here, _ = run_with(2)
     here.members()
     here.trouble = lost()
 
-    with pytest.raises(BoxingError, match="the control store is lost"):
-        Survivors.meet(here, 600.0)
+    left = Survivors.meet(here, 600.0)
+
+    assert left.ranks == (0,)
+    assert left.gather("step 3", 600.0) == ["step 3"]
+    left.leave()
 
 
 def test_a_store_that_is_silent_while_its_host_stands_still_is_not_waited_for() -> None:

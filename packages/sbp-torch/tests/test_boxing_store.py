@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from sbp_core.boxing.supervision.rendezvous import free_port
+from sbp_core.errors import BoxingError, ConfigError
 from sbp_core.testing.holdings import listening
 from sbp_torch.boxing.processes import is_on_loopback, store_at
 
@@ -103,3 +104,29 @@ def test_who_meets_on_the_loopback_interface_is_here(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
 
     assert is_on_loopback(url) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("PORT", value) for value in ("abc", "0", "70000", "-1", "")),
+        *(("ADDR", value) for value in ("", "two words", "tcp://node3")),
+    ],
+)
+def test_a_variable_that_says_no_place_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one, usual in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(one, usual)
+    monkeypatch.setenv(f"MASTER_{name}", value)
+
+    with pytest.raises(ConfigError, match=f"^MASTER_{name}={value!r} does not say where"):
+        store_at("env://", 1, 2, SOON)
+
+
+def test_a_listener_that_never_answers_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+
+        with pytest.raises(BoxingError, match=f"{place} has taken the connection, and has not"):
+            store_at(place, 1, 2, timedelta(seconds=0.5))

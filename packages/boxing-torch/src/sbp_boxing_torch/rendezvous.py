@@ -11,8 +11,8 @@ from datetime import timedelta
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_core.boxing.processes import CountingStore, connect_current_store
-from sbp_core.errors import BoxingError, ConfigError
-from sbp_torch.boxing.processes import is_on_loopback, store_at
+from sbp_core.errors import ConfigError, SbpError
+from sbp_torch.boxing.processes import is_on_loopback, store_at, unreachable
 
 #: Name by which the backends of a rank are counted in a store.
 COUNTER = "sbp-boxing"
@@ -58,12 +58,10 @@ def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
             rank,
             limit_s,
         )
+    except SbpError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
-        raise BoxingError(
-            f"no rendezvous at {config.init_method} within {limit_s:g} s: {error}",
-            where=f"rank {rank} of {size}",
-            todo="check that every process was started and that the address can be reached",
-        ) from error
+        raise unreachable(config.init_method, rank, size, error) from None
     # Who meets on the loopback interface is on one machine, and talks there.
     is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
     host = _LOOPBACK if is_on_loopback(config.init_method) and not is_chosen else ""

@@ -22,7 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sbp_core.errors import ConfigError, RunError
+from sbp_core.boxing.processes import Siblings
+from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_launch.exit_codes import BAD_CONFIG
 from sbp_launch.world import MPIEXEC, World
 
@@ -142,7 +143,7 @@ class _StoreMeeting(Meeting):
     def __init__(self, world: World) -> None:
         from torch import distributed
 
-        from sbp_torch.boxing.processes import store_at
+        from sbp_torch.boxing.processes import store_at, unreachable
 
         dist: Any = distributed
         self._world = world
@@ -158,16 +159,14 @@ class _StoreMeeting(Meeting):
         limit = timedelta(seconds=_CONNECT_S)
         try:
             store = store_at("env://", world.rank, world.size, limit)
+        except SbpError:
+            raise
         except (RuntimeError, ValueError, OSError) as error:
-            raise RunError(
-                f"rank {world.rank} of {world.size} does not reach "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
-                todo="see why rank 0 did not come there; check MASTER_ADDR and MASTER_PORT",
-            ) from error
+            raise unreachable("env://", world.rank, world.size, error) from None
         # torchrun keeps its store when it starts the ranks anew.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"sbp-train/{attempt}", store)
-        self._told = 0
+        self._told, self._siblings = 0, Siblings(world.rank)
 
     def leave(self, code: int) -> None:
         """See `Meeting.leave`: the store may be in rank 0, which goes last.
@@ -189,15 +188,26 @@ class _StoreMeeting(Meeting):
 
     def _receive(self) -> str:
         key = str(self._told)
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=_CONNECT_S))
-                text: bytes = self._store.get(key)
-                break
-            except RuntimeError as error:  # of torch: too late, or the connection is gone
-                if "timeout" not in str(error).lower():
-                    raise RunError(
-                        f"rank 0 has ended without a word: {error}", todo="see what it wrote last"
-                    ) from error
+        try:
+            while not self._store.check([key]):
+                self._check_rank_0()
+                time.sleep(_LOOK_S)
+            text: bytes = self._store.get(key)
+        except SbpError:
+            raise
+        except RuntimeError as error:  # of torch: the connection is gone
+            raise _without_a_word(str(error).partition("\n")[0]) from None
         self._told += 1
         return text.decode()
+
+    def _check_rank_0(self) -> None:
+        """Raise `RunError` if rank 0 is seen to have ended, where torchrun has the store."""
+        if 0 in self._siblings.ended():
+            raise _without_a_word("it has ended")
+
+
+def _without_a_word(why: str) -> RunError:
+    return RunError(
+        f"rank 0 has ended without a word: {why}",
+        todo="see what it wrote last; a program that calls sys.exit ends the run",
+    )

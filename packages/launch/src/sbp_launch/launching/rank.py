@@ -44,8 +44,14 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
         except KeyboardInterrupt:
             return INTERRUPTED
         except SystemExit as error:
-            if isinstance(error.code, int):
+            if isinstance(error.code, int) and error.code:
                 return error.code
+            if not error.code:  # the run is not over, whatever the status says
+                log.last_words(
+                    f"{_speaker(world)}: the program called sys.exit({error.code or 0}) before the "
+                    "run was over\n  to mend it: see who calls it: a model, a data set, a callback"
+                )
+                return FAILED
             log.last_words(f"{_speaker(world)}: {error}")
             return FAILED
         except Exception as error:

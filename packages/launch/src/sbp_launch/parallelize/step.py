@@ -372,10 +372,15 @@ class ParallelStep(ProgramStep):
         session, training, place = self._current, self._training, as_path(folder, "step.save")
         assert training.saves is not None, "the step is started"
         backend = training.backend
-        if backend is not None and backend.spans_processes and backend.failure_reason():
+        if backend is not None and backend.spans_processes and (why := backend.failure_reason()):
             left = backend.survivors(MEET_S)
             try:
                 training.saves.save_left(place, session, self.steps_done, left)
+            except RunError as error:
+                where = (*error.where, f"a run that has failed: {why}")
+                raise RunError(
+                    error.what, where=where, accepted=error.accepted, todo=error.todo
+                ) from error
             finally:
                 left.leave()
             return

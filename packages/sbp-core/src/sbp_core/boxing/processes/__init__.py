@@ -5,8 +5,9 @@ rank has come), `process_backend` a backend, `connections` how it breaks, `aband
 may be left behind. `manifest` says what a rank sends and receives, `traffic` counts what it hands
 over. How ranks learn that one of them failed: `control_store` (the entries by which they know of
 each other), `store_client` (those entries in a key-value store, which `store_rendezvous` finds),
-`membership` (their processes) and `failure_detector` (the thread that looks). `survivors` are those
-that are left then, and what they say to each other.
+`membership` (their processes), `siblings` (those of one launcher, before that) and
+`failure_detector` (the thread that looks). `survivors` are those that are left then, and what they
+say to each other.
 
 Stability: internal.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from sbp_core.boxing.processes.manifest import Manifest, manifest_of, span
     from sbp_core.boxing.processes.process_backend import ProcessBackend, check_ranks
+    from sbp_core.boxing.processes.siblings import Siblings
     from sbp_core.boxing.processes.store_client import KeyValueControlStore
     from sbp_core.boxing.processes.store_rendezvous import (
         CountingStore,
@@ -48,6 +50,7 @@ __all__ = [
     "KeyValueControlStore",
     "Manifest",
     "ProcessBackend",
+    "Siblings",
     "StoreLostError",
     "StoreSilentError",
     "Survivors",
@@ -75,6 +78,7 @@ __getattr__, __dir__ = lazy(
         "KeyValueControlStore": "store_client",
         "Manifest": "manifest",
         "ProcessBackend": "process_backend",
+        "Siblings": "siblings",
         "StoreLostError": "control_store",
         "StoreSilentError": "control_store",
         "Survivors": "survivors",

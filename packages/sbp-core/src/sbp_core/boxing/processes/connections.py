@@ -29,6 +29,7 @@ from sbp_core.boxing.processes.control_store import ControlStore
 from sbp_core.boxing.processes.failure_detector import INTERVAL_S, FailureDetector
 from sbp_core.boxing.processes.membership import Member, MemberState, state_of
 from sbp_core.boxing.processes.pending_calls import PendingCall, PendingCalls
+from sbp_core.boxing.processes.siblings import Siblings, did_not_open
 from sbp_core.boxing.processes.survivors import Survivors
 from sbp_core.errors import BoxingError, words_of
 
@@ -77,6 +78,7 @@ class Connections(ABC):
         store = self.control_store
         store.register(Member.of_this_process(store.rank))
 
+        siblings = Siblings(store.rank)
         looked = time.monotonic()
 
         def over() -> bool:
@@ -87,19 +89,17 @@ class Connections(ABC):
             if time.monotonic() < looked + INTERVAL_S:
                 return False
             looked = time.monotonic()
-            return bool(self._ended_members())
+            return bool(self._ended_members() or siblings.ended())
 
         in_time = store.wait_for(over, limit_s)
         members = store.members()
         missing = [rank for rank in range(store.size) if rank not in members]
         if missing:
             ended = [f"{member.rank} (pid {member.pid})" for member in self._ended_members()]
+            ended += [str(rank) for rank in siblings.ended() if rank in missing]
             why = store.failure() or (f"ended before: ranks {', '.join(ended)}" if ended else "")
-            error = BoxingError(
-                f"rank {store.rank} waited {'' if in_time else f'{limit_s:g} s '}for ranks that "
-                f"did not open their boxing backend: {', '.join(map(str, missing))}",
-                where=why,
-                todo="check that every process was started, and see why those did not come",
+            error = did_not_open(
+                store.rank, missing, why, waited="" if in_time else f"{limit_s:g} s "
             )
             store.announce_failure(f"rank {store.rank} reported: {words_of(error)}")
             store.close()
@@ -196,6 +196,8 @@ class Connections(ABC):
 
     def survivors(self, limit_s: float) -> Survivors:
         """See `BoxingBackend.survivors`."""
+        if self._failure is None and (reason := self.known_failure()):
+            self._fail_because(reason)  # no call has met it so far, nor the detector
         if self._failure is None or not self._met or self._closed:
             raise BoxingError("survivors are asked for when a run has failed, and before it closes")
         return Survivors.meet(self.control_store, limit_s)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from sbp_core.boxing.processes.store_client import KeyValueStore
+from sbp_core.errors import BoxingError
 
 #: Seconds between two looks whether rank 0 has come back to a store.
 _PAUSE_S = 0.01
@@ -71,6 +72,8 @@ def connect_current_store(
                     break
                 time.sleep(_PAUSE_S)
             return store
+        except BoxingError:
+            raise  # waiting has become hopeless
         except RuntimeError:
             # It was the old one, and has just ended: this process was connected, or about to be.
             # Rank 0 may be the host; where it cannot connect, waiting does not help.

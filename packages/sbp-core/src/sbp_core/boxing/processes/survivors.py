@@ -43,8 +43,12 @@ class Survivors:
             store: Of this rank; it has registered.
             limit_s: Seconds to wait for those of which nothing else is known.
 
+        Returns:
+            All that still run; this rank alone if the control store is lost, such as with the agent
+            of torchrun that hosted it.
+
         Raises:
-            BoxingError: the control store is lost, or the others did not wait for this rank.
+            BoxingError: the control store is silent, or the others did not wait for this rank.
         """
         store.announce_survival()
         everyone = range(store.size)
@@ -56,11 +60,13 @@ class Survivors:
 
         store.wait_for(over, limit_s)
         found = store.agree_on_survivors(json.dumps(store.survivors(everyone)))
+        if found is None and store.is_lost():
+            return cls((store.rank,), store)
         ranks = () if found is None else json.loads(found)
         if store.rank not in ranks:
             raise BoxingError(
                 f"rank {store.rank} cannot reach the ranks that are left: "
-                + ("the control store is lost" if found is None else f"{ranks} did not wait for it")
+                + ("the store is silent" if found is None else f"{ranks} did not wait for it")
             )
         return cls(ranks, store)
 

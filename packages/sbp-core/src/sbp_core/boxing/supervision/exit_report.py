@@ -98,7 +98,7 @@ class ExitReport:
         ranks = {
             str(end.spec.ranks[0]): end
             for end in (*self.exits, *self.remaining)
-            if len(end.spec.ranks) == 1 and end.code != 0
+            if len(end.spec.ranks) == 1  # also of one that ended with status 0 in the middle
         }
         found, seen = self.first, set[int]()
         # What was ended by the supervisor only says of the others that they had gone.
@@ -135,6 +135,8 @@ class ExitReport:
             todo = "see what those wrote last; allow more time if they were only slow"
         else:
             what = f"{cause.spec.name} {cause.how}, {cause.after_s:.1f} s after the start"
+            if cause.code == 0:
+                what += ", before the others were through"
             name = cause.spec.name
             if cause.root_cause is not None and len(cause.spec.ranks) > 1:
                 rank, words = cause.root_cause

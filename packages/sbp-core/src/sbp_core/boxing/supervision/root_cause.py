@@ -21,7 +21,7 @@ STOPPED, SILENT = "is stopped by a signal", "gives no sign of life"
 _STILL = re.compile(rf"rank (?P<rank>\d+) \([^()]*\):? (?:{STOPPED}|{SILENT})")
 #: The same of one that a signal has stopped, on the host of who says so.
 STOPPED_HERE = re.compile(rf"rank \d+ \(pid (?P<process>\d+) on this host\):? {STOPPED}")
-_MISSED = re.compile(r"ranks that did not arrive: (?P<rank>\d+)")
+_MISSED = re.compile(r"ranks that did not (?:arrive|open their boxing backend): (?P<rank>\d+)")
 _FAILED = re.compile(r".*could not complete: (?=rank (?P<rank>\d+) (?:reported:|\(pid))")
 #: What ends ranks that only wait for one which cannot write its part of a checkpoint. A warning
 #: ends nobody: that one is made up for by a later checkpoint.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish, Role, after
     from sbp_torch.boxing.processes.fingerprint import Fingerprinted
     from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
-    from sbp_torch.boxing.processes.store import is_on_loopback, store_at
+    from sbp_torch.boxing.processes.store import is_on_loopback, store_at, unreachable
 
 __all__ = [
     "Await",
@@ -33,6 +33,7 @@ __all__ = [
     "is_on_loopback",
     "pack",
     "store_at",
+    "unreachable",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -50,5 +51,6 @@ __getattr__, __dir__ = lazy(
         "is_on_loopback": "store",
         "pack": "packed_buffer",
         "store_at": "store",
+        "unreachable": "store",
     },
 )
