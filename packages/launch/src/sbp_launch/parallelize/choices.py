@@ -154,8 +154,7 @@ class Choices:
                     where=f"the argument {kind}",
                     accepted=f"a name, a mapping of name and settings, or {accepted}",
                 )
-            is_planner = kind == "planner" and not isinstance(choice, Strategy)
-            return CheckedPlanner(planner=choice) if is_planner else choice
+            return CheckedPlanner(planner=choice) if isinstance(choice, _Plans) else choice
         self._options[kind] = option = self.option(kind, choice, **own)
         made = self.make(option)
         if kind == "planner":
