@@ -43,6 +43,12 @@ def sbp_config_folders():  # with planner/mine.yaml: `name: mine`, and the setti
     return ["pkg://my_package.conf"]
 ```
 
+`sbp-plugins new planner my-planner` writes such a package (also for callback, cluster, data,
+logger, model, optimizer and pass). `sbp-plugins check my-planner` imports all of it, compares
+option files with dataclasses, looks at rules and callbacks, and runs the suites of its kinds;
+`pytest -p sbp_core.testing.suites --sbp-plugin my-planner` does so beside your own tests.
+`SBP_DISABLE_PLUGINS=my-planner,another` leaves plugins out, by their distributions or entry points.
+
 A test module of yours subclasses the suite of the kind, and supplies the methods that it asks for:
 
 ```python
@@ -65,7 +71,8 @@ have a default. A `Protocol` need not be subclassed, an `ABC` must be. The name 
 `signature` is the operator (`build` returns a `Rule`) or the namespace (`build` returns a
 `RuleSet`). A setting that is wrong raises `sbp_core.errors.ConfigError` in the `__post_init__` of
 its config, or, if it lies in what was chosen beside it, in its `check_beside` (`ChecksOthers`).
-A plugin whose `SBP_API_VERSION` is newer than that of sbp-core is set aside and named.
+A plugin whose `SBP_API_VERSION` is newer than that of sbp-core is set aside and named. What
+changed between the versions, and how long each is served: [versions of the hooks](hooks.md).
 Passes run in the order in which `compile.plugins` names them, on the graph of one micro-batch.
 
 ```text"""
@@ -154,9 +161,16 @@ def _stubs(packages: Packages, text: str, seen: set[str]) -> Iterator[str]:
         for one in node.body:
             if isinstance(one, ast.AnnAssign):
                 yield f"    {ast.unparse(one)}"
-            elif isinstance(one, ast.FunctionDef) and _is_abstract(node) and _is_method(one):
+            elif isinstance(one, ast.FunctionDef) and _is_written(node, one):
                 yield _stub(one, is_default=not _is_to_write(node, one))
                 todo += _returned(packages, found[0], one)
+                todo += _requests(packages, found[0], one)
+
+
+def _is_written(owner: ast.ClassDef, method: ast.FunctionDef) -> bool:
+    """Whether plugin authors write a method; of values with fields they write none."""
+    has_fields = any(isinstance(one, ast.AnnAssign) for one in owner.body)
+    return _is_method(method) and (_is_abstract(owner) or not has_fields)
 
 
 def _is_method(node: ast.FunctionDef) -> bool:
@@ -184,14 +198,39 @@ def _returned(
             yield found[1], (found[0].name, ".", found[1].name)
 
 
+def _requests(
+    packages: Packages, module: Module, method: ast.FunctionDef
+) -> Iterator[tuple[ast.stmt, tuple[str, str, str]]]:
+    """Yield the values of fields that a method is given: `PlanRequest`, `TrainerState`."""
+    for argument in method.args.args:
+        name = argument.annotation.id if isinstance(argument.annotation, ast.Name) else ""
+        if name.endswith(("Request", "State", "Context")):
+            found = packages.definition(module.name, name)
+            if found is not None:
+                yield found[1], (found[0].name, ".", name)
+
+
 def _suite(packages: Packages, name: str) -> str:
     """Return the name of a suite, and what its author supplies: its abstract methods."""
     node = _offered(packages, name)
     if isinstance(node, ast.FunctionDef):
         return f"`{name}({_parameters(node)})`"
     assert isinstance(node, ast.ClassDef), "a suite is a class or a function"
-    methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef) and _marked(one)]
-    return f"`{name}`: {', '.join(f'`{one}`' for one in methods)}"
+    methods = _abstract_methods(packages, name.rpartition(".")[0], node)
+    fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+    settings = ", ".join(f"`{one.id}`" for one in fields if isinstance(one, ast.Name))
+    may_set = f"; to set: {settings}" if settings else ""
+    return f"`{name}`: {', '.join(f'`{one}`' for one in methods)}{may_set}"
+
+
+def _abstract_methods(packages: Packages, module: str, node: ast.ClassDef) -> list[str]:
+    """Return the names of the abstract methods of a class, or else of its bases."""
+    own = [one.name for one in node.body if isinstance(one, ast.FunctionDef) and _marked(one)]
+    for base in () if own else node.bases:
+        found = packages.definition(module, base.id) if isinstance(base, ast.Name) else None
+        if found is not None and isinstance(found[1], ast.ClassDef):
+            own += _abstract_methods(packages, found[0].name, found[1])
+    return list(dict.fromkeys(own))
 
 
 def _offered(packages: Packages, name: str) -> ast.stmt:

@@ -238,7 +238,19 @@ class InferConfig(Offloads):
     """
 
     tries: Mapping[str, Mapping[str, str | Mapping[str, str]]] = field(
-        default_factory=lambda: {"batch": {"batch": "S(0)"}}
+        default_factory=lambda: {
+            "data parallel": {"batch": "S(0)", "use:batch": "S(0)", "activations": "S(0)"},
+            "free but for the batch": {"batch": "S(0)"},
+            "data parallel with sharded states": {
+                "batch": "S(0)",
+                "use:batch": "S(0)",
+                "activations": "S(0)",
+                "parameters": "B",
+                "optimizer_states": "S(0)",
+                "gradients": "S(0)",
+                "updates": "S(0)",
+            },
+        }
     )
     stage_patterns: tuple[tuple[str, ...], ...] = ()
     pipeline: str = "1f1b"

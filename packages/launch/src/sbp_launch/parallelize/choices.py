@@ -154,9 +154,7 @@ class Choices:
                     where=f"the argument {kind}",
                     accepted=f"a name, a mapping of name and settings, or {accepted}",
                 )
-            if isinstance(choice, _Plans) and not isinstance(choice, Strategy):
-                return CheckedPlanner(planner=choice)
-            return choice
+            return CheckedPlanner(planner=choice) if isinstance(choice, _Plans) else choice
         self._options[kind] = option = self.option(kind, choice, **own)
         made = self.make(option)
         if kind == "planner":

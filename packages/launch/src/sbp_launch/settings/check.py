@@ -124,12 +124,13 @@ def _check_together(
             raise ConfigError(
                 error.what, where=where, accepted=error.accepted, todo=error.todo
             ) from error
+        except SbpError:
+            raise
         except Exception as error:
-            if isinstance(error, SbpError) or not (
-                blamed := blame(error, in_use(composed, registry))
-            ):
+            guilty = blame(error, in_use(composed, registry))
+            if guilty is None:
                 raise
-            raise blamed from error
+            raise guilty from error
 
 
 def refuse_unknown(

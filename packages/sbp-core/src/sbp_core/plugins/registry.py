@@ -102,9 +102,14 @@ class PluginEntry:
     factory: Factory | None = None
 
     @property
+    def build(self) -> str:
+        """What builds it, `package.module:callable`; empty for a plugin that offers nothing."""
+        return self.factory.build if self.factory else ""
+
+    @property
     def module(self) -> str:
         """The module of what builds it; empty for a plugin that offers nothing."""
-        return self.factory.build.partition(":")[0] if self.factory else ""
+        return self.build.partition(":")[0]
 
     @property
     def package(self) -> str:
@@ -289,7 +294,7 @@ class PluginRegistry:
         config = self.configure(kind, name, settings or {}, where=where)
         try:
             with entry.called():
-                made = _target(entry)(config)
+                made = target(entry)(config)
         except PluginError as error:
             if isinstance(error.__cause__, ImportError):
                 raise _not_importable(entry, error.__cause__) from error.__cause__
@@ -332,7 +337,7 @@ class PluginRegistry:
         )
 
 
-def _target(entry: PluginEntry) -> Callable[[object], object]:
+def target(entry: PluginEntry) -> Callable[[object], object]:
     """Import what `Factory.build` names.
 
     Raises:
@@ -341,16 +346,16 @@ def _target(entry: PluginEntry) -> Callable[[object], object]:
     """
     assert entry.factory is not None, "an entry of a kind has a factory"
     module_name, _, attribute = entry.factory.build.partition(":")
-    target: object = importlib.import_module(module_name)
+    found: object = importlib.import_module(module_name)
     for part in attribute.split("."):
-        target = getattr(target, part, None)
-    if not callable(target):
+        found = getattr(found, part, None)
+    if not callable(found):
         raise SbpError(
             f"{entry.kind} {entry.name!r} names {entry.factory.build}, which is nothing to call",
             where=f"distribution {entry.distribution} {entry.version}",
             todo=f"report it to the authors of {entry.distribution}",
         )
-    return cast("Callable[[object], object]", target)
+    return cast("Callable[[object], object]", found)
 
 
 def _not_importable(entry: PluginEntry, error: ImportError) -> SbpError:
@@ -358,7 +363,7 @@ def _not_importable(entry: PluginEntry, error: ImportError) -> SbpError:
     todo = f"report it to the authors of {entry.distribution}"
     home = entry.factory.build.partition(":")[0].partition(".")[0] if entry.factory else ""
     if missing and missing != home:
-        extra = _extra_with(entry.distribution, missing)
+        extra = extra_with(entry.distribution, missing)
         todo = f"pip install '{entry.distribution}[{extra}]'" if extra else f"pip install {missing}"
     return SbpError(
         f"{entry.kind} {entry.name!r} cannot be imported: {error}",
@@ -370,7 +375,7 @@ def _not_importable(entry: PluginEntry, error: ImportError) -> SbpError:
 _EXTRA = re.compile(r"""extra\s*==\s*["'](?P<extra>[^"']+)["']""")
 
 
-def _extra_with(distribution: str, module: str) -> str:
+def extra_with(distribution: str, module: str) -> str:
     """Return the extra of a distribution that brings a module, or `""`.
 
     A wheel may be called after its module and a variant: `cupy-cuda12x` brings `cupy`.

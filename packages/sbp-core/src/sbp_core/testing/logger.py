@@ -46,8 +46,11 @@ class MetricSinkConformance(ABC):
         """Return what `build(config)` returns."""
 
     @abstractmethod
-    def read(self, run_folder: Path) -> Records:
-        """Read back what a sink has written: steps in order, each with its metrics."""
+    def read(self, run_folder: Path) -> Records | None:
+        """Read back what a sink has written: steps in order, each with its metrics.
+
+        None if that cannot be read here, because it goes to a server: then it is not compared.
+        """
 
     def test_what_is_logged_survives_without_close(self, tmp_path: Path) -> None:
         """A run that is killed keeps what it logged."""
@@ -106,7 +109,10 @@ class MetricSinkConformance(ABC):
         if not self.keeps:
             assert not list(folder.iterdir()), "a sink that keeps nothing wrote files"
             return
-        found = [(step, dict(metrics)) for step, metrics in self.read(folder)]
+        read = self.read(folder)
+        if read is None:
+            return
+        found = [(step, dict(metrics)) for step, metrics in read]
         assert [step for step, _ in found] == [step for step, _ in wanted], f"steps: {found}"
         for (step, metrics), (_, given) in zip(found, wanted, strict=True):
             assert set(metrics) == set(given), f"metrics of step {step}: {metrics}"

@@ -12,14 +12,16 @@ Stability: stable.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from sbp_core.signatures import RuleRegistry
+from sbp_core.signatures import RuleRegistry, parse_notation
 
 if TYPE_CHECKING:
     from sbp_torch.signatures.verification import Execute, VerifyReport
 
-__all__ = ["check_rule", "sample"]
+__all__ = ["check_notation", "check_rule", "sample"]
 
 #: Axis sizes that give even, uneven and empty shards of small samples.
 AXIS_SIZES = (2, 1, 3, 7)
@@ -66,3 +68,48 @@ def check_rule(
     if failures:
         raise AssertionError(f"execution refutes the rule of {op}:\n{failures}")
     return reports
+
+
+def check_notation(op: str, notation: str | None) -> None:
+    """Check that an operator exists, and its notation on samples that are made of its labels.
+
+    An operator is not tried out that needs arguments which are no tensors, or refuses float64.
+
+    Args:
+        op: Operator and overload, `lib.op.default`; what registers it has been imported.
+        notation: Its meaning; None if that is no text: only the operator is looked for.
+
+    Raises:
+        AssertionError: the operator is not registered, or has other tensor arguments than the
+            notation, or execution refutes a claim.
+    """
+    import torch
+
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    assert found is not None, f"no operator {op} is registered with torch.library"
+    if notation is None:
+        return
+    meaning = parse_notation(notation)
+    needed = [one for one in found._schema.arguments if not one.has_default_value()]
+    tensors = [one for one in needed if "Tensor" in str(one.type)]
+    if len(tensors) < len(needed):
+        return
+    assert len(tensors) == len(meaning.inputs), (
+        f"{op} takes {len(tensors)} tensors, the notation {notation!r} has {len(meaning.inputs)}"
+    )
+    sizes = dict(meaning.sizes)
+    samples = []
+    for extents in ((5, 7, 2, 3, 4), (4, 6, 8, 2, 6)):
+        size = dict(zip(sorted(meaning.labels), cycle(extents), strict=False)) | sizes
+        generator = torch.Generator().manual_seed(0)
+        shapes = [[prod(size[one] for one in dim) for dim in dims] for dims in meaning.inputs]
+        parts = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        samples.append(sample(*parts))
+    try:
+        for args, _ in samples:
+            found(*args)
+    except RuntimeError:
+        return  # it takes other values, such as indices: the author knows which
+    check_rule(op, samples, rules=RuleRegistry({op: notation}))
