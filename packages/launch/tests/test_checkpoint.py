@@ -462,5 +462,5 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
 
 @pytest.mark.parametrize("shape", [(0, 2**62, 2**62), (0,) * 65, (-1,)])
 def test_a_shape_that_no_tensor_has_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="shape=.* is none"):
+    with pytest.raises(ConfigError, match=r"shape=.* is none"):
         manifest.SavedTensor(shape=shape, dtype="float32", pieces=())

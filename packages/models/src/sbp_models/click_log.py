@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.serialize import open_file
+from sbp_core.user_cache import user_path
 from sbp_models.configs import ClickLogConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of
@@ -103,7 +106,7 @@ def build(config: ClickLogConfig) -> ClickLog:
         RunError: the cache cannot be written.
     """
     arrow = library("pyarrow", extra="clicks", needed_by="data=click_log")
-    files = files_of(Path(config.path).expanduser(), key="data.path", suffixes=SUFFIXES)
+    files = files_of(user_path(config.path, key="data.path"), key="data.path", suffixes=SUFFIXES)
     recipe = Recipe(
         kind="clicks",
         files=files,
@@ -163,6 +166,7 @@ class _Reader:
         parquet = library("pyarrow.parquet", extra="clicks", needed_by="data=click_log")
         try:
             # Buffered and not read ahead: a row group may be as large as the file.
+            open_file(file).close()  # no pipe, for which pyarrow would wait
             opened = parquet.ParquetFile(
                 file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER_BYTES
             )
@@ -214,7 +218,7 @@ class _Reader:
         )
         try:
             with (
-                file.open("rb", buffering=0) as opened,
+                open_file(file) as opened,
                 csv_library.open_csv(opened, convert_options=options) as reader,
             ):
                 for batch in reader:
@@ -307,7 +311,7 @@ def _row_of(value: object, rows: int, name: str) -> int:
 
 def _header(file: Path) -> list[str]:
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
+        with TextIOWrapper(BufferedReader(open_file(file)), "utf-8", newline="") as opened:
             return next(csv.reader(opened), [])
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
@@ -321,7 +325,7 @@ def _bad_line(file: Path, names: Sequence[str], numbers: Sequence[str]) -> str:
     """Return where the first line is that cannot be meant: file, line and byte."""
     places = [names.index(name) for name in numbers]
     begin = 0
-    with file.open("rb") as opened:
+    with BufferedReader(open_file(file)) as opened:
         for number, line in enumerate(opened, start=1):
             try:
                 fields = next(csv.reader([line.decode("utf-8")]), [])

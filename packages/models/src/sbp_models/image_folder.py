@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
+from sbp_core.user_cache import user_path
 from sbp_models.configs import ImageFolderConfig
 from sbp_models.local_files import files_of, is_held_out
 from sbp_models.pictures import SUFFIXES, ImageFiles, Pictures, StoredImage
@@ -26,7 +27,7 @@ class ImageFolder(ImageFiles):
 
     def __init__(self, config: ImageFolderConfig) -> None:
         pictures = Pictures(config, needed_by="data=image_folder")
-        root = Path(config.path).expanduser()
+        root = user_path(config.path, key="data.path")
         splits = [root / "train", root / "validation"]
         if all(folder.is_dir() for folder in splits):
             files = {folder.name: _images(folder) for folder in splits}

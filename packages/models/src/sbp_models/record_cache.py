@@ -39,7 +39,7 @@ import numpy.typing as npt
 from sbp_core.errors import ConfigError, RunError, SbpError, SbpValueError
 from sbp_core.serialize import dump, load, parse, read_text
 from sbp_core.units import format_bytes, format_seconds
-from sbp_core.user_cache import cache_folder
+from sbp_core.user_cache import cache_folder, user_path
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def load_records(recipe: Recipe, cache: str | None) -> Records:
             values=np.concatenate([empty, *(chunk.records for chunk in chunks)]),
             counts=_total(chunk.counts for chunk in chunks),
         )
-    folder = cache_folder("data") if cache is None else Path(cache).expanduser()
+    folder = cache_folder("data") if cache is None else user_path(cache, key="data.cache")
     entry = _Entry(recipe, folder, sources)
     found = entry.load()
     if found is not None:

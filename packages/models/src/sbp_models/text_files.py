@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
+from sbp_core.serialize import open_file
 from sbp_core.units import format_bytes
 
 #: Most bytes of a piece.
@@ -52,7 +53,7 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
     for file in files:
         at = 0
         try:
-            with file.open("rb") as opened:
+            with BufferedReader(open_file(file)) as opened:
                 if file.suffix == ".jsonl":
                     for text, end in _lines(file, opened.readline, field):
                         at = end

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.user_cache import user_path
 from sbp_models.configs import TokensConfig
 from sbp_models.extras import library
 from sbp_models.local_files import files_of, read_bytes
@@ -136,7 +136,7 @@ def build(config: TokensConfig) -> TokenText:
             todo=f"did you mean {near}?" if near else "set data.end to what ends a document",
         )
     end = vocabulary[config.end]
-    files = files_of(Path(config.path).expanduser(), key="data.path")
+    files = files_of(user_path(config.path, key="data.path"), key="data.path")
     dtype = np.dtype("<u2" if max(vocabulary.values()) < 2**16 else "<u4")
     recipe = Recipe(
         kind="tokens",
@@ -202,7 +202,7 @@ def cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) 
 
 def _tokenizer(tokenizers: Any, path: str) -> tuple[Any, str]:
     """Return a tokenizer that cuts whole texts, and a hash of its file."""
-    file = Path(path).expanduser()
+    file = user_path(path, key="data.tokenizer")
     content = read_bytes(file, key="data.tokenizer")
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)

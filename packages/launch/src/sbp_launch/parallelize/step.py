@@ -18,6 +18,7 @@ from sbp_core.errors import ConfigError, RunError
 from sbp_core.plugins import Planner
 from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
+from sbp_core.user_cache import user_path
 from sbp_launch.checkpoint.starting_weights import find_weights
 from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.parallelize.arguments import checked_micro_batches, in_arguments, update_options
@@ -340,21 +341,23 @@ class ParallelStep(ProgramStep):
                 is through. The next `save` waits for it, and logs that.
 
         Raises:
+            ConfigError: the text is no path.
             RunError: it cannot be written, or a part of the states is lost. Without `wait`, a later
                 step raises that, in all processes the same one, or `finish_saving`, the next `save`
                 or the end of the block.
         """
+        folder = user_path(folder, key="folder")
         session, training = self._current, self._training
         assert training.saves is not None, "the step is started"
         backend = training.backend
         if backend is not None and backend.spans_processes and backend.failure_reason():
             left = backend.survivors(MEET_S)
             try:
-                training.saves.save_left(Path(folder), session, self.steps_done, left)
+                training.saves.save_left(folder, session, self.steps_done, left)
             finally:
                 left.leave()
             return
-        training.saves.save(Path(folder), session, self.steps_done, wait=wait)
+        training.saves.save(folder, session, self.steps_done, wait=wait)
 
     def finish_saving(self) -> None:
         """Wait until what `save(..., wait=False)` saves is on the disk; all processes call it.
@@ -388,7 +391,7 @@ class ParallelStep(ProgramStep):
             training.has_damaged_states = True  # until all processes have read theirs whole
 
         done = load_step(
-            Path(path),
+            user_path(path, key="path"),
             training,
             self._engine.seed,
             processes_of(self.world, training.gather),
