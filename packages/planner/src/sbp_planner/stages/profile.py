@@ -62,7 +62,11 @@ def read_profile(path: str | Path) -> Profile:
     Raises:
         SbpValueError: The file cannot be read, or is no profile; names the line.
     """
-    return parse_profile(read_text(Path(path)), where=str(path))
+    try:
+        text = read_text(Path(path))
+    except SbpValueError as error:
+        raise SbpValueError(f"cannot read the profile: {error.what}", where=str(path)) from error
+    return parse_profile(text, where=str(path))
 
 
 def parse_profile(text: str, where: str = "profile") -> Profile:
