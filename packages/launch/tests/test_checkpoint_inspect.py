@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -163,3 +164,18 @@ def test_a_path_that_is_a_manifest_or_an_index_is_its_folder(tmp_path: Path) -> 
     # Where the pieces lie is as in the files of any other format.
     found = IndexedTensors(read_index(look(folder)))
     assert all(torch.equal(found[name], value) for name, value in states().items())
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "prune"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "long"])
+def test_what_is_neither_file_nor_folder_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, kind: str
+) -> None:
+    place = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "long": Path("x" * 300)}[kind]
+    os.mkfifo(tmp_path / "pipe")
+    more = {"convert": [tmp_path / "out.safetensors"], "prune": ["--keep", "1"]}.get(verb, [])
+
+    code, printed = called(capsys, verb, place, *more)
+
+    assert code == 2
+    assert "sbp-checkpoint: " in printed

@@ -1,11 +1,14 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from sbp_core.errors import ConfigError
+from sbp_models import local_files
 from sbp_models.extras import library
 from sbp_models.local_files import files_of, is_held_out, read_bytes
+from sbp_models.text_files import pieces
 
 
 def test_files_of_a_folder_come_by_name_without_hidden_ones(tmp_path: Path) -> None:
@@ -48,3 +51,29 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
         library("tokenizers", extra="tokens", needed_by="data=tokens")
 
     assert caught.value.todo == 'pip install "sbp-models[tokens]"'
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "too large"])
+def test_what_would_hang_or_fill_memory_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(local_files, "MOST_BYTES", 9)
+    path = tmp_path / "x.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "too large":
+        path.write_bytes(bytes(10))
+    else:
+        path.symlink_to("/dev/zero")
+
+    with pytest.raises(ConfigError, match=r"x\.png cannot be read: it (is a|has 10 bytes)"):
+        read_bytes(path)
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl"])
+def test_pieces_of_a_pipe_are_refused(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"x{ending}"
+    os.mkfifo(path)
+
+    with pytest.raises(ConfigError, match="it is a pipe"):
+        list(pieces([path], field="text"))

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, SbpValueError
-from sbp_core.serialize import MOST_BYTES, Document, file_within, parse, read_bytes, read_text
+from sbp_core.serialize import (
+    MOST_BYTES,
+    Document,
+    file_within,
+    open_file,
+    parse,
+    read_bytes,
+    read_text,
+)
 from sbp_core.strategy import STRATEGY
 
 
@@ -188,3 +196,31 @@ def test_a_text_without_end_is_refused_soon(text: str) -> None:
     reader.join(60)
 
     assert str(found[0]).startswith("this is no JSON")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "folder", "NUL", "long"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path = {"device": Path("/dev/zero"), "NUL": Path("a\0b"), "long": Path("x" * 300)}[kind]
+
+    with pytest.raises(OSError, match=r"it is a|null|too long"):
+        open_file(path)
+    with pytest.raises(SbpValueError, match="the file cannot be read"):
+        read_bytes(path)
+
+
+def test_a_link_to_a_file_is_followed_unless_it_may_not_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+
+    with open_file(tmp_path / "link") as file:
+        assert file.read() == b"x"
+    with pytest.raises(OSError, match="symbolic links"):
+        open_file(tmp_path / "link", follow=False)

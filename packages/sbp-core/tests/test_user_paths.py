@@ -29,15 +29,20 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_home_folder_is_put_for_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
 
-    assert user_path("~/n.csv", "data.path") == Path("/home/me/n.csv")
-    assert user_path("a/~/n.csv", "data.path") == Path("a/~/n.csv")
+    assert user_path("~/n.csv", key="data.path") == Path("/home/me/n.csv")
+    assert user_path("a/~/n.csv", key="data.path") == Path("a/~/n.csv")
+
+
+def test_a_text_that_no_path_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path='a\\x00b' is no path"):
+        user_path("a\0b", key="data.path")
 
 
 @pytest.mark.usefixtures("no_home")
 @pytest.mark.parametrize("path", ["~", "~/n.csv", "~nobodyhere/n.csv"])
 def test_a_home_that_is_not_known_is_named_with_its_setting(path: str) -> None:
     with pytest.raises(ConfigError, match=f"data.path={path}: the home folder"):
-        user_path(path, "data.path")
+        user_path(path, key="data.path")
 
 
 @pytest.mark.usefixtures("no_home")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from io import FileIO
+from io import BufferedReader, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.serialize import open_file
 from sbp_models.configs import ClickLogConfig
 from sbp_models.extras import library
 from sbp_models.local_files import not_utf8
@@ -56,6 +57,7 @@ class ClickFiles:
         parquet = library("pyarrow.parquet", extra="clicks", needed_by="data=click_log")
         try:
             # Buffered and not read ahead: a row group may be as large as the file.
+            open_file(file).close()  # no pipe, for which pyarrow would wait
             opened = parquet.ParquetFile(
                 file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER_BYTES
             )
@@ -204,7 +206,7 @@ def _accepted(names: Sequence[str]) -> str:
 
 def _header(file: Path) -> list[str]:
     try:
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             start = opened.read(4)
         for _, _, fields in _rows(file):
             if isinstance(fields, csv.Error):
@@ -234,7 +236,8 @@ def _rows(file: Path) -> Iterator[tuple[int, int, list[str] | csv.Error]]:
 
     def read() -> Iterator[str]:
         nonlocal lines, size_bytes
-        with file.open(encoding="utf-8", errors="surrogateescape", newline="") as opened:
+        whole = BufferedReader(open_file(file))
+        with TextIOWrapper(whole, "utf-8", errors="surrogateescape", newline="") as opened:
             for line in opened:
                 lines += 1
                 size_bytes += len(line.encode("utf-8", "surrogateescape"))

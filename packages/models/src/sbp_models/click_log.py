@@ -97,7 +97,7 @@ def build(config: ClickLogConfig) -> ClickLog:
         RunError: the cache cannot be written.
     """
     arrow = library("pyarrow", extra="clicks", needed_by="data=click_log")
-    files = files_of(user_path(config.path, "data.path"), key="data.path", suffixes=SUFFIXES)
+    files = files_of(user_path(config.path, key="data.path"), key="data.path", suffixes=SUFFIXES)
     recipe = Recipe(
         kind="clicks",
         files=files,

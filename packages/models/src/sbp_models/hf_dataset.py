@@ -19,7 +19,7 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_core.user_paths import user_path
 from sbp_models.configs import HfDatasetConfig
 from sbp_models.extras import library
-from sbp_models.local_files import files_of
+from sbp_models.local_files import files_of, read_bytes
 from sbp_models.splits import SplitDataset
 
 
@@ -83,7 +83,7 @@ def build(config: HfDatasetConfig) -> HfDataset:
             not there.
     """
     datasets = library("datasets", extra="datasets", needed_by="data=hf_dataset")
-    folder = user_path(config.path, "data.path")
+    folder = user_path(config.path, key="data.path")
     _check_files(folder)
     try:
         loaded = datasets.load_from_disk(str(folder))
@@ -136,12 +136,13 @@ def _check_files(folder: Path) -> None:
     arrow = library("pyarrow", extra="datasets", needed_by="data=hf_dataset")
     for state in files_of(folder, key="data.path", suffixes={".json"}):
         try:
-            json.loads(state.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            json.loads(read_bytes(state))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{state} is no JSON: {error}", where=f"{state}, byte {getattr(error, 'pos', 0)}"
             ) from error
     for file in files_of(folder, key="data.path", suffixes={".arrow"}):
+        read_bytes(file, size_bytes=0)  # no pipe, for which pyarrow would wait
         with arrow.memory_map(str(file)) as source:
             at = 0
             try:

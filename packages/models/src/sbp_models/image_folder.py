@@ -27,7 +27,7 @@ class ImageFolder(ImageFiles):
 
     def __init__(self, config: ImageFolderConfig) -> None:
         pictures = Pictures(config, needed_by="data=image_folder")
-        root = user_path(config.path, "data.path")
+        root = user_path(config.path, key="data.path")
         splits = [root / "train", root / "validation"]
         if all(folder.is_dir() for folder in splits):
             files = {folder.name: _images(folder) for folder in splits}

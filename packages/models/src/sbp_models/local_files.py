@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 from collections.abc import Collection, Iterable
 from hashlib import blake2b
@@ -10,6 +11,10 @@ from pathlib import Path
 from shlex import quote
 
 from sbp_core.errors import ConfigError
+from sbp_core.serialize import open_file
+
+#: Bytes of a file that is read whole, such as an image or the file of a tokenizer.
+MOST_BYTES = 2**30
 
 
 def files_of(path: Path, *, key: str, suffixes: Collection[str] = ()) -> list[Path]:
@@ -76,14 +81,17 @@ def read_bytes(
         ConfigError: it cannot be read, or ends before.
     """
     try:
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size_bytes is None and size - begin > MOST_BYTES:
+                raise OSError(errno.EFBIG, f"it has {size} bytes, more than {MOST_BYTES}")
             opened.seek(begin)
             found = opened.read(-1 if size_bytes is None else size_bytes)
     except OSError as error:
         raise ConfigError(
             f"{f'{key}=' if key else ''}{file} cannot be read: {error.strerror}",
             where=f"{file}, byte {begin}" if begin else "",
-            accepted="a file that this user may read",
+            accepted="a plain file that this user may read",
         ) from error
     if size_bytes is not None and len(found) < size_bytes:
         raise ConfigError(

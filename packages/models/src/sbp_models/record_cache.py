@@ -141,7 +141,7 @@ def load_records(recipe: Recipe, cache: str | None) -> Records:
             values=np.concatenate([empty, *(chunk.records for chunk in chunks)]),
             counts=_total(chunk.counts for chunk in chunks),
         )
-    folder = cache_folder("data") if cache is None else user_path(cache, "data.cache")
+    folder = cache_folder("data") if cache is None else user_path(cache, key="data.cache")
     entry = _Entry(recipe, folder, sources)
     found = entry.load()
     if found is not None:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError
+from sbp_core.serialize import open_file
 from sbp_core.units import format_bytes
 from sbp_core.user_paths import user_path
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
@@ -198,7 +199,7 @@ def build_text(config: TextConfig) -> ByteText:
     Raises:
         ConfigError: the path does not exist, cannot be read, or holds too little text.
     """
-    path = user_path(config.path, "data.path")
+    path = user_path(config.path, key="data.path")
     given = f"data.path={config.path}"
     if path.is_dir():
         files, left_out = _read_folder(path)
@@ -241,7 +242,8 @@ def build_text(config: TextConfig) -> ByteText:
 
 def _read_file(path: Path, given: str) -> bytes:
     try:
-        return path.read_bytes().removeprefix(BOM_UTF8)
+        with open_file(path) as file:
+            return file.read().removeprefix(BOM_UTF8)
     except OSError as error:
         raise ConfigError(
             f"{given} cannot be read: {error.strerror}",
@@ -262,7 +264,8 @@ def _read_folder(folder: Path) -> tuple[list[tuple[str, bytes]], list[str]]:
         folder, leave_out=lambda part: part.startswith("."), unread=unread
     ):
         try:
-            content = path.read_bytes().removeprefix(BOM_UTF8)
+            with open_file(path) as file:
+                content = file.read().removeprefix(BOM_UTF8)
         except OSError as error:
             unread(error, path)
             continue

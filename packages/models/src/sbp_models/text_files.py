@@ -11,10 +11,11 @@ import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
+from sbp_core.serialize import open_file
 from sbp_core.units import format_bytes
 from sbp_models.local_files import not_utf8
 
@@ -55,7 +56,7 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
     for file in files:
         at = 0
         try:
-            with file.open("rb") as opened:
+            with BufferedReader(open_file(file)) as opened:
                 if file.suffix == ".jsonl":
                     for text, end in _lines(file, opened.readline, field):
                         at = end

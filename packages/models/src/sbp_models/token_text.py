@@ -137,7 +137,7 @@ def build(config: TokensConfig) -> TokenText:
             todo=f"did you mean {near}?" if near else "set data.end to what ends a document",
         )
     end = vocabulary[config.end]
-    files = files_of(user_path(config.path, "data.path"), key="data.path")
+    files = files_of(user_path(config.path, key="data.path"), key="data.path")
     dtype = np.dtype("<u2" if max(vocabulary.values()) < 2**16 else "<u4")
     recipe = Recipe(
         kind="tokens",
@@ -203,7 +203,7 @@ def cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) 
 
 def _tokenizer(tokenizers: Any, path: str) -> tuple[Any, str]:
     """Return a tokenizer that cuts whole texts, and a hash of its file."""
-    file = user_path(path, "data.tokenizer")
+    file = user_path(path, key="data.tokenizer")
     content = read_bytes(file, key="data.tokenizer").removeprefix(BOM_UTF8)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 from sbp_core.errors import ConfigError
+from sbp_core.serialize import open_file
 from sbp_core.user_paths import user_path
 from sbp_models.configs import WebDatasetConfig
 from sbp_models.local_files import files_of, is_held_out, is_hidden, read_bytes
@@ -36,7 +38,9 @@ class WebDataset(ImageFiles):
 
     def __init__(self, config: WebDatasetConfig) -> None:
         pictures = Pictures(config, needed_by="data=webdataset")
-        shards = files_of(user_path(config.path, "data.path"), key="data.path", suffixes={".tar"})
+        shards = files_of(
+            user_path(config.path, key="data.path"), key="data.path", suffixes={".tar"}
+        )
         images: dict[str, list[StoredImage]] = {"train": [], "validation": []}
         for shard in shards:
             for key, image in _samples(shard, config.num_classes):
@@ -88,7 +92,7 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
     end = 0
     try:
         size = shard.stat().st_size
-        with tarfile.open(shard, "r:") as tar:
+        with BufferedReader(open_file(shard)) as whole, tarfile.open(shard, "r:", whole) as tar:
             for member in tar:
                 end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
                 if member.offset_data + member.size > size:
@@ -99,7 +103,7 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
                     )
                 yield member
         # tarfile may take a broken header for the end, and leave out all that follows.
-        with shard.open("rb") as opened:
+        with open_file(shard) as opened:
             opened.seek(end)
             if any(opened.read(_BLOCK)):
                 raise tarfile.ReadError("the header of a file is none")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
+from sbp_core.serialize import open_file
 from sbp_planner.offload_setting import Offload, Offloads, check_host, check_offload
 
 if TYPE_CHECKING:
@@ -370,12 +371,10 @@ class FileConfig:
         if not self.path:
             raise ConfigError("path='' names no file", accepted="a .yaml or .json file")
         try:
-            with Path(self.path).open("rb"):
-                pass
-        except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
-            reason = getattr(error, "strerror", None) or error
+            open_file(Path(self.path)).close()
+        except OSError as error:
             raise ConfigError(
-                f"path={self.path!r} cannot be read: {reason}",
+                f"path={self.path!r} cannot be read: {error.strerror or error}",
                 accepted="a strategy that sbp-plan out=FILE wrote, or a run into its folder",
                 todo=_strategy_near(self.path),
             ) from error

@@ -36,6 +36,7 @@ from typing import Any
 
 from sbp_core.errors import SbpError, SbpValueError
 from sbp_core.output import standard_output
+from sbp_core.serialize import read_text
 from sbp_planner.command_line import Parser, size_bytes
 from sbp_planner.knapsack import KnapsackOption, choose
 
@@ -147,8 +148,8 @@ def read_tables(path: str | Path) -> BlockTables:
         SbpValueError: The file cannot be read or has another form.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        found = json.loads(read_text(Path(path)))
+    except (SbpError, json.JSONDecodeError) as error:
         raise SbpValueError(
             f"cannot read the tables: {error}", where=str(path), accepted=_FORM
         ) from error

@@ -22,16 +22,18 @@ __all__ = ["cache_folder", "user_path"]
 logger = logging.getLogger(__name__)
 
 
-def user_path(path: str, key: str) -> Path:
-    """Return the path that a setting names, with `~` and `~USER` replaced by a home folder.
+def user_path(path: str | Path, *, key: str) -> Path:
+    """Return the path that a user names, with `~` and `~USER` replaced by a home folder.
 
     Args:
-        path: As the user writes it.
-        key: The setting.
+        path: As it is written.
+        key: The setting or argument that names it.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such home folder, or the text is no path.
     """
+    if "\0" in str(path):
+        raise ConfigError(f"{key}={str(path)!r} is no path", accepted="a path without NUL")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -18,15 +18,15 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import StagedFolder, Storage, StorageFactory
+from sbp_core.serialize import open_file
 from sbp_launch.checkpoint.direct import DirectFile
 
 #: The file that makes a folder a committed one.
@@ -294,12 +294,7 @@ def _aside(root: Path, name: str) -> Path:
 
 
 def _open(path: Path) -> BinaryIO:
-    # Without O_NONBLOCK, opening a pipe would wait for somebody who writes to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "this is no plain file", str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return cast(BinaryIO, open_file(path, follow=False))
 
 
 def _lock(descriptor: int, root: Path) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import Storage
+from sbp_core.serialize import shown
 from sbp_launch.checkpoint.formats.distributed_checkpoint import (
     is_distributed_checkpoint,
     read_distributed_checkpoint,
@@ -74,15 +76,24 @@ def look(place: str | Path) -> Found:
     if "://" in str(place):
         return _checkpoint(*find_checkpoints(str(place)))
     path = Path(place)
-    if not path.exists():
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            what = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{shown(str(path))} cannot be read: {what}", accepted=ACCEPTED
+            ) from error
         there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = nearest(path.name, there)
         raise ConfigError(
             f"there is no {path}",
             accepted=ACCEPTED,
             todo=f"did you mean {path.parent / near}?" if near else "name one that is there",
-        )
-    if path.is_file():
+        ) from None
+    if not S_ISDIR(mode):
+        if not S_ISREG(mode):
+            raise ConfigError(f"{path} is neither a file nor a folder", accepted=ACCEPTED)
         if path.name == MANIFEST_FILE:
             return _checkpoint(*find_checkpoints(path.parent))
         if path.name == INDEX:

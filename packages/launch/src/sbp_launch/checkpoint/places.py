@@ -49,7 +49,13 @@ def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
     if "://" in str(place):
         return _find_objects(str(place))
     path = Path(place)
-    if (path / MANIFEST_FILE).is_file():
+    try:
+        is_one = (path / MANIFEST_FILE).is_file()
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        what = f"{path} cannot be read: {error.strerror or error}"
+        raise ConfigError(what, accepted="the folder of a run or of checkpoints") from error
+    if is_one:
         whole = path if path.name not in ("", "..") else path.resolve()
         return LocalStorage(whole.parent), [whole.name]
     for folder in (path, path / FOLDER):
@@ -57,7 +63,7 @@ def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
         if names := newest_first(storage):
             return storage, names
     raise ConfigError(
-        f"there is no checkpoint in {path}" if path.is_dir() else f"there is no folder {path}",
+        f"there is no checkpoint in {path}" if is_folder else f"there is no folder {path}",
         accepted="the folder of a run, of checkpoints, or of one: runs/RUN, "
         f"runs/RUN/{FOLDER}, runs/RUN/{FOLDER}/{step_name(100)}",
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import EmptyConfig, MetricSink, MetricSinkFactory
+from sbp_core.serialize import open_file
 from sbp_launch.checkpoint.formats.aside import writing_aside
 
 
@@ -83,7 +84,9 @@ def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
     """
     kept: list[str] = []
     if resumed_step and path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with open_file(path) as file:
+            text = file.read().decode(errors="replace")
+        for line in text.splitlines(keepends=True):
             try:
                 # A killed run may leave half a line behind.
                 if line.endswith("\n") and step_of(line) <= resumed_step:

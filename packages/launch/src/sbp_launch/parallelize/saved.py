@@ -13,6 +13,7 @@ from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import Storage
 from sbp_core.runtime import Session
+from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
@@ -72,9 +73,9 @@ def as_path(given: object, where: str) -> Path:
         text = os.fspath(given)  # type: ignore[call-overload] # what it raises is told
     except TypeError:
         text = None
-    if not isinstance(text, str) or "\0" in text:
+    if not isinstance(text, str):
         raise ConfigError(f"{given!r} is no path", where=where, accepted="a text, or a Path")
-    return Path(text)
+    return user_path(text, key=where)
 
 
 class StepSaves:

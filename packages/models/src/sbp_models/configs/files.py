@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, SbpError
+from sbp_core.serialize import read_bytes
 from sbp_core.user_paths import user_path
 from sbp_models.configs.checks import (
     check_fractions,
@@ -67,11 +68,11 @@ class TokensConfig:
     def vocabulary(self) -> int | None:
         """The tokens that the tokenizer knows; None if its file does not say so."""
         try:
-            value = json.loads(user_path(self.tokenizer, "data.tokenizer").read_bytes())
+            value = json.loads(read_bytes(user_path(self.tokenizer, key="data.tokenizer")))
             known = value["model"]["vocab"]
             ids = known.values() if isinstance(known, dict) else range(len(known))
             return int(1 + max([*ids, *(token["id"] for token in value.get("added_tokens", []))]))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (SbpError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None  # what is wrong with it is said when it is read
 
 

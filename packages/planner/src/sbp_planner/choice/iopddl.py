@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from sbp_core.errors import SbpValueError
+from sbp_core.serialize import open_file
 from sbp_planner.choice.problem import ChoiceProblem, Floats
 
 #: Costs from here on forbid.
@@ -166,7 +167,8 @@ def write_assignment(path: Path, assignment: Sequence[int]) -> None:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         data = json.loads(content)

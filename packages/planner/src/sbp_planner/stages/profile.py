@@ -27,6 +27,7 @@ from math import isfinite
 from pathlib import Path
 
 from sbp_core.errors import SbpValueError
+from sbp_core.serialize import read_text
 from sbp_planner.stages.graph import Block, BlockGraph, Flow
 
 _NODE_FORM = (
@@ -62,10 +63,9 @@ def read_profile(path: str | Path) -> Profile:
         SbpValueError: The file cannot be read, or is no profile; names the line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise SbpValueError(f"cannot read the profile: {reason}", where=str(path)) from error
+        text = read_text(Path(path))
+    except SbpValueError as error:
+        raise SbpValueError(f"cannot read the profile: {error.what}", where=str(path)) from error
     return parse_profile(text, where=str(path))
 
 

@@ -39,7 +39,7 @@ Stability: internal.
 """
 
 from sbp_core.serialize.document import Document, parse
-from sbp_core.serialize.file import MOST_BYTES, file_within, read_bytes, read_text
+from sbp_core.serialize.file import MOST_BYTES, file_within, open_file, read_bytes, read_text
 from sbp_core.serialize.lines import Keys, Lines
 from sbp_core.serialize.misfit import shown
 from sbp_core.serialize.typed import Form, dump, load
@@ -54,6 +54,7 @@ __all__ = [
     "dump",
     "file_within",
     "load",
+    "open_file",
     "parse",
     "pyyaml",
     "read_bytes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader, FileIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from sbp_core.errors import SbpError, SbpValueError
@@ -25,6 +26,35 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def open_file(path: Path, *, follow: bool = True) -> FileIO:
+    """Open a file to read it, if it is a regular one: the door of all files from elsewhere.
+
+    Its kind is looked at behind the opening, of what was opened: a pipe would be waited for, a
+    device would never end, and a name may mean something else a moment later.
+
+    Args:
+        path: Of the file.
+        follow: Whether a link is followed, as the user has named it.
+
+    Raises:
+        OSError: it is not there, may not be read, is no regular file, or its name cannot be.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        handle = os.open(path, flags | (0 if follow else os.O_NOFOLLOW))
+    except ValueError as cause:  # a name with a NUL
+        raise OSError(errno.EINVAL, str(cause), str(path)) from cause
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+            raise OSError(errno.EINVAL, f"it is {kind}, no plain file", str(path))
+        return FileIO(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def read_bytes(
@@ -48,29 +78,20 @@ def read_bytes(
         SbpError: `error`: it is not there, may not be read, is no regular file, or too large.
     """
     try:
-        # A pipe that nobody writes to would be waited for.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | os.O_CLOEXEC)
-        try:
-            status = os.fstat(handle)
-            kind = _KINDS.get(stat.S_IFMT(status.st_mode))
+        with BufferedReader(open_file(path)) as file:
+            given_bytes = os.fstat(file.fileno()).st_size
             # A file of the kernel says that it has 0 bytes.
-            size = min(status.st_size or MOST_BYTES, most_bytes)
-            data = b""
-            if kind is None:
-                with os.fdopen(handle, "rb", closefd=False) as file:
-                    data = file.read(size + 1)
-        finally:
-            os.close(handle)
-    except (OSError, ValueError) as cause:  # a name with a NUL is a ValueError
-        reason = getattr(cause, "strerror", None) or cause
-        raise error(f"the file cannot be read: {reason}", where=str(path), todo=todo) from cause
-    if kind:
+            data = file.read(min(given_bytes or MOST_BYTES, most_bytes) + 1)
+    except OSError as cause:
         raise error(
-            f"the file cannot be read: it is {kind}", where=str(path), accepted="a file", todo=todo
-        )
-    if max(status.st_size, len(data)) > most_bytes:
+            f"the file cannot be read: {cause.strerror or cause}",
+            where=str(path),
+            accepted="a file",
+            todo=todo,
+        ) from cause
+    if max(given_bytes, len(data)) > most_bytes:
         raise error(
-            f"the file is too large: {format_bytes(max(status.st_size, len(data)))}",
+            f"the file is too large: {format_bytes(max(given_bytes, len(data)))}",
             where=str(path),
             accepted=f"at most {format_bytes(most_bytes)}",
             todo=todo,

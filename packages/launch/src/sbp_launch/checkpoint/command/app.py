@@ -146,6 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SbpError as error:
         sys.stderr.write(f"{_NAME}: {error}\n")
         return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        named = f": {error.filename}" if isinstance(error.filename, str) else ""
+        sys.stderr.write(f"{_NAME}: {error.strerror or error}{named}\n")
+        return BAD_CONFIG
     except KeyboardInterrupt:
         sys.stderr.write(f"\n{_NAME}: interrupted\n")
         return INTERRUPTED

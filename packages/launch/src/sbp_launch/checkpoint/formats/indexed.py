@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sbp_core.boxing import intersection, volume
 from sbp_core.errors import ConfigError
+from sbp_core.serialize import open_file
 from sbp_launch.checkpoint.cover import index_of, within
 from sbp_launch.checkpoint.formats.index import StoredPiece, TensorIndex, inner_path
 from sbp_launch.checkpoint.tensors import Tensors, bytes_of
@@ -59,7 +60,7 @@ class IndexedTensors(Tensors):
                 if not volume(common):
                     continue
                 path = inner_path(self.index.folder, piece.file, self.index.path)
-                file = files.enter_context(path.open("rb", buffering=0))
+                file = files.enter_context(open_file(path))
                 target = found[index_of(within(common, wanted))]
                 _read(file, piece, within(common, piece.bounds), target, name)
         return found

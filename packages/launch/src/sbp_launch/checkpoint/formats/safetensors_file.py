@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import ConfigError, nearest
-from sbp_core.serialize import load, parse, shown
+from sbp_core.serialize import load, open_file, parse, shown
 from sbp_launch.checkpoint.formats.index import (
     ITEMSIZE,
     StoredPiece,
@@ -82,10 +82,8 @@ def read_safetensors(path: Path) -> TensorIndex:
 
 def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
     """Return where the data begin, the size of the file, and the header."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ConfigError("this is no file", where=str(path), accepted="a safetensors file")
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")

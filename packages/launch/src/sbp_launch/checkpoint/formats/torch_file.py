@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.serialize import shown
+from sbp_core.serialize import open_file, shown
 from sbp_launch.checkpoint.formats.index import ITEMSIZE, check_shape
 from sbp_launch.checkpoint.formats.pickles import Made, Named, Pairs, Stored, read_pickle
 
@@ -163,7 +163,7 @@ class _Window(io.RawIOBase):
 @contextmanager
 def _opened(path: Path, offset: int, length: int, where: str) -> Iterator[zipfile.ZipFile]:
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             size = file.seek(0, 2)
             if not 0 <= offset <= offset + length <= size:
                 raise ConfigError(
