@@ -165,19 +165,19 @@ def test_a_path_without_content_is_refused(tmp_path: Path, name: str) -> None:
 
 def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let nobody read files and folders of these names, not even root."""
-    read_bytes, scandir = Path.read_bytes, os.scandir
+    opened, scandir = os.open, os.scandir
 
-    def read(self: Path) -> bytes:
-        if self.name in names:
-            raise PermissionError(13, "Permission denied", str(self))
-        return read_bytes(self)
+    def open_one(path: Path, *given: int) -> int:
+        if Path(path).name in names:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *given)
 
     def scan(path: str) -> Iterator[os.DirEntry[str]]:
         if Path(path).name in names:
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(os, "open", open_one)
     monkeypatch.setattr(os, "scandir", scan)
 
 
