@@ -1,9 +1,11 @@
 """The lines are those of Open MPI, and of errors of boxing."""
 
+import signal
 import sys
 
 import pytest
 
+from sbp_core.boxing.supervision import supervisor
 from sbp_core.boxing.supervision.launch_spec import LaunchSpec
 from sbp_core.boxing.supervision.root_cause import RootCauseFinder
 from sbp_core.boxing.supervision.supervisor import supervise
@@ -164,3 +166,20 @@ def test_a_rank_that_ends_with_status_0_in_the_middle_is_the_cause(end: str) -> 
     assert report.exit_status == 1
     assert str(report.error()).startswith("rank 1 ended with exit code 0, ")
     assert "before the others were through" in str(report.error())
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals that stop")
+def test_a_rank_that_is_stopped_when_all_others_have_ended_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_STOPPED_LOOKS", 1)
+    text = "import os, signal, sys; sys.argv[1] == '1' and os.kill(os.getpid(), signal.SIGSTOP)"
+    specs = [
+        LaunchSpec(command=(sys.executable, "-c", text, str(rank)), ranks=(rank,))
+        for rank in (0, 1)
+    ]
+
+    report = supervise(specs, on_line=lambda line: None)
+
+    assert report.exit_status != 0
+    assert str(report.error()).startswith("rank 1 had been stopped by a signal, ")

@@ -107,6 +107,8 @@ class ExitReport:
                 return found
             seen.add(found.pid)
             found = ranks.get(found.root_cause[0], found)
+        if found is None and self.timeout_s is None:
+            return next((end for end in self.remaining if end.stopped), None)
         if found is not None and found is self.first and found.root_cause is None:
             return next((end for end in self.remaining if end.stopped), found)
         return found
@@ -115,7 +117,7 @@ class ExitReport:
     def exit_status(self) -> int:
         """The exit status of the whole: 0, that of `first` as a shell shows it, or 124 for late."""
         if self.first is None:
-            return 0 if self.timeout_s is None else TIMED_OUT
+            return 0 if self.timeout_s is None and self.cause is None else TIMED_OUT
         code = self.first.code or 0
         return code if code > 0 else 128 - code
 

@@ -126,10 +126,15 @@ def _status(process: int) -> tuple[str, int]:
     return fields[0], int(fields[2])
 
 
-def is_stopped(process: int) -> bool:
-    """Say whether a process was stopped by a signal; False where that cannot be seen."""
+def is_stopped(process: int, states: str = "Tt") -> bool:
+    """Say whether a process was stopped by a signal; False where that cannot be seen.
+
+    Args:
+        process: Its id.
+        states: `T` alone, without those that a debugger holds.
+    """
     try:
-        return _status(process)[0] in "Tt"
+        return _status(process)[0] in states
     except (OSError, ValueError, IndexError):
         return False
 

@@ -39,6 +39,9 @@ _TERM_S = 1.0
 #: Seconds after which it is asked again whether there is more grace.
 _LOOK_S = 0.5
 
+#: Looks in a row that see all that is left stopped by a signal, when others have ended: 10 s.
+_STOPPED_LOOKS = 20
+
 #: Seconds to read what a process has written before it ended.
 _DRAIN_S = 1.0
 
@@ -187,6 +190,7 @@ class _Supervision:
         self._on_line_failed = False
         self._stopped_by: int | None = None
         self._stop_end: float | None = None
+        self._stopped_looks = 0
         self._began = time.monotonic()
 
     def __enter__(self) -> _Supervision:
@@ -282,8 +286,12 @@ class _Supervision:
             if self._stop_end is not None:
                 self._handle_until(self._stop_end)
                 break
-            if _is_over(end) or not self._handle_next(end):
+            look = time.monotonic() + _LOOK_S if self._exits else None
+            if _is_over(end):
                 self._timeout_s = timeout_s
+                break
+            until = min((one for one in (end, look) if one is not None), default=None)
+            if not self._handle_next(until) and self._only_stopped_are_left():
                 break
         self._by_themselves = tuple(self._exits)
         for index in range(len(self._specs)):
@@ -296,6 +304,13 @@ class _Supervision:
         self._handle_until(end)
         while self._any_runs() and not _is_over(end + self._more_grace_s()):
             self._handle_until(time.monotonic() + _LOOK_S)
+
+    def _only_stopped_are_left(self) -> bool:
+        """Whether nobody has been running for a while who could end: others have ended well."""
+        left = [one.pid for index, one in self._processes.items() if index not in self._exits]
+        is_still = bool(self._exits) and all(reaper.is_stopped(pid, "T") for pid in left)
+        self._stopped_looks = self._stopped_looks + 1 if is_still else 0
+        return self._stopped_looks >= _STOPPED_LOOKS
 
     def _any_runs(self) -> bool:
         """Whether a process has not ended, and is not stopped either."""
