@@ -22,7 +22,7 @@ from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes, save
 from sbp_launch.metrics.files import JsonlSink
-from sbp_launch.run.folder import LOGS, take_folder
+from sbp_launch.run.folder import LOGS, FolderBefore, take_folder
 
 PIECES = pieces_of(STATES, Placement([0], ("rank",)), NdSbp(B))[0]
 
@@ -162,6 +162,17 @@ def test_a_run_folder_with_links_is_refused(tmp_path: Path, home: Path, name: st
         take_folder(run, overwrite=True)
 
     assert is_untouched(home)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".hydra/config.yaml", f"{LOGS}/rank_0.txt"])
+def test_a_run_folder_with_pipes_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    FolderBefore.of(tmp_path)
+
+    with pytest.raises(ConfigError, match=f"{name} is a pipe"):
+        take_folder(tmp_path, overwrite=True)
 
 
 def test_checkpoints_of_a_run_may_lie_elsewhere(tmp_path: Path, home: Path) -> None:

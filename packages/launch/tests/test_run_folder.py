@@ -136,23 +136,6 @@ def test_the_folder_of_a_run_may_have_any_name(app: App, name: str) -> None:
     assert outcome.made == [folder.name]
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("runs/\\${x}", "Hydra cannot work in a folder with ${ in its name"),
-        ("runs/${x}", "hydra.run.dir: Interpolation key 'x' not found"),
-    ],
-)
-def test_a_name_that_hydra_would_resolve_is_refused(app: App, name: str, says: str) -> None:
-    outcome = app(f"hydra.run.dir='{name}'", overwrites=True)
-
-    assert outcome.code == 2
-    assert says in outcome.err
-    assert "Traceback" not in outcome.err
-    assert outcome.made == []
-
-
 @pytest.mark.slow
 def test_what_is_only_shown_or_refused_makes_no_folder(app: App) -> None:
     outcomes = [

@@ -21,7 +21,6 @@ import os
 import platform
 import secrets
 import shutil
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sbp_core.errors import ConfigError, RunError, SbpError, SbpValueError
-from sbp_core.serialize import dump, load, parse, read_text
+from sbp_core.serialize import dump, load, open_file, parse, read_text
 from sbp_core.units import format_bytes, format_seconds
 from sbp_core.user_paths import cache_folder, user_path
 
@@ -340,10 +339,9 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         OSError: it cannot be opened.
         SbpValueError: it is no plain file of that size.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != count * dtype.itemsize:
+    with open_file(path, follow=False) as file:
+        status = os.fstat(file.fileno())
+        if status.st_size != count * dtype.itemsize:
             raise SbpValueError(
                 f"it has {status.st_size} bytes",
                 where=str(path),

@@ -273,11 +273,14 @@ def _is_there(path: Path) -> bool:
 
 def _is_own(path: Path) -> bool:
     """Whether a folder has nothing but files of a checkpoint, all or some of them."""
-    return _is_folder(path) and all(
-        entry.is_file(follow_symlinks=False)
-        and (entry.name == MANIFEST_FILE or entry.name.endswith(".safetensors"))
-        for entry in os.scandir(path)
-    )
+    if not _is_folder(path):
+        return False
+    with os.scandir(path) as entries:
+        return all(
+            entry.is_file(follow_symlinks=False)
+            and (entry.name == MANIFEST_FILE or entry.name.endswith(".safetensors"))
+            for entry in entries
+        )
 
 
 def _remove(path: Path) -> None:

@@ -85,14 +85,16 @@ def take_folder(folder: Path, *, overwrite: bool) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse a run folder with links at which files are written: it may come from elsewhere.
+    """Refuse a run folder with links or pipes where files are written: it may be from elsewhere.
 
     The folder of checkpoints may lie on another disk; what is written there follows no link.
 
     Raises:
-        ConfigError: it has such links.
+        ConfigError: it has such links, or pipes.
     """
-    inside = (path for own in (folder, folder / LOGS, folder / ".hydra") for path in own.glob("*"))
+    inside = [path for own in (folder, folder / LOGS, folder / ".hydra") for path in own.glob("*")]
+    if pipes := [path for path in inside if path.is_fifo() and not path.is_symlink()]:
+        raise ConfigError(f"{pipes[0]} is a pipe, which a run would wait for", todo="remove it")
     links = [path for path in inside if path.is_symlink() and path.name != CHECKPOINTS]
     if links:
         raise ConfigError(
@@ -163,7 +165,7 @@ class FolderBefore:
                 folder=folder,
                 is_new=not folder.exists(),
                 run_files=frozenset(_left(folder)),
-                first_files={path: path.read_bytes() if path.exists() else None for path in paths},
+                first_files={path: path.read_bytes() if path.is_file() else None for path in paths},
             )
 
     def restore(self) -> None:
