@@ -17,6 +17,7 @@ from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
 from sbp_launch.checkpoint.places import FOLDER, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.steps import step_of
 from sbp_launch.checkpoint.writing import commit, write_part
 
 #: Of all dtypes that states have, of no dims, empty, and one that a layout cannot halve.
@@ -66,8 +67,9 @@ def save(
 ) -> Manifest:
     """Save as one process a rank."""
     staged = storage.stage(name)
+    metadata = metadata or Metadata(step=step_of(name) or 1, seed=0)
     for rank, owned in pieces.items():
-        write_part(staged, rank, metadata or Metadata(step=1, seed=0), owned)
+        write_part(staged, rank, metadata, owned)
     return commit(staged, list(pieces))
 
 

@@ -94,9 +94,12 @@ def test_what_is_no_checkpoint_is_not_replaced_by_one(
         target.symlink_to(tmp_path / "nothing")
     else:
         target.mkdir()
-        (target / "manifest.json").write_text("of an app")
         (target / "rank-00000.safetensors").write_text("tensors")
-        (target / "thesis").mkdir() if "in it" in kind else (target / "thesis").touch()
+        if kind == "folder in it":
+            (target / "manifest.json").write_text("of an app")
+            (target / "photos").mkdir()
+        else:
+            (target / "thesis.txt").write_text("words")
     before = os.lstat(target)
 
     with pytest.raises(RunError, match="is no checkpoint, and is not replaced") as caught:

@@ -272,15 +272,13 @@ def _is_there(path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a folder has nothing but files of a checkpoint, all or some of them."""
+    """Whether a folder is a committed one, or what a kill has left of one that was removed."""
     if not _is_folder(path):
         return False
     with os.scandir(path) as entries:
-        return all(
-            entry.is_file(follow_symlinks=False)
-            and (entry.name == MANIFEST_FILE or entry.name.endswith(".safetensors"))
-            for entry in entries
-        )
+        files = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    is_left = all(name.endswith(".safetensors") for name in files)
+    return all(files.values()) and (MANIFEST_FILE in files or is_left)
 
 
 def _remove(path: Path) -> None:

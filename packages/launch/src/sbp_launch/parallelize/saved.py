@@ -73,7 +73,7 @@ def as_path(given: object, where: str) -> Path:
         text = os.fspath(given)  # type: ignore[call-overload] # what it raises is told
     except TypeError:
         text = None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or "\0" in text:
         raise ConfigError(f"{given!r} is no path", where=where, accepted="a text, or a Path")
     return user_path(text, key=where)
 
