@@ -95,10 +95,10 @@ def test_time_first_trains_as_plain_pytorch_does(recurrent, given, caplog):
     lengths = (3, 1) if "pad_to" in given else (3, 3)
     out = io.StringIO()
 
-    with parallelize(model, loss_of, batch_of(0, 8), optimizer, **SPLIT, **given) as step:
+    with parallelize(model, loss_of, batch_of(0, 10), optimizer, **SPLIT, **given) as step:
         stored = step.strategy.storage
         assert all(stored[name].sbp == (S(0),) for name in ("text.0", "weight", "labels"))
-        for index, (size, length) in enumerate(zip((8, 4), lengths, strict=True)):
+        for index, (size, length) in enumerate(zip((10, 4), lengths, strict=True)):
             batch = batch_of(index, size, length)
             held_out = batch_of(9, 6, length)
             before = copy.deepcopy(batch)
