@@ -35,7 +35,7 @@ def refused(match, error=ConfigError, **given):
 
 
 def test_what_cannot_be_meant_is_refused_before_anything_starts():
-    refused("not divide into micro_batches=3(.|\n)*if dim 0 is time", micro_batches=3)
+    refused("not divide into micro_batches=3(.|\n)*if these are time steps", micro_batches=3)
     refused("micro_batches=0", micro_batches=0)
     refused("batch_is='whole'", batch_is="whole")
     refused("mesh=0 has no ranks", mesh=0)
@@ -197,7 +197,7 @@ def test_a_batch_whose_time_would_be_cut_is_warned_about(loss, time_first, warne
     with parallelize(lstm, loss, batch, optimizer, **given) as step:
         assert abs(float(step(batch)) - wanted) < 1e-12
 
-    assert ("different sizes there: 'x' 6, 'y' 8" in caplog.text) == warned
+    assert ("different numbers of samples: 'x' 6, 'y' 8" in caplog.text) == warned
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # multi-threaded, and forks

@@ -33,6 +33,7 @@ from sbp_launch.parallelize.arguments import (
     compile_config,
     in_arguments,
     make_settings,
+    sample_dims,
     update_options,
 )
 from sbp_launch.parallelize.buckets import LengthBuckets, make_padding
@@ -74,6 +75,7 @@ def parallelize(
     loss_is: LossIs = "whole_batch",
     micro_batches_per_update: int = 1,
     batch_is: BatchIs = "global",
+    batch_dim: int | Mapping[str, int] = 0,
     pad_to: LengthBuckets | Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     update: UpdateOptions | None = None,
@@ -113,6 +115,9 @@ def parallelize(
             mean of their losses; divides `micro_batches`.
         batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
             the part of its own rank, as loaders with a `DistributedSampler` make it.
+        batch_dim: Along which dim of the batch's tensors its samples lie: 1 where dim 0 is time, of
+            all tensors that have so many dims; or by names: `{"x": 1}`. Ranks and micro-batches
+            divide it.
         pad_to: Sizes to which batches of many lengths are padded, all planned before the first
             step; in which padding is proved to change neither loss nor gradients of the example.
         clip_norm: Largest norm of the gradients of what the optimizer trains, together.
@@ -158,7 +163,8 @@ def parallelize(
         update_options(update, clip_norm),
     )
 
-    program = OneDeviceProgram.of(model, loss, optimizer, settings.update)
+    samples = sample_dims(batch_dim, batch)
+    program = OneDeviceProgram.of(model, loss, optimizer, settings.update, samples)
     training = Training(program.model, has_states=states is not None)
     following = Following(program)
     if not program.counts_alike(states):
@@ -177,7 +183,7 @@ def parallelize(
         seed=seed,
         batch_is=checked_batch_is(batch_is),
     )
-    padding = make_padding(pad_to, batch, world)
+    padding = make_padding(pad_to, batch, world, samples)
     example = padding.largest(batch)
     planned = plan_program(program, example, chosen_planner, pins, engine, following, training)
     prove_padding(program, padding, settings, states)

@@ -12,13 +12,13 @@ import torch
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.cluster import Cluster
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, nearest
 from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
 from sbp_core.runtime import BatchIs
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import PlanSettings
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.capture import SampleDims, UpdateOptions, flatten_batch
 
 #: What the loss of several micro-batches is.
 LossIs = Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"]
@@ -36,6 +36,8 @@ _KEY = re.compile("|".join(map(re.escape, _KEYS)))
 
 #: A list of names, as the command line takes it.
 _NAMES = re.compile(r"(?<=axes=\[)[\w,]+(?=\])")
+
+_BATCH_DIM = "the argument batch_dim"
 
 #: What `torch.autocast` converts to.
 _PRECISIONS = ("bfloat16", "float16")
@@ -178,6 +180,48 @@ def update_options(update: UpdateOptions | None, clip_norm: float | None) -> Upd
             accepted="one of them",
         )
     return replace(found, clip_norm=clip_norm)
+
+
+def sample_dims(batch_dim: int | Mapping[str, int], example: Any) -> SampleDims:
+    """Return where the samples of a batch lie.
+
+    Args:
+        batch_dim: See `parallelize`.
+        example: A batch of this process.
+
+    Raises:
+        ConfigError: something is no dim, or no tensor of the example has it or that name.
+    """
+    named = batch_dim if isinstance(batch_dim, Mapping) else {"": batch_dim}
+    for dim in named.values():
+        if type(dim) is not int or dim < 0:
+            raise ConfigError(
+                f"batch_dim={batch_dim!r}",
+                where=_BATCH_DIM,
+                accepted="the dim along which samples lie, an integer >= 0; or such dims by the "
+                "names of tensors of the batch: {'x': 1}",
+            )
+    if not any(named.values()):
+        return SampleDims()
+    flat = flatten_batch(example)
+    shapes = ", ".join(f"{name!r} {list(value.shape)}" for name, value in flat.items())
+    for name, dim in named.items():
+        if name and name not in flat:
+            near = nearest(name, flat)
+            raise ConfigError(
+                f"batch_dim has a dim for {name!r}, and the batch has no tensor of that name",
+                where=_BATCH_DIM,
+                accepted=", ".join(map(repr, flat)),
+                todo=f"did you mean {near!r}?" if near else "",
+            )
+        if dim >= max((flat[name].dim(),) if name else [one.dim() for one in flat.values()]):
+            whose = repr(name) if name else "any tensor of the batch"
+            raise ConfigError(
+                f"batch_dim={batch_dim!r} is no dim of {whose}: {shapes}",
+                where=_BATCH_DIM,
+                accepted="a dim of the tensor, counted from 0",
+            )
+    return SampleDims(dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim)
 
 
 def checked_batch_is(batch_is: str) -> BatchIs:

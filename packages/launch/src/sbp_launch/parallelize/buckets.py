@@ -25,7 +25,7 @@ from sbp_core.runtime import BatchIs
 from sbp_launch.parallelize.forms import MOST_FORMS
 from sbp_launch.team import Team
 from sbp_launch.world import World
-from sbp_torch.capture import flatten_batch, rebuild_batch
+from sbp_torch.capture import SampleDims, flatten_batch, rebuild_batch
 
 _WHERE = "the argument pad_to"
 
@@ -45,11 +45,11 @@ class LengthBuckets:
         values: What tensors are padded with, by their names in the batch: `{"input_ids": 0,
             "attention_mask": 0, "labels": -100}`. Keys and positions on the way to a tensor are
             joined by dots; a batch that is one tensor is called `batch`.
-        dim: Along which dim of all these tensors; dim 0 holds the samples.
+        dim: Along which dim of all these tensors, as the loop has them; not that of the samples.
 
     Raises:
         ConfigError: there are no sizes, or more than forms of a step; or one is no length; or no
-            tensor is named; or `dim` is that of the samples.
+            tensor is named; or `dim` is no dim.
     """
 
     sizes: tuple[int, ...]
@@ -81,11 +81,11 @@ class LengthBuckets:
                 accepted=f"at most {MOST_FORMS} sizes",
                 todo="take fewer and longer steps, such as powers of 2",
             )
-        if type(self.dim) is not int or self.dim < 1:
+        if type(self.dim) is not int or self.dim < 0:
             raise ConfigError(
                 f"dim is {self.dim!r}",
                 where=_WHERE,
-                accepted="the dim of the positions, >= 1: dim 0 of a batch holds its samples",
+                accepted="the dim of the positions, >= 0",
             )
         if not self.values or not isinstance(self.values, Mapping):
             raise ConfigError(
@@ -118,29 +118,38 @@ class LengthBuckets:
 
 
 class Padding:
-    """What becomes of a batch before a step takes it: nothing."""
+    """What becomes of a batch before a step takes it: its samples are moved to dim 0.
+
+    Args:
+        samples: Where they lie in batches of the loop.
+    """
 
     #: How many sizes there are.
     num_sizes = 0
 
-    def __init__(self) -> None:
+    def __init__(self, samples: SampleDims = SampleDims()) -> None:  # noqa: B008 - frozen
+        self.samples = samples
         #: What is reported of it.
         self.lines: tuple[str, ...] = ()
 
     def largest(self, batch: Any) -> Any:
-        """Return a batch of the size that is planned first."""
-        return batch
+        """Return a batch of the size that is planned first, as a step takes it."""
+        return self.samples.in_front(batch)
 
     def begin(self, team: Team) -> None:
         """Note who agrees on sizes, if processes give parts of a batch."""
 
     def examples(self) -> Iterator[Any]:
-        """Yield a batch of every other size that is planned ahead."""
+        """Yield a batch of every other size that is planned ahead, as a step takes it."""
         return iter(())
 
     def __call__(self, batch: Any, batch_is: BatchIs) -> Any:
-        """Return what a step takes of a batch of this process."""
-        return batch
+        """Return what a step takes of a batch of this process.
+
+        Raises:
+            SbpValueError: a tensor has no dim where its samples are to lie.
+        """
+        return self.samples.in_front(batch)
 
 
 class BucketPadding(Padding):
@@ -151,13 +160,20 @@ class BucketPadding(Padding):
         example: A batch of this process. What it does not name has this length along the dim of
             the positions in all batches.
         world: This process among all.
+        samples: Where samples lie in batches of the loop.
 
     Raises:
         ConfigError: the example cannot be padded; says which tensor, and why.
     """
 
-    def __init__(self, buckets: LengthBuckets, example: Any, world: World) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        buckets: LengthBuckets,
+        example: Any,
+        world: World,
+        samples: SampleDims = SampleDims(),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(samples)
         self.buckets, self.world, self.num_sizes = buckets, world, len(buckets.sizes)
         self.example, self._team = example, Team()
         self._fixed: dict[str, int] | None = None
@@ -175,17 +191,17 @@ class BucketPadding(Padding):
         self._fixed = {
             name: value.shape[buckets.dim]
             for name, value in flat.items()
-            if name not in buckets.values and value.dim() > buckets.dim
+            if self._is_of_one_length(name, value)
         }
 
     def largest(self, batch: Any) -> Any:
         """Return a batch, padded to the largest size."""
-        return self.resized(batch, self.buckets.sizes[-1])
+        return self.samples.in_front(self.resized(batch, self.buckets.sizes[-1]))
 
     def examples(self) -> Iterator[Any]:
         """Yield the example in every size but the largest, from large to small."""
         for size in reversed(self.buckets.sizes[:-1]):
-            yield self.resized(self.example, size)
+            yield self.samples.in_front(self.resized(self.example, size))
 
     def begin(self, team: Team) -> None:
         """Note who agrees on sizes, if processes give parts of a batch."""
@@ -212,7 +228,7 @@ class BucketPadding(Padding):
             size = self._agree(size, problem)
         if problem is not None:
             raise problem
-        return self.resized(batch, size)
+        return self.samples.in_front(self.resized(batch, size))
 
     def _agree(self, size: int, problem: SbpError | None) -> int:
         """Return the largest size of all processes.
@@ -240,7 +256,8 @@ class BucketPadding(Padding):
         """Return the length that all named tensors have.
 
         Raises:
-            SbpValueError: one is missing or has no such dim, or their lengths differ.
+            SbpValueError: one is missing or has no such dim, or samples there; or their lengths
+                differ.
         """
         dim, lengths = self.buckets.dim, dict[str, int]()
         for name in self.buckets.values:
@@ -256,6 +273,12 @@ class BucketPadding(Padding):
                     f"{name!r} of shape {tuple(flat[name].shape)} has no dim {dim} to be padded",
                     accepted=f"tensors of more than {dim} dims",
                     todo=f"leave it out of values={{...}}, or choose another dim than {dim}",
+                )
+            if self.samples.of(name, flat[name]) == dim:
+                raise SbpValueError(
+                    f"dim {dim} of {name!r}, which is to be padded, is that of its samples",
+                    accepted="the dim of the positions",
+                    todo="give it to pad_to as dim=...; or say by batch_dim=... where samples lie",
                 )
             lengths[name] = flat[name].shape[dim]
         first = next(iter(lengths))
@@ -288,7 +311,7 @@ class BucketPadding(Padding):
                 "pad_to; or truncate what the loader makes",
             )
         for name, value in flat.items():
-            if name in self.buckets.values or value.dim() <= dim:
+            if not self._is_of_one_length(name, value):
                 continue
             found = value.shape[dim]
             if self._fixed is None:
@@ -308,6 +331,12 @@ class BucketPadding(Padding):
                     todo=f"add {name!r}: VALUE to values={{...}} of pad_to",
                 )
         return size
+
+    def _is_of_one_length(self, name: str, value: Tensor) -> bool:
+        """Whether a tensor is not padded, and has a dim of the positions that is not to vary."""
+        dim = self.buckets.dim
+        others = name not in self.buckets.values and value.dim() > dim
+        return others and self.samples.of(name, value) != dim
 
     def resized(self, batch: Any, size: int) -> Any:
         """Return a batch whose named tensors are padded, or cut, to a length.
@@ -351,7 +380,10 @@ class BucketPadding(Padding):
 
 
 def make_padding(
-    pad_to: LengthBuckets | Mapping[str, Any] | None, example: Any, world: World
+    pad_to: LengthBuckets | Mapping[str, Any] | None,
+    example: Any,
+    world: World,
+    samples: SampleDims,
 ) -> Padding:
     """Return what becomes of batches.
 
@@ -359,9 +391,12 @@ def make_padding(
         pad_to: See `parallelize`.
         example: A batch of this process.
         world: This process among all.
+        samples: Where samples lie in batches of the loop.
 
     Raises:
         ConfigError: a setting is unknown, missing or refused; or the example cannot be padded.
     """
     buckets = LengthBuckets.of(pad_to)
-    return Padding() if buckets is None else BucketPadding(buckets, example, world)
+    if buckets is None:
+        return Padding(samples)
+    return BucketPadding(buckets, example, world, samples)

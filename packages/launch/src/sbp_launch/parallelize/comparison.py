@@ -72,7 +72,7 @@ class Comparison:
         optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
         self._reference = EagerReference(
             model,
-            self._program.loss,
+            self._program.loss_of_step,
             optimizer,
             self._planned.settings,
             self._engine.seed,

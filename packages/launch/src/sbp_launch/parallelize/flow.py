@@ -111,7 +111,7 @@ class StepCapture:
 
     def _given(self, batch: Any) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
         program = self.program
-        return program.model, program.loss, self._example(batch), program.optimizer
+        return program.model, program.loss_of_step, self._example(batch), program.optimizer
 
     def _example(self, batch: Any) -> Any:
         settings = self.settings
@@ -129,7 +129,7 @@ class StepCapture:
         program = self.program
 
         def capture(batch: Any) -> LogicalGraph:
-            given = (program.model, program.loss, batch, program.optimizer)
+            given = (program.model, program.loss_of_step, batch, program.optimizer)
             return capture_step(*given, made.settings, captured.numbers)
 
         return proved(made, captured.original, self._example(batch), program.own_states, capture)
@@ -242,16 +242,15 @@ def _strategy(
 
 
 def _tell_other_rows(planned: Planned, batch: Any) -> None:
-    """Warn if dim 0, which is cut, has different sizes: it may be the time steps of some."""
+    """Warn if there are several numbers of samples, which are cut: some may be time steps."""
     rows = {name: value.shape[0] for name, value in flatten_batch(batch).items() if value.dim()}
     cut = [name for name in rows if _num_cuts(planned.strategy, name) > 1]
     if len({*rows.values()}) > 1 and (cut or planned.settings.micro_batches > 1):
         told = ", ".join(f"{name!r} {size}" for name, size in rows.items())
         logger.warning(
-            "samples are along dim 0 of every tensor of the batch, and tensors have different "
-            "sizes there: %s. If dim 0 is time, as in nn.LSTM and nn.Transformer without "
-            "batch_first, ranks and micro-batches cut time: give the step x.transpose(0, 1), and "
-            "transpose it back in the loss",
+            "tensors of the batch have different numbers of samples: %s. If these are time steps, "
+            "as along dim 0 of nn.LSTM and nn.Transformer without batch_first, ranks and "
+            "micro-batches cut time: say along which dim samples lie, such as batch_dim=1",
             told,
         )
 

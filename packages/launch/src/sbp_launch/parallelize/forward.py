@@ -117,7 +117,8 @@ class Forwards:
         mode = evaluating(model) if in_evaluation else nullcontext()
         with one_at_a_time():
             with self._training.apart(), mode:
-                graph = capture_forward(model, self._program.loss, example, plain, name)
+                loss = self._program.loss_of_step
+                graph = capture_forward(model, loss, example, plain, name)
             return plan_beside(self._train, graph, plain)
 
     def close(self) -> None:

@@ -87,7 +87,8 @@ def _proved(
     Raises:
         ConfigError: padding changes something.
     """
-    reason, few = "", _few_samples(padding.example)
+    samples = program.samples
+    reason, few = "", samples.moved_back(_few_samples(samples.in_front(padding.example)))
     with _as_it_was(program):
         for short, size in _lengths(padding):
             batch = padding.resized(few, short)  # which cuts it, if it is longer

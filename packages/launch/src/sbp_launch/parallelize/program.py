@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError, SbpValueError, unknown_name
 from sbp_launch.parallelize.argument_types import check_loss, check_model, check_optimizer
-from sbp_torch.capture import VELOCITY, UpdateOptions, flatten_batch, initial_states, rebuild_batch
+from sbp_torch.capture import (
+    VELOCITY,
+    SampleDims,
+    UpdateOptions,
+    flatten_batch,
+    initial_states,
+    rebuild_batch,
+)
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.interchange.torch_states import from_model_state
 from sbp_torch.optim import members
@@ -31,6 +38,7 @@ class OneDeviceProgram:
         optimizer: Over `model.parameters()`.
         update: What happens once a step beside the optimizer.
         deferred: What makes the states of a deferred model.
+        samples: Where samples lie in the batches that `loss` takes.
 
     Raises:
         ConfigError: one of them is of another type.
@@ -42,6 +50,7 @@ class OneDeviceProgram:
     optimizer: torch.optim.Optimizer
     update: UpdateOptions
     deferred: DeferredModel | None = None
+    samples: SampleDims = field(default_factory=SampleDims)
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -55,11 +64,24 @@ class OneDeviceProgram:
         loss: Any,
         optimizer: torch.optim.Optimizer,
         update: UpdateOptions,
+        samples: SampleDims,
     ) -> OneDeviceProgram:
         """Return the program of what a user passes."""
         made = model if isinstance(model, DeferredModel) else None
         plain = model.model if isinstance(model, DeferredModel) else model
-        return cls(model=plain, loss=loss, optimizer=optimizer, update=update, deferred=made)
+        return cls(
+            model=plain,
+            loss=loss,
+            optimizer=optimizer,
+            update=update,
+            deferred=made,
+            samples=samples,
+        )
+
+    @property
+    def loss_of_step(self) -> Any:
+        """The loss of a batch as a step has it, with samples along dim 0."""
+        return self.samples.loss(self.loss)
 
     def own_states(self) -> Mapping[str, Tensor]:
         """Return every state by its name in the graph, as the program has it."""
@@ -211,12 +233,12 @@ def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
         if value.dim() and value.shape[0] % count:
             divisors = [n for n in range(1, value.shape[0] + 1) if value.shape[0] % n == 0]
             raise ConfigError(
-                f"{name!r} of the batch has {value.shape[0]} samples, its size along dim 0, which "
-                f"do not divide into micro_batches={count}",
+                f"{name!r} of the batch has {value.shape[0]} samples, which do not divide into "
+                f"micro_batches={count}",
                 where="the argument micro_batches",
                 accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
-                todo="take another size of batch, or other micro-batches; if dim 0 is time, give "
-                "the step x.transpose(0, 1), and transpose it back in the loss",
+                todo="take another size of batch, or other micro-batches; if these are time steps, "
+                "say along which dim samples lie, such as batch_dim=1",
             )
     taken = {
         name: torch.cat([value[: len(value) // parts]] * degree) if value.dim() else value

@@ -21,7 +21,12 @@ from sbp_core.strategy import Strategy
 from sbp_launch.checkpoint.starting_weights import find_weights, named_as_in
 from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.parallelize.agreement import digest_of
-from sbp_launch.parallelize.arguments import checked_micro_batches, in_arguments, update_options
+from sbp_launch.parallelize.arguments import (
+    checked_micro_batches,
+    in_arguments,
+    sample_dims,
+    update_options,
+)
 from sbp_launch.parallelize.buckets import LengthBuckets, Padding, make_padding
 from sbp_launch.parallelize.choices import Choice, Choices
 from sbp_launch.parallelize.comparison import Comparison
@@ -198,6 +203,7 @@ class ParallelStep(ProgramStep):
         planner: Choice | Planner | None = None,
         pins: Pins | None = None,
         micro_batches: int | None = None,
+        batch_dim: int | Mapping[str, int] | None = None,
         pad_to: LengthBuckets | Mapping[str, Any] | None = None,
         clip_norm: float | None = None,
         update: UpdateOptions | None = None,
@@ -218,6 +224,8 @@ class ParallelStep(ProgramStep):
                 that are there stay as they are.
             pins: How you decide on tensors by name, over what the planner says.
             micro_batches: Parts of one step; by default as many as of the first program.
+            batch_dim: Along which dim of the batch's tensors its samples lie; by default as in the
+                first program.
             pad_to: Sizes to which batches of many lengths are padded.
             clip_norm: Largest norm of the gradients of what its optimizer trains, together.
             update: What else happens once a step beside the optimizer.
@@ -253,16 +261,18 @@ class ParallelStep(ProgramStep):
             ),
         ).without_tied_counters()
         own = replace(engine, settings=settings)
+        samples = sample_dims(first.samples.given if batch_dim is None else batch_dim, batch)
         program = replace(
             first,
             loss=loss,
             optimizer=first.optimizer if optimizer is None else optimizer,
             update=settings.update,
+            samples=samples,
         )
         with training.apart():
             training.states.check_optimizer(program)
         following = Following(program)
-        padding = make_padding(pad_to, batch, self.world)
+        padding = make_padding(pad_to, batch, self.world, samples)
         example = padding.largest(batch)
         with training.capturing(program):
             planned = plan_program(program, example, chosen, pins, own, following, training)

@@ -30,6 +30,7 @@ from sbp_torch.capture.numbers import (
 )
 from sbp_torch.capture.optimizer_states import VELOCITY
 from sbp_torch.capture.randomness import counted_random
+from sbp_torch.capture.sample_dims import SampleDims, as_written
 from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses, trainable
 from sbp_torch.capture.trace import TracedStep, trace_step
 from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
@@ -39,6 +40,7 @@ __all__ = [
     "VELOCITY",
     "LossScaling",
     "NumberPlace",
+    "SampleDims",
     "UpdateOptions",
     "capture",
     "check_modes",
@@ -103,7 +105,7 @@ def capture(
         CaptureError: the step cannot be captured, with the line of the user's code.
     """
     _check_program(model, optimizer)
-    _check_loss(loss)
+    _check_loss(as_written(loss))
     if optimizer is not None:
         check_modes()
     updating = Update(model, optimizer, update, device) if optimizer is not None else None
