@@ -31,7 +31,7 @@ def test_what_is_not_there_is_refused_by_the_setting(tmp_path: Path) -> None:
         files_of(tmp_path / "no", key="data.path")
     with pytest.raises(ConfigError, match=r"holds no \*\.csv, \*\.parquet"):
         files_of(tmp_path, key="data.path", suffixes={".parquet", ".csv"})
-    with pytest.raises(ConfigError, match=r"data\.x=.* cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match=r"data\.x=.* cannot be read: it is a folder"):
         read_bytes(tmp_path, key="data.x")
 
 
