@@ -201,10 +201,7 @@ class ProgramStep:
     def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
         self._training.check_open()
         call = "step.evaluate(batch)" if in_evaluation else "step(batch) inside step.no_update()"
-        if self._padding.num_sizes:
-            self._training.enter(call)
-        else:
-            self._training.interrupt_together()
+        self._training.enter(call)
         try:
             result = self._forwards.step(
                 self._current,

@@ -389,15 +389,6 @@ class Training:
         if problem is not None:
             raise problem
 
-    def interrupt_together(self) -> None:
-        """Raise Ctrl-C in all processes, if one of them holds it; all of them call this.
-
-        Raises:
-            KeyboardInterrupt: one of them does.
-        """
-        if self.gather is not None:
-            self._voted()
-
     def _voted(self, *values: int) -> list[int]:
         """Return the highest of all processes in each place, unless one holds an interrupt."""
         interrupted = int(self.interrupts.error is not None)
