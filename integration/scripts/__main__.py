@@ -19,17 +19,17 @@ Each script is written twice: as one trains it today, and with [`parallelize`](p
 print the same losses; `integration/tests/test_scripts.py` runs them and compares. They stand in
 `integration/scripts`: `ddp.py` uses `DistributedDataParallel`; `plain.py` is for one process, where
 `DistributedDataParallel` computes something else (batch norms, means over padded words, noise that
-each rank draws) or does not fit (one graph, two networks, episodes). Run one in its folder:
+each rank draws) or does not fit (`gcn`, `dcgan`, `reinforce`). Run one in its folder:
 
 ```console
 $ torchrun --nproc-per-node=2 ours.py
 ```
 
-The table counts the lines of a script that go and those that come, without empty lines and whatever
-their indentation. Models and data are in `parts.py`, the same for both. The loss becomes a
-function, whose lines are counted apart.
+The table counts the lines that are removed from a script and those that are added, without empty
+lines and whatever their indentation. Models and data are in `parts.py`, the same for both. The loss
+becomes a function, whose lines are counted apart.
 
-| script | compared with | lines | go | come | in the loss function |
+| script | compared with | lines | removed | added | in the loss function |
 |---|---|---|---|---|---|
 """
 

@@ -144,7 +144,6 @@ def test_what_is_followed_equals_plain_pytorch(change, layout):
 
 def test_a_counter_of_one_parameter_that_begins_anew_is_followed():
     twins = Twins(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.01))
-
     with twins.start(mesh=2, planner="manual/zero") as step:
         twins.steps(step, 2)
         twins.both(_forgotten)

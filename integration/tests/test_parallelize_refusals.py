@@ -154,6 +154,7 @@ def test_a_step_that_fails_names_the_line_of_the_model(in_evaluation):
         (SbpValueError, lambda step: step.evaluate({"x": batch_of(0)["x"].to("meta"), **LABELS})),
         (CaptureError, lambda step: step.evaluate({"x": batch_of(0)["x"].float(), **LABELS})),
         (SbpValueError, lambda step: step(batch_of(0), lr="x")),
+        (SbpTypeError, lambda step: step(batch_of(0)["x"], batch_of(0))),
         (ConfigError, lambda step: step.save("a\0b")),
         (CaptureError, torch.inference_mode()(lambda step: step(batch_of(0)))),
     ],

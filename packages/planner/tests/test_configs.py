@@ -120,7 +120,7 @@ def test_the_words_that_mend_a_mesh_for_osdp_lead_to_one_that_it_takes(mesh, nam
 def test_the_folder_of_a_run_is_answered_with_the_strategy_in_it(tmp_path, name):
     tmp_path.joinpath(name).touch()
 
-    with pytest.raises(ConfigError, match="Is a directory") as caught:
+    with pytest.raises(ConfigError, match="it is a folder") as caught:
         FileConfig(path=str(tmp_path))
 
     assert caught.value.todo == f"set planner.path={tmp_path / name}"

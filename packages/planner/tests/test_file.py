@@ -206,7 +206,7 @@ def test_a_path_that_is_no_file_is_refused_before_anything_is_captured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    for path, reason in (("lost.yaml", "No such file"), (".", "Is a directory"), ("a\0b", "null")):
+    for path, reason in (("lost.yaml", "No such file"), (".", "it is a folder"), ("a\0b", "null")):
         with pytest.raises(ConfigError, match=f"^path=.* cannot be read: .*{reason}") as caught:
             FileConfig(path=path)
         assert caught.value.todo == "sbp-plan out=FILE writes one"

@@ -117,7 +117,7 @@ class Choices:
                 suspect.denies(f"{kind}={chosen!r}", certain=certain),
                 where=f"the argument {kind}",
                 accepted=", ".join(options),
-                todo="mend that plugin, or choose one of these",
+                todo=f"{suspect.remedy}, or choose one of these",
             )
         brought = {entry.distribution for entry in self.registry.entries}
         homes = [home for home in HOMES.get(kind, ()) if home not in brought]

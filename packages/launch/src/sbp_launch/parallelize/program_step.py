@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import CaptureError, RunError, SbpValueError
+from sbp_core.errors import CaptureError, RunError, SbpTypeError, SbpValueError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.output import legible
 from sbp_core.runtime import BatchIs, Session, local_samples
@@ -115,24 +115,31 @@ class ProgramStep:
 
     # Steps.
 
-    def __call__(self, batch: Any, /, **scalars: float) -> StepOutput:
+    def __call__(self, batch: Any, /, *more: Any, **scalars: float) -> StepOutput:
         """Take one step: forward, backward and update of all micro-batches.
 
         Args:
             batch: Of the form and dtypes of the example given to `parallelize`. One of another
                 shape is another form of the step, captured and planned when it is met first;
                 with `pad_to`, it is padded first.
+            more: Refused: a batch of several tensors is one argument, such as a tuple.
             scalars: Settings of the update for this step: `lr`, for all parameter groups, or
                 `**{"lr.1": 0.1}` for one; and those of `UpdateOptions.scheduled`. What is left out
                 is what the optimizer's groups say now, so schedulers of `torch.optim` just work.
 
         Raises:
+            SbpTypeError: there is more than one argument that has no name.
             SbpValueError: the batch does not fit, or there is no such scalar.
             ConfigError: the processes are about to take different steps.
             RunError: a rank failed; what the loop has changed cannot be followed; or the step is
                 not started, or over.
             KeyboardInterrupt: Ctrl-C, once the step is done; see `interrupts`.
         """
+        if more:
+            raise SbpTypeError(
+                f"a step takes one batch, and {1 + len(more)} arguments were given",
+                todo="in the form of the example, such as step((x, y)) or step({'x': x, 'y': y})",
+            )
         if not self._updates:
             if scalars:
                 raise SbpValueError(

@@ -226,7 +226,7 @@ def _claimed(storage: Storage) -> Iterator[None]:
                 error.what,
                 where=error.where,
                 accepted=error.accepted,
-                todo=f"wait for it, stop it, or {_ELSEWHERE}",
+                todo=_ELSEWHERE,
             ) from error
         yield
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from sbp_core.boxing import bounds_of
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError, PlanError
+from sbp_core.errors import ConfigError, PlanError, RunError
 from sbp_core.graph import LogicalGraph
-from sbp_core.runtime import state_slots, widened, with_states_of
+from sbp_core.runtime import Session, known_state, state_slots, widened, with_states_of
 from sbp_launch.parallelize.program import OneDeviceProgram, without_states
 from sbp_launch.planning.flow import Planned, check_fits
 from sbp_torch.capture import copied_states, initial_states, trainable
@@ -286,3 +288,37 @@ def _own_states(program: OneDeviceProgram) -> set[str]:
     with trainable([*program.model.parameters()]):
         everything = initial_states(program.model, program.optimizer, program.update, copy=False)
     return everything.keys() - initial_states(program.model, copy=False).keys()
+
+
+def held_whole(session: Session, plan: PhysicalPlan, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return states that the one rank of this process holds whole.
+
+    Args:
+        session: Of that rank.
+        plan: How the states lie.
+        names: Of the states.
+
+    Raises:
+        RunError: ranks of other processes hold parts of one.
+    """
+    (rank,), slots = session.local_ranks, state_slots(plan)
+    found: dict[str, Tensor] = {}
+    for name in names:
+        slot = slots[known_state(plan, name)]
+        if slot.sbp is None:
+            found[name] = torch.tensor(session.shard(name, rank))
+            continue
+        held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp).get(rank)
+        if held != tuple((0, size) for size in slot.shape):
+            raise RunError(
+                f"{name!r} of the model is asked for, and ranks of other processes hold parts "
+                "of it",
+                accepted="calls that all processes make: step.copy_to(model, optimizer), "
+                "behind which both read as what was trained; step.state_dict()",
+                todo="call step.copy_to(model, optimizer) in all processes first; to train "
+                "from other values, pass states=... to parallelize",
+            )
+        value = session.shard(name, rank)
+        assert isinstance(value, Tensor), "no host number"
+        found[name] = value
+    return found

@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
-from sbp_core.boxing import BoxingBackend, bounds_of
+from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import LogicalGraph
@@ -32,8 +31,6 @@ from sbp_core.runtime import (
     Session,
     check_process,
     counted_apart,
-    known_state,
-    state_slots,
 )
 from sbp_launch.parallelize.agreement import (
     THE_BATCH,
@@ -42,10 +39,11 @@ from sbp_launch.parallelize.agreement import (
     compare,
     digest_of,
     manifest,
+    quick_digest,
 )
 from sbp_launch.parallelize.interrupts import until_all_agree, until_done
 from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
-from sbp_launch.parallelize.states import ProgramStates, names_of
+from sbp_launch.parallelize.states import ProgramStates, held_whole, names_of
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.team import Team
@@ -54,9 +52,6 @@ from sbp_torch.guards import ConnectedStates, connected_elsewhere
 
 if TYPE_CHECKING:
     from sbp_launch.parallelize.saved import StepSaves
-
-#: Of a tensor of a batch, so many bytes are compared between processes.
-_HASHED_BYTES = 2**20
 
 
 class Training:
@@ -381,7 +376,7 @@ class Training:
         if written:
             own["the values written to model and optimizer"] = digest_of(written)
         if whole is not None:
-            own[THE_BATCH] = _quick_digest(whole)
+            own[THE_BATCH] = quick_digest(whole)
         try:
             self._compare(own, self.gather)
         except ConfigError as error:
@@ -490,39 +485,4 @@ class Training:
         if alone:
             gathered = ((name, session.gather(name)) for name in names)
             return {name: value for name, value in gathered if value is not None}
-        (rank,), slots = session.local_ranks, state_slots(plan)
-        found: dict[str, Tensor] = {}
-        for name in names:
-            slot = slots[known_state(plan, name)]
-            if slot.sbp is None:
-                found[name] = torch.tensor(session.shard(name, rank))
-                continue
-            held = bounds_of(slot.shape, plan.stages[slot.stage], slot.sbp).get(rank)
-            if held != tuple((0, size) for size in slot.shape):
-                raise RunError(
-                    f"{name!r} of the model is asked for, and ranks of other processes hold parts "
-                    "of it",
-                    accepted="calls that all processes make: step.copy_to(model, optimizer), "
-                    "behind which both read as what was trained; step.state_dict()",
-                    todo="call step.copy_to(model, optimizer) in all processes first; to train "
-                    "from other values, pass states=... to parallelize",
-                )
-            value = session.shard(name, rank)
-            assert isinstance(value, Tensor), "no host number"
-            found[name] = value
-        return found
-
-
-def _quick_digest(batch: Mapping[str, Any]) -> str:
-    """Return a hash of a batch on the host: of large tensors, of evenly spread elements."""
-    found = xxhash.xxh3_64()
-    for name, value in batch.items():
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        if value.device.type != "cpu":
-            continue
-        flat = value.detach().reshape(-1)
-        if flat.nbytes > _HASHED_BYTES:
-            flat = flat[:: -(-flat.nbytes // _HASHED_BYTES)]
-        flat = flat.contiguous()
-        found.update(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        return held_whole(session, plan, names)

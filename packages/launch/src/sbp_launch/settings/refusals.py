@@ -113,7 +113,7 @@ def missing_option(
     suspect, certain = catalog.registry.suspect(config)
     # With a near match it is a slip of the pen; without one, a broken plugin may bring it.
     if suspect is not None and (certain or not near):
-        todo = "mend that plugin, or choose one of these"
+        todo = f"{suspect.remedy}, or choose one of these"
         what = suspect.denies(asked, certain=certain)
         return ConfigError(what, where=place, accepted=accepted, todo=todo)
     brought = {entry.distribution for entry in catalog.registry.entries}

@@ -52,6 +52,13 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.plugin} ({' and '.join(self.distributions)}): {self.what}"
 
+    @property
+    def remedy(self) -> str:
+        """What to do where something of the plugin is asked for."""
+        if self.what.startswith("is left out by "):
+            return f"take it out of {self.what.removeprefix('is left out by ')}"
+        return "mend that plugin"
+
     def brings(self, option: str) -> bool:
         """Return whether the plugin's package has an option file, such as `planner/mine`."""
         try:
@@ -333,7 +340,7 @@ class PluginRegistry:
         return SbpLookupError(
             suspect.denies(f"{kind}={name}", certain=certain),
             accepted=error.accepted,
-            todo="mend that plugin, or choose one of these",
+            todo=f"{suspect.remedy}, or choose one of these",
         )
 
 

@@ -188,8 +188,10 @@ class Feeder:
                 todo = f"did you mean {near!r}? If not, leave it out"
             elif isinstance(value, Mapping | Sequence):
                 todo = _FLATTEN
+            missing = [one for one in self.tensors if one not in batch]
+            more = f", and the batch has no {missing[0]!r}" if missing else ""
             raise SbpValueError(
-                f"the plan has no input {name!r}",
+                f"the plan has no input {name!r}{more}",
                 where="batch",
                 accepted=", ".join(self.tensors),
                 todo=todo,
