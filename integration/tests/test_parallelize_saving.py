@@ -251,7 +251,7 @@ def test_a_folder_that_another_program_saves_to_is_refused(wait, tmp_path):
         with LocalStorage(tmp_path).claim():
             with pytest.raises(ConfigError, match="another run writes its checkpoints") as caught:
                 step.save(tmp_path, wait=wait)
-            assert caught.value.todo.endswith("or save to another folder: step.save(FOLDER)")
+            assert caught.value.todo.endswith("save to another folder: step.save(FOLDER)")
             assert [path.name for path in tmp_path.iterdir()] == [".lock"]
         step.save(tmp_path, wait=wait)
         step.finish_saving()

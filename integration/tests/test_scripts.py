@@ -29,10 +29,8 @@ def printed(script: Path, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [one if one == "mnist" else pytest.param(one, marks=pytest.mark.slow) for one in names()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
 def test_a_script_prints_the_same_losses_with_sbp(name: str, tmp_path: Path) -> None:
     if name == "bert_finetuning":
         pytest.importorskip("transformers", reason="its model is one of transformers")
