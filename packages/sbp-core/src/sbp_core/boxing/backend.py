@@ -301,9 +301,4 @@ class BoxingBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; further calls raise `BoxingError`. Safe to call twice.
-
-        Raises:
-            BoxingError: a rank of another process failed while this one, which was through, waited
-                for it; everything is released.
-        """
+        """Release everything; further calls raise `BoxingError`. Safe to call twice."""

@@ -87,9 +87,6 @@ class FailureDetector:
         self._deregistered: dict[int, float] = {}
         #: How often in a row a rank was seen to be stopped while a call waited for it.
         self._stopped_looks: Counter[int] = Counter()
-        self._stopped_for_long = ""
-        #: Whether this rank is through, and waits for all others to be so.
-        self.is_leaving = False
         self._lost_since: float | None = None
         self._reported = ""
         self._num_heartbeats = 0
@@ -113,34 +110,26 @@ class FailureDetector:
         failure = self._store.failure()
         if failure is None:
             self._lost_since = None
-            found = self._find_ended() or self._find_deregistered()
-            return found or self._stopped_for_long or None
+            return self._find_ended() or self._find_deregistered()
         return self._explain_loss(failure) if self._store.is_lost() else failure
 
-    @property
-    def sees_stopped(self) -> bool:
-        """Whether a rank is stopped that is waited for; it fails if it stays so."""
-        return bool(self._stopped_looks)
+    def investigate(self, limit_s: float) -> str | None:
+        """Look for why a connection broke, for `limit_s` seconds.
 
-    def investigate(self, limit_s: float, listen_s: float | None = None) -> str | None:
-        """Look for why a connection broke, or a rank does not come, for `limit_s` seconds.
-
-        Ranks on other hosts are listened to for longer, if there are any: `listen_s` seconds, or as
-        long as is usual.
+        Ranks on other hosts are listened to for a while longer, if there are any.
         """
-        listen_s = listen_s or _SILENCE_S
         end = time.monotonic() + limit_s
         while (reason := self.failure_reason()) is None and time.monotonic() < end:
             time.sleep(_HURRY_S)
         if reason is not None:
             return reason
-        silent = self._silent(self._away, listen_s)
+        silent = self._silent(self._away, _SILENCE_S)
         deregistered = self._store.deregistered(silent)
         silent = [rank for rank in silent if rank not in deregistered]
         if (reason := self.failure_reason()) is not None or not silent:
             return reason
         names = ", ".join(self._name(rank) for rank in silent)
-        return f"{names} has given no sign of life for {listen_s:g} s: ended, or cut off"
+        return f"{names} has given no sign of life for {_SILENCE_S:g} s: ended, or cut off"
 
     def describe(self, ranks: Collection[int]) -> list[str]:
         """Say of each rank what its process does, and where it was last.
@@ -148,7 +137,11 @@ class FailureDetector:
         Of other ranks, those that do nothing any more: some of `ranks` may be waiting for them.
         """
         silent = self._silent(self._away, _LISTEN_S)
-        stopped = self._stopped()
+        stopped = [
+            member.rank
+            for member in self._here
+            if state_of(member, self._me) is MemberState.STOPPED
+        ]
         still = [rank for rank in sorted({*silent, *stopped}) if rank not in ranks]
         lines = []
         for rank in (*ranks, *still):
@@ -202,20 +195,7 @@ class FailureDetector:
         deregistered = self._store.deregistered(ended)
         self._deregistered |= dict.fromkeys(deregistered, time.monotonic())
         unexplained = [rank for rank in ended if rank not in deregistered]
-        if not unexplained:
-            return None
-        return self._store.failure() or self._find_silent_host() or self._say_ended(unexplained)
-
-    def _find_silent_host(self) -> str | None:
-        """Name those that are stopped, if the store does not answer: one of them hosts it.
-
-        Whoever has ended meanwhile may have deregistered, which cannot be read.
-        """
-        if self._store.is_lost() or not self._store.is_lost(if_silent=True):
-            return None
-        stopped = self._stopped()
-        names = ", ".join(self._name(rank) for rank in stopped)
-        return f"{names} {STOPPED}, and the store does not answer" if stopped else None
+        return (self._store.failure() or self._say_ended(unexplained)) if unexplained else None
 
     def _explain_loss(self, failure: str) -> str | None:
         """Say why the control store is lost: often, the process that hosted it has ended."""
@@ -242,24 +222,21 @@ class FailureDetector:
         return None
 
     def _find_stopped(self) -> str | None:
-        """Name a rank of this host that a signal has stopped, and for whom this rank waits.
+        """Name a rank of this host that a signal has stopped, for whom a call of this rank waits.
 
-        It waits in a call, or for all others before it leaves. To be called once every
-        `INTERVAL_S`.
+        To be called once every `INTERVAL_S`.
         """
         needed = {rank for call in self._calls.all() for rank in awaited(call)}
-        if self.is_leaving:
-            here = {member.rank for member in self._here}
-            needed |= here.difference(self._store.deregistered(here))
-        seen = needed.intersection(self._stopped()) if needed else ()
+        seen = {
+            member.rank
+            for member in self._here
+            if member.rank in needed and state_of(member, self._me) is MemberState.STOPPED
+        }
         self._stopped_looks = Counter({rank: self._stopped_looks[rank] + 1 for rank in seen})
         for rank, looks in self._stopped_looks.items():
             if looks >= _STOPPED_LOOKS:
-                stopped_s = looks * INTERVAL_S
-                self._stopped_for_long = (
-                    f"{self._name(rank)} {STOPPED}, and has been for {stopped_s:g} s"
-                )
-        return self._stopped_for_long or None
+                return f"{self._name(rank)} {STOPPED}, and has been for {looks * INTERVAL_S:g} s"
+        return None
 
     def _silent(self, ranks: Collection[int], listen_s: float) -> list[int]:
         """Return those of some ranks on other hosts whose heartbeat does not come for a while."""
@@ -269,14 +246,6 @@ class FailureDetector:
             time.sleep(_HURRY_S)
             silent = [rank for rank in silent if self._store.last_heartbeat(rank) == before[rank]]
         return silent
-
-    def _stopped(self) -> list[int]:
-        """Return the ranks of this host that a signal has stopped."""
-        return [
-            member.rank
-            for member in self._here
-            if state_of(member, self._me) is MemberState.STOPPED
-        ]
 
     def _not_running(self) -> list[int]:
         """Return the ranks of this host that have ended and are not known to have deregistered."""

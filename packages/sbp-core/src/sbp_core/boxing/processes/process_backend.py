@@ -100,11 +100,7 @@ class ProcessBackend(BoxingBackend):
         return self._connections.survivors(limit_s)
 
     def close(self) -> None:
-        """See `BoxingBackend.close`; waits a while for messages and ranks on their way.
-
-        Raises:
-            BoxingError: a rank failed before it had closed its own.
-        """
+        """See `BoxingBackend.close`; waits a while for messages and ranks on their way."""
         self._closed = True
         atexit.unregister(self._end_with_program)
         if self._connections is not None:
