@@ -28,8 +28,8 @@ def sleeping() -> Iterator[subprocess.Popen[bytes]]:
 
 def member_of(process: subprocess.Popen[bytes]) -> Member:
     """Return a process as rank 1."""
-    status = membership._status(process.pid)
-    return replace(ME, rank=1, pid=process.pid, started=status[1] if status else 0)
+    status = membership.status_of(process.pid)
+    return replace(ME, rank=1, pid=process.pid, started=status[2] if status else 0)
 
 
 def comes_to(member: Member, state: MemberState) -> bool:

@@ -181,7 +181,7 @@ def test_a_rank_that_stays_stopped_while_a_call_waits_for_it_is_named(
 
 def test_a_rank_that_a_debugger_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     detector, calls, _ = detector_of(stores_of(2)[0], replace(ME, rank=1))
-    monkeypatch.setattr(members_module, "_status", lambda pid: ("t", ME.started))
+    monkeypatch.setattr(members_module, "status_of", lambda pid: ("t", 1, ME.started))
     calls.begin(call_of(age_s=0.0))
 
     assert stopped_looks(detector, 60) == ""

@@ -25,11 +25,15 @@ with standard_output("name", outlives={outlives}):
 """
 
 
-def _run(shell: str, *, outlives: bool, encoding: str = "utf-8") -> tuple[int, str, str]:
-    """Run the command in a line of a shell; return its exit code, and what it wrote."""
-    command = [sys.executable, "-c", _COMMAND.format(outlives=outlives)]
+def _printing(shell: str, *, outlives: bool, encoding: str = "utf-8") -> tuple[int, str, str]:
+    """Run the command that prints; see `_run`."""
+    return _run(shell, _COMMAND.format(outlives=outlives), encoding)
+
+
+def _run(shell: str, command: str, encoding: str = "utf-8") -> tuple[int, str, str]:
+    """Run a command in a line of a shell; return its exit code, and what it wrote."""
     done = subprocess.run(
-        ["bash", "-c", shell, "bash", *command],
+        ["bash", "-c", shell, "bash", sys.executable, "-c", command],
         env={
             "PYTHONIOENCODING": encoding,
             "PATH": "/usr/bin:/bin",
@@ -58,7 +62,7 @@ def test_lines_of_tables_are_drawn_in_ascii() -> None:
 
 
 def test_a_command_draws_in_ascii_where_its_output_lacks_signs() -> None:
-    code, out, _ = _run('"$@"', outlives=False, encoding="ascii")
+    code, out, _ = _printing('"$@"', outlives=False, encoding="ascii")
 
     assert code == 0
     assert set(out) == {"-", "\n"}
@@ -67,7 +71,7 @@ def test_a_command_draws_in_ascii_where_its_output_lacks_signs() -> None:
 
 @pytest.mark.parametrize("outlives", [True, False])
 def test_files_get_no_number_of_an_output_that_is_closed(outlives: bool) -> None:
-    code, out, err = _run('exec 3>&2; "$@" >&- 0<&-', outlives=outlives)
+    code, out, err = _printing('exec 3>&2; "$@" >&- 0<&-', outlives=outlives)
 
     assert (code, out) == (0, "")
     assert err.startswith("came to its end, opened ")
@@ -75,16 +79,33 @@ def test_files_get_no_number_of_an_output_that_is_closed(outlives: bool) -> None
 
 
 def test_a_full_output_ends_a_command_that_only_prints() -> None:
-    code, _, err = _run('"$@" >/dev/full', outlives=False)
+    code, _, err = _printing('"$@" >/dev/full', outlives=False)
 
     assert code == 1
     assert err == "name: no more can be written to the output: No space left on device\n"
 
 
 def test_a_reader_that_went_away_ends_a_command_that_only_prints_without_a_word() -> None:
-    code, out, err = _run('"$@" | head -1; exit ${PIPESTATUS[0]}', outlives=False)
+    code, out, err = _printing('"$@" | head -1; exit ${PIPESTATUS[0]}', outlives=False)
 
     assert (code, out, err) == (141, "─" * 100 + "\n", "")
+
+
+@pytest.mark.parametrize(("outlives", "wanted"), [(False, 1), (True, 0)])
+def test_what_is_left_to_write_when_a_command_exits_is_not_lost_without_a_word(
+    outlives: bool, wanted: int
+) -> None:
+    command = f"""
+import sys
+from sbp_core.output import standard_output
+with standard_output("name", outlives={outlives}):
+    sys.stdout.write("a line")
+    sys.exit(0)
+"""
+    code, _, err = _run('"$@" >/dev/full', command)
+
+    assert code == wanted
+    assert err.startswith("name: no more can be written to the output: No space left on device")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +116,7 @@ def test_a_reader_that_went_away_ends_a_command_that_only_prints_without_a_word(
     ],
 )
 def test_work_goes_on_without_its_output_and_says_so_once(shell: str, why: str) -> None:
-    code, _, err = _run(shell, outlives=True)
+    code, _, err = _printing(shell, outlives=True)
 
     assert code == 0
     first, rest = err.split("\n", 1)

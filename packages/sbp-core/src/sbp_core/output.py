@@ -84,9 +84,11 @@ def standard_output(command: str, *, outlives: bool = False) -> Iterator[None]:
     sys.stdout, sys.stderr = _lasting(sys.stdout, lost), _lasting(sys.stderr, lambda error: None)
     try:
         yield
-        sys.stdout.flush()
     finally:
-        sys.stdout, sys.stderr = before
+        try:
+            sys.stdout.flush()  # also of a command that exits inside of the block
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 def _lasting(stream: TextIO | None, lost: Callable[[OSError], None]) -> TextIO:

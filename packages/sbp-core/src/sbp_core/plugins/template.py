@@ -88,7 +88,6 @@ def build(config: Config) -> MyCallback:
 _LOGGER = '''\
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from sbp_core.plugins import MetricSink, MetricSinkFactory
@@ -123,7 +122,7 @@ def build(config: Config) -> MetricSinkFactory:
         return MySink(config, run_folder, resumed_step=resumed_step)
 
     return make
-'''.replace("from functools import partial\n", "")
+'''
 
 _CLUSTER = '''\
 from sbp_core.cluster import Cluster, Device, Link

@@ -53,7 +53,7 @@ class Member:
     def of_this_process(cls, rank: int) -> Member:
         """Return this process, as a rank."""
         pid = os.getpid()
-        host, (_, started) = socket.gethostname(), _status(pid) or ("", 0)
+        host, (_, _, started) = socket.gethostname(), status_of(pid) or ("", 0, 0)
         return cls(rank=rank, host=host, pid_namespace=_pid_namespace(), pid=pid, started=started)
 
     @classmethod
@@ -84,22 +84,22 @@ def state_of(member: Member, seen_from: Member) -> MemberState:
     """
     if not member.shares_pids_with(seen_from):
         return MemberState.UNKNOWN
-    status = _status(member.pid)
+    status = status_of(member.pid)
     if status is None:
         return _signalled(member.pid)
-    letter, started = status
+    letter, _, started = status
     if letter in "ZXx" or (member.started and started != member.started):
         return MemberState.ENDED
     return _STATES.get(letter, MemberState.RUNNING)
 
 
-def _status(pid: int) -> tuple[str, int] | None:
-    """Return (state letter, start time in ticks) of a process, or None if that is not to be had."""
+def status_of(pid: int) -> tuple[str, int, int] | None:
+    """Return (state letter, parent, start time in ticks) of a process; None if it is not seen."""
     try:
         text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
         # The name of the program, in parentheses, may itself hold spaces and parentheses.
         fields = text.rpartition(")")[2].split()
-        return fields[0], int(fields[19])
+        return fields[0], int(fields[1]), int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from sbp_core.boxing.processes.membership import status_of
 from sbp_core.errors import BoxingError
 
 _PROC = Path("/proc")
@@ -86,7 +87,7 @@ class Siblings:
     def _find_launcher(self) -> int:
         """Return the process that has started the ranks: the first above that is none; or 0."""
         pid = os.getpid()
-        while (status := _status(pid)) is not None:
+        while (status := status_of(pid)) is not None:
             pid = status[1]
             found = _environment(pid) if pid > 0 else None
             if found is None:
@@ -109,10 +110,10 @@ class Siblings:
     def _seen(self) -> set[int]:
         """Return the ranks that run; all of them if the launcher has ended."""
         found = {self._rank}
-        if _status(self._launcher) is None:
+        if status_of(self._launcher) is None:
             return {*self._ranks}
         for folder in _PROC.glob("[0-9]*"):
-            status = _status(int(folder.name))
+            status = status_of(int(folder.name))
             if status is None or status[0] in "ZX" or status[1] != self._launcher:
                 continue
             text = (_environment(int(folder.name)) or {}).get(self._variable, "")
@@ -146,15 +147,6 @@ def did_not_open(rank: int, missing: list[int], why: str, waited: str = "") -> B
 
 def _list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _status(pid: int) -> tuple[str, int] | None:
-    """Return (state letter, parent) of a process; None if it cannot be seen."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        return text[0], int(text[1])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _environment(pid: int) -> dict[str, str] | None:
