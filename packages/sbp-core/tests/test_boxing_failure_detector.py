@@ -1,32 +1,27 @@
-"""The failure detector: who ended, deregistered, fell silent or failed; and what then breaks."""
+"""The failure detector: who ended, deregistered, fell silent or failed."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from boxing_calls import call_of, only_step
 from dict_store import DictControlStore, elsewhere, lost, stores_of
 from sleeping import ME, comes_to, member_of, sleeping
 
-from sbp_core.boxing.processes import connections as connections_module
 from sbp_core.boxing.processes import failure_detector as detector_module
 from sbp_core.boxing.processes import membership as members_module
 from sbp_core.boxing.processes.arrivals import Arrivals
-from sbp_core.boxing.processes.call import CollectiveCall, wait_until
-from sbp_core.boxing.processes.connections import Connections
+from sbp_core.boxing.processes.call import wait_until
+from sbp_core.boxing.processes.control_store import StoreSilentError
 from sbp_core.boxing.processes.failure_detector import FailureDetector, awaited
 from sbp_core.boxing.processes.membership import Member, MemberState
 from sbp_core.boxing.processes.pending_calls import PendingCalls
-from sbp_core.boxing.router import route
-from sbp_core.boxing.step import BoxingStep
-from sbp_core.errors import BoxingError
-from sbp_core.placement import Placement
-from sbp_core.sbp import B, NdSbp, P, Sbp
+from sbp_core.sbp import B
 
 #: A process id of a process that is there, but started at another time: it has ended.
 ENDED = replace(ME, rank=1, started=ME.started - 1)
@@ -36,19 +31,6 @@ ENDED = replace(ME, rank=1, started=ME.started - 1)
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     with sleeping() as process:
         yield process
-
-
-def only_step(before: Sbp, after: Sbp, sources: list[int], targets: list[int]) -> BoxingStep:
-    source, target = Placement(sources, ("x",)), Placement(targets, ("x",))
-    (step,) = route((4, 2), "float32", (source, NdSbp(before)), (target, NdSbp(after))).steps
-    return step
-
-
-def call_of(age_s: float = 0.0, rank: int = 0, tag: str = "grad") -> CollectiveCall:
-    step = only_step(P, B, [0, 1, 2], [0, 1, 2])
-    return CollectiveCall(
-        step=step, tag=tag, rank=rank, deadline_s=60.0, end_s=time.monotonic() - age_s + 60.0
-    )
 
 
 def detector_of(
@@ -299,128 +281,15 @@ def test_a_receive_waits_for_its_senders_and_a_collective_for_its_group() -> Non
     assert awaited(replace(call_of(rank=0), step=transfer)) == []
 
 
-# What breaks then.
-
-
-class QuietConnections(Connections):
-    def __init__(self, store: DictControlStore, limit_s: float = 10.0) -> None:
-        super().__init__(store)
-        self.told: list[str] = []
-        self.rendezvous(limit_s)
-
-    def _announce(self, text: str) -> None:
-        self.told.append(text)
-        self.control_store.announce_failure(text)
-
-    def _release(self) -> None:
-        self.control_store.deregister()
-
-
-@pytest.fixture
-def pair() -> Iterator[list[QuietConnections]]:
-    stores = stores_of(2)
-    stores[1].register(replace(ME, rank=1))
-    first = QuietConnections(stores[0])
-    second = QuietConnections(stores[1])
-    yield [first, second]
-    for each in (first, second):
-        each.close()
-
-
-def test_opening_in_vain_names_who_did_not_come() -> None:
+def test_of_a_store_that_is_silent_whoever_is_stopped_is_named_and_not_who_has_ended(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     store, *_ = stores_of(3)
-    store.entries["member/1"] = replace(ME, rank=1).to_json()
+    detector, _, _ = detector_of(store, member_of(sleeper), replace(ENDED, rank=2))
+    sleeper.send_signal(signal.SIGSTOP)
+    assert comes_to(member_of(sleeper), MemberState.STOPPED)
 
-    with pytest.raises(BoxingError, match=r"rank 0 waited 0.05 s .*: 2\n"):
-        QuietConnections(store, limit_s=0.05)
+    store.trouble = StoreSilentError("no answer")
 
-
-def test_opening_does_not_wait_for_the_ranks_of_a_run_that_lost_one() -> None:
-    store, *_ = stores_of(3)
-    store.entries["member/1"] = ENDED.to_json()
-
-    with pytest.raises(BoxingError, match=r"ended before: ranks 1 \(pid") as caught:
-        QuietConnections(store, limit_s=600.0)
-
-    assert "did not open their boxing backend: 2" in str(caught.value)
-
-
-def test_a_failure_reaches_ranks_that_are_in_no_call(pair: list[QuietConnections]) -> None:
-    here, there = pair
-
-    here.fail(ValueError("loss is not a number"))
-
-    assert there.control_store.wait_for(lambda: there._failure is not None, 10.0)
-    assert here.control_store.wait_for(
-        lambda: not here.control_store.not_acknowledged([0, 1]), 10.0
-    )
-    with pytest.raises(BoxingError) as caught:
-        there.check_usable(call_of(rank=1, tag="next"))
-    said = "rank 0 reported: ValueError: loss is not a number"
-    assert f"'next' could not complete: {said}" in str(caught.value)
-    assert here.told == there.told == [said]
-
-
-def test_a_broken_connection_is_explained_by_whoever_failed(
-    pair: list[QuietConnections], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections_module, "_REASON_S", 0.05)
-    here, there = pair
-    first = here.connection_lost(call_of(), "connection reset by peer")
-    assert "'grad' could not complete: a rank has ended, or" in str(first)
-    assert "connection reset by peer" in str(first)
-
-    second = there.connection_lost(call_of(rank=1, tag="loss"), "broken pipe")
-
-    assert "'loss' could not complete: a rank has ended, or" in str(second)
-    assert "broken pipe" not in str(second)
-
-
-def test_an_error_keeps_what_was_known_of_the_ranks_that_it_names(
-    pair: list[QuietConnections],
-) -> None:
-    here, there = pair
-    there.control_store.report_location("waits in boxing step 'loss'")
-    call = replace(call_of(), describe_ranks=here.describe_ranks)
-
-    error = here.call_failed(call, call.missing([1]))
-    # Another call that ends by it says what the first one advises.
-    assert "all processes make the same calls" in here.call_failed(call, call.missing([1])).todo
-
-    line = f"rank 1 (pid {ME.pid} on this host): is running; it waits in boxing step 'loss'"
-    assert line in error.where
-    assert line in here.told[0] and here.told[0].startswith("rank 0 reported: ")
-
-
-def test_closing_after_a_failure_waits_a_moment_for_the_others_to_acknowledge(
-    pair: list[QuietConnections],
-) -> None:
-    here, there = pair
-    here.fail(ValueError("loss is not a number"))
-
-    here.close()
-
-    assert there._failure is not None
-
-
-def test_closing_after_a_failure_does_not_wait_for_ever(
-    pair: list[QuietConnections], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, there = pair
-    monkeypatch.setattr(connections_module, "_ACKNOWLEDGE_S", 0.3)
-    assert there._detector is not None
-    there._detector.stop()
-    here.fail(ValueError("loss is not a number"))
-
-    here.close()
-
-    assert there._failure is None  # it has not read why, and never will
-
-
-def test_a_program_that_ends_without_closing_says_so(pair: list[QuietConnections]) -> None:
-    here, there = pair
-
-    here.end_with_program(BoxingError("its program ended"))
-
-    assert there.control_store.failure() == "rank 0 reported: its program ended"
-    assert here._detector is not None and not here._detector._thread.is_alive()
+    reason = detector.failure_reason() or ""
+    assert reason.startswith("rank 1 (pid ") and "is stopped by a signal" in reason

@@ -134,6 +134,8 @@ class JobBackend(ProcessBackend):
         quits = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not quits:
             self.fail(error)
-        super().close()
-        if self._exit is not None:
-            self._exit.leave(well=self._connections is not None and self._connections.is_well)
+        try:
+            super().close()
+        finally:
+            if self._exit is not None:
+                self._exit.leave(well=self._connections is not None and self._connections.is_well)

@@ -301,4 +301,9 @@ class BoxingBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; further calls raise `BoxingError`. Safe to call twice."""
+        """Release everything; further calls raise `BoxingError`. Safe to call twice.
+
+        Raises:
+            BoxingError: a rank of another process ended, or stands still, and had not closed its
+                backend; no call of this one has said so. Everything is released.
+        """

@@ -35,8 +35,9 @@ from sbp_core.errors import BoxingError, words_of
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that a rank waits, when it closes, for the others not to need it any more.
-CLOSE_TIMEOUT_S = 10.0
+#: Seconds that a rank waits, when it closes, for the others not to need it any more; and longer,
+#: where one of them is stopped by a signal, until it has failed by that.
+CLOSE_TIMEOUT_S, _STOPPED_TIMEOUT_S = 10.0, 20.0
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was announced.
 _REASON_S = 1.0
@@ -61,6 +62,8 @@ class Connections(ABC):
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._closed = False
+        #: What the failure detector has found, and nobody here has been told: `close` tells it.
+        self._untold = ""
         self._calls = PendingCalls()
         #: Whether all ranks have come, so that they read what this one announces.
         self._met = False
@@ -160,9 +163,9 @@ class Connections(ABC):
         self.fail(error)
         return error
 
-    @staticmethod
-    def _failed_before(call: CollectiveCall, failure: BaseException) -> BoxingError:
+    def _failed_before(self, call: CollectiveCall, failure: BaseException) -> BoxingError:
         """Return the error of a call as another one has failed, with what that advises."""
+        self._untold = ""
         if isinstance(failure, BoxingError) and failure.todo:
             return call.failed(words_of(failure), todo=failure.todo)
         return call.failed(words_of(failure))
@@ -190,6 +193,7 @@ class Connections(ABC):
 
     def known_failure(self) -> str:
         """Return what has failed, here or on ranks that announced it; "" if nothing has."""
+        self._untold = ""
         if self._failure is not None:
             return words_of(self._failure)
         return (self.control_store.failure() or "") if self._met and not self._closed else ""
@@ -209,12 +213,18 @@ class Connections(ABC):
     def fail(self, error: BaseException) -> None:
         """Make every call fail, here and on the ranks that wait for this one."""
         words = words_of(error)
+        self._untold = ""  # whoever fails here is not to be silenced by what befell others
         self._break(
             error, f"rank {self.control_store.rank} reported: {words}" if self._met else words
         )
 
     def close(self) -> None:
-        """Release everything; waits a while for messages and ranks that are on their way."""
+        """Release everything; waits a while for messages and ranks that are on their way.
+
+        Raises:
+            BoxingError: another rank ended, or stands still, and had not closed its own, and no
+                call has said so; all is released.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -232,6 +242,12 @@ class Connections(ABC):
             # An error keeps the frames that it passed, and these keep groups and messages: whoever
             # caught it may hold on to them, a closed backend does not.
             self._failure = BoxingError(words_of(self._failure))
+        if self._untold:
+            raise BoxingError(
+                f"the end of the run could not complete: {self._untold}",
+                where=f"rank {self.control_store.rank}, which was through",
+                todo="see what that rank did after its last step",
+            )
 
     def end_with_program(self, error: BaseException) -> None:
         """Tell the others that this process ends without closing its connections."""
@@ -241,13 +257,14 @@ class Connections(ABC):
 
     def _fail_because(self, reason: str) -> None:
         """Break everything for a reason that is not this rank's."""
-        self._break(BoxingError(reason), reason)
+        found = "" if self._detector is None else self._detector.found
+        self._break(BoxingError(reason), reason, untold=found)
 
-    def _break(self, error: BaseException, announced: str) -> None:
+    def _break(self, error: BaseException, announced: str, untold: str = "") -> None:
         with self._lock:
             if self._failure is not None or self._closed:
                 return
-            self._failure = error
+            self._failure, self._untold = error, untold
         # A program that ends frees all its objects, for which it first looks at each: with those of
         # torch most of a second, in which the other ranks, and the supervisor, see it run.
         atexit.register(gc.freeze)
@@ -275,16 +292,28 @@ class Connections(ABC):
         """Stay until no rank needs this one; say whether all of them are well.
 
         A rank that is still in a step needs the connections of those that are done, and all need
-        the store, which one of them may host.
+        the store, which one of them may host. One that runs is only slow, and may go on alone; one
+        that does nothing any more has failed, as in a step.
         """
-        store = self.control_store
+        store, detector = self.control_store, self._detector
+        if detector is None:
+            return store.failure() is None
 
         def over() -> bool:
             return store.all_deregistered() or self.failure_reason() is not None
 
+        detector.is_leaving = True
         if not store.wait_for(over, CLOSE_TIMEOUT_S):
+            store.wait_for(lambda: over() or not detector.sees_stopped, _STOPPED_TIMEOUT_S)
+        if store.all_deregistered():
+            # Whoever hosts the store may have left, as all others had.
+            return store.is_lost() or store.failure() is None
+        if reason := detector.investigate(0.0, CLOSE_TIMEOUT_S):
+            store.announce_failure(reason)
+        else:
             _log.warning("rank %d leaves before other ranks did", store.rank)
             return False
+        self._untold = detector.found
         return store.failure() is None
 
     def _ended_members(self) -> list[Member]:

@@ -87,6 +87,11 @@ class FailureDetector:
         self._deregistered: dict[int, float] = {}
         #: How often in a row a rank was seen to be stopped while a call waited for it.
         self._stopped_looks: Counter[int] = Counter()
+        self._stopped_for_long = ""
+        #: What this rank has found out by itself, of all that it knows to be wrong.
+        self.found = ""
+        #: Whether this rank is through, and waits for all others to be so.
+        self.is_leaving = False
         self._lost_since: float | None = None
         self._reported = ""
         self._num_heartbeats = 0
@@ -108,28 +113,41 @@ class FailureDetector:
     def failure_reason(self) -> str | None:
         """Look once; return why the run cannot go on, or None if nothing is wrong."""
         failure = self._store.failure()
+        if failure is not None and not self._store.is_lost():
+            return failure
         if failure is None:
             self._lost_since = None
-            return self._find_ended() or self._find_deregistered()
-        return self._explain_loss(failure) if self._store.is_lost() else failure
+            reason = self._find_ended() or self._find_deregistered() or self._stopped_for_long
+        else:
+            reason = self._explain_loss(failure)
+        self.found = reason or self.found
+        return reason or None
 
-    def investigate(self, limit_s: float) -> str | None:
-        """Look for why a connection broke, for `limit_s` seconds.
+    @property
+    def sees_stopped(self) -> bool:
+        """Whether a rank is stopped that is waited for; it fails if it stays so."""
+        return bool(self._stopped_looks)
 
-        Ranks on other hosts are listened to for a while longer, if there are any.
+    def investigate(self, limit_s: float, listen_s: float | None = None) -> str | None:
+        """Look for why a connection broke, or a rank does not come, for `limit_s` seconds.
+
+        Ranks on other hosts are listened to for longer, if there are any: `listen_s` seconds, or as
+        long as is usual.
         """
+        listen_s = listen_s or _SILENCE_S
         end = time.monotonic() + limit_s
         while (reason := self.failure_reason()) is None and time.monotonic() < end:
             time.sleep(_HURRY_S)
         if reason is not None:
             return reason
-        silent = self._silent(self._away, _SILENCE_S)
+        silent = self._silent(self._away, listen_s)
         deregistered = self._store.deregistered(silent)
         silent = [rank for rank in silent if rank not in deregistered]
         if (reason := self.failure_reason()) is not None or not silent:
             return reason
         names = ", ".join(self._name(rank) for rank in silent)
-        return f"{names} has given no sign of life for {_SILENCE_S:g} s: ended, or cut off"
+        self.found = f"{names} has given no sign of life for {listen_s:g} s: ended, or cut off"
+        return self.found
 
     def describe(self, ranks: Collection[int]) -> list[str]:
         """Say of each rank what its process does, and where it was last.
@@ -137,11 +155,7 @@ class FailureDetector:
         Of other ranks, those that do nothing any more: some of `ranks` may be waiting for them.
         """
         silent = self._silent(self._away, _LISTEN_S)
-        stopped = [
-            member.rank
-            for member in self._here
-            if state_of(member, self._me) is MemberState.STOPPED
-        ]
+        stopped = self._stopped()
         still = [rank for rank in sorted({*silent, *stopped}) if rank not in ranks]
         lines = []
         for rank in (*ranks, *still):
@@ -195,7 +209,20 @@ class FailureDetector:
         deregistered = self._store.deregistered(ended)
         self._deregistered |= dict.fromkeys(deregistered, time.monotonic())
         unexplained = [rank for rank in ended if rank not in deregistered]
-        return (self._store.failure() or self._say_ended(unexplained)) if unexplained else None
+        if not unexplained:
+            return None
+        return self._store.failure() or self._find_silent_host() or self._say_ended(unexplained)
+
+    def _find_silent_host(self) -> str | None:
+        """Name those that are stopped, if the store does not answer: one of them hosts it.
+
+        Whoever has ended meanwhile may have deregistered, which cannot be read.
+        """
+        if self._store.is_lost() or not self._store.is_lost(if_silent=True):
+            return None
+        stopped = self._stopped()
+        names = ", ".join(self._name(rank) for rank in stopped)
+        return f"{names} {STOPPED}, and the store does not answer" if stopped else None
 
     def _explain_loss(self, failure: str) -> str | None:
         """Say why the control store is lost: often, the process that hosted it has ended."""
@@ -222,21 +249,24 @@ class FailureDetector:
         return None
 
     def _find_stopped(self) -> str | None:
-        """Name a rank of this host that a signal has stopped, for whom a call of this rank waits.
+        """Name a rank of this host that a signal has stopped, and for whom this rank waits.
 
-        To be called once every `INTERVAL_S`.
+        It waits in a call, or for all others before it leaves. To be called once every
+        `INTERVAL_S`.
         """
         needed = {rank for call in self._calls.all() for rank in awaited(call)}
-        seen = {
-            member.rank
-            for member in self._here
-            if member.rank in needed and state_of(member, self._me) is MemberState.STOPPED
-        }
+        if self.is_leaving:
+            here = {member.rank for member in self._here}
+            needed |= here.difference(self._store.deregistered(here))
+        seen = needed.intersection(self._stopped()) if needed else ()
         self._stopped_looks = Counter({rank: self._stopped_looks[rank] + 1 for rank in seen})
         for rank, looks in self._stopped_looks.items():
             if looks >= _STOPPED_LOOKS:
-                return f"{self._name(rank)} {STOPPED}, and has been for {looks * INTERVAL_S:g} s"
-        return None
+                stopped_s = looks * INTERVAL_S
+                self._stopped_for_long = self.found = (
+                    f"{self._name(rank)} {STOPPED}, and has been for {stopped_s:g} s"
+                )
+        return self._stopped_for_long or None
 
     def _silent(self, ranks: Collection[int], listen_s: float) -> list[int]:
         """Return those of some ranks on other hosts whose heartbeat does not come for a while."""
@@ -246,6 +276,14 @@ class FailureDetector:
             time.sleep(_HURRY_S)
             silent = [rank for rank in silent if self._store.last_heartbeat(rank) == before[rank]]
         return silent
+
+    def _stopped(self) -> list[int]:
+        """Return the ranks of this host that a signal has stopped."""
+        return [
+            member.rank
+            for member in self._here
+            if state_of(member, self._me) is MemberState.STOPPED
+        ]
 
     def _not_running(self) -> list[int]:
         """Return the ranks of this host that have ended and are not known to have deregistered."""

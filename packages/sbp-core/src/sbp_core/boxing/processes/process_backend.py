@@ -100,7 +100,11 @@ class ProcessBackend(BoxingBackend):
         return self._connections.survivors(limit_s)
 
     def close(self) -> None:
-        """See `BoxingBackend.close`; waits a while for messages and ranks on their way."""
+        """See `BoxingBackend.close`; waits a while for messages and ranks on their way.
+
+        Raises:
+            BoxingError: a rank ended, or stands still, and had not closed its own.
+        """
         self._closed = True
         atexit.unregister(self._end_with_program)
         if self._connections is not None:
