@@ -64,13 +64,24 @@ def table_of(outcomes: Sequence[Outcome], deadline_s: float) -> Table:
     """Return the figures by way and kind of kill."""
     table = Table(
         title=f"Seconds from the kill; deadline of a step: {deadline_s:g} s",
-        caption="median, worst: other ranks down; all: nothing runs any more\n"
+        caption="median, worst: other ranks down; told: a rank was told which one failed, worst\n"
+        "all: nothing runs any more\n"
         "named: the failing rank was, by ranks, or in the last message of the run",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("", no_wrap=True)
-    for name in ("kills", "median", "worst", "all", "named", "by ranks", "by run", "faults"):
+    for name in (
+        "kills",
+        "median",
+        "worst",
+        "told",
+        "all",
+        "named",
+        "by ranks",
+        "by run",
+        "faults",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for way in dict.fromkeys(outcome.way for outcome in outcomes):
         of_way = [row for row in outcomes if row.way == way]
@@ -82,10 +93,12 @@ def table_of(outcomes: Sequence[Outcome], deadline_s: float) -> Table:
 
 def _figures(rows: Sequence[Outcome]) -> list[str]:
     down = [row.others_down_s for row in rows if row.others_down_s is not None]
+    named = [row.named_s for row in rows if row.named_s is not None]
     return [
         str(len(rows)),
         f"{statistics.median(down):.2f}" if down else "never",
         f"{max(down):.2f}" if len(down) == len(rows) else "never",
+        f"{max(named):.2f}" if named else "never",
         f"{max(row.all_down_s for row in rows):.2f}",
         str(sum(bool(row.named_by) for row in rows)),
         str(sum(any(name.startswith("rank") for name in row.named_by) for row in rows)),
@@ -117,8 +130,12 @@ def show(console: Console, line: str, outcome: Outcome | TrainingOutcome) -> Non
 def run_trials(options: argparse.Namespace, console: Console) -> Iterator[Outcome]:
     """Run what was asked for, and show how far it is."""
     draw, hows = random.Random(options.seed), [How(name) for name in options.how]
-    turns = [hows[turn % len(hows)] for turn in range(options.count)]
-    plan = [(way, how) for name, way in WAYS.items() if name in options.ways for how in turns]
+    ways = [way for name, way in WAYS.items() if name in options.ways]
+    plan = [
+        (way, how)
+        for way in ways
+        for how in islice(cycle([how for how in hows if how in way.hows]), options.count)
+    ]
     columns = (TextColumn("{task.description:<27}"), BarColumn(20), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("kills", total=len(plan))

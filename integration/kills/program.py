@@ -3,7 +3,7 @@
 Started by `trial` with `python PROGRAM SETTINGS`, where SETTINGS is JSON. Each rank writes its
 process id to `rank-K.pid`, and the first error that boxing raises to `rank-K.error`, both in the
 folder of the trial. A rank that gets SIGUSR1 raises an exception, one that gets SIGUSR2 calls
-`sys.exit(4)`: wherever it is at that moment.
+`sys.exit(4)`, SIGHUP `sys.exit(0)`, and SIGQUIT `os._exit(0)`: wherever it is at that moment.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ def _raise(number: int, frame: FrameType | None) -> NoReturn:
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(4)
+
+
+def _exit_0(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(0)
+
+
+def _os_exit_0(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(0)
 
 
 def _write(path: Path, value: object) -> None:
@@ -115,6 +123,8 @@ def _fail(how: str) -> None:
         raise ToldToFailError("this rank was told to fail")
     if how == "exit":
         sys.exit(4)
+    if how == "exit 0":
+        sys.exit(0)
     while True:  # a stall
         time.sleep(1.0)
 
@@ -135,6 +145,8 @@ def run_process(settings: dict[str, Any]) -> None:
     (rank,) = backend.local_ranks()
     signal.signal(signal.SIGUSR1, _raise)
     signal.signal(signal.SIGUSR2, _exit)
+    signal.signal(signal.SIGHUP, _exit_0)
+    signal.signal(signal.SIGQUIT, _os_exit_0)
     _write(Path(settings["folder"]) / f"rank-{rank}.pid", os.getpid())
     # No try: what happens to a program that does not close its backend is part of the trial.
     _run(rank, backend, settings, {})

@@ -66,7 +66,7 @@ TRAINING_WAYS = {
 }
 
 #: How a rank of a training run fails.
-TRAINING_HOWS = (How.EXCEPTION, How.SIGKILL, How.SIGSTOP, How.EXIT)
+TRAINING_HOWS = tuple(How)
 
 
 class Moment(StrEnum):
@@ -121,7 +121,7 @@ class TrainingOutcome:
         if self.moment in (Moment.IMPORT, Moment.CAPTURE, Moment.FIRST_STEP):
             return None
         # At the end a rank raises where it does not save any more; elsewhere in a step.
-        is_gone = self.how in (How.SIGSTOP, How.SIGKILL) or self.moment is Moment.END
+        is_gone = self.how in (How.SIGSTOP, How.SIGKILL, How.OS_EXIT_0) or self.moment is Moment.END
         if is_gone and self.way == "mpiexec":
             return None
         if is_gone and self.failing_rank == 0 and (self.way == "spawn" or self.how is How.SIGSTOP):
@@ -147,7 +147,7 @@ class TrainingOutcome:
     @property
     def _has_recovered(self) -> bool:
         """Whether a checkpoint could not be written, and a later one, of the last step, was."""
-        can_go_on = self.moment.saves and self.how in (How.EXCEPTION, How.EXIT)
+        can_go_on = self.moment.saves and self.how in (How.EXCEPTION, How.EXIT, How.EXIT_0)
         return can_go_on and self.checkpoints[:1] == (4,)
 
     @property

@@ -41,6 +41,9 @@ class How(StrEnum):
     SIGSTOP = "SIGSTOP"
     EXCEPTION = "exception"
     EXIT = "sys.exit"
+    #: With status 0, which no launcher takes for a failure: with Python's last steps, and without.
+    EXIT_0 = "sys.exit(0)"
+    OS_EXIT_0 = "os._exit(0)"
 
     @property
     def is_stall(self) -> bool:
@@ -68,6 +71,11 @@ class Way:
     def name(self) -> str:
         """As tables call it."""
         return f"{self.backend} ({self.launcher})"
+
+    @property
+    def hows(self) -> tuple[How, ...]:
+        """How a rank can be killed; the only process there is has not failed with status 0."""
+        return tuple(how for how in How if not (self.threads and how is How.OS_EXIT_0))
 
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """Return what to start."""
@@ -115,6 +123,7 @@ class Outcome:
         way, how, failing_rank: What was done, and to which rank.
         deadline_s: The deadline of the steps.
         others_down_s: When the last of the other ranks had ended, or None if one never did.
+        named_s: When a rank was first told by boxing that it was the failing one; None if none was.
         all_down_s: When the launcher and all that it started had ended.
         named_by: Who named the failing rank: ranks, the `launcher`, or the message of the `run`.
         told: What each other rank was told by boxing.
@@ -128,6 +137,7 @@ class Outcome:
     failing_rank: int
     deadline_s: float
     others_down_s: float | None
+    named_s: float | None
     all_down_s: float
     named_by: tuple[str, ...]
     told: dict[int, str]
@@ -186,7 +196,9 @@ def run_trial(
         kill.join()
         text = [line.text for line in lines]
         assert kill.at is not None, "the ranks did not start:\n" + "\n".join(text)
-        told = _told(Path(folder), num_ranks, failing_rank)
+        told, told_at = _told(Path(folder), num_ranks, failing_rank)
+        naming = _naming(failing_rank)
+        named_at = [told_at[rank] for rank, words in told.items() if naming.search(words)]
         message = str(ended.error() or "")
         return Outcome(
             way=way.name,
@@ -194,6 +206,7 @@ def run_trial(
             failing_rank=failing_rank,
             deadline_s=deadline_s,
             others_down_s=kill.others_down_s,
+            named_s=min(named_at) - kill.at if named_at else None,
             all_down_s=over - kill.at,
             named_by=_named_by(failing_rank, told, text, message, way, how),
             told=told,
@@ -241,7 +254,12 @@ class _Kill(threading.Thread):
 
     def _kill(self, pid: int) -> None:
         if self.way.threads and self.how is not How.SIGKILL:
-            words = {How.EXCEPTION: "exception", How.EXIT: "exit", How.SIGSTOP: "stall"}
+            words = {
+                How.EXCEPTION: "exception",
+                How.EXIT: "exit",
+                How.EXIT_0: "exit 0",
+                How.SIGSTOP: "stall",
+            }
             path = self.folder / f"rank-{self.failing_rank}.told"
             unfinished = path.with_suffix(".part")
             unfinished.write_text(json.dumps(words[self.how]), "utf-8")
@@ -252,6 +270,8 @@ class _Kill(threading.Thread):
             How.SIGSTOP: signal.SIGSTOP,
             How.EXCEPTION: signal.SIGUSR1,
             How.EXIT: signal.SIGUSR2,
+            How.EXIT_0: signal.SIGHUP,
+            How.OS_EXIT_0: signal.SIGQUIT,
         }
         os.kill(pid, signals[self.how])
 
@@ -280,14 +300,26 @@ def marked_processes(mark: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _told(folder: Path, num_ranks: int, failing_rank: int) -> dict[int, str]:
-    """Return what boxing told the ranks other than the failing rank."""
+def _told(
+    folder: Path, num_ranks: int, failing_rank: int
+) -> tuple[dict[int, str], dict[int, float]]:
+    """Return what boxing told the ranks other than the failing rank, and when."""
     told: dict[int, str] = {}
+    told_at: dict[int, float] = {}
     for rank in range(num_ranks):
         path = folder / f"rank-{rank}.error"
         if rank != failing_rank and path.exists():
-            told[rank] = json.loads(path.read_text("utf-8"))[1]
-    return told
+            told_at[rank], told[rank] = json.loads(path.read_text("utf-8"))
+    return told, told_at
+
+
+def _naming(failing_rank: int) -> re.Pattern[str]:
+    """Return what matches a text that accuses the failing rank."""
+    # That it is said to run, as is said of all who are late, accuses nobody.
+    return re.compile(
+        rf"\brank:? {failing_rank}\b(?! \([^()]*\): is running)"
+        rf"|did not arrive: (\d+, )*{failing_rank}\b"
+    )
 
 
 def _named_by(
@@ -298,11 +330,7 @@ def _named_by(
     Ranks in what boxing told them, the launcher in its lines, the run in the first line of its
     message.
     """
-    # That it is said to run, as is said of all who are late, accuses nobody.
-    name = re.compile(
-        rf"\brank:? {failing_rank}\b(?! \([^()]*\): is running)"
-        rf"|did not arrive: (\d+, )*{failing_rank}\b"
-    )
+    name = _naming(failing_rank)
     named = [f"rank {rank}" for rank, text in told.items() if name.search(text)]
     if any(name.search(line) for line in lines if "boxing step" not in line):
         named.append("launcher")

@@ -48,6 +48,10 @@ def _fail(settings: dict[str, Any]) -> None:
     unfinished.rename(fired)
     if settings["how"] == "sys.exit":
         sys.exit(4)
+    if settings["how"] == "sys.exit(0)":
+        sys.exit(0)
+    if settings["how"] == "os._exit(0)":
+        os._exit(0)
     if settings["how"] == "exception":
         raise ToldToFailError("this rank was told to fail")
     os.kill(os.getpid(), getattr(signal, settings["how"]))
