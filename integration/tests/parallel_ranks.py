@@ -199,8 +199,8 @@ CALLS: dict[str, Callable[[Any, dict[str, torch.Tensor], Path], object]] = {
 }
 
 
-def on_rank_0_alone(rank: int, call: str, folder: Path) -> str:
-    """Return what is said where only rank 0 makes a call, and rank 1 trains on."""
+def on_rank_0_alone(rank: int, call: str, folder: Path, *, at_the_end: bool = False) -> str:
+    """Return what is said where only rank 0 makes a call, and rank 1 trains on, or is through."""
     model = nn.Linear(64, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"x": torch.zeros(2, 64)}
@@ -209,7 +209,8 @@ def on_rank_0_alone(rank: int, call: str, folder: Path) -> str:
             step(given)
             if rank == 0:
                 CALLS[call](step, given, folder)
-            step(given)
+            if not at_the_end:
+                step(given)
     except SbpError as error:
         return str(error)
     return "trained"
@@ -275,6 +276,8 @@ def main() -> None:
     found["refusals"]["other evaluations"] = different_evaluations(rank)
     alone = Path(sys.argv[1]) / "alone"
     found["on rank 0 alone"] = {call: on_rank_0_alone(rank, call, alone) for call in CALLS}
+    last = next(call for call in CALLS if "save" in call)
+    found["at the end"] = {last: on_rank_0_alone(rank, last, alone, at_the_end=True)}
     print(json.dumps({"rank": rank, **found}), flush=True)
 
 

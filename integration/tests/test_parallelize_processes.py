@@ -99,6 +99,17 @@ def test_a_call_that_one_rank_makes_alone_is_named_on_both_sides(
 
 
 @pytest.mark.parametrize(("boxing", "layouts"), RUNS)
+def test_a_call_that_one_rank_makes_alone_as_the_last_one_says_who_has_left(
+    boxing: str, layouts: tuple[str, ...]
+) -> None:
+    ((call, said),) = ranks_of(boxing, layouts)[0]["at the end"].items()
+
+    assert said.startswith(f"{call}: boxing step 'vote ")
+    assert "has closed its boxing backend, and left; all ranks make the same calls" in said
+    assert set(ranks_of(boxing, layouts)[1]["at the end"].values()) == {"trained"}
+
+
+@pytest.mark.parametrize(("boxing", "layouts"), RUNS)
 def test_a_checkpoint_that_one_process_finds_damaged_is_passed_over_by_all(
     boxing: str, layouts: tuple[str, ...]
 ) -> None:

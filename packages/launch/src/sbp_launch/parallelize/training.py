@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError, RunError, SbpError, words_of
+from sbp_core.errors import BoxingError, ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import LogicalGraph
 from sbp_core.interrupts import HeldInterrupts
 from sbp_core.plugins import PluginRegistry
@@ -326,8 +326,12 @@ class Training:
         # A step that is over, or has failed, sends nothing any more, and says so itself.
         if self.gather is None or self.backend is None or not self._is_open:
             return
-        if not self.backend.failure_reason():
+        if self.backend.failure_reason():
+            return
+        try:
             self._compare({THE_CALL: call, **compared}, self.gather)
+        except BoxingError as error:
+            raise BoxingError(f"{call}: {error.what}", where=error.where, todo=error.todo) from error
 
     def _compare(self, own: Mapping[str, str], gather: Gather) -> None:
         """See that what has to be equal is; one vote of two numbers, where it is.

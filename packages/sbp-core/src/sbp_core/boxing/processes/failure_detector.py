@@ -245,7 +245,10 @@ class FailureDetector:
             for rank in self._store.deregistered(awaited(call)):
                 since_s = now - self._deregistered.setdefault(rank, now)
                 if min(since_s, call.age_s) >= _GRACE_S:
-                    return f"{self._name(rank)} has closed its boxing backend, and left"
+                    return (
+                        f"{self._name(rank)} has closed its boxing backend, and left; "
+                        "all ranks make the same calls before one of them closes"
+                    )
         return None
 
     def _find_stopped(self) -> str | None:
