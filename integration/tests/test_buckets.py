@@ -159,6 +159,7 @@ def test_padding_that_is_not_neutral_is_refused_with_the_usual_causes(make, loss
     torch.testing.assert_close(model.state_dict(), states, rtol=0, atol=0)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 @pytest.mark.parametrize("first", [1e-30, 0.0], ids=["next to nothing", "nothing"])
 def test_padding_is_proved_again_of_a_number_that_changes(call, first):
@@ -347,7 +348,8 @@ def test_a_program_that_changes_has_another_form_of_each_size():
         step(batch_of(0, 3))
 
 
-@pytest.mark.parametrize("boxing", ["torch", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("boxing", ["torch", "mpi"])
 def test_processes_agree_on_the_size_of_their_parts(boxing):
     backend: Any = registry().make("boxing", boxing, {})
     assert isinstance(backend, BoxingBackend)

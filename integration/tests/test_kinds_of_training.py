@@ -111,6 +111,7 @@ def assert_ranks_train_as_plain_pytorch(
     assert found == {rank: dict.fromkeys(kinds, "") for rank in range(count)}
 
 
+@pytest.mark.slow
 def test_kinds_of_training_on_two_processes_equal_plain_pytorch() -> None:
     kinds = ("Wasserstein GAN", "averages and best weights")
     assert_ranks_train_as_plain_pytorch("torch", 2, "manual/zero", kinds)

@@ -331,7 +331,8 @@ class Training:
         try:
             self._compare({THE_CALL: call, **compared}, self.gather)
         except BoxingError as error:
-            raise BoxingError(f"{call}: {error.what}", where=error.where, todo=error.todo) from error
+            what = f"{call}: {error.what}"
+            raise BoxingError(what, where=error.where, todo=error.todo) from error
 
     def _compare(self, own: Mapping[str, str], gather: Gather) -> None:
         """See that what has to be equal is; one vote of two numbers, where it is.

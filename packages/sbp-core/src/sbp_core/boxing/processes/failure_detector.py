@@ -115,6 +115,7 @@ class FailureDetector:
         failure = self._store.failure()
         if failure is not None and not self._store.is_lost():
             return failure
+        reason: str | None
         if failure is None:
             self._lost_since = None
             reason = self._find_ended() or self._find_deregistered() or self._stopped_for_long
