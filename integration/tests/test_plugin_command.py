@@ -11,11 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from sbp_core.plugins import KINDS
 from sbp_core.testing.plugin_check import PluginCheck
 
 OURS = sorted({one.dist.name for one in entry_points(group="sbp") if one.dist is not None})
 
-KINDS = ("callback", "cluster", "data", "logger", "model", "optimizer", "pass", "planner")
+#: The one that stays quick comes first. Of tensor libraries, only one may be installed.
+TEMPLATES = ("callback", *sorted(KINDS.keys() - {"callback", "tensor_library"}))
+
+#: What is run of the suites that take long; plugins of ours pass the whole.
+SELECTED = {
+    "boxing": ("-k", "plugin or two_ranks or closed"),
+    "runtime": ("-k", "TestPlugin or test_plugin or session or one_rank"),
+}
 
 CHECKS = ("hooks", "imports", "builds", "options", "rules", "callbacks")
 
@@ -56,7 +64,7 @@ def test_our_own_plugins_are_whole(name: str) -> None:
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_package_of_the_template_passes_its_tests_and_the_checks(
     kind: str, tmp_path: Path
 ) -> None:
@@ -65,7 +73,7 @@ def test_a_package_of_the_template_passes_its_tests_and_the_checks(
     environment = installed(root / "src", f"own-{kind}", f"own_{kind}.plugin")
 
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SELECTED.get(kind, ())],
         cwd=root,
         env=environment,
         capture_output=True,
@@ -200,6 +208,8 @@ def test_a_setting_that_another_group_gives_and_a_package_that_is_lacking_are_no
         (["new", "planner", "taken"], "the folder taken cannot be made: File exists"),
         (["new", "planner", "Not A Name"], "'Not A Name' is no name of a distribution"),
         (["check", "sbp-lunch"], "did you mean 'sbp-launch'?"),
+        (["check", "taken"], "to mend it: pip install -e taken"),
+        (["check", "nobody"], "no installed distribution 'nobody' has an entry point"),
     ],
 )
 def test_a_name_that_is_taken_or_none_or_of_no_plugin_is_refused(

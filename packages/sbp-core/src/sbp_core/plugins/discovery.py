@@ -17,10 +17,11 @@ import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pluggy
 
-from sbp_core.errors import SbpError, nearest
+from sbp_core.errors import SbpError, SbpLookupError, nearest
 from sbp_core.plugins.blame import place, reason
 from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpecs
 from sbp_core.plugins.registry import (
@@ -189,6 +190,30 @@ def _unknown_disabled(asked: Iterable[str], sources: Sequence[PluginSource]) -> 
         )
         for name, other in near.items()
     ]
+
+
+def sources_of(name: str) -> list[PluginSource]:
+    """Return the entry points of one distribution.
+
+    Args:
+        name: Of the distribution or an entry point.
+
+    Raises:
+        SbpLookupError: there are none. A folder of that name may be waiting to be installed.
+    """
+    sources = installed_sources()
+    found = [one for one in sources if name in (one.name, one.distribution)]
+    if found:
+        return found
+    others = sorted({one.distribution for one in sources})
+    near = nearest(name, others)
+    todo = f"did you mean {near!r}?" if near else "install it, or choose one of these"
+    raise SbpLookupError(
+        f"no installed distribution {name!r} has an entry point of group {PROJECT!r}, and no entry "
+        "point has that name",
+        accepted=", ".join(others) or "none: no plugin is installed",
+        todo=f"pip install -e {name}" if Path(name).is_dir() else todo,
+    )
 
 
 def installed_sources() -> tuple[PluginSource, ...]:
