@@ -89,8 +89,17 @@ class _Found:
     offers: tuple[tuple[str, str, Factory], ...] = ()
     folders: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
-    set_aside: bool = False
-    disabled: bool = False
+    health: str = OK
+
+    def problem(self, what: str) -> Problem:
+        """Return what is to be said of it."""
+        return Problem(
+            plugin=self.source.name,
+            distributions=(self.source.distribution,),
+            what=what,
+            version=self.source.version,
+            module=self.source.value.partition(":")[0],
+        )
 
 
 def discover(
@@ -108,7 +117,7 @@ def discover(
     sources = installed_sources() if entry_points is None else tuple(entry_points)
     asked = _names(os.environ.get(DISABLE_VARIABLE, ""))
     found = [
-        _Found(source=source, disabled=True) if asked & _names_of(source) else _read(source)
+        _Found(source=source, health=DISABLED) if asked & _names_of(source) else _read(source)
         for source in sources
     ]
     offers = [
@@ -118,24 +127,14 @@ def discover(
             distribution=plugin.source.distribution,
             version=plugin.source.version,
             api_version=plugin.api_version,
-            health=FAULTY if plugin.faults else OK,
+            health=plugin.health,
             summary=factory.summary,
             factory=factory,
         )
         for plugin in found
         for kind, name, factory in plugin.offers
     ]
-    problems = [
-        Problem(
-            plugin=plugin.source.name,
-            distributions=(plugin.source.distribution,),
-            what=fault,
-            version=plugin.source.version,
-            module=plugin.source.value.partition(":")[0],
-        )
-        for plugin in found
-        for fault in plugin.faults
-    ]
+    problems = [plugin.problem(fault) for plugin in found for fault in plugin.faults]
     problems += _equal_entry_points(sources)
     problems += _unknown_disabled(asked, sources)
     entries, conflicts = _mark_conflicts(offers)
@@ -149,15 +148,12 @@ def discover(
         ),
         problems=tuple(problems + conflicts),
         disabled=tuple(
-            Problem(
-                plugin=plugin.source.name,
-                distributions=(plugin.source.distribution,),
-                what=f"is left out by {DISABLE_VARIABLE}",
-                version=plugin.source.version,
-                module=plugin.source.value.partition(":")[0],
+            replace(
+                plugin.problem(f"is left out by {DISABLE_VARIABLE}"),
+                remedy=f"take it out of {DISABLE_VARIABLE}",
             )
             for plugin in found
-            if plugin.disabled
+            if plugin.health == DISABLED
         ),
     )
     if strict and registry.problems:
@@ -202,8 +198,7 @@ def sources_of(name: str) -> list[PluginSource]:
         SbpLookupError: there are none. A folder of that name may be waiting to be installed.
     """
     sources = installed_sources()
-    found = [one for one in sources if name in (one.name, one.distribution)]
-    if found:
+    if found := [one for one in sources if _names(name) & _names_of(one)]:
         return found
     others = sorted({one.distribution for one in sources})
     near = nearest(name, others)
@@ -254,14 +249,14 @@ def _read(source: PluginSource) -> _Found:
         raise
     except BaseException as error:
         # Not only Exception: a module that calls sys.exit() must not stop every command.
-        return _Found(source=source, faults=(_import_fault(source, error),), set_aside=True)
+        return _Found(source=source, faults=(_import_fault(source, error),), health=BROKEN)
     try:
         return _inspect(source, plugin)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of its attributes, or of what a hook returns
         fault = f"cannot be inspected: {reason(error)}"
-        return _Found(source=source, faults=(fault,), set_aside=True)
+        return _Found(source=source, faults=(fault,), health=BROKEN)
 
 
 def _inspect(source: PluginSource, plugin: object) -> _Found:
@@ -270,14 +265,14 @@ def _inspect(source: PluginSource, plugin: object) -> _Found:
     fault = _version_fault(version)
     if fault:
         known = version if isinstance(version, int) else None
-        return _Found(source=source, api_version=known, faults=(fault,), set_aside=True)
+        return _Found(source=source, api_version=known, faults=(fault,), health=BROKEN)
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
     try:
         manager.register(plugin, source.name)
     except Exception as error:  # a hook with arguments, or whatever its attributes raise
         fault = f"its hooks are refused: {reason(error)}"
-        return _Found(source=source, api_version=version, faults=(fault,), set_aside=True)
+        return _Found(source=source, api_version=version, faults=(fault,), health=BROKEN)
     faults = _misspelt_hooks(plugin)
     offers: list[tuple[str, str, Factory]] = []
     for kind, hook in KINDS.items():
@@ -292,6 +287,7 @@ def _inspect(source: PluginSource, plugin: object) -> _Found:
         offers=tuple(offers),
         folders=tuple(folders),
         faults=tuple(faults),
+        health=FAULTY if faults else OK,
     )
 
 
@@ -457,13 +453,5 @@ def _line_of(plugin: _Found) -> PluginEntry:
         distribution=plugin.source.distribution,
         version=plugin.source.version,
         api_version=plugin.api_version,
-        health=(
-            DISABLED
-            if plugin.disabled
-            else BROKEN
-            if plugin.set_aside
-            else FAULTY
-            if plugin.faults
-            else OK
-        ),
+        health=plugin.health,
     )
