@@ -65,7 +65,7 @@ def begun(kind: str, folder: Path) -> Path:
     return folder / f"own-{kind}"
 
 
-def tested(folder: Path, roots: Sequence[Path], *arguments: str) -> str:
+def run_pytest(folder: Path, roots: Sequence[Path], *arguments: str) -> str:
     """Run pytest in a folder, with packages of the template on the path; return what it says."""
     path = os.pathsep.join([*(str(root / "src") for root in roots), *filter(None, sys.path)])
     done = subprocess.run(
@@ -84,7 +84,7 @@ def tested(folder: Path, roots: Sequence[Path], *arguments: str) -> str:
 def test_a_package_of_the_template_runs_the_checks_with_its_tests(tmp_path: Path) -> None:
     root = begun("callback", tmp_path)
 
-    said = tested(root, [root])
+    said = run_pytest(root, [root])
 
     assert "tests/test_plugin.py::test_sbp_finds_the_plugin PASSED" in said
     assert "own-callback::TestPlugin::test_hooks PASSED" in said
@@ -98,7 +98,7 @@ def test_packages_of_all_templates_pass_their_tests_and_the_checks(tmp_path: Pat
     skipped = "snapshot or several_micro_batches or pipeline or missing or named"
     selected = ("-m", "not exhaustive", "-k", f"not ({skipped})", "--import-mode=importlib")
 
-    said = tested(tmp_path, roots, "-p", "sbp_core.testing.suites", *plugins, *selected)
+    said = run_pytest(tmp_path, roots, "-p", "sbp_core.testing.suites", *plugins, *selected)
 
     passed = {kind: len(re.findall(rf"^own-{kind}\b.* PASSED", said, re.M)) for kind in TEMPLATES}
     assert {kind: number for kind, number in passed.items() if number <= 7} == {}
