@@ -56,6 +56,7 @@ HATCHLING = "hatchling>=1.25"
 GRIFFE = "griffe>=2.4,<3"
 TRANSFORMERS = "transformers>=5.0,<6"
 RICH = "rich>=13.7"
+MKDOCS = ("mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10")
 
 #: Ranks are threads in most tests; more threads below them only fight for the cores. With `CI`,
 #: Hypothesis takes the same examples every time, and gives each the time that it takes.
@@ -71,7 +72,6 @@ ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
 
 #: Exit status of pytest when no test was selected.
 NO_TESTS = 5
-
 
 NCCL = next(package for package in PACKAGES if package.name == "boxing-nccl")
 SOURCES = [str(package.folder / "src") for package in PACKAGES]
@@ -105,14 +105,9 @@ def run_pytest(
 ) -> None:
     """Run the tests below a folder, with the pytest settings of that folder."""
     with session.chdir(folder):
-        session.run(
-            "python",
-            "-m",
-            "pytest",
-            *arguments,
-            env=TEST_ENVIRONMENT,
-            success_codes=[0, NO_TESTS] if may_be_empty else [0],
-        )
+        command = ("python", "-m", "pytest", *arguments)
+        codes = [0, NO_TESTS] if may_be_empty else [0]
+        session.run(*command, env=TEST_ENVIRONMENT, success_codes=codes)
 
 
 def test_package(
@@ -312,8 +307,8 @@ def newest(session: nox.Session, package: Package) -> None:
 def constraints(session: nox.Session) -> None:
     """Resolve the newest versions that all packages and sessions allow into constraints.txt."""
     report = Path(session.create_tmp(), "report.json")
-    tools = ("nox", "pip", "setuptools", HATCHLING, RUFF, IMPORT_LINTER, MYPY, GRIFFE, RICH)
-    needed = {*needed_of_others(with_tests=True, with_extras=True), TRANSFORMERS, *tools}
+    tools = (HATCHLING, RUFF, IMPORT_LINTER, MYPY, GRIFFE, RICH, *MKDOCS, "nox", "setuptools")
+    needed = {*needed_of_others(with_tests=True, with_extras=True), TRANSFORMERS, "pip", *tools}
     session.install("--upgrade", "pip")
     resolve = ("--quiet", "--dry-run", "--ignore-installed", "--report", str(report))
     pip_install(session, *resolve, *sorted(needed), constraints=[TORCH])
@@ -450,9 +445,8 @@ def exhaustive(session: nox.Session) -> None:
     run_integration(session, "-m", "exhaustive", *session.posargs, may_be_empty=True)
     if not session.posargs:
         for boxing in ("torch", "mpi"):
-            run_program(
-                session, "models", "--boxing", boxing, "--dtypes", "float64", "--steps", "3"
-            )
+            options = ("--boxing", boxing, "--dtypes", "float64", "--steps", "3")
+            run_program(session, "models", *options)
         kill_ranks(session)
         for program in PROGRAMS.values():
             run_program(session, program)
@@ -487,6 +481,14 @@ def docs(session: nox.Session) -> None:
     check_links(session)
     with session.chdir(INTEGRATION):
         session.run("python", "-m", "documents", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(reuse_venv=True)
+def site(session: nox.Session) -> None:
+    """The documents as pages for a browser, into build/site; a link that leads nowhere fails."""
+    pip_install(session, *MKDOCS)
+    with session.chdir(INTEGRATION):
+        session.run("mkdocs", "build", "--strict", *session.posargs)
 
 
 @nox.session(reuse_venv=True)

@@ -151,20 +151,26 @@ def needed_of_others(with_tests: bool = False, with_extras: bool = False) -> set
     return {entry for entry in found if name_of(entry) not in ours}
 
 
-#: Blocks of code, and code in a line, in which brackets are no links.
-_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+#: Links of a document, and code, in which brackets are no links.
+LINK_OR_CODE = re.compile(
+    r"^```.*?^```|`[^`\n]*`|\]\((?P<target>[^)#\s]+)[^)]*\)", re.MULTILINE | re.DOTALL
+)
+
+
+def documents(root: Path = ROOT) -> list[str]:
+    """Return the paths of all documents, from the root of the repository."""
+    return [
+        path.relative_to(root).as_posix()
+        for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "integration/[!.]*/*.md")
+        for path in sorted(root.glob(pattern))
+    ]
 
 
 def dead_links(root: Path = ROOT) -> list[str]:
     """Return links between the documents that lead nowhere, each after the document's path."""
-    documents = [
-        path
-        for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "integration/*/*.md")
-        for path in sorted(root.glob(pattern))
-    ]
     return [
-        f"{path.relative_to(root)}: {link}"
-        for path in documents
-        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", _CODE.sub("", path.read_text("utf-8")))
-        if "://" not in link and not (path.parent / link).exists()
+        f"{path}: {link}"
+        for path in documents(root)
+        for link in LINK_OR_CODE.findall((root / path).read_text("utf-8"))
+        if link and "://" not in link and not (root / path).parent.joinpath(link).exists()
     ]

@@ -43,8 +43,8 @@ def sbp_config_folders():  # with planner/mine.yaml: `name: mine`, and the setti
     return ["pkg://my_package.conf"]
 ```
 
-`sbp-plugins new planner my-planner` writes such a package (also for callback, cluster, data,
-logger, model, optimizer and pass). `sbp-plugins check my-planner` imports all of it, compares
+`sbp-plugins new planner my-planner` writes such a package, and one for each other kind
+except `tensor_library`. `sbp-plugins check my-planner` imports all of it, compares
 option files with dataclasses, looks at rules and callbacks, and runs the suites of its kinds;
 `pytest -p sbp_core.testing.suites --sbp-plugin my-planner` does so beside your own tests.
 `SBP_DISABLE_PLUGINS=my-planner,another` leaves plugins out, by their distributions or entry points.

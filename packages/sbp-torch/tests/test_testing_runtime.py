@@ -18,14 +18,14 @@ from sbp_torch.testing.runtime import RuntimeConformance
 
 
 class TestReferenceRuntime(RuntimeConformance):
-    uses_backend = False
-
     def make_runtime(self) -> ReferenceRuntime:
         return build(ReferenceConfig())
 
 
 class BrokenRuntime(Runtime):
     """The reference runtime with sessions of another class."""
+
+    uses_backend = False
 
     def __init__(self, session: type[ReferenceSession]) -> None:
         self.session = session
@@ -38,8 +38,6 @@ class BrokenRuntime(Runtime):
 
 def suite_of(session: type[ReferenceSession]) -> RuntimeConformance:
     class Suite(RuntimeConformance):
-        uses_backend = False
-
         def make_runtime(self) -> Runtime:
             return BrokenRuntime(session)
 
@@ -227,7 +225,9 @@ def test_the_unbroken_runtime_passes_what_the_broken_ones_fail() -> None:
 def test_a_runtime_that_moves_no_bytes_may_not_claim_to_use_the_backend() -> None:
     class Suite(RuntimeConformance):
         def make_runtime(self) -> Runtime:
-            return build(ReferenceConfig())
+            runtime = build(ReferenceConfig())
+            runtime.uses_backend = True
+            return runtime
 
         def make_backend(self) -> LocalBackend:
             backend = LocalBackend()

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from sbp_core.errors import SbpError, SbpLookupError
 from sbp_core.output import standard_output
-from sbp_core.plugins.discovery import discover
+from sbp_core.plugins.discovery import discover, sources_of
 from sbp_core.plugins.hooks import KINDS
 from sbp_core.plugins.registry import PluginEntry, PluginRegistry
 from sbp_core.plugins.template import TEMPLATES, write_template
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checking.add_argument("name", metavar="NAME", help="of its distribution or entry point")
     checking.add_argument("pytest", nargs="*", help="arguments of pytest, behind --: -- -k planner")
     beginning = commands.add_parser("new", help="write a package that passes the checks")
-    beginning.add_argument("kind", metavar="KIND", choices=sorted(TEMPLATES))
+    kinds = sorted(TEMPLATES)
+    beginning.add_argument("kind", metavar="KIND", choices=kinds, help=", ".join(kinds))
     beginning.add_argument("name", metavar="NAME", help="of the distribution: my-planner")
     options = parser.parse_args(arguments)
     try:
@@ -73,10 +74,10 @@ def check_plugin(name: str, arguments: Sequence[str] = ()) -> int:
         arguments: More arguments of pytest.
 
     Returns:
-        Exit code: 0 if all is well, 1 if not, 2 if there is no such plugin.
+        Exit code: 0 if all is well, 1 if not, 2 if nothing was checked.
 
     Raises:
-        SbpLookupError: pytest is not installed.
+        SbpLookupError: pytest is not installed, or no such plugin.
     """
     try:
         import pytest
@@ -85,6 +86,7 @@ def check_plugin(name: str, arguments: Sequence[str] = ()) -> int:
             "the checks of a plugin are tests of pytest, which is not installed",
             todo="pip install pytest",
         ) from error
+    sources_of(name)  # refuses one that is not there, before pytest starts
     with TemporaryDirectory(prefix="sbp-plugins-") as folder:
         settings = Path(folder, "pytest.ini")
         settings.write_text("[pytest]\nmarkers = exhaustive: takes long\n", encoding="utf-8")

@@ -17,10 +17,11 @@ import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pluggy
 
-from sbp_core.errors import SbpError, nearest
+from sbp_core.errors import SbpError, SbpLookupError, nearest
 from sbp_core.plugins.blame import place, reason
 from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpecs
 from sbp_core.plugins.registry import (
@@ -88,8 +89,17 @@ class _Found:
     offers: tuple[tuple[str, str, Factory], ...] = ()
     folders: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
-    set_aside: bool = False
-    disabled: bool = False
+    health: str = OK
+
+    def problem(self, what: str) -> Problem:
+        """Return what is to be said of it."""
+        return Problem(
+            plugin=self.source.name,
+            distributions=(self.source.distribution,),
+            what=what,
+            version=self.source.version,
+            module=self.source.value.partition(":")[0],
+        )
 
 
 def discover(
@@ -107,7 +117,7 @@ def discover(
     sources = installed_sources() if entry_points is None else tuple(entry_points)
     asked = _names(os.environ.get(DISABLE_VARIABLE, ""))
     found = [
-        _Found(source=source, disabled=True) if asked & _names_of(source) else _read(source)
+        _Found(source=source, health=DISABLED) if asked & _names_of(source) else _read(source)
         for source in sources
     ]
     offers = [
@@ -117,24 +127,14 @@ def discover(
             distribution=plugin.source.distribution,
             version=plugin.source.version,
             api_version=plugin.api_version,
-            health=FAULTY if plugin.faults else OK,
+            health=plugin.health,
             summary=factory.summary,
             factory=factory,
         )
         for plugin in found
         for kind, name, factory in plugin.offers
     ]
-    problems = [
-        Problem(
-            plugin=plugin.source.name,
-            distributions=(plugin.source.distribution,),
-            what=fault,
-            version=plugin.source.version,
-            module=plugin.source.value.partition(":")[0],
-        )
-        for plugin in found
-        for fault in plugin.faults
-    ]
+    problems = [plugin.problem(fault) for plugin in found for fault in plugin.faults]
     problems += _equal_entry_points(sources)
     problems += _unknown_disabled(asked, sources)
     entries, conflicts = _mark_conflicts(offers)
@@ -148,15 +148,12 @@ def discover(
         ),
         problems=tuple(problems + conflicts),
         disabled=tuple(
-            Problem(
-                plugin=plugin.source.name,
-                distributions=(plugin.source.distribution,),
-                what=f"is left out by {DISABLE_VARIABLE}",
-                version=plugin.source.version,
-                module=plugin.source.value.partition(":")[0],
+            replace(
+                plugin.problem(f"is left out by {DISABLE_VARIABLE}"),
+                remedy=f"take it out of {DISABLE_VARIABLE}",
             )
             for plugin in found
-            if plugin.disabled
+            if plugin.health == DISABLED
         ),
     )
     if strict and registry.problems:
@@ -189,6 +186,29 @@ def _unknown_disabled(asked: Iterable[str], sources: Sequence[PluginSource]) -> 
         )
         for name, other in near.items()
     ]
+
+
+def sources_of(name: str) -> list[PluginSource]:
+    """Return the entry points of one distribution.
+
+    Args:
+        name: Of the distribution or an entry point.
+
+    Raises:
+        SbpLookupError: there are none. A folder of that name may be waiting to be installed.
+    """
+    sources = installed_sources()
+    if found := [one for one in sources if _names(name) & _names_of(one)]:
+        return found
+    others = sorted({one.distribution for one in sources})
+    near = nearest(name, others)
+    todo = f"did you mean {near!r}?" if near else "install it, or choose one of these"
+    raise SbpLookupError(
+        f"no installed distribution {name!r} has an entry point of group {PROJECT!r}, and no entry "
+        "point has that name",
+        accepted=", ".join(others) or "none: no plugin is installed",
+        todo=f"pip install -e {name}" if Path(name).is_dir() else todo,
+    )
 
 
 def installed_sources() -> tuple[PluginSource, ...]:
@@ -229,14 +249,14 @@ def _read(source: PluginSource) -> _Found:
         raise
     except BaseException as error:
         # Not only Exception: a module that calls sys.exit() must not stop every command.
-        return _Found(source=source, faults=(_import_fault(source, error),), set_aside=True)
+        return _Found(source=source, faults=(_import_fault(source, error),), health=BROKEN)
     try:
         return _inspect(source, plugin)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of its attributes, or of what a hook returns
         fault = f"cannot be inspected: {reason(error)}"
-        return _Found(source=source, faults=(fault,), set_aside=True)
+        return _Found(source=source, faults=(fault,), health=BROKEN)
 
 
 def _inspect(source: PluginSource, plugin: object) -> _Found:
@@ -245,14 +265,14 @@ def _inspect(source: PluginSource, plugin: object) -> _Found:
     fault = _version_fault(version)
     if fault:
         known = version if isinstance(version, int) else None
-        return _Found(source=source, api_version=known, faults=(fault,), set_aside=True)
+        return _Found(source=source, api_version=known, faults=(fault,), health=BROKEN)
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
     try:
         manager.register(plugin, source.name)
     except Exception as error:  # a hook with arguments, or whatever its attributes raise
         fault = f"its hooks are refused: {reason(error)}"
-        return _Found(source=source, api_version=version, faults=(fault,), set_aside=True)
+        return _Found(source=source, api_version=version, faults=(fault,), health=BROKEN)
     faults = _misspelt_hooks(plugin)
     offers: list[tuple[str, str, Factory]] = []
     for kind, hook in KINDS.items():
@@ -267,6 +287,7 @@ def _inspect(source: PluginSource, plugin: object) -> _Found:
         offers=tuple(offers),
         folders=tuple(folders),
         faults=tuple(faults),
+        health=FAULTY if faults else OK,
     )
 
 
@@ -432,13 +453,5 @@ def _line_of(plugin: _Found) -> PluginEntry:
         distribution=plugin.source.distribution,
         version=plugin.source.version,
         api_version=plugin.api_version,
-        health=(
-            DISABLED
-            if plugin.disabled
-            else BROKEN
-            if plugin.set_aside
-            else FAULTY
-            if plugin.faults
-            else OK
-        ),
+        health=plugin.health,
     )

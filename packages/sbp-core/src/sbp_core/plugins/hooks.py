@@ -80,15 +80,16 @@ KINDS = {
 }
 
 
-#: Methods without which an object is none of its kind; other kinds are checked where they are used.
+#: The method without which an object is none of its kind; other kinds are checked where they are
+#: used.
 METHODS = {
-    "cluster": ("__call__",),
-    "planner": ("plan",),
-    "optimizer": ("__call__",),
-    "logger": ("__call__",),
-    "storage": ("__call__",),
-    "launcher": ("launch_specs",),
-    "pass": ("__call__",),
+    "cluster": "__call__",
+    "planner": "plan",
+    "optimizer": "__call__",
+    "logger": "__call__",
+    "storage": "__call__",
+    "launcher": "launch_specs",
+    "pass": "__call__",
 }
 
 

@@ -41,6 +41,7 @@ class Problem:
         what: What is wrong, in one line.
         version: Version of the distribution, if it is one.
         module: Hook module of the plugin; empty if it is about several.
+        remedy: What to do where something of the plugin is asked for.
     """
 
     plugin: str
@@ -48,16 +49,10 @@ class Problem:
     what: str
     version: str = ""
     module: str = ""
+    remedy: str = "mend that plugin"
 
     def __str__(self) -> str:
         return f"{self.plugin} ({' and '.join(self.distributions)}): {self.what}"
-
-    @property
-    def remedy(self) -> str:
-        """What to do where something of the plugin is asked for."""
-        if self.what.startswith("is left out by "):
-            return f"take it out of {self.what.removeprefix('is left out by ')}"
-        return "mend that plugin"
 
     def brings(self, option: str) -> bool:
         """Return whether the plugin's package has an option file, such as `planner/mine`."""
@@ -123,6 +118,11 @@ class PluginEntry:
         """The top package of `module`."""
         return self.module.partition(".")[0]
 
+    @property
+    def title(self) -> str:
+        """How messages call it, with its distribution."""
+        return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
+
     @contextmanager
     def called(self, by: str = "") -> Iterator[None]:
         """Call the plugin in the `with` block; errors of sbp pass.
@@ -143,16 +143,14 @@ class PluginEntry:
     def raised(self, error: Exception, by: str = "") -> PluginError:
         """Make the error for a plugin that raises what is no error of sbp; see `called`."""
         return PluginError(
-            f"{self.kind} {self.name!r} of {self.distribution} {self.version} raised "
-            f"{reason(error)}",
+            f"{self.title} raised {reason(error)}",
             # Without a line of its own it was called as it cannot be, or is written in C.
             where=(self.package not in CALLERS and own_lines(error, self)) or self._place(by),
             todo=MEND,
         )
 
     def _place(self, by: str) -> str:
-        assert self.factory is not None, "a plugin that is called has a factory"
-        return f"{self.factory.build}{f', method {by}' if by else ''}"
+        return f"{self.build}{f', method {by}' if by else ''}"
 
     def returned(self, found: object, accepted: str, by: str = "") -> PluginError:
         """Make the error for a plugin that returns what it may not.
@@ -167,8 +165,7 @@ class PluginEntry:
         else:
             what = "None" if found is None else type(found).__name__
         return PluginError(
-            f"{self.kind} {self.name!r} of {self.distribution} {self.version} returned {what}, "
-            f"not {accepted}",
+            f"{self.title} returned {what}, not {accepted}",
             where=self._place(by),
             accepted=accepted,
             todo="mend the plugin",
@@ -274,12 +271,9 @@ class PluginRegistry:
             ConfigError: see `settings.merge_settings`.
             PluginError: the config raises an error that refuses no value.
         """
-        entry = self.entry(kind, name)
-        assert entry.factory is not None, "an entry of a kind has a factory"
-        with entry.called():
-            return merge_settings(
-                entry.factory.config, settings, key=kind if key is None else key, where=where
-            )
+        config = self.factory(kind, name).config
+        with self.entry(kind, name).called():
+            return merge_settings(config, settings, key=kind if key is None else key, where=where)
 
     def make(
         self,
@@ -306,12 +300,11 @@ class PluginRegistry:
             if isinstance(error.__cause__, ImportError):
                 raise _not_importable(entry, error.__cause__) from error.__cause__
             raise
-        methods = METHODS.get(kind, ())
-        is_callable = methods == ("__call__",)
-        if made is None or (isinstance(made, type) and methods and not is_callable):
+        method = METHODS.get(kind)
+        if made is None or (isinstance(made, type) and method not in (None, "__call__")):
             raise entry.returned(made, f"a {kind}")
-        if missing := [one for one in methods if not callable(getattr(made, one, None))]:
-            has = "that can be called" if is_callable else f"with the method {missing[0]}"
+        if method and not callable(getattr(made, method, None)):
+            has = "that can be called" if method == "__call__" else f"with the method {method}"
             raise entry.returned(made, f"a {kind} {has}")
         return made
 
@@ -351,14 +344,12 @@ def target(entry: PluginEntry) -> Callable[[object], object]:
         ImportError: something it needs is not installed.
         SbpError: it names nothing that exists, or nothing that can be called.
     """
-    assert entry.factory is not None, "an entry of a kind has a factory"
-    module_name, _, attribute = entry.factory.build.partition(":")
-    found: object = importlib.import_module(module_name)
-    for part in attribute.split("."):
+    found: object = importlib.import_module(entry.module)
+    for part in entry.build.partition(":")[2].split("."):
         found = getattr(found, part, None)
     if not callable(found):
         raise SbpError(
-            f"{entry.kind} {entry.name!r} names {entry.factory.build}, which is nothing to call",
+            f"{entry.kind} {entry.name!r} names {entry.build}, which is nothing to call",
             where=f"distribution {entry.distribution} {entry.version}",
             todo=f"report it to the authors of {entry.distribution}",
         )
@@ -368,8 +359,7 @@ def target(entry: PluginEntry) -> Callable[[object], object]:
 def _not_importable(entry: PluginEntry, error: ImportError) -> SbpError:
     missing = (error.name or "").partition(".")[0]
     todo = f"report it to the authors of {entry.distribution}"
-    home = entry.factory.build.partition(":")[0].partition(".")[0] if entry.factory else ""
-    if missing and missing != home:
+    if missing and missing != entry.package:
         extra = extra_with(entry.distribution, missing)
         todo = f"pip install '{entry.distribution}[{extra}]'" if extra else f"pip install {missing}"
     return SbpError(

@@ -297,12 +297,13 @@ class Runtime(ABC):
 
     `traces` says whether its sessions note what they do in `Session.trace`, and `traces_operators`
     whether they note each operator if the trace asks for it; `has_forms` whether `start` takes
-    `keeps`.
+    `keeps`; `uses_backend` whether ranks exchange data through the backend that `start` is given.
     """
 
     traces: bool = False
     traces_operators: bool = False
     has_forms: bool = False
+    uses_backend: bool = True
 
     @abstractmethod
     def start(

@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass, fields
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from sbp_core.errors import SbpError, SbpLookupError, nearest, unknown_name
+from sbp_core.errors import SbpError, SbpLookupError, nearest
 from sbp_core.plugins import (
     KINDS,
     Callback,
@@ -29,7 +29,7 @@ from sbp_core.plugins import (
     merge_settings,
 )
 from sbp_core.plugins.blame import place, reason
-from sbp_core.plugins.discovery import installed_sources
+from sbp_core.plugins.discovery import sources_of
 from sbp_core.plugins.registry import extra_with, target
 from sbp_core.serialize import read_yaml
 from sbp_core.signatures import Rule, RuleSet, parse_notation
@@ -73,11 +73,7 @@ class PluginCheck:
         Raises:
             SbpLookupError: there is none of that name.
         """
-        sources = installed_sources()
-        found = [one for one in sources if name in (one.name, one.distribution)]
-        if not found:
-            names = {one.distribution for one in sources}
-            raise unknown_name("plugin", name, names, where="the installed distributions")
+        found = sources_of(name)
         return cls(
             distribution=found[0].distribution,
             packages=tuple(sorted({re.split("[.:]", one.value)[0] for one in found})),

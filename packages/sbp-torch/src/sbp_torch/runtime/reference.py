@@ -60,6 +60,7 @@ class ReferenceRuntime(Runtime):
     """Runs every rank in the calling thread; the backend is neither opened nor used."""
 
     has_forms = True
+    uses_backend = False
 
     def __init__(self, config: ReferenceConfig) -> None:
         self.config = config

@@ -1,0 +1,87 @@
+"""The documents of this repository as pages of a site: hooks of mkdocs, see `mkdocs.yml`.
+
+A page has the path that its document has here, so that links between documents stay what they are.
+Links to other files lead to the repository's address, if there is such a file; those that lead
+nowhere are left alone, and mkdocs refuses them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repository import LINK_OR_CODE, PACKAGES, ROOT, documents
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+URLS = next(one for one in PACKAGES if one.name == "sbp-core").project["urls"]
+
+#: What is said to those who run the documents.
+_COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Say where the repository is, and in which order pages are listed."""
+    config.site_url, config.repo_url, config.repo_name = URLS["Homepage"], URLS["Source"], "Source"
+    config.extra_css = ["wide.css"]
+    found = documents()
+    config.nav = [
+        "README.md",
+        {"Documents": [path for path in found if re.fullmatch(r"docs/[^/]+", path)]},
+        {"Packages": _of_packages("README.md")},
+        {"Plugins": [path for path in found if path.startswith("integration/")]},
+        {"Decisions": [path for path in found if path.startswith("docs/decisions/")]},
+        {"Changes": _of_packages("CHANGELOG.md")},
+        "CONTRIBUTING.md",
+    ]
+
+
+def _of_packages(file: str) -> list[dict[str, str]]:
+    return [{one.project["name"]: f"packages/{one.name}/{file}"} for one in PACKAGES]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Replace the pages of one folder by all documents."""
+    from mkdocs.structure.files import File
+
+    for page in files.documentation_pages():
+        files.remove(page)
+    for path in documents():
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    # Code has 100 columns, and there are wide tables.
+    files.append(File.generated(config, "wide.css", content=".md-grid {max-width: 80rem}"))
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Let links to other files lead to the repository."""
+    return linked(_COMMENT.sub("", markdown), page.file.src_uri, documents())
+
+
+def linked(markdown: str, path: str, pages: Collection[str], root: Path = ROOT) -> str:
+    """Return the text of a document whose links lead to pages, or to files of the repository.
+
+    Args:
+        markdown: Of the document.
+        path: Of the document, from the root of the repository.
+        pages: Paths of all documents, likewise.
+        root: Of the repository.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        target = found["target"]
+        if target is None or "://" in target:  # code, or elsewhere
+            return found[0]
+        inside = os.path.normpath(Path(path).parent / target)
+        if inside in pages or inside.startswith("..") or not (root / inside).exists():
+            return found[0]
+        if f"{inside}/README.md" in pages:
+            return found[0].replace(target, f"{target.rstrip('/')}/README.md")
+        return found[0].replace(target, f"{URLS['Source']}/{inside}")
+
+    return LINK_OR_CODE.sub(link, markdown)
