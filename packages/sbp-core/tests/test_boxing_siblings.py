@@ -84,3 +84,24 @@ def test_a_rank_that_is_not_seen_for_a_moment_may_come(monkeypatch: pytest.Monke
 
     with pytest.raises(BoxingError, match="did not open their boxing backend: 1, 2"):
         siblings.check()
+
+
+def test_before_a_wait_without_looks_who_is_not_there_is_given_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sbp_core.boxing.processes.siblings._LOOK_S", 0.01)
+    monkeypatch.setattr("sbp_core.boxing.processes.siblings._ABSENT_S", 0.05)
+    mine = {"RANK": "0", "LOCAL_RANK": "0", **TORCHRUN}
+    monkeypatch.setattr(
+        "sbp_core.boxing.processes.siblings._environment",
+        lambda pid: mine if pid == os.getpid() else {},
+    )
+    monkeypatch.setattr(Siblings, "_find_launcher", lambda self: os.getpid())
+    seen = [{0, 1}, {0}, {0, 1, 2}]
+    monkeypatch.setattr(Siblings, "_seen", lambda self: seen.pop(0) if seen else {0, 1})
+
+    Siblings.check_before_waiting()
+    assert not seen
+
+    with pytest.raises(BoxingError, match="did not open their boxing backend: 2"):
+        Siblings.check_before_waiting()

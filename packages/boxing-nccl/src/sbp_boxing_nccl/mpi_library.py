@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from typing import Any
 
+from sbp_core.boxing.processes import Siblings
 from sbp_core.errors import BoxingError
 
 
@@ -23,8 +24,11 @@ def load_mpi(limit_s: float | None = None) -> Any:
         limit_s: Seconds after which this process ends if they have not all come; None for never.
 
     Raises:
-        BoxingError: mpi4py or an MPI library is not installed, or it allows only one thread.
+        BoxingError: mpi4py or an MPI library is not installed, or it allows only one thread; or a
+            rank of this host has ended, which no MPI would notice.
     """
+    if "mpi4py.MPI" not in sys.modules:
+        Siblings.check_before_waiting()
     try:
         with _ending_after(limit_s):
             mpi = _start_mpi_together_with_all_ranks()

@@ -121,6 +121,19 @@ class Siblings:
                 found.add(int(text))
         return found
 
+    @classmethod
+    def check_before_waiting(cls) -> None:
+        """Raise `BoxingError` if a rank has ended, before this one waits where it cannot look."""
+        found = _environment(os.getpid()) or {}
+        for variable, *_ in _LAUNCHERS:
+            if not (text := found.get(variable, "")).isdecimal():
+                continue
+            siblings = cls(int(text), found)
+            siblings.check()
+            while siblings._absent:  # it may have ended, or not have begun
+                time.sleep(_LOOK_S)
+                siblings.check()
+
     def check(self) -> None:
         """Raise `BoxingError` if a rank has ended: it will not come any more."""
         if ended := self.ended():
