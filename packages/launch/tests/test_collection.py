@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,3 +86,28 @@ def test_parallelize_pauses_it_while_it_plans_and_no_longer(
 
     assert set(seen) == {False}
     assert gc.isenabled()
+
+
+def test_a_step_that_is_over_is_freed_before_the_next_one_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sbp_launch.parallelize.choices.discover", registry)
+    gc.enable()
+
+    def trained() -> weakref.ref[nn.Module]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        with parallelize(
+            model,
+            lambda model, batch: model(batch).square().sum(),
+            torch.ones(2, 2),
+            optimizer,
+            planner="even",
+            runtime="reference",
+        ) as step:
+            step(torch.ones(2, 2))
+        return weakref.ref(model)
+
+    models = [trained() for _ in range(3)]
+
+    assert [one() is None for one in models[:2]] == [True, True]

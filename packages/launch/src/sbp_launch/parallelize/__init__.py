@@ -59,7 +59,7 @@ __all__ = ["LengthBuckets", "ParallelStep", "ProgramStep", "StepOutput", "parall
 
 @in_arguments()
 @one_at_a_time()
-@collection_paused()
+@collection_paused(plans=True)
 def parallelize(
     model: nn.Module | DeferredModel,
     loss: Callable[[nn.Module, Any], Any],

@@ -84,7 +84,7 @@ class StepPlanner:
             return compiled(graph, strategy, settings, kept)
 
 
-@collection_paused()
+@collection_paused(plans=True)
 def step_planner(run: Run, program: Program) -> StepPlanner:
     """Capture the training step, and return what plans it."""
     settings, trainer = plan_settings(run, program), run.config.trainer
