@@ -22,6 +22,7 @@ from sbp_core.boxing.step import StepKind
 from sbp_core.calibration import CALL_KINDS as MEASURABLE
 from sbp_core.calibration import Calibration, MeasuredCase, Measurement
 from sbp_core.errors import ConfigError
+from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import merge_settings
 from sbp_launch.calibrate import collectives
@@ -33,11 +34,7 @@ from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
 from sbp_launch.calibrate.kept import Kept
 from sbp_launch.calibrate.run import link_of, make_cluster
 from sbp_launch.calibrate.table import plain
-from sbp_launch.machine import (
-    describe_machine,
-    free_memory_bytes,
-    total_memory_bytes,
-)
+from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
 

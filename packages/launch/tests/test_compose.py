@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -344,3 +345,20 @@ def test_option_files_that_stand_for_values_without_end_are_refused(tmp_path: Pa
         composed("model=mine", config_dir=tmp_path)
 
     assert refused.value.where == (str(tmp_path / "model" / "mine.yaml"),)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "huge"])
+def test_an_option_that_never_ends_is_not_read(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "trainer").mkdir()
+    file = tmp_path / "trainer" / "mine.yaml"
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        with file.open("wb") as opened:
+            opened.truncate(2**42)  # of which nothing is on the disk
+
+    what = "no such option" if kind == "pipe" else "too large"
+    with pytest.raises(ConfigError, match=what) as no:
+        composed("trainer=mine", config_dir=tmp_path)
+
+    assert kind == "pipe" or no.value.where == (str(file),)

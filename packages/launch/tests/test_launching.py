@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -70,6 +71,26 @@ def test_a_rank_that_fails_is_named_with_the_end_of_its_log(
 
     assert "rank_1.txt, which ends so:" in str(caught.value)
     assert "the last line" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "huge"])
+def test_a_log_that_never_ends_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "rank_1.txt"
+    if kind == "pipe":
+        os.mkfifo(log)
+    else:
+        with log.open("wb") as file:
+            file.truncate(2**42)  # of which nothing is on the disk
+            file.seek(2**42)
+            file.write(b"\nthe last line\n")
+
+    with pytest.raises(RunError, match="rank 1 ended with exit code 1") as caught:
+        launched(tmp_path, monkeypatch, "0,1")
+
+    assert ("the last line" in str(caught.value)) == (kind == "huge")
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,14 @@ def test_a_run_folder_with_pipes_is_refused(tmp_path: Path, name: str) -> None:
         take_folder(tmp_path, overwrite=True)
 
 
+def test_a_run_folder_with_a_file_that_never_ends_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "config.yaml").open("wb") as file:
+        file.truncate(2**42)  # of which nothing is on the disk
+
+    with pytest.raises(ConfigError, match=r"the file is too large: 4\.4 TB"):
+        FolderBefore.of(tmp_path)
+
+
 def test_checkpoints_of_a_run_may_lie_elsewhere(tmp_path: Path, home: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(home)

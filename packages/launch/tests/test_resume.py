@@ -153,6 +153,23 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_converted(
     assert_equal(states_of_run(tmp_path / "second"), states_of_run(tmp_path / "whole"))
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_whose_modules_were_wrapped(tmp_path: Path) -> None:
+    run = config()
+    trainer.train(run, registry(), tmp_path / "whole")
+    stopped(run, tmp_path / "first", 3)
+    wrapped = tmp_path / "step-00000003"
+    renames = ["--rename", "embed.=embed._orig_mod.", "--rename", "head.=module.head."]
+    command = ["convert", str(tmp_path / "first"), str(wrapped), "--to", "sbp", "--all", *renames]
+    assert main(command) == 0
+    names = Checkpoint(LocalStorage(tmp_path), wrapped.name).names
+    assert {"embed._orig_mod.weight.exp_avg", "module.head.weight.ema"} <= {*names}
+
+    trainer.train(resumed(run, wrapped), registry(), tmp_path / "second")
+
+    assert_equal(states_of_run(tmp_path / "second"), states_of_run(tmp_path / "whole"))
+
+
 def test_a_path_is_that_of_a_run_of_its_checkpoints_or_of_one(tmp_path: Path) -> None:
     save_whole(tmp_path / "run" / "checkpoints", "step-00000009")
     save_whole(tmp_path / "run" / "checkpoints", "step-00000010")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 from trainable import registry, run_config
 
+from sbp_core.errors import SbpError
 from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
 from sbp_launch.run.result import RunResult, read_result, write_result
 from sbp_launch.settings.config import EvaluateConfig
@@ -100,6 +102,13 @@ def test_notes_of_other_processes_are_read_in_the_order_of_the_runs(tmp_path: Pa
     notes.write(replace(made[0], failure=""))
 
     assert SweepNotes(tmp_path).read() == [made[2], made[1], replace(made[0], failure="")]
+
+
+def test_a_note_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "0.json")
+
+    with pytest.raises(SbpError, match="it is a pipe"):
+        SweepNotes(tmp_path).read()
 
 
 def test_a_job_that_outlasts_its_sweep_has_nobody_to_tell(tmp_path: Path) -> None:

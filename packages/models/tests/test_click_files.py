@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -169,3 +171,24 @@ def test_integers_that_float64_has_not_are_rounded_as_other_numbers(tmp_path: Pa
     parquet.write_table(arrow.table(table), tmp_path / "x.parquet")
 
     assert read(tmp_path / "x.parquet")["dense"] == [2.0**60, 5]
+
+
+def test_a_parquet_file_that_is_exchanged_behind_the_look_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.parquet"
+    parquet.write_table(arrow.table({"label": [0, 1], "I1": [3, 5], "C1": [1, 2]}), file)
+    looked_at = click_files.open_file
+
+    def exchanged(path: Path) -> FileIO:
+        opened = looked_at(path)
+        path.unlink()
+        os.mkfifo(path)
+        return opened
+
+    monkeypatch.setattr(click_files, "open_file", exchanged)
+    reader = click_files.ClickFiles(arrow, config(file, dense=("I1",), sparse=("C1",), rows=(9,)))
+
+    ((batch, _),) = reader.batches(file)
+
+    assert batch.column("I1").to_pylist() == [3, 5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_an_arrow_file_that_is_none_is_named(tmp_path: Path) -> None:
         made(tmp_path)
 
     assert caught.value.where == (f"{file}, byte 0",)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "empty"])
+def test_an_arrow_file_that_is_no_plain_one_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    rows(100).save_to_disk(tmp_path)
+    file = next(tmp_path.glob("*.arrow"))
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.touch()
+
+    with pytest.raises(ConfigError, match="it is a pipe" if kind == "pipe" else "is broken"):
+        made(tmp_path)
 
 
 def test_json_that_is_broken_is_named_with_its_byte(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sbp_core.errors import ConfigError, SbpLookupError
+from sbp_models import text
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask
 from sbp_models.text import MASK, ByteText, build_stdlib, build_text
 from sbp_torch.kinds import TextDataset
@@ -218,6 +219,61 @@ def test_what_is_neither_file_nor_folder_is_called_so(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="neither a file nor a folder"):
         build_from(tmp_path / "pipe")
+
+
+def test_a_pipe_and_a_link_to_one_in_a_folder_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text(LINES)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "also").symlink_to("pipe")
+
+    with caplog.at_level(logging.WARNING):
+        data = build_from(tmp_path, context=4)
+
+    assert "1 file," in data.describe()
+    wanted = "2 (also: it is a pipe, no plain file; pipe: it is a pipe, no plain file)"
+    assert wanted in caplog.text
+
+
+@pytest.mark.parametrize("named", [".", "b.txt"])
+def test_a_text_that_memory_cannot_hold_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    (tmp_path / "a.txt").write_text("a" * 900)
+    with (tmp_path / "b.txt").open("wb") as file:
+        file.truncate(900 if named == "." else 2**42)  # of which nothing is on the disk
+    if named == ".":
+        monkeypatch.setattr(text, "room_bytes", lambda: 1799)
+
+    with pytest.raises(ConfigError, match="the text is kept in memory, and there is not as") as no:
+        build_from(tmp_path / named)
+
+    assert ("1800 B" if named == "." else "4.4 TB") in no.value.what
+    assert "data=tokens" in no.value.todo
+
+
+def test_a_text_is_held_where_the_system_does_not_say_how_much_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text(LINES)
+    monkeypatch.setattr(text, "room_bytes", lambda: None)
+
+    assert "1 file," in build_from(tmp_path, context=4).describe()
+
+
+def test_a_character_over_two_pieces_is_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(text, "_PIECE_BYTES", 2)
+    (tmp_path / "a.txt").write_text("x\N{SNOWMAN}" * 40, "utf-8")
+    (tmp_path / "cut.txt").write_bytes(("x\N{SNOWMAN}" * 40).encode()[:-1])
+
+    with caplog.at_level(logging.WARNING):
+        data = build_from(tmp_path, context=2)
+
+    assert "1 file," in data.describe()
+    assert "(cut.txt: not UTF-8)" in caplog.text
 
 
 def test_a_short_text_is_refused_by_the_name_that_was_given(tmp_path: Path) -> None:

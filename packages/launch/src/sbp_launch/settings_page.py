@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_core.plugins import PluginRegistry, discover
+from sbp_core.serialize import read_text
 from sbp_launch.apps.plan import PlanConfig
 from sbp_launch.calibrate.config import CalibrateConfig
 from sbp_launch.settings.callbacks import callbacks_of, settings_of
@@ -189,7 +190,7 @@ def main(words: list[str] | None = None) -> int:
     text = page(catalog)
     if not options.check:
         options.file.write_text(text, "utf-8")
-    elif not options.file.exists() or options.file.read_text("utf-8") != text:
+    elif not options.file.exists() or read_text(options.file) != text:
         sys.stdout.write(f"{options.file} is not what the source says: write it anew\n")
         return 1
     return 0

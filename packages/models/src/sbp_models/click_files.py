@@ -8,8 +8,9 @@ the words that pyarrow and pandas know for what is missing are no numbers.
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import BufferedReader, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -55,23 +56,31 @@ class ClickFiles:
     def _parquet(self, file: Path) -> Iterator[tuple[Any, int]]:
         """Yield batches of a file, and its bytes that have been read by then."""
         parquet = library("pyarrow.parquet", extra="clicks", needed_by="data=click_log")
-        try:
-            # Buffered and not read ahead: a row group may be as large as the file.
-            open_file(file).close()  # no pipe, for which pyarrow would wait
-            opened = parquet.ParquetFile(
-                file, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER_BYTES
-            )
-            names = opened.schema_arrow.names
-        except (self.arrow.ArrowException, OSError, ValueError) as error:
-            size = file.stat().st_size
-            raise ConfigError(
-                f"{file} is no Parquet file that can be read: {error}",
-                where=f"{file}, byte {max(0, size - 8)}: where Parquet says what is in a file",
-                accepted="whole Parquet files",
-            ) from error
-        with opened:
+        size_bytes = 0
+        with ExitStack() as files:
+            try:
+                # Of what was opened, not of the name, which may mean another file by now.
+                source = files.enter_context(open_file(file))
+                size_bytes = os.fstat(source.fileno()).st_size
+                # Buffered and not read ahead: a row group may be as large as the file.
+                opened = files.enter_context(
+                    parquet.ParquetFile(
+                        f"/dev/fd/{source.fileno()}",
+                        page_checksum_verification=True,
+                        pre_buffer=False,
+                        buffer_size=_BUFFER_BYTES,
+                    )
+                )
+                names = opened.schema_arrow.names
+            except (self.arrow.ArrowException, OSError, ValueError) as error:
+                at = max(0, size_bytes - 8)
+                raise ConfigError(
+                    f"{file} is no Parquet file that can be read: {error}",
+                    where=f"{file}, byte {at}: where Parquet says what is in a file",
+                    accepted="whole Parquet files",
+                ) from error
             self._check_columns(file, names)
-            read_rows, num_rows, size_bytes = 0, opened.metadata.num_rows, file.stat().st_size
+            read_rows, num_rows = 0, opened.metadata.num_rows
             for group in range(opened.num_row_groups):
                 try:
                     for batch in opened.iter_batches(

@@ -7,6 +7,7 @@ downloaded, and no code of a data set is run.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError, nearest
+from sbp_core.serialize import open_file
 from sbp_core.user_paths import user_path
 from sbp_models.configs import HfDatasetConfig
 from sbp_models.extras import library
@@ -142,20 +144,22 @@ def _check_files(folder: Path) -> None:
                 f"{state} is no JSON: {error}", where=f"{state}, byte {getattr(error, 'pos', 0)}"
             ) from error
     for file in files_of(folder, key="data.path", suffixes={".arrow"}):
-        read_bytes(file, size_bytes=0)  # no pipe, for which pyarrow would wait
-        with arrow.memory_map(str(file)) as source:
-            at = 0
-            try:
-                reader = arrow.ipc.open_stream(source)
+        at = 0
+        try:
+            with open_file(file) as opened:
+                # Mapped, and not read: a length that a broken file says is memory of no one.
+                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            source = arrow.BufferReader(arrow.py_buffer(mapped))
+            reader = arrow.ipc.open_stream(source)
+            at = source.tell()
+            while True:
+                reader.read_next_batch().validate(full=True)
                 at = source.tell()
-                while True:
-                    reader.read_next_batch().validate(full=True)
-                    at = source.tell()
-            except StopIteration:
-                continue
-            except (arrow.ArrowException, OSError, ValueError) as error:
-                raise ConfigError(
-                    f"{file} is broken: {error}",
-                    where=f"{file}, byte {at}",
-                    accepted="Arrow files as save_to_disk of the library datasets writes them",
-                ) from error
+        except StopIteration:
+            continue
+        except (arrow.ArrowException, OSError, ValueError) as error:
+            raise ConfigError(
+                f"{file} is broken: {error}",
+                where=f"{file}, byte {at}",
+                accepted="Arrow files as save_to_disk of the library datasets writes them",
+            ) from error

@@ -19,7 +19,7 @@ import logging
 import os
 import platform
 import sysconfig
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from sbp_core.errors import ConfigError
+from sbp_core.machine_memory import room_bytes
 from sbp_core.serialize import open_file
 from sbp_core.units import format_bytes
 from sbp_core.user_paths import user_path
@@ -45,6 +46,9 @@ SPLITS = {"train": 0.95, "validation": 0.05}
 
 #: Most files that a warning or refusal names.
 _MOST_NAMED = 3
+
+#: Bytes that are looked at together, whether they are UTF-8.
+_PIECE_BYTES = 2**20
 
 #: The token that hides another.
 MASK = 256
@@ -173,7 +177,7 @@ def build_stdlib(config: StdlibConfig) -> ByteText:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = [
-        (name, path.read_bytes())
+        (name, _content(path))
         for name, path in _files_below(folder, leave_out=NOT_LIBRARY.__contains__)
         if name.endswith(".py")
     ]
@@ -240,10 +244,34 @@ def build_text(config: TextConfig) -> ByteText:
     )
 
 
+def _content(path: Path, held_bytes: int = 0) -> bytes:
+    """Return what is in a file, without a byte order mark.
+
+    Args:
+        path: Of the file.
+        held_bytes: Of other files, which are kept in memory with it.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: there is not as much memory.
+    """
+    with open_file(path) as file:
+        needed_bytes, room = held_bytes + os.fstat(file.fileno()).st_size, room_bytes()
+        if room is not None and needed_bytes > room:
+            raise ConfigError(
+                f"the text is kept in memory, and there is not as much: it has "
+                f"{format_bytes(needed_bytes)} with {path}, and {format_bytes(room)} are free",
+                where=str(path),
+                accepted=f"at most {format_bytes(room)} of text on this machine now",
+                todo="data=tokens reads text of any size in pieces, and keeps tokens on disk; or "
+                "give less text",
+            )
+        return file.read().removeprefix(BOM_UTF8)
+
+
 def _read_file(path: Path, given: str) -> bytes:
     try:
-        with open_file(path) as file:
-            return file.read().removeprefix(BOM_UTF8)
+        return _content(path)
     except OSError as error:
         raise ConfigError(
             f"{given} cannot be read: {error.strerror}",
@@ -256,6 +284,7 @@ def _read_folder(folder: Path) -> tuple[list[tuple[str, bytes]], list[str]]:
     """Return the texts below a folder by name, and what is left out, with the reason."""
     files: list[tuple[str, bytes]] = []
     left_out: list[str] = []
+    held_bytes = 0
 
     def unread(error: OSError, path: Path) -> None:
         left_out.append(f"{path.relative_to(folder).as_posix()}: {error.strerror}")
@@ -264,21 +293,25 @@ def _read_folder(folder: Path) -> tuple[list[tuple[str, bytes]], list[str]]:
         folder, leave_out=lambda part: part.startswith("."), unread=unread
     ):
         try:
-            with open_file(path) as file:
-                content = file.read().removeprefix(BOM_UTF8)
+            content = _content(path, held_bytes)
         except OSError as error:
             unread(error, path)
             continue
         if _is_utf8(content):
             files.append((name, content))
+            held_bytes += len(content)
         else:
             left_out.append(f"{name}: not UTF-8")
     return files, sorted(left_out)
 
 
 def _is_utf8(content: bytes) -> bool:
+    # In pieces: a text in memory takes up to four times as much as its bytes.
+    decoder, view = getincrementaldecoder("utf-8")(), memoryview(content)
     try:
-        content.decode("utf-8")
+        for begin in range(0, len(view), _PIECE_BYTES):
+            decoder.decode(view[begin : begin + _PIECE_BYTES])
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return False
     return True
@@ -307,10 +340,10 @@ def _files_below(
             path = Path(parent, name)
             if leave_out(name):
                 continue
-            if path.is_file():
-                yield path.relative_to(folder).as_posix(), path
-            elif path.is_symlink():
+            if path.is_symlink() and not path.exists():
                 unread(OSError(errno.ENOENT, "a link to nothing"), path)
+            else:  # what is no plain file is refused by its kind when it is opened
+                yield path.relative_to(folder).as_posix(), path
 
 
 def _file_key(name: str) -> tuple[bytes, str]:

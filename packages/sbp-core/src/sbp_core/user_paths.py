@@ -22,23 +22,27 @@ __all__ = ["cache_folder", "user_path"]
 logger = logging.getLogger(__name__)
 
 
-def user_path(path: str | Path, *, key: str) -> Path:
+def user_path(path: str | Path, *, key: str = "", where: str = "") -> Path:
     """Return the path that a user names, with `~` and `~USER` replaced by a home folder.
 
     Args:
         path: As it is written.
-        key: The setting or argument that names it.
+        key: The setting that names it, if one does.
+        where: The call that names it, or the command line.
 
     Raises:
         ConfigError: there is no such home folder, or the text is no path.
     """
+    named = f"{key}=" if key else ""
     if "\0" in str(path):
-        raise ConfigError(f"{key}={str(path)!r} is no path", accepted="a path without NUL")
+        what = f"{named}{str(path)!r} is no path"
+        raise ConfigError(what, where=where or (), accepted="a path without NUL")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{key}={path}: the home folder that ~ stands for is not known",
+            f"{named}{path}: the home folder that ~ stands for is not known",
+            where=where or (),
             accepted="~ of a user that this machine knows, or whose HOME is set",
             todo="write the whole path",
         ) from error

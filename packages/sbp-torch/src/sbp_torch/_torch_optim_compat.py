@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,13 +13,50 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return how the hooks were registered that run around an optimizer's steps. Tried on 2.13."""
-    found = {
+    found: dict[str, Mapping[int, Any]] = {
         "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
         "register_step_post_hook": optimizer._optimizer_step_post_hooks,
         "register_optimizer_step_pre_hook": _global_optimizer_pre_hooks,
         "register_optimizer_step_post_hook": _global_optimizer_post_hooks,
     }
-    return [name for name, hooks in found.items() if hooks]
+    others = {
+        name: [hook for hook in hooks.values() if not isinstance(hook, _StepTeller)]
+        for name, hooks in found.items()
+    }
+    return [name for name, hooks in others.items() if hooks]
+
+
+class _StepTeller:
+    """A hook that tells of the calls of an optimizer's step, and changes nothing."""
+
+    def __init__(self, tell: Callable[[torch.optim.Optimizer, bool], None]) -> None:
+        self._tell = tell
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        with torch._C.DisableTorchFunctionSubclass():
+            has_gradients = any(one.grad is not None for one in parameters)
+        self._tell(optimizer, has_gradients)
+
+
+def tell_steps(
+    optimizer: torch.optim.Optimizer, tell: Callable[[torch.optim.Optimizer, bool], None]
+) -> Callable[[], None]:
+    """Have a function called before each step that somebody takes by `optimizer.step`.
+
+    Capture takes no notice of it. Tried on 2.13.
+
+    Args:
+        optimizer: Tells nobody else from now on.
+        tell: Is called with the optimizer, and whether a parameter of it has a gradient.
+
+    Returns:
+        What ends it.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _StepTeller)]:
+        del hooks[key]
+    return optimizer.register_step_pre_hook(_StepTeller(tell)).remove
 
 
 def replaced_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from sbp_core.errors import ConfigError
+from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.places import AUTO
 from sbp_launch.run.file import RUN_FILE, load_run
 from sbp_launch.settings.budget import Unit
@@ -54,7 +55,7 @@ def going_on(arguments: Sequence[str]) -> list[str]:
             f"{_KEY} is set twice: {wanted[0]} and {wanted[1]}", where="the command line"
         )
     named = wanted[0].partition("=")[2]
-    folder = Path(named if Path(named).exists() else named.strip("'\""))
+    folder = user_path(named if Path(named).exists() else named.strip("'\""), key=_KEY)
     earlier = _settings(folder, given)
     offer(earlier)
     return [

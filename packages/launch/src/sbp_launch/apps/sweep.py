@@ -22,6 +22,7 @@ from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 
+from sbp_core.serialize import parse, read_text
 from sbp_launch.run.folder import as_typed
 from sbp_launch.run.result import RunResult, read_result
 from sbp_launch.settings.config import key_of
@@ -74,7 +75,7 @@ class SweepNotes:
         """Return the runs that have begun, in their order."""
         jobs = []
         for path in self.folder.glob("*.json"):
-            found = json.loads(path.read_text("utf-8"))
+            found = parse(read_text(path))
             overrides, folder = tuple(found.pop("overrides")), Path(found.pop("folder"))
             jobs.append(SweepJob(overrides=overrides, folder=folder, **found))
         return sorted(jobs, key=lambda job: job.number)

@@ -19,6 +19,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.calibration import Calibration, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
+from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
@@ -27,11 +28,7 @@ from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.calibrate.steps import SmallModel, in_steps, launches
 from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 from sbp_launch.console import make_console
-from sbp_launch.machine import (
-    describe_machine,
-    free_memory_bytes,
-    total_memory_bytes,
-)
+from sbp_launch.machine import describe_machine
 from sbp_launch.tracing.operators import OperatorTimes
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ A tensor is a state of the optimizer if it is called by another one and a key: `
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
@@ -69,6 +70,45 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
         name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names
     }
     return found if len({*found.values()}) == len(found) else {name: name for name in found}
+
+
+def called_here(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
+    """Return the names of a checkpoint by what a step calls them: other modules may be wrapped.
+
+    States of the optimizer, and averages, follow their parameter.
+
+    >>> called_here(["h._orig_mod.w", "h._orig_mod.w.exp_avg"], ["h.w"])
+    {'h.w': 'h._orig_mod.w', 'h.w.exp_avg': 'h._orig_mod.w.exp_avg'}
+
+    What could be two, there or here, stays as it is.
+
+    >>> called_here(["module.w", "w", "module.b"], ["_orig_mod.w", "b"])
+    {'module.w': 'module.w', 'w': 'w', 'b': 'module.b'}
+
+    Args:
+        given: Of a checkpoint.
+        own: Of the step.
+    """
+    known, wanted = [*given], {*own}
+    theirs, ours = Counter(map(_unwrapped, known)), Counter(map(_unwrapped, wanted))
+    here = {plain: name for name in wanted if ours[plain := _unwrapped(name)] == 1}
+    found: dict[str, str] = {}
+    # A parameter is found before its states, whose names are longer.
+    for name in sorted(known, key=len):
+        plain, (owner, _, key) = _unwrapped(name), name.rpartition(".")
+        if name in wanted or theirs[plain] != 1:
+            found[name] = name
+        elif owner in found:
+            found[name] = f"{found[owner]}.{key}"
+        else:
+            found[name] = here.get(plain, name)
+    renamed = {found[name]: name for name in known}
+    return renamed if len(renamed) == len(known) else {name: name for name in known}
+
+
+def _unwrapped(name: str) -> str:
+    *path, key = name.split(".")
+    return ".".join([*(part for part in path if part not in _WRAPPERS), key])
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import Storage
 from sbp_core.serialize import shown
+from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.formats.distributed_checkpoint import (
     is_distributed_checkpoint,
     read_distributed_checkpoint,
@@ -75,6 +76,8 @@ def look(place: str | Path) -> Found:
     """
     if "://" in str(place):
         return _checkpoint(*find_checkpoints(str(place)))
+    if "\0" not in str(place):  # which is named below, as it is no text for people
+        place = user_path(place)
     path = Path(place)
     try:
         mode = path.stat().st_mode

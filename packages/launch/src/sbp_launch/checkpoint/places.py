@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
+from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.steps import step_name, step_of
@@ -48,7 +49,7 @@ def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
     """
     if "://" in str(place):
         return _find_objects(str(place))
-    path = Path(place)
+    path = user_path(place)
     try:
         is_one = (path / MANIFEST_FILE).is_file()
         is_folder = path.is_dir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError
 from sbp_core.graph import ITEMSIZE
 from sbp_core.plugins import Storage
+from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
@@ -86,7 +86,7 @@ def place_of_checkpoint(target: str, step: int | None) -> tuple[Storage, str, in
     if is_url:
         storage: Storage = FsspecStorage(folder)
     else:
-        path = Path(folder)
+        path = user_path(folder)
         is_run = named is None and path.name != FOLDER
         storage = LocalStorage(path / FOLDER if is_run else path)
     number = step or named or 0

@@ -20,9 +20,10 @@ from torch import Tensor
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.plugins import Storage
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
+from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
-from sbp_launch.checkpoint.tensors import Tensors
+from sbp_launch.checkpoint.tensors import Chosen, Tensors
 from sbp_launch.checkpoint.writing import Piece, commit, write_part
 
 logger = logging.getLogger(__name__)
@@ -216,15 +217,24 @@ class ReadTogether(Tensors):
     def __init__(self, checkpoint: Checkpoint, reading: Callable[[], None] = lambda: None) -> None:
         self.checkpoint, self._reading = checkpoint, reading
         self.problem: DamagedError | None = None
+        self._tensors: Tensors = checkpoint
 
     @property
     def names(self) -> Collection[str]:
         """The names of the states."""
-        return self.checkpoint.names
+        return self._tensors.names
+
+    def call(self, own: Collection[str]) -> None:
+        """Call the states as a step does, of which other modules may be wrapped.
+
+        Args:
+            own: The names of the step's states.
+        """
+        self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:
         """See `Tensors.like`."""
-        return self.checkpoint.like(name)
+        return self._tensors.like(name)
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return a part of a state, or zeros in its place."""
@@ -247,7 +257,7 @@ class ReadTogether(Tensors):
     def _read(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         try:
             if self.problem is None:
-                return self.checkpoint.part(name, bounds)
+                return self._tensors.part(name, bounds)
         except DamagedError as error:
             self.problem = error
         return torch.zeros([stop - start for start, stop in bounds], dtype=self.like(name).dtype)

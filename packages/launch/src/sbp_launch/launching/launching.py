@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, supervise
 from sbp_core.errors import RunError, SbpError
 from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
+from sbp_core.serialize import open_file
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, SIGNALS
 from sbp_launch.launching.choice import has_threads, is_started
@@ -42,6 +44,9 @@ _STEP_S, _SAVE_S = 30.0, 600.0
 
 #: Lines of the log of a rank that failed which are shown.
 _SHOWN_LINES = 12
+
+#: Bytes from the end of a log in which they are looked for.
+_SHOWN_BYTES = 2**16
 
 
 def launch(
@@ -215,7 +220,9 @@ def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:
         rank = int(cause.root_cause[0])
     path = log_path(folder, rank)
     try:
-        lines = path.read_text("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
+        with open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
+            lines = file.read(_SHOWN_BYTES).decode("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
     except OSError:
         return error
     quoted = "\n".join([f"{path}, which ends so:", *(f"    {line}" for line in lines)])

@@ -24,6 +24,7 @@ from typing import Any
 
 from sbp_core.boxing.supervision import thread_share
 from sbp_core.output import standard_output
+from sbp_core.serialize import open_file
 from sbp_launch.run.folder import LOGS
 from sbp_launch.run.status import status_signals
 from sbp_launch.world import FORGET_LAUNCHER, job_port
@@ -136,7 +137,7 @@ class Job:
         path = Path(self._job.task(0).paths.stdout)
         if not path.exists():
             return
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(self._read)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]

@@ -166,6 +166,7 @@ def parallelize(
     samples = sample_dims(batch_dim, batch)
     program = OneDeviceProgram.of(model, loss, optimizer, settings.update, samples)
     training = Training(program.model, has_states=states is not None)
+    training.optimizer_calls.watch(optimizer)
     following = Following(program)
     if not program.counts_alike(states):
         settings = settings.without_tied_counters()

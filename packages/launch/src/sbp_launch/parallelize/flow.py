@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +16,17 @@ from sbp_core.compile import check_strategy
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.plugins import Planner
-from sbp_core.sbp import S
 from sbp_core.strategy import Strategy
 from sbp_launch.parallelize.engine import Engine
 from sbp_launch.parallelize.following import Following
 from sbp_launch.parallelize.numbers import Places
 from sbp_launch.parallelize.program import OneDeviceProgram, captured_batch
+from sbp_launch.parallelize.time_steps import (
+    num_cuts,
+    refuse_cut_time,
+    tell_cut_time,
+    time_in_front,
+)
 from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.beside import PlanAround, plan_form
 from sbp_launch.planning.flow import (
@@ -36,8 +40,6 @@ from sbp_launch.planning.flow import (
 )
 from sbp_launch.planning.proving import proved
 from sbp_torch.capture import NO_NUMBERS, flatten_batch
-
-logger = logging.getLogger(__name__)
 
 #: How tensors are pinned: a pattern of names -> SBP, or SBP by mesh axis.
 Pins = Mapping[str, str | Mapping[str, str]]
@@ -194,6 +196,13 @@ def plan_program(
         begun_s = time.perf_counter()
         made = capture(batch)
         capture_s = time.perf_counter() - begun_s
+        in_time = time_in_front(made, program.model)
+        refuse_cut_time(
+            in_time,
+            program.model,
+            micro_batches=settings.micro_batches,
+            processes=engine.world.size if engine.gives_parts else 1,
+        )
         captured = capture.prepared(made)
         states = training.states
         if states.programs:
@@ -205,7 +214,7 @@ def plan_program(
         parts = _batch_parts(planned.graph, planned.strategy) if engine.gives_parts else 1
         if parts == degree:
             check_fits(planned, settings.cluster)
-            _tell_other_rows(planned, batch)
+            tell_cut_time(planned, batch, in_time, program.model)
             following.captured(captured.original, partial(capture, batch))
             planned = capture.proved(planned, captured, batch)
             return PlannedProgram(
@@ -241,27 +250,6 @@ def _strategy(
     return planner
 
 
-def _tell_other_rows(planned: Planned, batch: Any) -> None:
-    """Warn if there are several numbers of samples, which are cut: some may be time steps."""
-    rows = {name: value.shape[0] for name, value in flatten_batch(batch).items() if value.dim()}
-    cut = [name for name in rows if _num_cuts(planned.strategy, name) > 1]
-    if len({*rows.values()}) > 1 and (cut or planned.settings.micro_batches > 1):
-        told = ", ".join(f"{name!r} {size}" for name, size in rows.items())
-        logger.warning(
-            "tensors of the batch have different numbers of samples: %s. If these are time steps, "
-            "as along dim 0 of nn.LSTM and nn.Transformer without batch_first, ranks and "
-            "micro-batches cut time: say along which dim samples lie, such as batch_dim=1",
-            told,
-        )
-
-
-def _num_cuts(strategy: Strategy, name: str) -> int:
-    """Return into how many parts dim 0 of a tensor of the batch is split."""
-    stored = strategy.storage[name]
-    sizes = strategy.stages[stored.stage].mesh_shape
-    return prod(size for sbp, size in zip(stored.sbp, sizes, strict=True) if sbp == S(0))
-
-
 def _batch_parts(graph: LogicalGraph, strategy: Strategy) -> int:
     """Return into how many parts the ranks split the samples of a batch.
 
@@ -269,7 +257,7 @@ def _batch_parts(graph: LogicalGraph, strategy: Strategy) -> int:
         ConfigError: tensors of the batch are split in different ways.
     """
     found = {
-        entry.name: _num_cuts(strategy, entry.name)
+        entry.name: num_cuts(strategy, entry.name)
         for entry in graph.inputs
         if entry.kind is InputKind.BATCH and graph.tensor(entry.name).shape
     }

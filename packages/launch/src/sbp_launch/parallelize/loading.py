@@ -3,6 +3,7 @@
 saved while `backbone` was frozen     its moments begin anew, as they did then
 saved while it was trained            its moments are kept until it is trained here
 step counters that differ             each parameter has one of its own from now on
+saved as `backbone._orig_mod.weight`  is `backbone.weight` here
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from sbp_core.errors import SbpLookupError, unknown_name
 from sbp_core.runtime import state_slots
+from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.saving import ReadTogether
-from sbp_launch.checkpoint.tensors import Tensors
+from sbp_launch.checkpoint.tensors import Chosen, Tensors
 from sbp_launch.parallelize.training import Training
 from sbp_torch.runtime import check_tensor
 
@@ -29,6 +31,7 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     Raises:
         SbpError: see `Session.load_state_dict`.
     """
+    states = _called_here(training, states)
     ahead = states.ahead if isinstance(states, ReadTogether) else states.__getitem__
     known = set(training.states.names)
     kept = training.states.frozen(name for name in states if name not in known)
@@ -51,6 +54,20 @@ def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
     elif fresh:
         taken = {**states, **fresh}
     training.started.load_state_dict(taken)
+
+
+def _called_here(training: Training, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return states by the names that the step has for them."""
+    own = training.states.names
+    if isinstance(states, ReadTogether):
+        states.call(own)
+        return states
+    names = called_here(states, own)
+    if all(name == there for name, there in names.items()):
+        return states
+    if isinstance(states, Tensors):
+        return Chosen(states, names)
+    return {name: states[there] for name, there in names.items()}
 
 
 def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[str]) -> None:

@@ -75,7 +75,7 @@ def as_path(given: object, where: str) -> Path:
         text = None
     if not isinstance(text, str) or "\0" in text:
         raise ConfigError(f"{given!r} is no path", where=where, accepted="a text, or a Path")
-    return user_path(text, key=where)
+    return user_path(text, where=where)
 
 
 class StepSaves:

@@ -15,6 +15,9 @@ from sbp_torch.capture import UpdateOptions, current_scalars
 
 logger = logging.getLogger(__name__)
 
+#: What a parameter group says of the model, which is not of a checkpoint.
+_OF_MODEL = ("params", "param_names")
+
 
 class UpdateScalars:
     """Says the scalars of each step: those that are given, and what the optimizer says now.
@@ -75,7 +78,7 @@ def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings of parameter groups, as JSON: numbers, texts, lists of these."""
     found = []
     for group in groups:
-        values = {key: _plain(value) for key, value in group.items() if key != "params"}
+        values = {key: _plain(value) for key, value in group.items() if key not in _OF_MODEL}
         found.append({key: value for key, value in values.items() if _is_json(value)})
     return found
 
@@ -101,6 +104,8 @@ def restore_groups(groups: Sequence[dict[str, Any]], saved: Any, where: str) -> 
         return
     for group, values in zip(groups, saved, strict=True):
         for key, value in values.items():
+            if key in _OF_MODEL:
+                continue
             before = group.get(key)
             if isinstance(before, Tensor):
                 before.fill_(value)

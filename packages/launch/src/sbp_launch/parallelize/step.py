@@ -271,6 +271,8 @@ class ParallelStep(ProgramStep):
         )
         with training.apart():
             training.states.check_optimizer(program)
+        if all(program.optimizer is not one.optimizer for one in training.states.programs):
+            training.optimizer_calls.watch(program.optimizer)
         following = Following(program)
         padding = make_padding(pad_to, batch, self.world, samples)
         example = padding.largest(batch)

@@ -42,6 +42,7 @@ from sbp_launch.parallelize.agreement import (
     quick_digest,
 )
 from sbp_launch.parallelize.interrupts import until_all_agree, until_done
+from sbp_launch.parallelize.optimizer_calls import OptimizerCalls
 from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
 from sbp_launch.parallelize.states import ProgramStates, held_whole, names_of
 from sbp_launch.planning.flow import Planned
@@ -86,6 +87,8 @@ class Training:
         self._forget_forms: list[Callable[[], None]] = []
         #: Of what the step saves.
         self.saves: StepSaves | None = None
+        #: What the loop calls on the optimizers.
+        self.optimizer_calls = OptimizerCalls()
         self._connected: ConnectedStates | None = None
         self._team: Team = Team()
         self._is_open = False
@@ -180,7 +183,7 @@ class Training:
     def begin(self, session: Session, backend: BoxingBackend, gather: Gather | None) -> None:
         """Note the session of the first program."""
         self._session, self.backend, self.gather = session, backend, gather
-        self._is_open = True
+        self._is_open = self.optimizer_calls.is_open = True
         self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
         if gather is not None:
             self.interrupts = until_all_agree(tells=0 in session.local_ranks)
@@ -306,6 +309,7 @@ class Training:
     def end(self) -> None:
         """Note that the step is over; its states can still be read."""
         self._is_open = False
+        self.optimizer_calls.end()
 
     # Steps.
 

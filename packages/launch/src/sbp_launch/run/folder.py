@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from sbp_core.errors import ConfigError, RunError
+from sbp_core.serialize import read_bytes
 
 #: The folder of checkpoints in that of a run, as `trainer.checkpoint` has it if nothing is set.
 CHECKPOINTS = "checkpoints"
@@ -165,7 +166,7 @@ class FolderBefore:
                 folder=folder,
                 is_new=not folder.exists(),
                 run_files=frozenset(_left(folder)),
-                first_files={path: path.read_bytes() if path.is_file() else None for path in paths},
+                first_files={path: _content(path) if path.is_file() else None for path in paths},
             )
 
     def restore(self) -> None:
@@ -181,6 +182,10 @@ class FolderBefore:
                     path.write_bytes(content)
                 else:
                     path.unlink(missing_ok=True)
+
+
+def _content(path: Path) -> bytes:
+    return read_bytes(path, error=ConfigError, todo="name another folder: hydra.run.dir=FOLDER")
 
 
 def as_typed(folder: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import ConfigFolder, PluginEntry, PluginRegistry
+from sbp_core.serialize import read_bytes
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import TrainerConfig
 from sbp_launch.settings.option_file import comments, headline
@@ -116,8 +117,10 @@ class Catalog:
         """Return the text of a config, or `""`."""
         for folder in self._holding(config):
             # What is no UTF-8 is refused when it is chosen; in a listing it is only shown so.
-            data = folder.root().joinpath(f"{config}.yaml").read_bytes()
-            return data.decode("utf-8", "replace")
+            file = folder.root().joinpath(f"{config}.yaml")
+            # Only those of a package may be in an archive.
+            own = read_bytes(file, error=ConfigError) if isinstance(file, Path) else None
+            return (file.read_bytes() if own is None else own).decode("utf-8", "replace")
         return ""
 
     def misplaced(self, config: str) -> str:

@@ -24,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import ConfigFolder
-from sbp_core.serialize import read_text
+from sbp_core.serialize import read_bytes, read_text
 from sbp_launch.settings.catalog import OWN_FOLDER, PRIMARY, Catalog
 from sbp_launch.settings.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
 from sbp_launch.settings.option_file import refuse_expansion, refuse_faults
@@ -133,7 +133,8 @@ def _explain(
     groups = catalog.groups()
     try:
         if file := faulty_file(error):
-            refuse_faults(Path(file).read_text("utf-8", "replace"), file)
+            text = read_bytes(Path(file), error=ConfigError).decode("utf-8", "replace")
+            refuse_faults(text, file)
         for text in overrides:
             refuse_faults(catalog.text(option_of(text)), catalog.file(option_of(text)))
     except ConfigError as fault:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+
+from torch import Tensor
 
 from sbp_core.errors import ConfigError, SbpValueError, words_of
 from sbp_core.plugins import Storage, TrainerState
@@ -15,6 +17,7 @@ from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
 from sbp_launch.checkpoint.saving import Processes, ReadTogether
 from sbp_launch.checkpoint.steps import step_of
+from sbp_launch.checkpoint.tensors import dtype_name
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.checkpoints import place_of
@@ -42,6 +45,8 @@ class Resume:
         self._num_given = len(names)
         #: What was said of the checkpoint that was passed over last.
         self._skipped_last = ""
+        #: What the run calls its states.
+        self._own: Collection[str] = ()
         self.states = self._next()
 
     @classmethod
@@ -103,16 +108,15 @@ class Resume:
         Raises:
             ConfigError: one is missing, unknown, or of another shape or dtype.
         """
-        saved = self.states.checkpoint.manifest.tensors
         own = program.made.states(program.optimizer, self._run.config.trainer.update)
+        self._own = own.keys()
+        self.states.call(self._own)
+        saved = {name: self.states.like(name) for name in self.states.names}
         found = []
         for name, value in program.model.named_parameters():
             was = saved.get(name)
-            form = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-            if was is not None and (was.dtype, was.shape) != form:
-                found.append(
-                    f"{name!r} is {was.dtype} {was.shape} there, and {form[0]} {form[1]} here"
-                )
+            if was is not None and (was.dtype, was.shape) != (value.dtype, value.shape):
+                found.append(f"{name!r} is {_form(was)} there, and {_form(value)} here")
         found += [f"it has no {name!r}" for name in sorted(own.keys() - saved.keys())]
         found += [f"it has {name!r}, too" for name in sorted(saved.keys() - own.keys())]
         if found:
@@ -205,7 +209,9 @@ class Resume:
                 self._skip(error)
                 continue
             self._check(checkpoint.manifest.metadata, checkpoint.name)
-            return ReadTogether(checkpoint)
+            states = ReadTogether(checkpoint)
+            states.call(self._own)
+            return states
         raise none_is_whole(self._storage, self._num_given)
 
     def _skip(self, error: DamagedError) -> None:
@@ -237,3 +243,7 @@ class Resume:
         now = settings_of(self._run)
         others = differences(metadata.settings, now)
         self._run.say([f"other than in {name}: {other}" for other in others])
+
+
+def _form(value: Tensor) -> str:
+    return f"{dtype_name(value)} {tuple(value.shape)}"

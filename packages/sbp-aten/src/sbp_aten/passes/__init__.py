@@ -18,6 +18,7 @@ from sbp_aten.passes.device import place_on_device
 from sbp_aten.passes.expose_batch_dim import expose_batch_dim
 from sbp_aten.passes.identities import drop_identities
 from sbp_aten.passes.losses import sum_losses
+from sbp_aten.passes.met_samples import samples_met
 from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
 from sbp_aten.passes.pipeline import GraphPass, chosen_passes
@@ -41,6 +42,7 @@ __all__ = [
     "place_casts",
     "place_on_device",
     "prepare_step",
+    "samples_met",
     "share_expressions",
     "slice_operators",
     "split_backward",

@@ -17,42 +17,21 @@ Products of the same numbers over separate dims leave the batch a dim that can b
 Products of batches of matrices whose two batch dims were merged get them back first, so that heads
 can be split, too (`merged_batches`).
 
-The pass propagates the position of the batch from dim 0 of the batch inputs through the graph, by
-the notation of each operator. A product whose rows have no known batch stays as it is.
+A product whose rows have no known batch (`batch_factors`) stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
+from sbp_aten.passes.batch_factors import RESHAPES, BatchFactor, find_batch_factors
 from sbp_aten.passes.merged_batches import separate_merged_batches
 from sbp_aten.passes.simplify import fold_views
-from sbp_aten.passes.whole_batch.layout import Samples, reshaped
-from sbp_core.errors import SignatureError
-from sbp_core.graph import Argument, InputKind, LogicalGraph, Node, Ref, TensorType, drop_dead
+from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, drop_dead
 from sbp_core.passes import GraphWriter
-from sbp_core.signatures import Notation, OpCall, installed_rules
 
-_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _T = "aten.t.default"
 _MM = "aten.mm.default"
 _ADDMM = "aten.addmm.default"
 _SUM = "aten.sum.dim_IntList"
-
-
-class _BatchFactor(NamedTuple):
-    """The batch as a factor of a dim: the extent of `dim` is before * batch * after."""
-
-    dim: int
-    before: int
-    batch: int
-    after: int
-
-    @property
-    def is_strided(self) -> bool:
-        """Whether a slower factor precedes the batch, so that its parts are not contiguous."""
-        return self.before > 1
 
 
 def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
@@ -62,7 +41,7 @@ def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
     after:  z = matmul(x, w)                          x is [t, b, i]
     """
     graph = separate_merged_batches(graph)
-    factors = _find_batch_factors(graph) if any(map(_is_flattening, graph.nodes)) else {}
+    factors = find_batch_factors(graph) if any(map(_is_flattening, graph.nodes)) else {}
     if not any(factor.is_strided for factor in factors.values()):
         return graph
     writer = _ProductRewriter(graph, factors)
@@ -74,58 +53,7 @@ def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
 
 
 def _is_flattening(node: Node) -> bool:
-    return node.op in _RESHAPES and len(node.args[1]) == 2
-
-
-def _find_batch_factors(graph: LogicalGraph) -> dict[str, _BatchFactor]:
-    """Return the batch factor of each value in which it is known."""
-    found: dict[str, _BatchFactor] = {}
-    for entry in graph.inputs:
-        if entry.kind is InputKind.BATCH and graph.is_tensor(entry.name):
-            shape = graph.tensor(entry.name).shape
-            if shape and shape[0] > 1:
-                found[entry.name] = _BatchFactor(0, 1, shape[0], 1)
-    for node in graph.nodes:
-        if node.is_host or not any(value in found for value in node.inputs()):
-            continue
-        if node.op in _RESHAPES:
-            source = found[node.args[0].name]
-            shapes = (graph.tensor(value).shape for value in (node.args[0].name, node.outputs[0]))
-            factor = _through_reshape(source, *shapes)
-            if factor is not None:
-                found[node.outputs[0]] = factor
-        else:
-            found |= _through_operator(graph, node, found)
-    return found
-
-
-def _through_reshape(
-    factor: _BatchFactor, before: tuple[int, ...], after: tuple[int, ...]
-) -> _BatchFactor | None:
-    """Return the batch factor after a reshape; None if the reshape cuts through the batch."""
-    samples = reshaped(Samples(factor.dim, factor.before), before, after, factor.batch)
-    if samples is None:
-        return None
-    rest = after[samples.dim] // (samples.blocks * factor.batch)
-    return _BatchFactor(samples.dim, samples.blocks, factor.batch, rest)
-
-
-def _through_operator(
-    graph: LogicalGraph, node: Node, known: dict[str, _BatchFactor]
-) -> Iterator[tuple[str, _BatchFactor]]:
-    """Yield each output that has the label of the batch as a dim, with its batch factor."""
-    try:
-        call = OpCall.of(graph, node)
-        notation: Notation = installed_rules().rule(call).notation(call)
-    except SignatureError:  # planning says so, with all that can be done about it
-        return
-    inputs = zip(graph.tensor_inputs(node), notation.inputs, strict=True)
-    carried = [(dims[known[name].dim], known[name]) for name, dims in inputs if name in known]
-    for value, dims in zip(node.outputs, notation.outputs, strict=True):
-        for labels, factor in carried:
-            if len(labels) == 1 and labels in dims and labels[0] not in notation.whole:
-                yield value, factor._replace(dim=dims.index(labels))
-                break
+    return node.op in RESHAPES and len(node.args[1]) == 2
 
 
 class _ProductRewriter:
@@ -136,7 +64,7 @@ class _ProductRewriter:
         factors: The batch factor of each value in which it is known.
     """
 
-    def __init__(self, graph: LogicalGraph, factors: dict[str, _BatchFactor]) -> None:
+    def __init__(self, graph: LogicalGraph, factors: dict[str, BatchFactor]) -> None:
         self.graph, self.factors = graph, factors
         self.out = GraphWriter(graph)
 
@@ -149,7 +77,7 @@ class _ProductRewriter:
             return not bias and self._rewrite_contraction(node, left, right)
         return node.op == _SUM and self._rewrite_sum(node)
 
-    def _flattened_batch(self, value: Argument, dim: int = 0) -> _BatchFactor | None:
+    def _flattened_batch(self, value: Argument, dim: int = 0) -> BatchFactor | None:
         """Return the batch factor of a matrix's rows; None if its rows are no flattened batch."""
         factor = self.factors.get(value.name)
         if (
@@ -164,11 +92,11 @@ class _ProductRewriter:
     def _before_flattening(self, value: Argument) -> Ref | None:
         """Return the tensor that was reshaped to a matrix; None if there is none."""
         node = self.graph.producers.get(value.name)
-        flat = node is not None and node.op in _RESHAPES and len(node.args[1]) == 2
+        flat = node is not None and node.op in RESHAPES and len(node.args[1]) == 2
         return node.args[0] if flat and node is not None else None
 
     def _unflatten(
-        self, node: Node, value: Ref, factor: _BatchFactor
+        self, node: Node, value: Ref, factor: BatchFactor
     ) -> tuple[Ref, tuple[int, ...]]:
         """Write a matrix with its rows as separate dims; also return the extents of these."""
         rows = tuple(part for part in factor[1:] if part > 1)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from sbp_core.graph import LogicalGraph, graph_hash
+from sbp_core.serialize import parse, read_text
 from sbp_core.units import format_seconds
 from sbp_core.user_paths import cache_folder
 
@@ -125,13 +126,13 @@ class ProofEntry:
     def load(self) -> Proof | None:
         """Return what is stored; None if nothing usable is. Logs what cannot be used."""
         try:
-            value = json.loads(self.path.read_text(encoding="utf-8"))
+            if not self.path.exists():
+                return None
+            value = parse(read_text(self.path))
             if value["key"] != self.key:
                 return None
             found = _from_json(value["proof"])
             enough = found.is_whole or float(value["budget_s"]) >= self.budget_s
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("ignoring the proof in %s: %r", self.path, error)
             return None

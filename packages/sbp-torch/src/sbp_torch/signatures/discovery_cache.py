@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sbp_core.sbp import parse_sbp
+from sbp_core.serialize import parse, read_text
 from sbp_core.signatures import OpCall, Requirement, Signature1d, call_key
 
 #: Raised whenever what a file means, or what discovery tries, changes.
@@ -135,13 +136,13 @@ class CacheEntry:
     def load(self) -> Discovery | None:
         """Return what is stored; None if nothing usable is. Logs what cannot be used."""
         try:
-            value = json.loads(self.path.read_text(encoding="utf-8"))
+            if not self.path.exists():
+                return None
+            value = parse(read_text(self.path))
             if value["key"] != self.key:
                 return None
             found = Discovery.from_json(value["found"])
             enough = found.complete or int(value["budget"]) >= self.budget
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("ignoring discovered signatures in %s: %r", self.path, error)
             return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, parse_bytes
+from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.command.inspect import FORMATS, print_json
 from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.manifest import Metadata
@@ -126,7 +127,7 @@ def _file(
     Raises:
         ConfigError: something that was not meant would be replaced.
     """
-    target = Path(options.target)
+    target = user_path(options.target)
     _check_apart(target, found)
     if to == "safetensors":
         is_used = target.exists()

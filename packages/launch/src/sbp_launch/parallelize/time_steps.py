@@ -1,0 +1,117 @@
+"""Batches whose dim 0 may be time, which ranks and micro-batches would cut.
+
+told      tensors with different numbers of samples; a module that goes through dim 0 step by step
+refused   the latter, where numbers would be others than those of whole sequences
+"""
+
+from __future__ import annotations
+
+import logging
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from sbp_aten.passes import samples_met
+from sbp_core.errors import ConfigError
+from sbp_core.graph import LogicalGraph, Node
+from sbp_core.sbp import S
+from sbp_core.strategy import Strategy
+from sbp_launch.planning.flow import Planned
+from sbp_torch.capture import flatten_batch
+
+logger = logging.getLogger(__name__)
+
+#: Modules that go through the time steps, or positions, of their input.
+_SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention)
+
+_WAY_OUT = "say along which dim samples lie, such as batch_dim=1"
+
+
+def time_in_front(graph: LogicalGraph, model: nn.Module) -> Node | None:
+    """Return where a module goes through dim 0 of the batch, if one is known to."""
+    modules = {path for path, one in model.named_modules() if isinstance(one, _SEQUENTIAL)}
+    return samples_met(graph, modules)
+
+
+def refuse_cut_time(
+    found: Node | None, model: nn.Module, *, micro_batches: int, processes: int
+) -> None:
+    """Refuse time steps in parts of which each is computed by itself, or that are of others.
+
+    Args:
+        found: Where it goes through dim 0 of the batch.
+        model: Has the module.
+        micro_batches: Of a step.
+        processes: That each give a part of a batch.
+
+    Raises:
+        ConfigError: micro-batches, or the parts of processes, would be times of one sequence.
+    """
+    if found is None:
+        return
+    is_recurrent = isinstance(model.get_submodule(found.module), nn.RNNBase)
+    told = f"{_called(model, found)} goes through dim 0 of the batch as time"
+    if micro_batches > 1 and is_recurrent:
+        raise ConfigError(
+            f"{told}, and micro_batches={micro_batches} would cut it: each would begin without the "
+            "state that the one before has left",
+            where=found.where(),
+            accepted="micro-batches of samples",
+            todo=f"{_WAY_OUT}; or micro_batches=1",
+        )
+    if processes > 1:
+        raise ConfigError(
+            f"{told}, and with batch_is='local' the sequences of {processes} processes would "
+            "follow each other as one",
+            where=found.where(),
+            accepted="samples along dim 0, or the dim that batch_dim says",
+            todo=f"{_WAY_OUT}; or pass the whole batch in each process: batch_is='global'",
+        )
+
+
+def tell_cut_time(planned: Planned, batch: Any, found: Node | None, model: nn.Module) -> None:
+    """Warn, once, if what is cut may be time steps.
+
+    Args:
+        planned: Says what is cut.
+        batch: An example of what a process gives.
+        found: Where a module goes through dim 0 of the batch.
+        model: Has the module.
+    """
+    rows = {name: value.shape[0] for name, value in flatten_batch(batch).items() if value.dim()}
+    cut = [name for name in rows if num_cuts(planned.strategy, name) > 1]
+    if not cut and planned.settings.micro_batches == 1:
+        return
+    if len({*rows.values()}) > 1:
+        logger.warning(
+            "tensors of the batch have different numbers of samples: %s. If these are time steps, "
+            "as along dim 0 of nn.LSTM and nn.Transformer without batch_first, ranks and "
+            "micro-batches cut time: %s",
+            ", ".join(f"{name!r} {size}" for name, size in rows.items()),
+            _WAY_OUT,
+        )
+    elif found is not None:
+        parts = planned.settings.micro_batches > 1
+        logger.warning(
+            "%s goes through dim 0 of the batch as time (%s), which %s: %s",
+            _called(model, found),
+            found.where()[0],
+            "micro-batches cut, and each sees its own times only"
+            if parts
+            else "ranks cut, and they exchange what they need of each other",
+            _WAY_OUT,
+        )
+
+
+def num_cuts(strategy: Strategy, name: str) -> int:
+    """Return into how many parts dim 0 of a tensor of the batch is split."""
+    stored = strategy.storage[name]
+    sizes = strategy.stages[stored.stage].mesh_shape
+    return prod(size for sbp, size in zip(stored.sbp, sizes, strict=True) if sbp == S(0))
+
+
+def _called(model: nn.Module, found: Node) -> str:
+    kind = type(model.get_submodule(found.module))
+    name = f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+    return f"{name} {found.module or '(root)'!r}"
