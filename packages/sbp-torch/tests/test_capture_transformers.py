@@ -96,3 +96,33 @@ def test_masks_may_have_any_values(
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(states[name], parameter.detach() - 0.1 * parameter.grad)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize(
+    ("training", "nests", "with_mask", "says"),
+    [
+        (False, True, False, 1),
+        (True, True, False, 0),
+        (False, False, False, 0),
+        (False, True, True, 0),
+    ],
+)
+def test_that_the_output_at_padded_positions_may_differ_is_said_once(
+    training: bool, nests: bool, with_mask: bool, says: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = nn.TransformerEncoderLayer(**SIZES)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nests).train(training)
+    mask = torch.zeros(4, 4, dtype=torch.bool) if with_mask else None
+    padding = torch.arange(4) >= torch.tensor([[4], [2]])
+    forward = nn.TransformerEncoder.forward
+
+    for _ in range(2):
+        capture(
+            model,
+            lambda model, x: model(x, mask, src_key_padding_mask=padding).sum(),
+            torch.randn(2, 4, 8),
+            None,
+        )
+
+    assert caplog.text.count("fill its output at padded positions with zeros") == says
+    assert nn.TransformerEncoder.forward is forward

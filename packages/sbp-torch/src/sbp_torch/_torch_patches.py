@@ -12,8 +12,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.fx.experimental import symbolic_shapes
@@ -27,6 +30,11 @@ __all__ = [
     "transformers_of_any_mask",
     "unlogged_failures",
 ]
+
+_log = logging.getLogger(__name__)
+
+#: Encoders of which it was said that their output differs at padded positions.
+_TOLD: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def _grouped_product(
@@ -138,13 +146,32 @@ def transformers_of_any_mask() -> Iterator[None]:
 
     They look whether a mask is the causal one, to leave it out for a faster kernel; and, where
     nothing is trained, at a mask of padding, to leave padding out. With the mask, results are the
-    same.
+    same, except at padded positions, which `TransformerEncoder` would leave at zero: of these, a
+    warning tells, as `torch.compile` computes them like this, too, and says nothing.
     """
     before, fast = transformer._detect_is_causal_mask, torch.backends.mha.get_fastpath_enabled()
+    encode = transformer.TransformerEncoder.forward
+
+    @wraps(encode)
+    def forward(self: Any, src: Any, *args: Any, **named: Any) -> Any:
+        given = signature(encode).bind(self, src, *args, **named).arguments
+        is_padded = given.get("src_key_padding_mask") is not None and given.get("mask") is None
+        leaves_out = is_padded and self.use_nested_tensor and not self.layers[0].training
+        if leaves_out and self not in _TOLD:
+            _TOLD.add(self)
+            _log.warning(
+                "without gradients, nn.TransformerEncoder may fill its output at padded positions "
+                "with zeros; here it is computed, as under torch.compile: let the loss leave these "
+                "positions out, or build the encoder with enable_nested_tensor=False"
+            )
+        return encode(self, src, *args, **named)
+
     transformer._detect_is_causal_mask = _is_said_to_be_causal
+    transformer.TransformerEncoder.forward = forward  # type: ignore[method-assign]
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         transformer._detect_is_causal_mask = before
+        transformer.TransformerEncoder.forward = encode  # type: ignore[method-assign]
         torch.backends.mha.set_fastpath_enabled(fast)
