@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def read_all(data: Any) -> None:
         data.samples(np.arange(data.num_samples(split)), split)
 
 
-def attempts(kind: str, folder: Path, seeds: range) -> int:
+def attempts(kind: str, folder: Path, seeds: Sequence[int]) -> int:
     """Return how many edits were refused; whatever is no error of ours is raised."""
     write, build = KINDS[kind]
     whole = folder / "whole"
@@ -119,9 +119,13 @@ def _quiet() -> None:
     datasets.disable_progress_bars()
 
 
+#: Seeds of edits that once ended the process, or named no file.
+ONCE_WRONG = {"parquet": (1571,), "csv": (1091,)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_file_is_refused_by_name_or_read(kind: str, tmp_path: Path) -> None:
-    assert attempts(kind, tmp_path, range(25)) >= 5
+    assert attempts(kind, tmp_path, [*ONCE_WRONG.get(kind, ()), *range(25)]) >= 5
 
 
 @pytest.mark.exhaustive

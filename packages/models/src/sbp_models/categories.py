@@ -79,8 +79,11 @@ class Categories:
         values: npt.NDArray[np.int32] = found[places]  # null is -1, and so the last
         return values
 
-    def check_rows(self) -> None:
+    def check_rows(self, path: str) -> None:
         """Refuse a table that has a row for each integer, and none for missing values.
+
+        Args:
+            path: What was read, to be named.
 
         Raises:
             ConfigError: it is so.
@@ -89,7 +92,7 @@ class Categories:
             raise ConfigError(
                 f"the column {self.name!r} has categories up to {self._rows - 1}, and data.rows "
                 f"{self._rows}, of which the last one is for missing values",
-                where="data.rows",
+                where=("data.rows", path),
                 accepted=f"{self._rows + 1} or more for {self.name!r}",
                 todo="set model.rows, which data.rows follows",
             )

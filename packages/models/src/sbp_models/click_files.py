@@ -93,16 +93,19 @@ class ClickFiles:
                     raise self._broken_group(file, opened, group, error) from error
 
     def _broken_group(self, file: Path, opened: Any, group: int, error: Exception) -> ConfigError:
-        """Name the column of a row group that cannot be read, and where in the file it begins."""
-        metadata = opened.metadata.row_group(group)
+        """Name the column of a row group that cannot be read, and where its pages begin."""
         where = f"{file}, row group {group}"
-        for index in range(metadata.num_columns):
-            column = metadata.column(index)
+        for index in range(opened.metadata.num_columns):
+            path = opened.schema.column(index).path
             try:
-                opened.read_row_group(group, columns=[column.path_in_schema])
-            except (self.arrow.ArrowException, OSError, ValueError):
-                begin = column.dictionary_page_offset or column.data_page_offset
-                where = f"{file}, row group {group}, column {column.path_in_schema}, byte {begin}"
+                opened.read_row_group(group, columns=[path])
+            except (self.arrow.ArrowException, OSError, ValueError) as of_column:
+                where += f", column {path}"
+                # What is told of a column may be what is broken: then it ends the process to ask.
+                if "page" in str(of_column):
+                    column = opened.metadata.row_group(group).column(index)
+                    begin = column.dictionary_page_offset or column.data_page_offset
+                    where += f", byte {begin}"
                 break
         return ConfigError(f"{file} is broken: {error}", where=where, accepted="whole files")
 

@@ -153,7 +153,7 @@ class _Reader:
                 )
             before += file.stat().st_size
         for column in self.categories:
-            column.check_rows()
+            column.check_rows(self.config.path)
 
     def _records(self, file: Path, row: int, table: Any) -> npt.NDArray[Any]:
         """Return rows of a file, of which the first one has the number `row`."""
