@@ -232,3 +232,21 @@ def test_a_child_that_is_forked_in_the_block_is_refused_and_leaves_the_ranks_to_
 
     assert all(one.startswith("RunError: the ranks of this session are in") for one in found), found
     assert step.steps_done == 3
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # multi-threaded, and forks
+def test_a_child_may_start_what_its_parent_has_planned():
+    model = make_model()
+    step = parallelize(model, loss_of, batch_of(0), make_optimizer(model), mesh=2)
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+
+    def run():
+        with step:
+            found.put([float(step(batch_of(index))) for index in range(2)])
+
+    child = context.Process(target=run)
+    child.start()
+    child.join()
+    with step:
+        assert found.get() == [float(step(batch_of(index))) for index in range(2)]

@@ -183,6 +183,7 @@ class Training:
     def begin(self, session: Session, backend: BoxingBackend, gather: Gather | None) -> None:
         """Note the session of the first program."""
         self._session, self.backend, self.gather = session, backend, gather
+        self._process = os.getpid()  # not earlier: a fork may start what was planned
         self._is_open = self.optimizer_calls.is_open = True
         self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
         if gather is not None:
