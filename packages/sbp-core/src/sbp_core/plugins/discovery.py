@@ -224,7 +224,7 @@ def installed_sources() -> tuple[PluginSource, ...]:
             continue
         if not points:
             continue
-        name = str(distribution.metadata["Name"] or _UNNAMED)
+        name = str(distribution.metadata.get("Name") or _UNNAMED)
         sources.setdefault(
             name.lower().replace("_", "-"),
             [
@@ -232,7 +232,7 @@ def installed_sources() -> tuple[PluginSource, ...]:
                     name=point.name,
                     value=point.value,
                     distribution=name,
-                    version=str(distribution.metadata["Version"] or ""),
+                    version=str(distribution.metadata.get("Version") or ""),
                 )
                 for point in points
             ],
