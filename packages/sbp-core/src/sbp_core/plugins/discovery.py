@@ -224,7 +224,8 @@ def installed_sources() -> tuple[PluginSource, ...]:
             continue
         if not points:
             continue
-        name = str(distribution.metadata.get("Name") or _UNNAMED)
+        told = distribution.metadata
+        name = told["Name"] if "Name" in told else _UNNAMED
         sources.setdefault(
             name.lower().replace("_", "-"),
             [
@@ -232,7 +233,7 @@ def installed_sources() -> tuple[PluginSource, ...]:
                     name=point.name,
                     value=point.value,
                     distribution=name,
-                    version=str(distribution.metadata.get("Version") or ""),
+                    version=told["Version"] if "Version" in told else "",
                 )
                 for point in points
             ],
