@@ -224,8 +224,8 @@ def installed_sources() -> tuple[PluginSource, ...]:
             continue
         if not points:
             continue
-        told = distribution.metadata
-        name = told["Name"] if "Name" in told else _UNNAMED
+        told = distribution.metadata.json
+        name = str(told.get("name", _UNNAMED))
         sources.setdefault(
             name.lower().replace("_", "-"),
             [
@@ -233,7 +233,7 @@ def installed_sources() -> tuple[PluginSource, ...]:
                     name=point.name,
                     value=point.value,
                     distribution=name,
-                    version=told["Version"] if "Version" in told else "",
+                    version=str(told.get("version", "")),
                 )
                 for point in points
             ],
