@@ -14,8 +14,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return how the hooks were registered that run around an optimizer's steps. Tried on 2.13."""
     found = {
-        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
-        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
+        "register_step_pre_hook": getattr(optimizer, "_optimizer_step_pre_hooks", None),
+        "register_step_post_hook": getattr(optimizer, "_optimizer_step_post_hooks", None),
         "register_optimizer_step_pre_hook": _global_optimizer_pre_hooks,
         "register_optimizer_step_post_hook": _global_optimizer_post_hooks,
     }
