@@ -87,6 +87,10 @@ _UNTRACED = {
     Tensor.numpy,
     Tensor.storage,
     Tensor.untyped_storage,
+    # They write running statistics, which their schemas do not say.
+    *(torch.batch_norm, torch.native_batch_norm, torch.batch_norm_update_stats),
+    *(torch.batch_norm_gather_stats, torch.batch_norm_gather_stats_with_counts),
+    *(nn.functional.batch_norm, nn.functional.instance_norm, torch.instance_norm),
 }
 
 #: Where PyTorch itself looks for gradients: what it does to parameters without one is nothing, but
