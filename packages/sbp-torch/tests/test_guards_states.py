@@ -152,6 +152,18 @@ def test_running_statistics_in_evaluation_are_not_written(trained):
     assert not trained.connected.written()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_what_a_fused_optimizer_of_the_loop_steps_is_written(kind, trained):
+    head = trained.model[0]
+    other = kind(head.parameters(), lr=0.5, fused=True)
+    for parameter in head.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    other.step()
+
+    assert trained.connected.written().keys() == {"0.weight", "0.bias"}
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_written_is_found_once(writer, trained):
     WRITERS[writer](trained.model)
