@@ -107,6 +107,21 @@ def test_a_parameter_of_the_optimizer_alone_is_told_with_its_shape_and_group() -
     assert "of the model that is passed" in other.value.todo
 
 
+def test_a_network_that_the_loss_calls_is_told_to_be_a_module_of_the_model() -> None:
+    teacher = nn.Linear(4, 5000)
+
+    def distilled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch["x"]).mean(1, keepdim=True)
+        return nn.functional.mse_loss(model(batch["x"]), wanted)
+
+    with pytest.raises(CaptureError, match=r"constant tensor of shape \(5000, 4\)") as caught:
+        capture(_MODEL, distilled, _BATCH)
+
+    assert Path(__file__).name in caught.value.where[0]
+    assert "nn.ModuleDict({'student': model, 'teacher': teacher})" in caught.value.todo
+
+
 class _Lookahead(torch.optim.Optimizer):
     """Wraps another optimizer, as many do: without `Optimizer.__init__`."""
 
