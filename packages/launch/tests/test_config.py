@@ -26,7 +26,7 @@ from sbp_core.plugins import (
 )
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.budget import Budget
-from sbp_launch.settings.check import check
+from sbp_launch.settings.check import check, refuse_unknown
 from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
 CONF = Path(sbp_launch.__file__).parent / "conf"
@@ -248,3 +248,25 @@ def test_a_config_that_checks_others_is_asked_and_both_files_are_named() -> None
         "the command line: data.x=2",
     )
     assert caught.value.accepted == "data.x=1"
+
+
+def test_an_error_names_the_settings_that_it_tells_of_as_words_of_their_own() -> None:
+    said = ("trainer.evaluate.batches=1", "trainer.batch_size=8", "trainer.micro_batches=3")
+    composed = ComposedConfig(values={}, files={}, overrides=said)
+
+    found = composed.overrides_of("trainer", "batch_size=8 does not divide into micro_batches=3")
+
+    assert found == [f"the command line: {text}" for text in said[1:]]
+
+
+@pytest.mark.parametrize("override", ["+experiment=small", "+recipe=big"])
+def test_a_group_of_a_folder_that_is_not_named_is_answered_with_how_to_name_it(
+    override: str,
+) -> None:
+    name, value = override[1:].split("=")
+    composed = ComposedConfig(values={name: value}, files={}, overrides=(override,))
+
+    with pytest.raises(ConfigError, match=f"'{name}'") as caught:
+        refuse_unknown(composed, ("planner", "trainer"), registry_of({}))
+
+    assert "--config-dir FOLDER" in caught.value.todo

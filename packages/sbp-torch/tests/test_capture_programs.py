@@ -313,7 +313,7 @@ class _Packed(nn.Module):
 
 
 _REFUSED = {
-    "a tensor left on a module": (_Leaky, "sets 'last', which outlives the step", "metric"),
+    "a tensor left on a module": (_Leaky, "sets 'last', which outlives the step", "del, or"),
     "a mask as index": (
         lambda: _dense(_Lambda(lambda x: x[x > 0].sum() + x)),
         "the shape of a tensor depends on the values",

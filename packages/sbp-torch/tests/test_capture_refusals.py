@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError, SbpTypeError
 from sbp_torch.capture import capture, initial_states
+from sbp_torch.guards import Guard
 
 _MODEL = nn.Linear(4, 1)
 _BATCH = {"x": torch.zeros(2, 4)}
@@ -104,6 +105,41 @@ def test_a_parameter_of_the_optimizer_alone_is_told_with_its_shape_and_group() -
 
     assert "model.log_alpha = nn.Parameter(...)" in caught.value.todo
     assert "of the model that is passed" in other.value.todo
+
+
+def test_a_network_that_the_loss_calls_is_told_to_be_a_module_of_the_model() -> None:
+    teacher = nn.Linear(4, 5000)
+
+    def distilled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch["x"]).mean(1, keepdim=True)
+        return nn.functional.mse_loss(model(batch["x"]), wanted)
+
+    with pytest.raises(CaptureError, match=r"constant tensor of shape \(5000, 4\)") as caught:
+        capture(_MODEL, distilled, _BATCH)
+
+    assert Path(__file__).name in caught.value.where[0]
+    assert "nn.ModuleDict({'student': model, 'teacher': teacher})" in caught.value.todo
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, as many do: without `Optimizer.__init__`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_an_optimizer_that_wraps_another_is_told_what_to_pass() -> None:
+    optimizer = _Lookahead(torch.optim.SGD(_MODEL.parameters()))
+
+    Guard(_MODEL, loss, optimizer)
+    with pytest.raises(CaptureError, match=r"_Lookahead\.base holds SGD") as caught:
+        capture(_MODEL, loss, _BATCH, optimizer)
+
+    assert "pass the inner one" in caught.value.todo
 
 
 def _of_batch(batch: dict[str, Tensor]) -> Tensor:

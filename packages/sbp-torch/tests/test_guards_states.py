@@ -114,6 +114,56 @@ WRITERS = {
 }
 
 
+NORMS = {
+    "a module": lambda m, x: m[1](x),
+    "the function": lambda m, x: nn.functional.batch_norm(
+        x, m[1].running_mean, m[1].running_var, training=True
+    ),
+    "of torch": lambda m, x: torch.batch_norm(
+        x, None, None, m[1].running_mean, m[1].running_var, True, 0.1, 1e-5, False
+    ),
+    "its statistics": lambda m, x: torch.batch_norm_update_stats(
+        x, m[1].running_mean, m[1].running_var, 0.1
+    ),
+    "of each sample": lambda m, x: nn.functional.instance_norm(
+        x.T[None], m[1].running_mean, m[1].running_var
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_running_statistics_that_the_loop_moves_are_written(norm, trained):
+    """PyTorch writes them without counting up their versions: the next step had those before."""
+    with torch.no_grad():
+        NORMS[norm](trained.model, torch.tensor([[0.0, 2.0], [2.0, 8.0]]))
+
+    found = trained.connected.written()
+
+    assert {"1.running_mean", "1.running_var"} <= {*found}
+    assert not {"0.weight", "1.weight", "1.bias"} & {*found}
+    torch.testing.assert_close(found["1.running_mean"], torch.tensor([6.4, 6.8]))
+    trained.connected.taken_over()
+    assert not trained.connected.written()
+
+
+def test_running_statistics_in_evaluation_are_not_written(trained):
+    trained.model.eval()(torch.zeros(2, 3))
+
+    assert not trained.connected.written()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_what_a_fused_optimizer_of_the_loop_steps_is_written(kind, trained):
+    head = trained.model[0]
+    other = kind(head.parameters(), lr=0.5, fused=True)
+    for parameter in head.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    other.step()
+
+    assert trained.connected.written().keys() == {"0.weight", "0.bias"}
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_written_is_found_once(writer, trained):
     WRITERS[writer](trained.model)

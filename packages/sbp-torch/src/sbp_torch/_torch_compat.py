@@ -80,8 +80,9 @@ def fake_mode() -> _FakeMode:
     return _FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
-#: Bytes of a tensor above which what follows from no input is traced without data.
-_LARGE_BYTES = 2**20
+#: Bytes of a tensor above which what follows from no input is traced without data. The positions of
+#: all pairs of 512 views, as of a contrastive loss, take as much.
+_LARGE_BYTES = 2**22
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call] # torch leaves it untyped

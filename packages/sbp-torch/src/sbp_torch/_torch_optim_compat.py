@@ -14,8 +14,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return how the hooks were registered that run around an optimizer's steps. Tried on 2.13."""
     found: dict[str, Mapping[int, Any]] = {
-        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
-        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
+        "register_step_pre_hook": getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        "register_step_post_hook": getattr(optimizer, "_optimizer_step_post_hooks", {}),
         "register_optimizer_step_pre_hook": _global_optimizer_pre_hooks,
         "register_optimizer_step_post_hook": _global_optimizer_post_hooks,
     }
@@ -53,7 +53,9 @@ def tell_steps(
     Returns:
         What ends it.
     """
-    hooks = optimizer._optimizer_step_pre_hooks
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if hooks is None:
+        return lambda: None  # it wraps another, which capture refuses
     for key in [key for key, hook in hooks.items() if isinstance(hook, _StepTeller)]:
         del hooks[key]
     return optimizer.register_step_pre_hook(_StepTeller(tell)).remove

@@ -154,6 +154,8 @@ def refuse_unknown(
                 settings = known_settings(composed, registry)
                 like = [one for one in settings if not (near and one.options)]
                 todo = meant(key, like, value) or todo
+            if not todo and text.startswith("+") and "." not in key:
+                todo = "name the folder that has such a group of yours: --config-dir FOLDER"
             raise ConfigError(
                 f"no group or setting is called {key!r}",
                 where=composed.overrides_of(name),

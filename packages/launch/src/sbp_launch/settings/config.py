@@ -361,8 +361,13 @@ class ComposedConfig:
             f"the command line: {text}"
             for text in self.overrides
             if (key := key_of(text)).partition(".")[0] == group
-            and (not what or key.rpartition(".")[2] in what or key.startswith(f"{unknown}."))
+            and (not what or _names(what, key) or key.startswith(f"{unknown}."))
         ]
+
+
+def _names(what: str, key: str) -> bool:
+    """Whether a text has the last part of a key, as a word of its own."""
+    return re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", what) is not None
 
 
 def key_of(override: str) -> str:

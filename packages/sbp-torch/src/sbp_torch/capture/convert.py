@@ -135,8 +135,11 @@ class _Conversion:
         if value.numel() > MAX_CONSTANT:
             raise CaptureError(
                 f"the program makes a constant tensor of shape {tuple(value.shape)}",
+                where=next(filter(None, (_note_of(user).get("source") for user in node.users)), ""),
                 accepted=f"up to {MAX_CONSTANT} elements",
-                todo="register it with register_buffer",
+                todo="register it with register_buffer; if it is a parameter of a network that the "
+                "loss calls, such as a teacher, make that a module of the model: "
+                "nn.ModuleDict({'student': model, 'teacher': teacher})",
             )
         name = self._name("sbp.constant", Phase.FORWARD, {}, ())
         flat = value.detach().reshape(-1).tolist()
@@ -183,7 +186,7 @@ class _Conversion:
             self.values[node] = self._argument(node.args[0])
             return
         op, tags = self._operator(node)
-        note: Mapping[str, Any] = node.meta.get("custom", {}).get("sbp", {})
+        note = _note_of(node)
         host = op.startswith("host.")
         if op == "host.item" and note.get("phase") != Phase.OPTIMIZER:
             raise value_read(str(node.target), note.get("source", ""))
@@ -375,6 +378,11 @@ def _refs(argument: Argument) -> list[Ref]:
     if isinstance(argument, tuple):
         return [ref for part in argument for ref in _refs(part)]
     return []
+
+
+def _note_of(node: fx.Node) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = node.meta.get("custom", {}).get("sbp", {})
+    return found
 
 
 def _extents(value: Any) -> list[Any]:

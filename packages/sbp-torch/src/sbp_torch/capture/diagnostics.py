@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -20,7 +23,9 @@ _BY_VALUE = (
 _BY_SHAPE = (
     "the shape of a tensor depends on the values of another",
     "use static shapes: torch.where or a multiplication by the mask instead of x[mask], "
-    "nonzero(), unique() or masked_select()",
+    "nonzero(), unique() or masked_select(); one_hot(x, n).sum(0) instead of bincount(x, "
+    "minlength=n); a mask that the loss or forward makes of sizes alone may choose, such as "
+    "torch.eye(512)",
 )
 
 #: By a part of PyTorch's message or the name of its exception.
@@ -62,12 +67,15 @@ class TraceError(CaptureError):
     """A trace that the user's own code stopped: told that it is being compiled, it might not."""
 
 
-def refusal(program: str, error: Exception) -> TraceError:
+def refusal(
+    program: str, error: Exception, sizes_by_value: Mapping[str, tuple[str, str]]
+) -> TraceError:
     """Return the error for a program whose trace failed.
 
     Args:
         program: What it is called.
         error: What the trace raised.
+        sizes_by_value: The op and the line that made a size, by the name in PyTorch's messages.
     """
     if isinstance(error, SbpError):  # of the user's own model: it says itself what is accepted
         return TraceError(
@@ -84,6 +92,9 @@ def refusal(program: str, error: Exception) -> TraceError:
             accepted=_GENERAL,
             todo="compute both branches, and choose with torch.where(condition, a, b)",
         )
+    for size, made in sizes_by_value.items():
+        if re.search(rf"\b{re.escape(size)}\b", text):
+            return shape_by_value(*made)
     for signs, what, todo in _KINDS:
         if any(sign in text for sign in signs):
             where, called = user_frame(error), library_call(error)

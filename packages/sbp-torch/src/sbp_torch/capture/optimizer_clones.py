@@ -204,7 +204,8 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
                 f"{name}.{attribute} holds {what}",
                 accepted="parameters in param_groups, and numbers and constants in attributes",
                 todo="reach parameters through param_groups; step several optimizers with "
-                "sbp_torch.optim.CombinedOptimizer",
+                "sbp_torch.optim.CombinedOptimizer; of one that wraps another, such as a "
+                "lookahead, pass the inner one, and do the rest in the loop, between steps",
             )
 
 

@@ -20,7 +20,7 @@ from sbp_torch.capture.functional_optimizers import (
     needs_step_counter,
 )
 from sbp_torch.capture.fused_kernels import takes_kernel
-from sbp_torch.capture.optimizer_clones import PLAIN, kind_of
+from sbp_torch.capture.optimizer_clones import PLAIN, is_known, kind_of
 from sbp_torch.capture.optimizer_states import InitialStateProbe
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
@@ -122,7 +122,7 @@ class ParameterGroup:
         if kind_of(self.optimizer) is torch.optim.SGD and not self.settings["momentum"]:
             made = {}  # what it has kept from when it had a momentum, it leaves alone
         tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
-        if not made or len(tensors) < len(made):
+        if not made or len(tensors) < len(made) or self._may_be_numbers(tensors):
             if made:  # it has stepped: only the amounts are unknown
                 counted = self._probe.numbers_of(parameter)
             else:
@@ -135,6 +135,12 @@ class ParameterGroup:
                 if by:  # a counter: a state
                     tensors[key] = torch.tensor(float(number), dtype=torch.float64)
         return dict(sorted(tensors.items()))
+
+    def _may_be_numbers(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether some may be Python numbers, which training shows as tensors in the optimizer."""
+        return not is_known(self.optimizer) and any(
+            not one.dim() and one.dtype == torch.float64 for one in tensors.values()
+        )
 
     def _check_skips(self) -> None:
         traced = [name for name in self.parameters if name not in self.functional]

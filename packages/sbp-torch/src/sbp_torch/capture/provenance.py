@@ -27,6 +27,7 @@ from sbp_torch._torch_compat import (
     storage_key,
     written_arguments,
 )
+from sbp_torch.capture.constant_masks import chosen_by_constants, found_in_constants
 from sbp_torch.capture.explicit_mutation import make_mutations_explicit
 from sbp_torch.capture.functional import written_outside
 from sbp_torch.capture.randomness import Draws
@@ -54,6 +55,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
         self.draws = draws
         #: Storages of real tensors that were made on the way, by key; kept, so that keys are.
         self.made: dict[int, torch.UntypedStorage] = {}
+        #: Which op has made a size that goes by values, and where, by the name of the size.
+        self.sizes_by_value: dict[str, tuple[str, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -67,17 +70,26 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves 
             )
         if is_mutable(func):
             self._check_written(func, args, kwargs or {})
+        found = found_in_constants(func, args, kwargs or {})
+        if found is not None:
+            return found
         note = self._note()
         with annotated({"sbp": note}):
-            made = make_mutations_explicit(func, args, kwargs or {})
+            func, args, kwargs = chosen_by_constants(func, args, kwargs or {})
+            made = make_mutations_explicit(func, args, kwargs)
             if made is not None and self.checkpoint:
                 raise _changed_twice("running statistics")
             if made is None:
-                made = self.draws.call(func, args, kwargs or {})
+                made = self.draws.call(func, args, kwargs)
         for tensor in made if isinstance(made, tuple | list) else (made,):
             if type(tensor) is Tensor:
                 storage = tensor.untyped_storage()
                 self.made.setdefault(key_of_storage(storage), storage)
+            elif isinstance(tensor, FakeTensor):
+                sizes: Any = tensor.shape
+                for size in sizes:
+                    if not isinstance(size, int):
+                        self.sizes_by_value.setdefault(str(size), (str(func), user_line()))
         return made
 
     def _check_written(

@@ -87,7 +87,8 @@ class Change:
                 accepted="tensors that outlive a step are registered buffers; tensors that are "
                 "kept and depend on no input, state or random number",
                 todo=f"return {name!r} as a metric, or register_buffer({name!r}, ...) in __init__ "
-                "and set it by copy_ or by assignment, detached",
+                "and set it by copy_ or by assignment, detached; if only the same step reads it, "
+                "such as an auxiliary loss, let the loss put back what was there: del, or = None",
             )
         return CaptureError(
             f"the forward of module {self.module or '(root)'!r} changes {self.key!r} from "

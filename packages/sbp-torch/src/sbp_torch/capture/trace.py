@@ -85,7 +85,7 @@ def trace_step(step: TrainingStep) -> TracedStep:
     except CaptureError:
         raise
     except Exception as error:
-        raise refusal(type(step.model).__name__, error) from error
+        raise refusal(type(step.model).__name__, error, step.notes.sizes_by_value) from error
     inputs = step.inputs()
     states = [(entry.name, OutputKind.STATE) for entry in inputs if entry.kind.is_state]
     outputs = (*step.reported, *(states if step.update is not None else ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,6 +79,9 @@ _ABOUT = {
 (_GRAD,) = _getters("grad")
 _SETS_DATA = _setters("data")
 
+#: Names of operators that write to tensors whose versions they leave.
+_WITHOUT_VERSIONS = re.compile(r"batch_norm|instance_norm|moving_avg_obs|^_fused_\w+_$")
+
 #: What writes, or hands out memory to be written, without a trace.
 _UNTRACED = {
     *_getters("data"),
@@ -87,6 +91,9 @@ _UNTRACED = {
     Tensor.numpy,
     Tensor.storage,
     Tensor.untyped_storage,
+    *(nn.functional.batch_norm, nn.functional.instance_norm),
+    # They move running statistics and weights, and count up no versions.
+    *(getattr(torch, name) for name in dir(torch) if _WITHOUT_VERSIONS.search(name)),
 }
 
 #: Where PyTorch itself looks for gradients: what it does to parameters without one is nothing, but

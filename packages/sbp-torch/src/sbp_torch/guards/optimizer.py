@@ -49,7 +49,8 @@ class OptimizerGuard:
             for _ in reads.add_class(type(one)):
                 pass
             keys = {key for group in one.param_groups for key in group}
-            own = {key for key in keys if key in one.defaults or reads.may_read(key)}
+            defaults = getattr(one, "defaults", {})  # a wrapper may not call Optimizer.__init__
+            own = {key for key in keys if key in defaults or reads.may_read(key)}
             self._read.append((own | (reads.names - keys)) - {"params"})
             self._kept.append(
                 [{**group, "params": [*group["params"]]} for group in one.param_groups]

@@ -197,7 +197,7 @@ class Guard:
     def _optimizer_itself(self, optimizer: torch.optim.Optimizer) -> None:
         """Note hooks, and attributes of one that PyTorch does not have."""
         for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            hooks = getattr(optimizer, key)
+            hooks = getattr(optimizer, key, {})  # a wrapper may not call Optimizer.__init__
             self._containers.append(HeldContainer(f"the optimizer.{key}", hooks, dict(hooks)))
         if not is_fixed(type(optimizer)):
             self._follow(self._reads.add_class(type(optimizer)))
