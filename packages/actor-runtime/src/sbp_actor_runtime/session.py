@@ -291,7 +291,7 @@ class ActorSession(Session):
 
     def _fail(self, error: BoxingError) -> RunError:
         """Abort the session as another rank cannot be reached; return the error that says so."""
-        failure = RunError(error.what, where=error.where, todo=error.todo)
+        failure = error.replaced(RunError)
         self._abort(error, failure)
         return failure
 

@@ -92,8 +92,8 @@ class OptimizerConfig:
             try:
                 replace(self, groups={}, **changes)
             except ConfigError as error:
-                raise ConfigError(
-                    f"groups.{pattern}: {error.what}", accepted=error.accepted, todo=error.todo
+                raise error.replaced(
+                    ConfigError, what=f"groups.{pattern}: {error.what}", where=""
                 ) from error
 
 

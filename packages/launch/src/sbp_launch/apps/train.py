@@ -61,12 +61,7 @@ def _check_place(key: str, place: str | None, find: Callable[[str], object]) -> 
     try:
         find(place)
     except ConfigError as error:
-        raise ConfigError(
-            f"{key}={place}: {error.what}",
-            where=error.where,
-            accepted=error.accepted,
-            todo=error.todo,
-        ) from error
+        raise error.replaced(ConfigError, what=f"{key}={place}: {error.what}") from error
 
 
 def make_application(world: World, meeting: Meeting | None = None) -> Application[RunConfig]:

@@ -197,11 +197,8 @@ def _with_checkpoint(
         return error  # which matters more
     if not names:
         return error
-    return RunError(
-        error.what,
-        where=error.where,
-        accepted=error.accepted,
-        todo=f"{error.todo}\n  to go on from {names[0]}: {going_on(folder)}",
+    return error.replaced(
+        RunError, todo=f"{error.todo}\n  to go on from {names[0]}: {going_on(folder)}"
     )
 
 
@@ -219,6 +216,4 @@ def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:
     except OSError:
         return error
     quoted = "\n".join([f"{path}, which ends so:", *(f"    {line}" for line in lines)])
-    return RunError(
-        error.what, where=(*error.where, quoted), accepted=error.accepted, todo=error.todo
-    )
+    return error.replaced(RunError, where=(*error.where, quoted))

@@ -388,9 +388,7 @@ class ParallelStep(ProgramStep):
                 training.saves.save_left(place, session, self.steps_done, left)
             except RunError as error:
                 where = (*error.where, f"a run that has failed: {why}")
-                raise RunError(
-                    error.what, where=where, accepted=error.accepted, todo=error.todo
-                ) from error
+                raise error.replaced(RunError, where=where) from error
             finally:
                 left.leave()
             return

@@ -331,8 +331,7 @@ class Training:
         try:
             self._compare({THE_CALL: call, **compared}, self.gather)
         except BoxingError as error:
-            what = f"{call}: {error.what}"
-            raise BoxingError(what, where=error.where, todo=error.todo) from error
+            raise error.replaced(BoxingError, what=f"{call}: {error.what}") from error
 
     def _compare(self, own: Mapping[str, str], gather: Gather) -> None:
         """See that what has to be equal is; one vote of two numbers, where it is.
