@@ -26,7 +26,7 @@ from sbp_launch.launching.choice import has_threads, is_started
 from sbp_launch.launching.logs import log_path
 from sbp_launch.launching.meeting import Meeting, Told
 from sbp_launch.launching.rank import run_rank
-from sbp_launch.run.folder import going_on
+from sbp_launch.run.folder import resume_command
 from sbp_launch.run.status import status_signals
 from sbp_launch.run.stopping import SAVING, STARTING
 from sbp_launch.settings.config import RunConfig
@@ -198,7 +198,7 @@ def _with_checkpoint(
     if not names:
         return error
     return error.replaced(
-        RunError, todo=f"{error.todo}\n  to go on from {names[0]}: {going_on(folder)}"
+        RunError, todo=f"{error.todo}\n  to go on from {names[0]}: {resume_command(folder)}"
     )
 
 
