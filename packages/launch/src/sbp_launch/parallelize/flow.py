@@ -203,7 +203,7 @@ def plan_program(
         parts = _batch_parts(planned.graph, planned.strategy) if engine.gives_parts else 1
         if parts == degree:
             check_fits(planned, settings.cluster)
-            _tell_other_rows(planned, batch)
+            _warn_of_unequal_samples(planned, batch)
             following.captured(captured.original, partial(capture, batch))
             planned = capture.proved(planned, captured, batch)
             return PlannedProgram(
@@ -239,7 +239,7 @@ def _strategy(
     return planner
 
 
-def _tell_other_rows(planned: Planned, batch: Any) -> None:
+def _warn_of_unequal_samples(planned: Planned, batch: Any) -> None:
     """Warn if there are several numbers of samples, which are cut: some may be time steps."""
     rows = {name: value.shape[0] for name, value in flatten_batch(batch).items() if value.dim()}
     cut = [name for name in rows if _num_cuts(planned.strategy, name) > 1]

@@ -161,7 +161,7 @@ class ParallelStep(ProgramStep):
 
     def _close(self, error: BaseException | None) -> None:
         training = self._training
-        if training.is_elsewhere:
+        if training.is_forked:
             return  # a child that was forked inside of the block leaves it to its parent
         if error is None and training.has_begun and not self._is_over:
             for one in (self, *self._beside):

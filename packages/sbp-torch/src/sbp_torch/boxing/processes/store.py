@@ -47,7 +47,7 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
             answer.
         RuntimeError, ValueError, OSError: it cannot be reached; see `unreachable`.
     """
-    place = _told(url)
+    place = _where(url)
 
     def connect() -> CountingStore:
         listening = _listen(url, timeout) if rank == 0 else None
@@ -85,7 +85,7 @@ def unreachable(url: str, rank: int, size: int, error: Exception) -> BoxingError
         size: Number of processes.
         error: What it raised.
     """
-    place = _told(url)
+    place = _where(url)
     # Without the frames of C++ that torch appends.
     return BoxingError(
         f"no rendezvous at {place}: {str(error).partition(chr(10))[0]}",
@@ -95,7 +95,7 @@ def unreachable(url: str, rank: int, size: int, error: Exception) -> BoxingError
     )
 
 
-def _told(url: str) -> str:
+def _where(url: str) -> str:
     """Return what messages call the place of a store: with the variables that say it."""
     host, port = _place(url) or ("", 0)
     return f"MASTER_ADDR={host}, MASTER_PORT={port}" if url.startswith("env:") else url
@@ -130,17 +130,17 @@ def _place(url: str) -> tuple[str, int] | tuple[()]:
 
 def _host(name: str, host: str, given: str) -> str:
     if not host or any(letter.isspace() or letter in "/,@" for letter in host):
-        raise _unlike(name, given, "the name or address of the host of rank 0")
+        raise _invalid(name, given, "the name or address of the host of rank 0")
     return host
 
 
 def _port(name: str, text: str, given: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**16):
-        raise _unlike(name, given, "a port, 1 .. 65535, that is free on the host of rank 0")
+        raise _invalid(name, given, "a port, 1 .. 65535, that is free on the host of rank 0")
     return int(text)
 
 
-def _unlike(name: str, given: str, accepted: str) -> ConfigError:
+def _invalid(name: str, given: str, accepted: str) -> ConfigError:
     return ConfigError(
         f"{name}={given!r} does not say where the processes meet",
         where="the environment" if name.isupper() else "boxing.init_method",
