@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from sbp_core.cluster import Cluster
 from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
 from sbp_launch.calibrate.kept import differing_part
+from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
 from sbp_launch.tracing.operators import OPERATORS, OperatorTimes
 
@@ -132,10 +131,11 @@ def merged(
 def save_operators(cluster: Cluster, out: str) -> None:
     """Write a cluster file to which operators were added, and say so."""
     cluster.save(Path(out))
-    console = Console(soft_wrap=True, highlight=False)
+    console = make_console()
     known = {"": cluster.device.operators} | {
         f" of boxing={name}": of.operators for name, of in cluster.calibrations.items()
     }
     for whose, operators in known.items():
         if operators:
-            console.print(f"{out} has the times of {len(operators)} calls of operators{whose}")
+            told = f"{out} has the times of {len(operators)} calls of operators{whose}"
+            console.print(told, soft_wrap=True)
