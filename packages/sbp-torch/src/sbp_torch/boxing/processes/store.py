@@ -14,7 +14,8 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import parse_qs, urlparse
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from sbp_core.boxing.processes import CountingStore, Siblings, run_abandonable
-from sbp_core.errors import BoxingError, ConfigError
+from sbp_core.errors import BoxingError, ConfigError, SbpError
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
         ConfigError: the URL cannot be meant, or the variables that it stands for.
         BoxingError: a process has ended before it came, or something that listens there does not
             answer.
-        RuntimeError, ValueError, OSError: it cannot be reached; see `unreachable`.
+        RuntimeError, ValueError, OSError: it cannot be reached; see `naming_rendezvous`.
     """
     place = _where(url)
 
@@ -76,23 +77,25 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
         ) from None
 
 
-def unreachable(url: str, rank: int, size: int, error: Exception) -> BoxingError:
-    """Return the error of a store that cannot be reached.
+@contextmanager
+def naming_rendezvous(url: str, rank: int, size: int) -> Iterator[None]:
+    """Turn what `store_at` raises in the `with` block, with these arguments, into our own errors.
 
-    Args:
-        url: As of `store_at`, like the next two.
-        rank: Of this process.
-        size: Number of processes.
-        error: What it raised.
+    Raises:
+        BoxingError: the store cannot be reached.
     """
-    place = _where(url)
-    # Without the frames of C++ that torch appends.
-    return BoxingError(
-        f"no rendezvous at {place}: {str(error).partition(chr(10))[0]}",
-        where=f"rank {rank} of {size}",
-        todo="check that every process was started, that the address is that of rank 0 and can be "
-        "reached, and that no other program has the port",
-    )
+    try:
+        yield
+    except SbpError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        # Without the frames of C++ that torch appends.
+        raise BoxingError(
+            f"no rendezvous at {_where(url)}: {str(error).partition(chr(10))[0]}",
+            where=f"rank {rank} of {size}",
+            todo="check that every process was started, that the address is that of rank 0 and can "
+            "be reached, and that no other program has the port",
+        ) from None
 
 
 def _where(url: str) -> str:
