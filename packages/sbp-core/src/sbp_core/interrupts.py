@@ -60,7 +60,8 @@ class HeldInterrupts:
                 if callable(handler):
                     self._before[number] = handler
                     signal.signal(number, self._hear)
-            # Last, so that an exception before this line is raised and not held for ever.
+            # Last: after an exception before this line there is no `__exit__`, and the wrappers that
+            # are left installed pass on what they hear.
             self._holds = True
         return self
 
