@@ -60,8 +60,8 @@ class HeldInterrupts:
                 if callable(handler):
                     self._before[number] = handler
                     signal.signal(number, self._hear)
-            # Last: after an exception before this line there is no `__exit__`, and the wrappers that
-            # are left installed pass on what they hear.
+            # Last: an exception before this line ends the block without `__exit__`, and wrappers
+            # that stay installed have to pass on what they hear.
             self._holds = True
         return self
 
