@@ -41,14 +41,13 @@ def add_operators(out: str, folders: Sequence[str]) -> Cluster:
     return cluster
 
 
-def ranks_of_list(out: str, file: str, boxing: str, library: str = "") -> int:
+def ranks_of_list(out: str, file: str, boxing: str) -> int:
     """Return on how many ranks the calls of a list are measured: as many as a file is for.
 
     Args:
         out: The cluster file, which `sbp-calibrate` wrote.
         file: The list, of `sbp-plan calls=FILE`.
         boxing: The backend that starts the ranks.
-        library: Version of torch, if it is known.
 
     Raises:
         ConfigError: there is no such file or list, or times of this machine and backend cannot be
@@ -59,7 +58,7 @@ def ranks_of_list(out: str, file: str, boxing: str, library: str = "") -> int:
     none = OperatorTimes(
         backend=boxing,
         num_ranks=cluster.num_devices,
-        machine=describe_machine(library),
+        machine=describe_machine(""),
         operators=(),
     )
     with_times(cluster, out, file, none)
