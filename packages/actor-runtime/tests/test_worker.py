@@ -104,7 +104,7 @@ def test_a_step_that_was_given_up_begins_no_update_and_one_that_began_is_not_giv
     order = StepOrder(0, {}, [], 60.0)
     workers = [Alone(starts=False).worker for _ in range(2)]
 
-    assert order.commitment.give_up()
+    assert order.commitment.try_abort()
     for worker in workers:
         with pytest.raises(Stopped):
             worker._begin_update(order)
@@ -113,7 +113,7 @@ def test_a_step_that_was_given_up_begins_no_update_and_one_that_began_is_not_giv
     later = StepOrder(1, {}, [], 60.0)
     workers[0]._begin_update(later)
     assert workers[0].has_overwritten
-    assert not later.commitment.give_up()
+    assert not later.commitment.try_abort()
 
 
 def test_a_deadline_that_passes_names_what_was_awaited() -> None:

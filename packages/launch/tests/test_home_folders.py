@@ -10,7 +10,7 @@ import pytest
 from saved_states import save_whole
 
 from sbp_core.errors import ConfigError
-from sbp_launch.apps.going_on import going_on
+from sbp_launch.apps.resuming import expand_resume
 from sbp_launch.checkpoint.command.convert import _file
 from sbp_launch.checkpoint.opening import look
 from sbp_launch.checkpoint.places import find_checkpoints
@@ -18,7 +18,7 @@ from sbp_launch.checkpoint.rewriting import place_of_checkpoint
 from sbp_launch.parallelize.saved import as_path
 
 DOORS: dict[str, Callable[[str], object]] = {
-    "resume=": lambda path: going_on([f"resume={path}"]),
+    "resume=": lambda path: expand_resume([f"resume={path}"]),
     "trainer.resume": find_checkpoints,
     "sbp-checkpoint": look,
     "sbp-checkpoint convert": lambda path: place_of_checkpoint(path, 3),
@@ -57,4 +57,4 @@ def test_a_checkpoint_in_the_home_folder_is_found(
     assert (storage.place(names[0]), names) == (look("~/run").place, ["step-00000009"])
     assert Path(look("~/run").place).is_relative_to(tmp_path)
     with pytest.raises(ConfigError, match=f"in {tmp_path}/run"):  # which has no settings
-        going_on(["resume=~/run"])
+        expand_resume(["resume=~/run"])

@@ -74,5 +74,5 @@ def test_processes_that_nobody_told_where_to_meet_say_what_is_missing(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("MASTER_PORT", raising=False)
 
-    with pytest.raises(ConfigError, match="where they meet: MASTER_PORT"):
+    with pytest.raises(ConfigError, match="MASTER_PORT='' does not say where the processes meet"):
         meet(world(0))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
-from sbp_launch.apps.plan import PlanConfig, quoted
+from sbp_launch.apps.plan import PlanConfig, with_quoted_question
 from sbp_launch.explaining.question import Question
 
 
@@ -46,7 +46,7 @@ def hydra_reads(argument: str) -> object:
 
 @pytest.mark.parametrize("text", ["up: S(1)", "up: {tensor: S(0)}", "'up: S(1)'", "b.*", "it's: B"])
 def test_hydra_reads_what_is_asked_as_it_was_typed(text: str) -> None:
-    (argument, other) = quoted([f"why={text}", "cluster.mesh=[4]"])
+    (argument, other) = with_quoted_question([f"why={text}", "cluster.mesh=[4]"])
 
     assert hydra_reads(argument) == text.strip("'")
     assert other == "cluster.mesh=[4]"
@@ -54,6 +54,6 @@ def test_hydra_reads_what_is_asked_as_it_was_typed(text: str) -> None:
 
 @given(st.text("abc.*:S(0), {}[]'\\=-", min_size=1).filter(lambda text: text[0] not in "'"))
 def test_whatever_is_asked_is_one_value_for_hydra(text: str) -> None:
-    (argument,) = quoted([f"why={text}"])
+    (argument,) = with_quoted_question([f"why={text}"])
 
     assert hydra_reads(argument) == text

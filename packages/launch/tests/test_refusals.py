@@ -12,8 +12,8 @@ from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.check import check
 from sbp_launch.settings.compose import compose
 from sbp_launch.settings.config import Application, key_of
-from sbp_launch.settings.option_names import OTHER_OPTIONS, nearest_option
-from sbp_launch.settings.refusals import HOMES, unknown_flag
+from sbp_launch.settings.option_names import HOMES, OTHER_OPTIONS, nearest_option
+from sbp_launch.settings.refusals import unknown_flag
 
 LAUNCH_ONLY = discover(
     [PluginSource(name="launch", value="sbp_launch.plugin", distribution="sbp-launch")]

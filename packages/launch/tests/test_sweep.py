@@ -7,15 +7,16 @@ import json
 import math
 import os
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from trainable import registry, run_config
 
 from sbp_core.errors import SbpError
 from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
+from sbp_launch.console import make_console
 from sbp_launch.run.result import RunResult, read_result, write_result
 from sbp_launch.settings.config import EvaluateConfig
 from sbp_launch.trainer import trainer
@@ -52,7 +53,7 @@ def jobs(folder: Path) -> list[SweepJob]:
 
 def printed(made: list[SweepJob], width: int) -> list[str]:
     out = io.StringIO()
-    print_sweep(made, Console(file=out, width=width))
+    print_sweep(made, make_console(width, file=out))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -75,6 +76,17 @@ def test_each_run_has_a_row_with_what_came_of_it(
         "run 1 failed: the loss is nan [of step 3]",
         "run 2 failed: it failed [as 2 does]",
     ]
+
+
+def test_names_in_brackets_are_no_markup_in_the_table(tmp_path: Path) -> None:
+    made = [
+        replace(job, overrides=(f"cluster.axes=[{axis}]",))
+        for job, axis in zip(jobs(tmp_path), ("data", "red", "/tensor"), strict=True)
+    ]
+
+    text = "\n".join(printed(made, 100))
+
+    assert re.findall(r"\[\S+\]", text)[:3] == ["[data]", "[red]", "[/tensor]"]
 
 
 def test_the_lowest_of_several_held_out_losses_is_told_with_its_run(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_column_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) 
         build(config(file, label="lable"))
 
     assert caught.value.accepted == "label, I1, I2, C1, C2, other"
-    assert caught.value.todo == "did you mean label?"
+    assert caught.value.todo == "did you mean 'label'?"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_column_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"data\.columns\.y=scores is no column") as caught:
         made(tmp_path, columns={"y": "scores"}, held_out=0.2)
 
-    assert caught.value.todo == "did you mean score?"
+    assert caught.value.todo == "did you mean 'score'?"
 
 
 def test_columns_that_are_no_tensors_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from sbp_core.errors import (
     SbpError,
     SbpLookupError,
     SbpValueError,
+    suggestion,
     unknown_name,
     words_of,
 )
@@ -42,6 +43,21 @@ def test_a_message_leaves_out_what_is_not_known() -> None:
 
 def test_one_place_may_be_given_as_text() -> None:
     assert SbpError("it broke", where="rank 3").where == ("rank 3",)
+
+
+def test_a_replaced_error_says_the_same_but_for_what_is_given() -> None:
+    error = SbpValueError("it broke", where=("a", "b"), accepted="c", todo="d")
+
+    found = error.replaced(PlanError, where=("e", *error.where), todo="")
+
+    assert type(found) is PlanError
+    assert (found.what, found.where) == ("it broke", ("e", "a", "b"))
+    assert (found.accepted, found.todo) == ("c", "")
+
+
+def test_a_suggestion_is_the_nearest_known_name_or_something_else() -> None:
+    assert suggestion("osdq", ["ilp", "osdp"], "choose one") == "did you mean 'osdp'?"
+    assert suggestion("mine", ["ilp", "osdp"], "choose one") == "choose one"
 
 
 @pytest.mark.parametrize("kind", _CLASSES)

@@ -1,4 +1,4 @@
-"""Which comes first: the interrupt of a step, or its commit."""
+"""Whether a step commits or is aborted: the commit and an interrupt race, and the first wins."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import threading
 
 
 class Commitment:
-    """Whether a step is still to be given up, or may overwrite states: decided once, by the first.
+    """The outcome of a step, which its threads and an interrupt decide on once.
 
-    An interrupt gives it up; a rank of this process takes it through as it enters the commit, or
-    is about to overwrite a state. Other ranks may have begun by then, so that an interrupt waits.
+    An interrupt aborts the step. A rank of this process commits it when it enters the commit, or is
+    about to overwrite a state; ranks of other processes may have begun by then, so that a later
+    interrupt has to wait.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._goes_through: bool | None = None
+        self._commits: bool | None = None
 
-    def goes_through(self) -> bool:
-        """Take the step through, if it was not given up; return whether that is so."""
-        return self._decided(True)
+    def try_commit(self) -> bool:
+        """Commit the step unless it is aborted; return whether it commits."""
+        return self._decide(True)
 
-    def give_up(self) -> bool:
-        """Give the step up, if it does not go through; return whether that is so."""
-        return not self._decided(False)
+    def try_abort(self) -> bool:
+        """Abort the step unless it commits; return whether it is aborted."""
+        return not self._decide(False)
 
-    def _decided(self, wanted: bool) -> bool:
+    def _decide(self, commits: bool) -> bool:
         with self._lock:
-            if self._goes_through is None:
-                self._goes_through = wanted
-            return self._goes_through
+            if self._commits is None:
+                self._commits = commits
+            return self._commits

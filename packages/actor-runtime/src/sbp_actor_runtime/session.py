@@ -39,7 +39,7 @@ from sbp_core.runtime import (
     StatePiece,
     StepResult,
     check_destination,
-    check_process,
+    check_not_forked,
     gather_routes,
 )
 from sbp_torch.runtime import (
@@ -236,7 +236,7 @@ class ActorSession(Session):
         return "the session is closed" if self.closed else "the session ended in a failed step"
 
     def _check_usable(self) -> None:
-        check_process(self._process)
+        check_not_forked(self._process)
         if self.closed or self.failure is not None:
             raise RunError(
                 self._over,
@@ -261,7 +261,7 @@ class ActorSession(Session):
             except Empty:
                 break
             if report is None:  # perhaps from the end of an earlier step
-                if interrupts.error is not None and end is None and commitment.give_up():
+                if interrupts.error is not None and end is None and commitment.try_abort():
                     self._give_up(interrupts.error)
                     interrupts.raise_held()
                 continue
@@ -291,7 +291,7 @@ class ActorSession(Session):
 
     def _fail(self, error: BoxingError) -> RunError:
         """Abort the session as another rank cannot be reached; return the error that says so."""
-        failure = RunError(error.what, where=error.where, todo=error.todo)
+        failure = error.replaced(RunError)
         self._abort(error, failure)
         return failure
 
@@ -418,12 +418,12 @@ class ActorSession(Session):
 
     def load_state_dict(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.load_state_dict`."""
-        check_process(self._process)
+        check_not_forked(self._process)
         self.store.load(states)
 
     def replace(self, states: Mapping[str, Tensor]) -> None:
         """See `Session.replace`."""
-        check_process(self._process)
+        check_not_forked(self._process)
         self._check_whole()
         self.store.replace(states)
 

@@ -246,7 +246,7 @@ class Worker:
             self.communicator.progress()
         if self.open:
             self._await(self._open_inputs(post, firing))
-        if post.actor.name == COMMIT and not order.commitment.goes_through():
+        if post.actor.name == COMMIT and not order.commitment.try_commit():
             raise Stopped
         if post.actor.in_place:
             self._begin_update(order)
@@ -282,7 +282,7 @@ class Worker:
             Stopped: the session asked the thread to stop, or the step was given up; nothing is
                 overwritten.
         """
-        if not order.commitment.goes_through():
+        if not order.commitment.try_commit():
             raise Stopped
         # First the note, then the look: a session that has stopped the thread, and then finds no
         # note, knows that the thread writes nothing any more.

@@ -11,8 +11,8 @@ from datetime import timedelta
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_core.boxing.processes import CountingStore, connect_current_store
-from sbp_core.errors import ConfigError, SbpError
-from sbp_torch.boxing.processes import is_on_loopback, store_at, unreachable
+from sbp_core.errors import ConfigError
+from sbp_torch.boxing.processes import is_on_loopback, naming_rendezvous, store_at
 
 #: Name by which the backends of a rank are counted in a store.
 COUNTER = "sbp-boxing"
@@ -51,17 +51,13 @@ def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
             f"rank={rank} is no rank of world_size={size}", accepted="0 .. world_size - 1"
         )
     limit_s = config.connect_timeout_s
-    try:
+    with naming_rendezvous(config.init_method, rank, size):
         store = connect_current_store(
             lambda: store_at(config.init_method, rank, size, timedelta(seconds=limit_s)),
             COUNTER,
             rank,
             limit_s,
         )
-    except SbpError:
-        raise
-    except (RuntimeError, ValueError, OSError) as error:
-        raise unreachable(config.init_method, rank, size, error) from None
     # Who meets on the loopback interface is on one machine, and talks there.
     is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
     host = _LOOPBACK if is_on_loopback(config.init_method) and not is_chosen else ""

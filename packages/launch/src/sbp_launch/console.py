@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import TextIO
 
 from rich.console import Console
@@ -16,17 +17,21 @@ FILE_WIDTH, _LEAST_WIDTH = 100, 40
 def make_console(width: int | None = None, *, file: TextIO | None = None) -> Console:
     """Return a console whose lines have 100 characters where it writes to no terminal.
 
+    It prints texts as they are: names and paths may hold what rich takes for markup (`[data]`) or
+    for an emoji (`:on:`).
+
     Args:
         width: Characters of a line, where this process does not write to a terminal, whatever
             its launcher lets it believe.
         file: Where it writes; the standard output if None.
     """
+    plain = partial(Console, file=file, markup=False, emoji=False, highlight=False)
     if width is not None:
-        return Console(width=width, force_terminal=False)
+        return plain(width=width, force_terminal=False)
     out = file or sys.stdout
     if not out.isatty():
-        return Console(file=file, width=FILE_WIDTH)
-    console = Console(file=file)
+        return plain(width=FILE_WIDTH)
+    console = plain()
     console.width = max(console.width, _LEAST_WIDTH)
     return console
 

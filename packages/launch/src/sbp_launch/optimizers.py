@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sbp_core.errors import ConfigError
@@ -92,8 +93,8 @@ class OptimizerConfig:
             try:
                 replace(self, groups={}, **changes)
             except ConfigError as error:
-                raise ConfigError(
-                    f"groups.{pattern}: {error.what}", accepted=error.accepted, todo=error.todo
+                raise error.replaced(
+                    ConfigError, what=f"groups.{pattern}: {error.what}", where=""
                 ) from error
 
 
@@ -327,72 +328,28 @@ def _settings(config: OptimizerConfig) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in without}
 
 
-def _of(config: OptimizerConfig, kind: Callable[[], Any]) -> OptimizerFactory:
-    """Return a maker of an optimizer class, which is looked up when it is needed."""
-    return _Maker(lambda named: kind()(_grouped(named, config.groups), **_settings(config)))
+def _builder(module: str, name: str) -> Callable[[OptimizerConfig], OptimizerFactory]:
+    """Return what returns a maker of an optimizer class, which is imported when it is needed."""
+
+    def build(config: OptimizerConfig) -> OptimizerFactory:
+        def make(named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+            kind: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
+            return kind(_grouped(named, config.groups), **_settings(config))
+
+        return _Maker(make)
+
+    return build
 
 
-def build_adam(config: AdamConfig) -> OptimizerFactory:
-    """Return a maker of `torch.optim.Adam`."""
-    import torch
-
-    return _of(config, lambda: torch.optim.Adam)
-
-
-def build_adamw(config: AdamWConfig) -> OptimizerFactory:
-    """Return a maker of `torch.optim.AdamW`."""
-    import torch
-
-    return _of(config, lambda: torch.optim.AdamW)
-
-
-def build_sgd(config: SgdConfig) -> OptimizerFactory:
-    """Return a maker of `torch.optim.SGD`."""
-    import torch
-
-    return _of(config, lambda: torch.optim.SGD)
-
-
-def build_adagrad(config: AdagradConfig) -> OptimizerFactory:
-    """Return a maker of `torch.optim.Adagrad`."""
-    import torch
-
-    return _of(config, lambda: torch.optim.Adagrad)
-
-
-def build_rmsprop(config: RmspropConfig) -> OptimizerFactory:
-    """Return a maker of `torch.optim.RMSprop`."""
-    import torch
-
-    return _of(config, lambda: torch.optim.RMSprop)
-
-
-def build_adafactor(config: AdafactorConfig) -> OptimizerFactory:
-    """Return a maker of `torch.optim.Adafactor`."""
-    import torch
-
-    return _of(config, lambda: torch.optim.Adafactor)
-
-
-def build_lion(config: LionConfig) -> OptimizerFactory:
-    """Return a maker of `sbp_torch.optim.Lion`."""
-    from sbp_torch.optim import Lion
-
-    return _of(config, lambda: Lion)
-
-
-def build_lamb(config: LambConfig) -> OptimizerFactory:
-    """Return a maker of `sbp_torch.optim.Lamb`."""
-    from sbp_torch.optim import Lamb
-
-    return _of(config, lambda: Lamb)
-
-
-def build_lars(config: LarsConfig) -> OptimizerFactory:
-    """Return a maker of `sbp_torch.optim.Lars`."""
-    from sbp_torch.optim import Lars
-
-    return _of(config, lambda: Lars)
+build_adam = _builder("torch.optim", "Adam")
+build_adamw = _builder("torch.optim", "AdamW")
+build_sgd = _builder("torch.optim", "SGD")
+build_adagrad = _builder("torch.optim", "Adagrad")
+build_rmsprop = _builder("torch.optim", "RMSprop")
+build_adafactor = _builder("torch.optim", "Adafactor")
+build_lion = _builder("sbp_torch.optim", "Lion")
+build_lamb = _builder("sbp_torch.optim", "Lamb")
+build_lars = _builder("sbp_torch.optim", "Lars")
 
 
 def build_muon(config: MuonConfig) -> OptimizerFactory:

@@ -41,17 +41,16 @@ _TODO = (
 )
 
 
-def refuse_secrets(settings: Mapping[str, object], where: str = "") -> None:
+def refuse_secrets(settings: Mapping[str, object]) -> None:
     """Check that settings, and those inside them, hold no secrets.
 
     Args:
         settings: By name.
-        where: What all of them are in, for messages.
 
     Raises:
         ConfigError: one does; names it, and not what it holds.
     """
-    for place, value in _leaves(settings, where):
+    for place, value in leaves(settings):
         name = place.rpartition(".")[2]
         is_set = isinstance(value, str) and value and value not in _NO_SECRETS
         if is_set and _is_secret(name):
@@ -96,12 +95,13 @@ def _is_secret(name: str) -> bool:
     return name.lstrip("+~-").replace("-", "_").lower() in _NAMES
 
 
-def _leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
+def leaves(value: object, place: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values in nested settings, each with its key: `model.rows[0]`."""
     if isinstance(value, Mapping):
         for name, part in value.items():
-            yield from _leaves(part, f"{place}.{name}" if place else str(name))
+            yield from leaves(part, f"{place}.{name}" if place else str(name))
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            yield from _leaves(part, f"{place}[{index}]")
+            yield from leaves(part, f"{place}[{index}]")
     else:
         yield place, value

@@ -25,6 +25,13 @@ from sbp_core.errors import ConfigError
 #: A text that is an integer, also one that was written as a float: 17 and 17.0, not 007 or 1e3.
 _INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0+)?")
 
+#: Types of columns whose values are taken as their text, as `pyarrow.types` calls them.
+_KINDS = (
+    *("null", "boolean", "integer", "floating", "decimal", "date"),
+    *("string", "large_string", "string_view"),
+    *("binary", "large_binary", "binary_view", "fixed_size_binary"),
+)
+
 
 class Categories:
     """Finds the rows of a column of categories, and remembers which were asked for.
@@ -55,7 +62,7 @@ class Categories:
             column = column.combine_chunks()
         if self._arrow.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        if not self._is_known(column.type):
+        if not any(getattr(self._arrow.types, f"is_{kind}")(column.type) for kind in _KINDS):
             raise ConfigError(
                 f"the column {self.name!r} of {file} has values of the type {column.type}",
                 accepted="integers, text, or numbers, booleans and dates, taken as their text",
@@ -64,7 +71,7 @@ class Categories:
         encoded = column.dictionary_encode()
         places = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
         table = []
-        for place, value in enumerate(_values(encoded.dictionary)):
+        for place, value in enumerate(self._values(encoded.dictionary)):
             text = _text(value)
             if text is None:
                 where = f"{file}, row {row + int(np.argmax(places == place))}"
@@ -110,35 +117,12 @@ class Categories:
         hashed = blake2b(f"{self.name} {text}".encode(), digest_size=8).digest()
         return int.from_bytes(hashed) % last
 
-    def _is_known(self, kind: Any) -> bool:
-        types = self._arrow.types
-        return any(
-            is_kind(kind)
-            for is_kind in (
-                types.is_null,
-                types.is_boolean,
-                types.is_integer,
-                types.is_floating,
-                types.is_decimal,
-                types.is_date,
-                types.is_string,
-                types.is_large_string,
-                types.is_string_view,
-                types.is_binary,
-                types.is_large_binary,
-                types.is_binary_view,
-                types.is_fixed_size_binary,
-            )
-        )
-
-
-def _values(distinct: Any) -> list[Any]:
-    """Return the values of an array; floats keep their own precision."""
-    kind = str(distinct.type)
-    if kind in ("halffloat", "float", "double"):
-        return list(distinct.to_numpy(zero_copy_only=False))
-    values: list[Any] = distinct.to_pylist()
-    return values
+    def _values(self, distinct: Any) -> list[Any]:
+        """Return the values of an array; floats keep their own precision."""
+        if self._arrow.types.is_floating(distinct.type):
+            return list(distinct.to_numpy(zero_copy_only=False))
+        values: list[Any] = distinct.to_pylist()
+        return values
 
 
 def _text(value: Any) -> str | None:

@@ -15,7 +15,7 @@ from io import BufferedReader, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 from sbp_core.serialize import open_file
 from sbp_models.configs import ClickLogConfig
 from sbp_models.extras import library
@@ -185,11 +185,10 @@ class ClickFiles:
         ):
             for column in columns:
                 if column not in names:
-                    near = nearest(column, names)
                     raise ConfigError(
                         f"data.{key} names {column!r}, which is no column of {file}",
                         accepted=", ".join(names),
-                        todo=f"did you mean {near}?" if near else "",
+                        todo=suggestion(column, names),
                     )
                 if names.count(column) > 1:
                     raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (torch's own name for it)
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 from sbp_core.plugins import unknown_key
 from sbp_models.configs import HfConfig
 
@@ -167,11 +167,10 @@ def _own_config(library: ModuleType, config: HfConfig) -> Any:
     """Return the library's own configuration, with the overrides."""
     kinds = sorted(library.CONFIG_MAPPING)
     if config.kind not in kinds:
-        near = nearest(config.kind, kinds)
         raise ConfigError(
             f"kind={config.kind} is no model type of transformers {library.__version__}",
             accepted=f"one of its {len(kinds)} model types, such as gpt2, llama, bert, t5, vit",
-            todo=f"did you mean {near!r}?" if near else "choose one of these",
+            todo=suggestion(config.kind, kinds, "choose one of these"),
         )
     known = library.AutoConfig.for_model(config.kind)
     # The library itself keeps unknown settings without a word.

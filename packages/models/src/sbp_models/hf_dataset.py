@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, nearest, suggestion
 from sbp_core.serialize import open_file
 from sbp_core.user_paths import user_path
 from sbp_models.configs import HfDatasetConfig
@@ -121,11 +121,10 @@ def build(config: HfDatasetConfig) -> HfDataset:
 def _check_columns(config: HfDatasetConfig, known: list[str]) -> None:
     for name, column in config.columns.items():
         if column not in known:
-            near = nearest(column, known)
             raise ConfigError(
                 f"data.columns.{name}={column} is no column of {config.path}",
                 accepted=", ".join(known),
-                todo=f"did you mean {near}?" if near else "",
+                todo=suggestion(column, known),
             )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 from sbp_core.user_paths import user_path
 from sbp_models.configs import TokensConfig
 from sbp_models.extras import library
@@ -129,12 +129,11 @@ def build(config: TokensConfig) -> TokenText:
     tokenizer, digest = _tokenizer(tokenizers, config.tokenizer)
     vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if config.end not in vocabulary:
-        near = nearest(config.end, vocabulary)
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         raise ConfigError(
             f"data.end={config.end} is no token of {config.tokenizer}",
             accepted=f"a token, such as {', '.join(special[:5])}" if special else "a token of it",
-            todo=f"did you mean {near}?" if near else "set data.end to what ends a document",
+            todo=suggestion(config.end, vocabulary, "set data.end to what ends a document"),
         )
     end = vocabulary[config.end]
     files = files_of(user_path(config.path, key="data.path"), key="data.path")

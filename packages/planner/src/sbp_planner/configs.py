@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, nearest, suggestion
 from sbp_core.pipeline import SCHEDULES
 from sbp_core.serialize import open_file
 from sbp_planner.offload_setting import Offload, Offloads, check_host, check_offload
@@ -174,7 +174,7 @@ class ManualConfig:
                     raise ConfigError(
                         f"patterns.{axis}={list(names)}: {name!r} is no pattern",
                         accepted=", ".join(PATTERNS),
-                        todo=f"did you mean {near!r}?" if (near := nearest(name, PATTERNS)) else "",
+                        todo=suggestion(name, PATTERNS),
                     )
         if self.pins:
             _check_pins(self.pins, "pins")
@@ -222,9 +222,7 @@ def _check_pins(
         try:
             check_pin(pattern, value, mesh.axes if mesh else None)
         except ConfigError as error:
-            raise ConfigError(
-                f"{key}: {error.what}", accepted=error.accepted, todo=error.todo
-            ) from error
+            raise error.replaced(ConfigError, what=f"{key}: {error.what}", where="") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sbp_core.compile import check_strategy
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import predict_cost
@@ -128,16 +128,17 @@ def _check_names(read: Strategy, graph: LogicalGraph, lines: Lines) -> None:
         stray, lacking = sorted(found - wanted), sorted(wanted - found)
         if not stray and not lacking:
             continue
-        near = nearest(stray[0], lacking or wanted) if stray else ""
         raise ConfigError(
             f"{section} of the strategy names what the step does not have: {_listed(stray)}"
             if stray
             else f"{section} of the strategy does not decide on {_listed(lacking)}",
             where=lines.where([section, *stray[:1]]),
             accepted="a decision for each input and operator of this very step",
-            todo=f"did you mean {near!r}?"
-            if near
-            else "plan again for this model, or correct the file",
+            todo=suggestion(
+                stray[0] if stray else "",
+                lacking or wanted,
+                "plan again for this model, or correct the file",
+            ),
         )
 
 

@@ -64,10 +64,10 @@ class ManualPlanner:
             if PINS not in error.where:
                 raise
             preset = f"; this preset is for {fits}" if fits else ""
-            raise ConfigError(
-                f"planner.pins: {error.what}{preset}",
+            raise error.replaced(
+                ConfigError,
+                what=f"planner.pins: {error.what}{preset}",
                 where=[place for place in error.where if place != PINS],
-                accepted=error.accepted,
                 todo=f"choose a preset for any model: {fit_any()}" if fits else error.todo,
             ) from error
         told = [*found.explanation, *planned.report.get("explanation", ())]

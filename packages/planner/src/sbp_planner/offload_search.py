@@ -214,9 +214,7 @@ class _OffloadSearch:
                 f"with so many bytes of states there, {found}"
             )
         both = ";\n    ".join(filter(None, (todo, failure.todo)))
-        return type(failure)(
-            failure.what, where=failure.where, accepted=failure.accepted, todo=both
-        )
+        return failure.replaced(type(failure), todo=both)
 
 
 def _variant_of(request: PlanRequest, strategy: Strategy) -> PlanRequest:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from sbp_core.compile import offloadable, owner_of
 from sbp_core.cost import host_copy_time_s, local_bytes
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
@@ -74,14 +74,13 @@ def _meant(graph: LogicalGraph, pattern: str) -> list[str]:
         states = [e.name for e in graph.inputs if e.kind.is_state and graph.is_tensor(e.name)]
         found = [name for name in states if fnmatchcase(name, pattern)]
     if not found:
-        near = nearest(pattern, (ALL_STATES, *can))
         raise ConfigError(
             f"planner.offload: {pattern!r} names no state that can be offloaded",
             accepted=f"{ALL_STATES}, or patterns of states that only the optimizer uses, such as "
             f"{can[0]!r}"
             if can
             else "none: this optimizer keeps no tensors",
-            todo=f"did you mean {near!r}?" if near else "",
+            todo=suggestion(pattern, (ALL_STATES, *can)),
         )
     return found
 

@@ -242,7 +242,7 @@ class OsdpPlanner:
             return error
         fastest = max(fitting, key=lambda batch: batch.samples_per_s)
         todo = f"trainer.batch_size={fastest.batch_size}: fits;\n    {error.todo}"
-        return ConfigError(error.what, where=error.where, accepted=error.accepted, todo=todo)
+        return error.replaced(ConfigError, todo=todo)
 
 
 def _batch(size: int, tried: Tried) -> Batch:

@@ -72,21 +72,22 @@ _MOST_PLACES = 16
 _COPIES, _COPIES_OFFLOADED = 4, 2
 
 
-def nested_ranges(num: int, most: int = _MOST_PLACES) -> list[tuple[int, int]]:
+def nested_ranges(num: int) -> list[tuple[int, int]]:
     """Return ranges of positions, each within one of the next larger size, and last all of them.
+
+    While there are too many, the smaller sizes but the first are left out.
 
     >>> nested_ranges(4)
     [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (2, 4), (0, 4)]
 
     Args:
         num: Positions.
-        most: Ranges; while there are more, the smaller sizes but the first are left out.
     """
     sizes, size = [1], 1
     while size < num:
         size *= next(n for n in range(2, num // size + 1) if num // size % n == 0)
         sizes.append(size)
-    while len(sizes) > 2 and sum(num // size for size in sizes) > most:
+    while len(sizes) > 2 and sum(num // size for size in sizes) > _MOST_PLACES:
         del sizes[1]
     return [(at, at + size) for size in sizes for at in range(0, num, size)]
 

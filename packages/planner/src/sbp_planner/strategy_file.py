@@ -40,11 +40,10 @@ def naming(path: Path) -> Iterator[None]:
     except SbpError as error:
         # The first place is the file, with the line; the key that names it goes before.
         line, *others = error.where if _is_in(path, error) else (str(path), *error.where)
-        raise ConfigError(
-            f"the strategy cannot be used: {error.what}",
+        raise error.replaced(
+            ConfigError,
+            what=f"the strategy cannot be used: {error.what}",
             where=(f"planner.path={line}", *others),
-            accepted=error.accepted,
-            todo=error.todo,
         ) from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 __all__ = [
     "BoxingError",
@@ -26,9 +27,13 @@ __all__ = [
     "SbpValueError",
     "SignatureError",
     "nearest",
+    "suggestion",
     "unknown_name",
     "words_of",
 ]
+
+
+ErrorT = TypeVar("ErrorT", bound="SbpError")
 
 
 class SbpError(Exception):
@@ -63,6 +68,23 @@ class SbpError(Exception):
         if self.todo:
             lines.append(f"  to mend it: {self.todo}")
         return "\n".join(lines)
+
+    def replaced(
+        self,
+        kind: type[ErrorT],
+        *,
+        what: str | None = None,
+        where: str | Sequence[str] | None = None,
+        accepted: str | None = None,
+        todo: str | None = None,
+    ) -> ErrorT:
+        """Return an error of some kind that says the same, but for what is given."""
+        return kind(
+            self.what if what is None else what,
+            where=self.where if where is None else where,
+            accepted=self.accepted if accepted is None else accepted,
+            todo=self.todo if todo is None else todo,
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.where, self.accepted, self.todo))
@@ -145,15 +167,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return ""
 
 
+def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return what to do about an unknown name: take the known one that is nearest.
+
+    Args:
+        name: The unknown name.
+        known: Names that are known.
+        otherwise: What to do if none of them is near.
+    """
+    near = nearest(name, known)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
 def unknown_name(
     kind: str, name: str, known: Iterable[str], *, where: str | Sequence[str] = ()
 ) -> SbpLookupError:
     """Make the error for an unknown name: the closest match and the whole list."""
     choices = sorted(known)
-    near = nearest(name, choices)
     return SbpLookupError(
         f"no {kind} is called {name!r}",
         where=where,
         accepted=", ".join(choices) or f"none ({kind}: nothing is installed)",
-        todo=f"did you mean {near!r}?" if near else "choose one of these, or install a plugin",
+        todo=suggestion(name, choices, "choose one of these, or install a plugin"),
     )

@@ -63,4 +63,4 @@ def make_callable(name: str) -> None:
     module.__class__ = _CallableModule
     function = getattr(module, last)
     told = f"{last}{signature(function)}\n\n{getdoc(function) or ''}".rstrip()
-    module.__doc__ = f"{told}\n\nOf the module, whose call is that:\n\n{module.__doc__ or ''}"
+    module.__doc__ = f"{told}\n\nAbout the module:\n\n{module.__doc__ or ''}"

@@ -1,8 +1,8 @@
-"""What handlers of signals raise, held back while something must not be cut in two.
+"""Deferred interrupts: what signal handlers raise waits until the end of a block.
 
-Python runs handlers of signals in the main thread, between any two of its instructions. What they
-raise, such as the `KeyboardInterrupt` of Ctrl-C, may so come when one of two things that belong
-together is done. Inside of the block the handlers run as ever, and what they raise waits:
+Python runs signal handlers in the main thread, between any two of its instructions. So what they
+raise, such as the `KeyboardInterrupt` of Ctrl-C, may separate two changes that belong together.
+Inside the block handlers run as usual, but their exceptions are raised at its end:
 
     with HeldInterrupts():
         take_step()               <- Ctrl-C: noted
@@ -28,18 +28,17 @@ _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(sig
 
 
 class HeldInterrupts:
-    """Holds back what handlers of signals raise until the `with` block is over, then raises it.
+    """Holds the exceptions of signal handlers until the `with` block ends, then raises the first.
 
-    Blocks may be nested; in other threads than the main one, none of this happens, and nothing is
-    held.
+    Blocks may be nested. Outside the main thread a block does nothing, as no handler runs there.
 
     Args:
-        heard: Called when something is held, inside of the handler.
-        most: So many are held, and what comes then is raised at once; None holds all.
-        signals: Whose handlers are held; None for all.
+        heard: Called by the handler with each exception that is held.
+        most: How many are held; the next one is raised at once. None holds all.
+        signals: The signals whose handlers are wrapped; None for all.
 
     Attributes:
-        error: What was raised first, and is held.
+        error: The first exception that is held.
     """
 
     def __init__(
@@ -61,7 +60,8 @@ class HeldInterrupts:
                 if callable(handler):
                     self._before[number] = handler
                     signal.signal(number, self._hear)
-            # Not before: what is raised up to here leaves handlers that pass on what they hear.
+            # Last: an exception before this line ends the block without `__exit__`, and wrappers
+            # that stay installed have to pass on what they hear.
             self._holds = True
         return self
 

@@ -1,4 +1,4 @@
-"""What commands write to: any encoding takes their text, and an output that is gone takes no work.
+"""The outputs of commands: text for any encoding, and what to do when an output is lost.
 
 Stability: internal.
 """
@@ -53,14 +53,15 @@ codecs.register_error(_LEGIBLE, _in_ascii)
 
 @contextmanager
 def standard_output(command: str, *, outlives: bool = False) -> Iterator[None]:
-    """Let a command write in this block, whatever its output can show, and whether it is there.
+    """Let a command write in this block to outputs of any encoding, also if they are lost.
 
-    Closed descriptors are opened on nothing, so that no file that is opened later gets their
-    numbers, to which child processes write.
+    Descriptors 0, 1 and 2 that are closed are opened on /dev/null. Otherwise a file that is opened
+    later would get such a number, and child processes would write to it.
 
     Args:
-        command: Its name.
-        outlives: Whether the command goes on without its output, as its work is not what it prints.
+        command: The name of the command.
+        outlives: Whether the command goes on when its output is lost, because its work is not what
+            it prints.
 
     Raises:
         SystemExit: the output takes no more, and the command does not go on without it. The code is

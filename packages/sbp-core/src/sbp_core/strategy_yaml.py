@@ -360,11 +360,8 @@ def _unknown(kind: str, name: str, names: Iterable[str], where: tuple[str, ...])
     """Make the error of an unknown name; of long lists only the closest are listed."""
     error = unknown_name(kind, name, names, where=where)
     if len(error.accepted) > 300:
-        error = SbpLookupError(
-            error.what,
-            where=error.where,
-            accepted=f"names of the graph, such as {error.accepted[:200]} ...",
-            todo=error.todo,
+        error = error.replaced(
+            SbpLookupError, accepted=f"names of the graph, such as {error.accepted[:200]} ..."
         )
     return error
 

@@ -25,8 +25,8 @@ from torch.nn.modules import transformer
 __all__ = [
     "distributions_unchecked",
     "frames_told_apart_by_folder",
+    "grad_scaling_refused",
     "grouped_products_of_any_dtype",
-    "losses_unscaled",
     "transformers_of_any_mask",
     "unlogged_failures",
 ]
@@ -102,7 +102,7 @@ def frames_told_apart_by_folder() -> Iterator[None]:
 
 
 @contextmanager
-def losses_unscaled(refusal: Callable[[], Exception]) -> Iterator[None]:
+def grad_scaling_refused(refusal: Callable[[], Exception]) -> Iterator[None]:
     """Let a `GradScaler` that is enabled raise an error when it is to scale. Tried on 2.13.
 
     Args:

@@ -67,7 +67,7 @@ def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: 
     with console.status("planning as it says"):
         other = planned_as(read_strategy(strategy_of(place)), planner, program)
     for line in compare_lines(planned, other, place):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     return other
 
 

@@ -121,7 +121,7 @@ def told_what_fits(
         search.run()
     lines = list(feasible_lines(search))
     todo = "\n    ".join([*lines, *([] if search.found else [error.todo])])
-    return ConfigError(error.what, where=error.where, accepted=error.accepted, todo=todo)
+    return error.replaced(ConfigError, todo=todo)
 
 
 def _setup(config: RunConfig, program: Program, registry: PluginRegistry) -> Setup:

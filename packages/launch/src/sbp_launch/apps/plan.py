@@ -31,6 +31,7 @@ from sbp_launch.explaining.question import Question
 from sbp_launch.output import check_writable
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
+from sbp_launch.settings.literals import quoted
 from sbp_launch.timelines import ENDINGS
 
 #: What `planner=file` reads.
@@ -220,17 +221,13 @@ def _checked_run(composed: ComposedConfig, registry: PluginRegistry) -> RunConfi
     return check(composed, registry, [field.name for field in fields(PlanConfig)])
 
 
-def quoted(arguments: Sequence[str]) -> list[str]:
+def with_quoted_question(arguments: Sequence[str]) -> list[str]:
     """Return a command line on which Hydra takes what `why=` asks as it is, brackets and all."""
-    return [f"why={_quote(text[4:])}" if text.startswith("why=") else text for text in arguments]
 
+    def is_to_be_quoted(text: str) -> bool:
+        return re.match(r"why=(?!['\"]|null$).", text) is not None
 
-def _quote(text: str) -> str:
-    """Return a text in Hydra's quotes, in which a backslash counts before a quote alone."""
-    if not text or text[:1] in "'\"" or text == "null":
-        return text
-    escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
-    return f"'{escaped}'"
+    return [f"why={quoted(text[4:])}" if is_to_be_quoted(text) else text for text in arguments]
 
 
 def application() -> Application[PlanRun]:
@@ -248,7 +245,7 @@ def application() -> Application[PlanRun]:
 @standard_output("sbp-plan")
 def main() -> None:
     """Run `sbp-plan` and exit with its code."""
-    sys.argv[1:] = quoted(sys.argv[1:])
+    sys.argv[1:] = with_quoted_question(sys.argv[1:])
     if is_asked(sys.argv[1:]):
         sys.exit(run_pipeline(sys.argv[1:]))
     sys.exit(run(application()))

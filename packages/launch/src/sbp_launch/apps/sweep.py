@@ -113,15 +113,15 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
             *_cells(result)[: len(heads)],
             str(job.folder.relative_to(parent)),
         )
-    console.print(f"\nthe runs of {as_typed(parent)}:", highlight=False, soft_wrap=True)
-    console.print(table, highlight=False)
+    console.print(f"\nthe runs of {as_typed(parent)}:", soft_wrap=True)
+    console.print(table)
     for job, result in zip(jobs, results, strict=True):
         if job.failure:
             # What ended the training says more than how its process has ended.
             failure = (result.failure if result is not None else "") or job.failure
             failure = failure.partition("\n")[0]
             text = f"run {job.number} failed: {failure}"
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            console.print(text, soft_wrap=True)
     best = [
         (one.best, job.number)
         for job, one in zip(jobs, results, strict=True)
@@ -129,7 +129,7 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
     ]
     if len(best) > 1:
         loss, number = min(best)
-        console.print(f"lowest held-out loss: {loss:.4f}, of run {number}", highlight=False)
+        console.print(f"lowest held-out loss: {loss:.4f}, of run {number}")
 
 
 def _varied(jobs: Sequence[SweepJob]) -> list[str]:

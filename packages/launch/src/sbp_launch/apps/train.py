@@ -18,7 +18,7 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.apps.app import run
-from sbp_launch.apps.going_on import going_on
+from sbp_launch.apps.resuming import expand_resume
 from sbp_launch.checkpoint.opening import look
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
@@ -61,12 +61,7 @@ def _check_place(key: str, place: str | None, find: Callable[[str], object]) -> 
     try:
         find(place)
     except ConfigError as error:
-        raise ConfigError(
-            f"{key}={place}: {error.what}",
-            where=error.where,
-            accepted=error.accepted,
-            todo=error.todo,
-        ) from error
+        raise error.replaced(ConfigError, what=f"{key}={place}: {error.what}") from error
 
 
 def make_application(world: World, meeting: Meeting | None = None) -> Application[RunConfig]:
@@ -91,7 +86,7 @@ def make_application(world: World, meeting: Meeting | None = None) -> Applicatio
 
 def _run(world: World, meeting: Meeting | None = None) -> int:
     """Run the command; return its exit code."""
-    arguments = going_on(sys.argv[1:])
+    arguments = expand_resume(sys.argv[1:])
     if arguments != sys.argv[1:]:
         sys.stdout.write(f"{_NAME}: going on with the settings of the run\n")
         sys.argv[1:] = arguments

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Self
 
 from sbp_core.calibration import Measurement
 from sbp_core.errors import SbpError
@@ -17,11 +18,26 @@ from sbp_launch.settings.config import PluginChoice
 #: Prefix of a line of progress; all other lines are output of the processes.
 _MARK = "sbp-calibrate-progress "
 
-_JOB, _FOUND = "job.json", "found.json"
+
+class _InFolder:
+    """What the command and its processes tell each other by a file in their folder."""
+
+    __slots__ = ()
+
+    FILE: ClassVar[str] = "found.json"
+
+    def save(self, folder: Path) -> None:
+        """Write it where `load` finds it."""
+        (folder / self.FILE).write_text(json.dumps(dump(self, type(self))), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read what `save` wrote."""
+        return load(parse(read_text(folder / cls.FILE)), cls, root=cls.FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(_InFolder):
     """What every process is to measure.
 
     Args:
@@ -33,21 +49,14 @@ class Job:
         calls: The file of a list of calls of operators, which then are all that is measured.
     """
 
+    FILE: ClassVar[str] = "job.json"
+
     boxing: PluginChoice
     runtime: PluginChoice
     device: str
     settings: CalibrateConfig
     max_call_bytes: int
     calls: str = ""
-
-    def save(self, folder: Path) -> None:
-        """Write it where `load` finds it."""
-        (folder / _JOB).write_text(json.dumps(dump(self, Job)), encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> Job:
-        """Read what `save` wrote."""
-        return load(parse(read_text(folder / _JOB)), Job, root=_JOB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +75,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationResult:
+class CalibrationResult(_InFolder):
     """The measurements of all ranks.
 
     Args:
@@ -91,18 +100,9 @@ class CalibrationResult:
     large_s: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     busy: float | None = None
 
-    def save(self, folder: Path) -> None:
-        """Write it where `load` finds it."""
-        (folder / _FOUND).write_text(json.dumps(dump(self, CalibrationResult)), encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> CalibrationResult:
-        """Read what `save` wrote."""
-        return load(parse(read_text(folder / _FOUND)), CalibrationResult, root=_FOUND)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallTimes:
+class CallTimes(_InFolder):
     """What the calls of a list take, of the slowest rank.
 
     Args:
@@ -120,15 +120,6 @@ class CallTimes:
     left_out: int
     library: str
     measured_s: float
-
-    def save(self, folder: Path) -> None:
-        """Write it where `load` finds it."""
-        (folder / _FOUND).write_text(json.dumps(dump(self, CallTimes)), encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> CallTimes:
-        """Read what `save` wrote."""
-        return load(parse(read_text(folder / _FOUND)), CallTimes, root=_FOUND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from sbp_core.cluster import Cluster
 from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
 from sbp_launch.calibrate.kept import differing_part
+from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
 from sbp_launch.tracing.operators import OPERATORS, OperatorTimes
 
@@ -42,14 +41,13 @@ def add_operators(out: str, folders: Sequence[str]) -> Cluster:
     return cluster
 
 
-def ranks_of_list(out: str, file: str, boxing: str, library: str = "") -> int:
+def ranks_of_list(out: str, file: str, boxing: str) -> int:
     """Return on how many ranks the calls of a list are measured: as many as a file is for.
 
     Args:
         out: The cluster file, which `sbp-calibrate` wrote.
         file: The list, of `sbp-plan calls=FILE`.
         boxing: The backend that starts the ranks.
-        library: Version of torch, if it is known.
 
     Raises:
         ConfigError: there is no such file or list, or times of this machine and backend cannot be
@@ -60,7 +58,7 @@ def ranks_of_list(out: str, file: str, boxing: str, library: str = "") -> int:
     none = OperatorTimes(
         backend=boxing,
         num_ranks=cluster.num_devices,
-        machine=describe_machine(library),
+        machine=describe_machine(""),
         operators=(),
     )
     with_times(cluster, out, file, none)
@@ -132,10 +130,11 @@ def merged(
 def save_operators(cluster: Cluster, out: str) -> None:
     """Write a cluster file to which operators were added, and say so."""
     cluster.save(Path(out))
-    console = Console(soft_wrap=True, highlight=False)
+    console = make_console()
     known = {"": cluster.device.operators} | {
         f" of boxing={name}": of.operators for name, of in cluster.calibrations.items()
     }
     for whose, operators in known.items():
         if operators:
-            console.print(f"{out} has the times of {len(operators)} calls of operators{whose}")
+            told = f"{out} has the times of {len(operators)} calls of operators{whose}"
+            console.print(told, soft_wrap=True)

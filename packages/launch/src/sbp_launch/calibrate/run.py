@@ -61,12 +61,11 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
         f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
         f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions; "
         "starting the ranks, a small model and the fit come on top",
-        highlight=False,
         soft_wrap=True,
     )
     began = time.monotonic()
     found = measure(run, registry, console, CalibrationResult.load)
-    console.print("fitting what was found", highlight=False)
+    console.print("fitting what was found")
     cluster, held_out = make_cluster(run, found)
     cluster.save(Path(settings.out))
     what = f"{len(found.samples)} calls, {found.rounds} times each or more,"
@@ -75,29 +74,27 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
     console.print(
         f"measured {what} in {format_seconds(found.measured_s)}; with the start, the small model "
         f"and the fit {format_seconds(time.monotonic() - began)}",
-        highlight=False,
         soft_wrap=True,
     )
     if found.skipped:
-        console.print(f"left out: {found.skipped}", highlight=False)
+        console.print(f"left out: {found.skipped}")
     for line in rate_lines(cluster):
-        console.print(line, highlight=False)
+        console.print(line)
     calibration = cluster.calibrations.get(run.boxing.name)
     if calibration is not None:
         console.print(call_table(calibration, held_out))
         for line in error_lines(calibration):
-            console.print(line, highlight=False)
+            console.print(line)
     kept = ""
     if run.kept.calibrations:
         kept += f"; kept what it says of boxing={', '.join(run.kept.calibrations)}"
     if run.kept.operators:
         kept += f"; kept the times of {len(run.kept.operators)} calls of operators"
-    console.print(f"wrote {settings.out}{kept}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {settings.out}{kept}", soft_wrap=True)
     mesh = "" if settings.ranks == 2 else f' "cluster.mesh=[{settings.ranks}]"'
     console.print(
         f"use it: sbp-plan cluster=measured cluster.file={settings.out}{mesh} "
         "planner=manual/data_parallel",
-        highlight=False,
         soft_wrap=True,
     )
 
@@ -117,7 +114,6 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
     console.print(
         f"measuring the calls of {settings.ops[0]} {_among(settings.ranks)} on this machine: about "
         f"{format_seconds(settings.time_s)} at most",
-        highlight=False,
         soft_wrap=True,
     )
     found = measure(run, registry, console, CallTimes.load)
@@ -132,21 +128,17 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
     console.print(
         f"measured {len(found.operators)} calls, {found.rounds} times each, in "
         f"{format_seconds(found.measured_s)}",
-        highlight=False,
     )
     if found.left_out:
         console.print(
             f"left out for want of time or memory: {found.left_out} calls, of those that take "
             "least; raise time_s to measure them",
-            highlight=False,
         )
     if found.failed:
         call, why = found.failed[0]
         console.print(
             f"left out: {len(found.failed)} calls that made-up data does not fit, such as {call}: "
             f"{why}",
-            highlight=False,
-            markup=False,
             soft_wrap=True,
         )
     save_operators(cluster, out)
@@ -224,7 +216,7 @@ class _Show:
         """Take a line that a process wrote."""
         progress = Progress.of_line(line.text)
         if progress is None:
-            self._console.print(str(line), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(str(line), soft_wrap=True)
             return
         left = f"{progress.left_s:.0f} s left" if progress.left_s >= 0.5 else ""
         if self._console.is_terminal:
@@ -237,7 +229,7 @@ class _Show:
             )
         elif progress.what != self._what:
             text = f"{progress.what}: {left}" if left else progress.what
-            self._console.print(text, highlight=False)
+            self._console.print(text)
         self._what = progress.what
 
 

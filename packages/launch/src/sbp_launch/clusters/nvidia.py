@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import inf, prod
 from pathlib import Path
 
@@ -298,26 +299,13 @@ def _make(name: str, config: GpuConfig, num_devices: int) -> Cluster:
     )
 
 
-def build_v100(config: GpuConfig) -> ClusterFactory:
-    """Return a maker of nodes of V100s."""
-    return lambda num_devices: _make("v100", config, num_devices)
+def _maker(gpu: str, config: GpuConfig) -> ClusterFactory:
+    """Return a maker of nodes of a GPU."""
+    return partial(_make, gpu, config)
 
 
-def build_a100(config: GpuConfig) -> ClusterFactory:
-    """Return a maker of nodes of A100s."""
-    return lambda num_devices: _make("a100", config, num_devices)
-
-
-def build_h100(config: GpuConfig) -> ClusterFactory:
-    """Return a maker of nodes of H100s."""
-    return lambda num_devices: _make("h100", config, num_devices)
-
-
-def build_h200(config: GpuConfig) -> ClusterFactory:
-    """Return a maker of nodes of H200s."""
-    return lambda num_devices: _make("h200", config, num_devices)
-
-
-def build_b200(config: GpuConfig) -> ClusterFactory:
-    """Return a maker of nodes of B200s."""
-    return lambda num_devices: _make("b200", config, num_devices)
+build_v100 = partial(_maker, "v100")
+build_a100 = partial(_maker, "a100")
+build_h100 = partial(_maker, "h100")
+build_h200 = partial(_maker, "h200")
+build_b200 = partial(_maker, "b200")

@@ -143,9 +143,7 @@ class SampleSource:
 
     def _returned(self, found: object, accepted: str, by: str, told: str) -> PluginError:
         error = self.plugin.returned(found, accepted, by=by)
-        return PluginError(
-            f"{error.what}: {told}", where=error.where, accepted=accepted, todo=error.todo
-        )
+        return error.replaced(PluginError, what=f"{error.what}: {told}", accepted=accepted)
 
     def _failure(self, error: Exception, numbers: npt.NDArray[np.int64], split: str) -> SbpError:
         """Return the error to raise for one that asking for samples has raised."""
@@ -167,7 +165,7 @@ class SampleSource:
         sample = f"{'sample' if len(numbers) == 1 else 'samples'} {named} of split {split!r}"
         if isinstance(found, SbpError):
             where = (*found.where, f"{sample} of data {self.plugin.name!r}")
-            return type(found)(found.what, where=where, accepted=found.accepted, todo=found.todo)
+            return found.replaced(type(found), where=where)
         assert self.plugin.factory is not None, "a plugin that is called has a factory"
         return PluginError(
             f"data {self.plugin.name!r} of {self.plugin.distribution} {self.plugin.version} failed "

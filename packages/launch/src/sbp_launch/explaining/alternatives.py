@@ -77,11 +77,10 @@ def tensors_of(graph: LogicalGraph, pattern: str) -> Tensors:
     try:
         pins = resolve_pins(graph, ("any",), {pattern: "B"})
     except ConfigError as error:
-        raise ConfigError(
-            f"{pattern!r} matches no tensor and no module of {graph.name!r}",
+        raise error.replaced(
+            ConfigError,
+            what=f"{pattern!r} matches no tensor and no module of {graph.name!r}",
             where="why",
-            accepted=error.accepted,
-            todo=error.todo,
         ) from error
     return Tensors(
         stored=tuple(name for name, _ in pins.storage), used=tuple(name for name, _ in pins.use)

@@ -48,9 +48,4 @@ def read_strategy(path: Path) -> Strategy:
     try:
         return Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load(path)
     except SbpError as error:
-        raise ConfigError(
-            error.what,
-            where=(str(path), *error.where),
-            accepted=error.accepted,
-            todo=error.todo,
-        ) from error
+        raise error.replaced(ConfigError, where=(str(path), *error.where)) from error

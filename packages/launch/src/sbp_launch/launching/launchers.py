@@ -185,9 +185,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except BoxingError as error:
-        raise ConfigError(
-            error.what, where=error.where, accepted=error.accepted, todo=error.todo
-        ) from error
+        raise error.replaced(ConfigError) from error
 
 
 def build_threads(config: ThreadsConfig) -> Threads:

@@ -28,7 +28,7 @@ from sbp_launch.launching.choice import has_threads, is_started
 from sbp_launch.launching.logs import log_path
 from sbp_launch.launching.meeting import Meeting, Told
 from sbp_launch.launching.rank import run_rank
-from sbp_launch.run.folder import going_on
+from sbp_launch.run.folder import resume_command
 from sbp_launch.run.status import status_signals
 from sbp_launch.run.stopping import SAVING, STARTING
 from sbp_launch.settings.config import RunConfig
@@ -202,11 +202,8 @@ def _with_checkpoint(
         return error  # which matters more
     if not names:
         return error
-    return RunError(
-        error.what,
-        where=error.where,
-        accepted=error.accepted,
-        todo=f"{error.todo}\n  to go on from {names[0]}: {going_on(folder)}",
+    return error.replaced(
+        RunError, todo=f"{error.todo}\n  to go on from {names[0]}: {resume_command(folder)}"
     )
 
 
@@ -226,6 +223,4 @@ def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:
     except OSError:
         return error
     quoted = "\n".join([f"{path}, which ends so:", *(f"    {line}" for line in lines)])
-    return RunError(
-        error.what, where=(*error.where, quoted), accepted=error.accepted, todo=error.todo
-    )
+    return error.replaced(RunError, where=(*error.where, quoted))

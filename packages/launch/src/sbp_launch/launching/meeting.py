@@ -143,26 +143,13 @@ class _StoreMeeting(Meeting):
     def __init__(self, world: World) -> None:
         from torch import distributed
 
-        from sbp_torch.boxing.processes import store_at, unreachable
+        from sbp_torch.boxing.processes import naming_rendezvous, store_at
 
         dist: Any = distributed
         self._world = world
-
-        missing = {"MASTER_ADDR", "MASTER_PORT"} - {*os.environ}
-        if missing:
-            raise ConfigError(
-                f"{world.launcher} has started {world.size} processes, and the environment does "
-                f"not say where they meet: {', '.join(sorted(missing))}",
-                where=f"rank {world.rank}",
-                todo="start them with torchrun, or set both to a host and a free port of rank 0",
-            )
-        limit = timedelta(seconds=_CONNECT_S)
-        try:
-            store = store_at("env://", world.rank, world.size, limit)
-        except SbpError:
-            raise
-        except (RuntimeError, ValueError, OSError) as error:
-            raise unreachable("env://", world.rank, world.size, error) from None
+        place = "env://", world.rank, world.size
+        with naming_rendezvous(*place):
+            store = store_at(*place, timedelta(seconds=_CONNECT_S))
         # torchrun keeps its store when it starts the ranks anew.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"sbp-train/{attempt}", store)

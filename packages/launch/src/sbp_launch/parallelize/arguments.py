@@ -12,7 +12,7 @@ import torch
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.cluster import Cluster
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
 from sbp_core.runtime import BatchIs
@@ -207,12 +207,11 @@ def sample_dims(batch_dim: int | Mapping[str, int], example: Any) -> SampleDims:
     shapes = ", ".join(f"{name!r} {list(value.shape)}" for name, value in flat.items())
     for name, dim in named.items():
         if name and name not in flat:
-            near = nearest(name, flat)
             raise ConfigError(
                 f"batch_dim has a dim for {name!r}, and the batch has no tensor of that name",
                 where=_BATCH_DIM,
                 accepted=", ".join(map(repr, flat)),
-                todo=f"did you mean {near!r}?" if near else "",
+                todo=suggestion(name, flat),
             )
         if dim >= max((flat[name].dim(),) if name else [one.dim() for one in flat.values()]):
             whose = repr(name) if name else "any tensor of the batch"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_core.errors import ConfigError, SbpError, SbpValueError, nearest, words_of
+from sbp_core.errors import ConfigError, SbpError, SbpValueError, suggestion, words_of
 from sbp_core.plugins import merge_settings
 from sbp_core.runtime import BatchIs
 from sbp_launch.parallelize.forms import MOST_FORMS
@@ -185,9 +185,7 @@ class BucketPadding(Padding):
             for name in buckets.values:
                 self._padded(name, flat[name], flat[name].shape[buckets.dim] + 1)
         except SbpValueError as error:
-            raise ConfigError(
-                error.what, where=_WHERE, accepted=error.accepted, todo=error.todo
-            ) from None
+            raise error.replaced(ConfigError, where=_WHERE) from None
         self._fixed = {
             name: value.shape[buckets.dim]
             for name, value in flat.items()
@@ -262,11 +260,10 @@ class BucketPadding(Padding):
         dim, lengths = self.buckets.dim, dict[str, int]()
         for name in self.buckets.values:
             if name not in flat:
-                near = nearest(name, flat)
                 raise SbpValueError(
                     f"{name!r} is to be padded, and the batch has no tensor of that name",
                     accepted=", ".join(map(repr, flat)),
-                    todo=f"did you mean {near!r}?" if near else "",
+                    todo=suggestion(name, flat),
                 )
             if flat[name].dim() <= dim:
                 raise SbpValueError(

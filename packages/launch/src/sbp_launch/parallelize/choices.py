@@ -5,7 +5,7 @@ Names are those of `sbp-train`'s options, with the settings of their files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from sbp_core.runtime import Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.checked_planner import CheckedPlanner
 from sbp_launch.settings.catalog import Catalog, make_catalog
-from sbp_launch.settings.option_names import nearest_option
+from sbp_launch.settings.option_names import no_option
 
 #: How an object is chosen: by name, by name and settings, or as it is.
 Choice = str | Mapping[str, Any]
@@ -96,7 +96,10 @@ class Choices:
             )
         options = sorted({*self._catalog.options(kind), *self.registry.names(kind)})
         if chosen not in options:
-            raise self._missing(kind, chosen, options)
+            asked, where = f"{kind}={chosen!r}", f"the argument {kind}"
+            raise no_option(
+                kind, chosen, options, self.registry, asked=asked, where=where, spelled=repr
+            )
         said = yaml.safe_load(self._catalog.text(f"{kind}/{chosen}") or "{}")
         settings = {name: value for name, value in said.items() if name not in own}
         settings |= {**given, **own}
@@ -105,28 +108,6 @@ class Choices:
             chosen=chosen,
             name=str(settings.pop("name", chosen)),
             settings=settings,
-        )
-
-    def _missing(self, kind: str, chosen: str, options: Sequence[str]) -> ConfigError:
-        from sbp_launch.settings.refusals import HOMES  # here, as it takes Hydra
-
-        near = nearest_option(kind, chosen, options)
-        suspect, certain = self.registry.suspect(f"{kind}/{chosen}")
-        if suspect is not None and (certain or not near):
-            return ConfigError(
-                suspect.denies(f"{kind}={chosen!r}", certain=certain),
-                where=f"the argument {kind}",
-                accepted=", ".join(options),
-                todo=f"{suspect.remedy}, or choose one of these",
-            )
-        brought = {entry.distribution for entry in self.registry.entries}
-        homes = [home for home in HOMES.get(kind, ()) if home not in brought]
-        todo = f"pip install {' '.join(homes)}" if homes else ""
-        return ConfigError(
-            f"{kind}={chosen!r}: there is no such option",
-            where=f"the argument {kind}",
-            accepted=", ".join(options) or f"none: no installed package brings a {kind}",
-            todo=f"did you mean {near!r}?" if near else todo,
         )
 
     def make(self, option: Option) -> Any:

@@ -81,9 +81,7 @@ class StepCapture:
             if not told or numbers:
                 raise
             todo = f"{error.todo}; {told}" if error.todo else told
-            raise CaptureError(
-                error.what, where=error.where, accepted=error.accepted, todo=todo
-            ) from error
+            raise error.replaced(CaptureError, todo=todo) from error
 
     def _told_samples(self, batch: Any) -> str:
         """Say of how many samples a step is captured, if others are given than that."""

@@ -1,13 +1,13 @@
-"""Ctrl-C in a loop of one's own: it waits until a step is whole, and the session goes on.
+"""Ctrl-C in a user's training loop: it waits until the step is complete, and the session goes on.
 
 | ranks are | the first one | the second one |
 |---|---|---|
 | threads | is raised when the call that it came into is done | is raised at once |
 | processes | is raised in all of them, before the next step or evaluation | is raised at once |
 
-In code of the loop itself, it is raised at once where ranks are threads. Processes have to agree,
-so that all of them are behind the same step. The second one gives the step up, unless its update
-has begun, and ends the session; states are those of a whole step.
+In the code of the loop itself, it is raised at once where ranks are threads. Processes have to
+agree on it, so that all of them stop after the same step. A second Ctrl-C aborts the step, unless
+its update has begun, and ends the session; the states are those of a complete step.
 """
 
 from __future__ import annotations

@@ -86,9 +86,8 @@ def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[st
             check_tensor(name, like(name), slot.shape, slot.dtype)
         elif name not in numbers and name not in kept:
             error = unknown_name("state", name, slots)
-            raise SbpLookupError(
-                error.what,
-                accepted=error.accepted,
+            raise error.replaced(
+                SbpLookupError,
                 todo=f"{error.todo}; if it is of another program, put that there first: "
                 "step.beside(loss, batch, optimizer)",
             )

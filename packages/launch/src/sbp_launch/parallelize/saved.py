@@ -222,12 +222,7 @@ def _claimed(storage: Storage) -> Iterator[None]:
         try:
             held.enter_context(storage.claim())
         except ConfigError as error:
-            raise ConfigError(
-                error.what,
-                where=error.where,
-                accepted=error.accepted,
-                todo=_ELSEWHERE,
-            ) from error
+            raise error.replaced(ConfigError, todo=_ELSEWHERE) from error
         yield
 
 

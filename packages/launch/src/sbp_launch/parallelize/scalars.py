@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from typing import Any
 
@@ -62,11 +63,9 @@ class UpdateScalars:
 
 
 def _as_number(name: str, value: object) -> float:
-    try:
-        if not isinstance(value, str):
+    if not isinstance(value, str):
+        with suppress(TypeError, ValueError):
             return float(value)  # type: ignore[arg-type] # refused below, if it is none
-    except (TypeError, ValueError):
-        pass
     raise SbpValueError(
         f"{name}={value!r} is of type {type(value).__name__}",
         where="the settings of the update that are given to a step",

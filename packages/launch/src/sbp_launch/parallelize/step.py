@@ -161,7 +161,7 @@ class ParallelStep(ProgramStep):
 
     def _close(self, error: BaseException | None) -> None:
         training = self._training
-        if training.is_elsewhere:
+        if training.is_forked:
             return  # a child that was forked inside of the block leaves it to its parent
         if error is None and training.has_begun and not self._is_over:
             for one in (self, *self._beside):
@@ -390,9 +390,7 @@ class ParallelStep(ProgramStep):
                 training.saves.save_left(place, session, self.steps_done, left)
             except RunError as error:
                 where = (*error.where, f"a run that has failed: {why}")
-                raise RunError(
-                    error.what, where=where, accepted=error.accepted, todo=error.todo
-                ) from error
+                raise error.replaced(RunError, where=where) from error
             finally:
                 left.leave()
             return

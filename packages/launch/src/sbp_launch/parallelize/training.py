@@ -29,7 +29,7 @@ from sbp_core.interrupts import HeldInterrupts
 from sbp_core.plugins import PluginRegistry
 from sbp_core.runtime import (
     Session,
-    check_process,
+    check_not_forked,
     counted_apart,
 )
 from sbp_launch.parallelize.agreement import (
@@ -132,7 +132,7 @@ class Training:
             RunError: it is over; or this process was forked from the one that has the ranks.
         """
         if self._is_open:
-            check_process(self._process)
+            check_not_forked(self._process)
         if self._session is not None and not self._is_open:
             raise RunError(
                 "this parallel step is over, and the session is closed",
@@ -149,7 +149,7 @@ class Training:
                 forked from the one that has the ranks.
         """
         if self._is_open:
-            check_process(self._process)
+            check_not_forked(self._process)
         if self.has_damaged_states:
             raise RunError(
                 "this parallel step has no states: those that it was to load are damaged",
@@ -303,7 +303,7 @@ class Training:
         connected.disconnect()
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process was forked from the one that has the ranks."""
         return os.getpid() != self._process
 
@@ -327,7 +327,7 @@ class Training:
             RunError: this process was forked from the one that has the ranks.
         """
         if self._is_open:
-            check_process(self._process)
+            check_not_forked(self._process)
         # A step that is over, or has failed, sends nothing any more, and says so itself.
         if self.gather is None or self.backend is None or not self._is_open:
             return
@@ -336,8 +336,7 @@ class Training:
         try:
             self._compare({THE_CALL: call, **compared}, self.gather)
         except BoxingError as error:
-            what = f"{call}: {error.what}"
-            raise BoxingError(what, where=error.where, todo=error.todo) from error
+            raise error.replaced(BoxingError, what=f"{call}: {error.what}") from error
 
     def _compare(self, own: Mapping[str, str], gather: Gather) -> None:
         """See that what has to be equal is; one vote of two numbers, where it is.
@@ -416,13 +415,13 @@ class Training:
         written = connected.written()
         if written:
             with until_done():
-                if self._count_otherwise(written):
+                if self._counters_differ(written):
                     self.count_apart()
                 session.replace(written)
                 connected.taken_over()
         return written
 
-    def _count_otherwise(self, written: Mapping[str, Tensor]) -> bool:
+    def _counters_differ(self, written: Mapping[str, Tensor]) -> bool:
         """Whether parameters that share a step counter no longer do, as some begin anew."""
         rank = self.started.local_ranks[0]
         for counter, tied in self.states.plan.ties.items():

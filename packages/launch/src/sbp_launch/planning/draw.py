@@ -25,7 +25,7 @@ def draw_plan(planned: Planned, out: str) -> None:
     console = make_console()
     show(few, console)
     for line in said:
-        console.print(f"here, {line}", highlight=False)
+        console.print(f"here, {line}")
     drawn, said = coarse(timeline)
     facts = timeline_facts(planned)
     write_drawings(drawn, {**facts, "drawn": "; ".join(said)} if said else facts, out)

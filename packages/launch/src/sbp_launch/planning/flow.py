@@ -456,11 +456,8 @@ def check_fits(planned: Planned, cluster: Cluster) -> None:
     except PlanError as error:
         host_bytes = cluster.device.host_memory_bytes or 0
         of_host = planned.memory.host_peak > host_bytes
-        raise ConfigError(
-            error.what,
-            where=(*error.where, f"cluster.{'host_' * of_host}memory_bytes"),
-            accepted=error.accepted,
-            todo=error.todo,
+        raise error.replaced(
+            ConfigError, where=(*error.where, f"cluster.{'host_' * of_host}memory_bytes")
         ) from error
 
 

@@ -42,9 +42,7 @@ def with_source_line(error: RunError, graph: LogicalGraph) -> RunError:
     lines = [line for node in graph.nodes if node.name in named for line in node.where()]
     if not lines:
         return error
-    made = type(error)(
-        error.what, where=(*lines, *error.where), accepted=error.accepted, todo=error.todo
-    )
+    made = error.replaced(type(error), where=(*lines, *error.where))
     made.__cause__ = error.__cause__
     for note in getattr(error, "__notes__", ()):
         made.add_note(note)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
-from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_core.errors import ConfigError, SbpError, suggestion
 from sbp_core.serialize import Lines, read_text, read_yaml, shown
 from sbp_launch.checkpoint.formats.aside import writing_aside
 from sbp_launch.settings.config import GROUPS, ComposedConfig
@@ -55,10 +55,9 @@ def load_run(folder: Path) -> ComposedConfig:
         values, lines = read_yaml(read_text(path), str(path))
         _check_form(values, lines)
     except SbpError as error:
-        raise ConfigError(
-            f"the settings of the run cannot be read: {error.what}",
-            where=error.where,
-            accepted=error.accepted,
+        raise error.replaced(
+            ConfigError,
+            what=f"the settings of the run cannot be read: {error.what}",
             todo="the run folder has to be on a disk that all hosts share: hydra.run.dir=FOLDER",
         ) from error
     files = dict.fromkeys(GROUPS, str(path))
@@ -75,10 +74,9 @@ def _check_form(values: object, lines: Lines) -> None:
         raise ConfigError(f"it is {shown(values)}", where=lines.where([]), accepted="a mapping")
     for name in values:
         if name not in GROUPS:
-            near = nearest(str(name), GROUPS)
             raise ConfigError(
                 f"there is no group {shown(name)}",
                 where=lines.where([str(name)]),
                 accepted=", ".join(GROUPS),
-                todo=f"did you mean {near!r}?" if near else "",
+                todo=suggestion(str(name), GROUPS),
             )

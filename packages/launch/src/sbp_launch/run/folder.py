@@ -196,7 +196,7 @@ def as_typed(folder: Path) -> str:
     return str(folder.relative_to(here) if is_below else folder)
 
 
-def going_on(folder: Path) -> str:
+def resume_command(folder: Path) -> str:
     """Return the command that goes on from a run's newest checkpoint."""
     return shlex.join(["sbp-train", f"resume={as_typed(folder)}"])
 

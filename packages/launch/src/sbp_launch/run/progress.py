@@ -22,13 +22,13 @@ from sbp_launch.run.speed import Speed
 def timed(console: Console, what: str) -> Iterator[None]:
     """Print `what`, and the seconds of the block behind it, on one line."""
     began = time.perf_counter()
-    console.print(f"{what} ...", end="", highlight=False)
+    console.print(f"{what} ...", end="")
     try:
         yield
     except BaseException:
         console.print("")
         raise
-    console.print(f" {time.perf_counter() - began:.1f} s", highlight=False)
+    console.print(f" {time.perf_counter() - began:.1f} s")
 
 
 class StepProgress:

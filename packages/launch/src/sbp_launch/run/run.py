@@ -68,4 +68,4 @@ class Run:
     def warn(self, text: str) -> None:
         """Print a warning, if there is one."""
         if text:
-            self.console.print(f"warning: {text}", highlight=False)
+            self.console.print(f"warning: {text}")

@@ -80,7 +80,7 @@ def _callbacks(
         except ConfigError as error:
             what = f"trainer.{error.what}"
             where = (composed.files.get("trainer", ""),)
-            raise ConfigError(what, where=where, accepted=error.accepted, todo=error.todo) from None
+            raise error.replaced(ConfigError, what=what, where=where) from None
     for index, choice in enumerate(choices):
         key = f"trainer.callbacks[{index}]"
         with _naming_overrides(composed, "trainer", f"{key} is {choice.name!r}"):
@@ -121,9 +121,7 @@ def _check_together(
             files = [composed.files.get(one, "") for one in about]
             said = [line for one in about for line in composed.overrides_of(one)]
             where = (*error.where, *files, *said)
-            raise ConfigError(
-                error.what, where=where, accepted=error.accepted, todo=error.todo
-            ) from error
+            raise error.replaced(ConfigError, where=where) from error
         except SbpError:
             raise
         except Exception as error:
@@ -267,7 +265,7 @@ def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> 
                 # Quoted, since Hydra's command line does not take braces in braces.
                 decoded = f'"${{oc.decode:{text}}}"'
                 todo = f"{text} is a text; write {decoded}, with these quotes, to have its value"
-        raise ConfigError(what, where=where, accepted=error.accepted, todo=todo) from error
+        raise error.replaced(ConfigError, what=what, where=where, todo=todo) from error
 
 
 @contextmanager
@@ -291,9 +289,7 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
         said = [text for text in composed.overrides if key_of(text) == unknown[1]]
         value = said[0].partition("=")[2] if said else ""
         todo = folder or meant(unknown[1], same or settings, value) or error.todo
-        raise ConfigError(
-            error.what, where=error.where, accepted=error.accepted, todo=todo
-        ) from error
+        raise error.replaced(ConfigError, todo=todo) from error
 
 
 def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:

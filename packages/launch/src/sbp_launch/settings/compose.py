@@ -25,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import ConfigFolder
 from sbp_core.serialize import read_bytes, read_text
+from sbp_launch.secret_settings import leaves
 from sbp_launch.settings.catalog import OWN_FOLDER, PRIMARY, Catalog
 from sbp_launch.settings.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
 from sbp_launch.settings.option_file import refuse_expansion, refuse_faults
@@ -207,21 +208,14 @@ def read(config: DictConfig, catalog: Catalog) -> ComposedConfig:
         values={name: _plain(config, name, files.get(name, ""), catalog) for name in names},
         files=files,
         overrides=tuple(map(str, config.hydra.overrides.task)),
-        variables=dict(_variables(OmegaConf.to_container(config), "")),
+        variables={
+            key: value
+            for key, value in leaves(OmegaConf.to_container(config))
+            if isinstance(value, str)
+            and re.match(r"\$\{oc\.env:[^{}]*\}$", value)
+            and not key.startswith("hydra.")
+        },
     )
-
-
-def _variables(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys below one that are set to a variable, and how: `${oc.env:LR}`."""
-    if isinstance(value, str) and re.match(r"\$\{oc\.env:[^{}]*\}$", value):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, part in value.items():
-            if key or name != "hydra":
-                yield from _variables(part, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for index, part in enumerate(value):
-            yield from _variables(part, f"{key}[{index}]")
 
 
 def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> object:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+#: A text that Hydra reads as itself, and not as a number, a null or a truth value.
+_PLAIN = re.compile(
+    r"(?!(?:null|true|false|inf|nan)\Z)(?:[A-Za-z_/]|\.\.?/)[\w./-]*", re.IGNORECASE
+)
+
 
 def literal(value: object) -> object:
     """Return a value whose texts OmegaConf resolves to the texts that are given, as in `${x}`."""
@@ -23,7 +28,7 @@ def quoted(text: str) -> str:
     >>> print(quoted("runs/it's"))
     'runs/it\'s'
     """
-    if re.fullmatch(r"[\w./-]+", text):
+    if _PLAIN.fullmatch(text):
         return text
     # A backslash counts where a quote follows it, and at the end, where the closing one does.
     inner = re.sub(r"(\\*)(')", r"\1\1\\\2", str(literal(text)))

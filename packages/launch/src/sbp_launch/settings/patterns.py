@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 
 #: Most names that a message lists.
 _MOST_NAMES = 8
@@ -30,11 +30,10 @@ def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str], kind
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         listed = ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
-        near = nearest(pattern, set(_patterns_of(names)))
         raise ConfigError(
             f"{key}: the pattern {pattern!r} matches no {kind} of the model",
             accepted=f"patterns of names: {listed}" if names else f"none: there is no {kind}",
-            todo=f"did you mean {near!r}?" if near else "",
+            todo=suggestion(pattern, set(_patterns_of(names))),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from argparse import ArgumentParser
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -13,16 +13,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.settings.catalog import Catalog
 from sbp_launch.settings.config import GROUPS, ComposedConfig, key_of
-from sbp_launch.settings.option_names import nearest_option
-
-#: Distributions of the house that bring options of a group, beside sbp-torch and sbp-launch.
-HOMES: Mapping[str, tuple[str, ...]] = {
-    "model": ("sbp-models",),
-    "data": ("sbp-models",),
-    "runtime": ("sbp-actor-runtime",),
-    "planner": ("sbp-planner",),
-    "boxing": ("sbp-boxing-torch", "sbp-boxing-nccl"),
-}
+from sbp_launch.settings.option_names import no_option
 
 #: Lines of Hydra's messages that only repeat the override, or lead elsewhere.
 _NO_NEWS = ("Error parsing override", "See http")
@@ -104,35 +95,16 @@ def missing_option(
         catalog: What one can choose from; a plugin that is broken may bring the option.
     """
     group, _, option = config.partition("/")
-    options = catalog.options(group)
     said = [text for text in overrides if option_of(text) == config]
-    asked = said[0] if said else f"{group}={option}"
-    place = f"the command line: {asked}" if said else file
-    accepted = ", ".join(options) or f"none: no installed package brings a {group}"
-    near = nearest_option(group, option, options)
-    suspect, certain = catalog.registry.suspect(config)
-    # With a near match it is a slip of the pen; without one, a broken plugin may bring it.
-    if suspect is not None and (certain or not near):
-        todo = f"{suspect.remedy}, or choose one of these"
-        what = suspect.denies(asked, certain=certain)
-        return ConfigError(what, where=place, accepted=accepted, todo=todo)
-    brought = {entry.distribution for entry in catalog.registry.entries}
-    homes = [home for home in HOMES.get(group, ()) if home not in brought]
-    inside = [one for one in options if one.startswith(f"{option}/")]
-    if misplaced := catalog.misplaced(config):
-        todo = misplaced
-    elif inside:
-        todo = f"say which of them: {group}={inside[0]}, or another of {option}/..."
-    elif near:
-        todo = f"did you mean {group}={near}?"
-    elif homes:
-        brings = "bring" if len(homes) > 1 else "brings"
-        todo = f"pip install {' '.join(homes)}, which {brings} options of the group {group!r}"
-        todo += '; or all that sbp-train uses: pip install "sbp-launch[all]"'
-    else:
-        todo = f"choose one of these, or install a package that brings {group}={option}"
-    what = f"{asked}: no such option of the group {group!r}"
-    return ConfigError(what, where=place, accepted=accepted, todo=todo)
+    return no_option(
+        group,
+        option,
+        catalog.options(group),
+        catalog.registry,
+        asked=said[0] if said else f"{group}={option}",
+        where=f"the command line: {said[0]}" if said else file,
+        misplaced=catalog.misplaced(config),
+    )
 
 
 def forced(text: str, groups: Collection[str], error: Exception) -> str:

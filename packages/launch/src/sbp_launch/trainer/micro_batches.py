@@ -54,11 +54,10 @@ def plan_fitting(run: Run, plan: Callable[[Run], Planned]) -> tuple[Run, Planned
         run.say([f"micro_batches=auto: {count}, of {each}"])
         return known, planned
     assert problem is not None, "every batch has a divisor"
-    raise ConfigError(
-        f"trainer.micro_batches=auto: not even {counts[-1]} micro-batches make the step fit: "
+    raise problem.replaced(
+        ConfigError,
+        what=f"trainer.micro_batches=auto: not even {counts[-1]} micro-batches make the step fit: "
         f"{problem.what}",
-        where=problem.where,
-        accepted=problem.accepted,
         todo=problem.todo.replace("set trainer.micro_batches, ", ""),  # that has been tried
     ) from problem
 

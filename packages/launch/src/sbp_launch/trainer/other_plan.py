@@ -45,9 +45,7 @@ def planned_as(strategy: Strategy, planner: StepPlanner, program: Program) -> Pl
         check_strategy(graph, strategy)
         return compiled(graph, strategy, settings)
     except SbpError as error:
-        raise ConfigError(
-            error.what, where=("compare", *error.where), accepted=error.accepted, todo=error.todo
-        ) from error
+        raise error.replaced(ConfigError, where=("compare", *error.where)) from error
 
 
 def _captured_for(strategy: Strategy, run: Run, program: Program) -> StepPlanner:

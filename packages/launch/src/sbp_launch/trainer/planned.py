@@ -177,9 +177,7 @@ def _captured(run: Run, program: Program, settings: PlanSettings, size: int) -> 
         if cause is None:
             raise
         where = (*cause.where, config.model.file, config.data.file)
-        raise ConfigError(
-            cause.what, where=where, accepted=cause.accepted, todo=cause.todo
-        ) from error
+        raise cause.replaced(ConfigError, where=where) from error
 
 
 def _plan(planner: Planner, request: PlanRequest, file: str) -> Strategy:
@@ -192,9 +190,7 @@ def _plan(planner: Planner, request: PlanRequest, file: str) -> Strategy:
         return planner.plan(request)
     except ConfigError as error:
         where = error.where if file in error.where else (*error.where, file)
-        raise ConfigError(
-            error.what, where=where, accepted=error.accepted, todo=error.todo
-        ) from error
+        raise error.replaced(ConfigError, where=where) from error
 
 
 def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:

@@ -12,7 +12,7 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.plugins import ClusterFactory
 from sbp_core.runtime import Runtime, Session
-from sbp_launch.run.folder import going_on
+from sbp_launch.run.folder import resume_command
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import Terminated
 from sbp_launch.trainer.finite_loss import NotFiniteError
@@ -115,11 +115,13 @@ def save_states_after_error(run: Run, loop: TrainingLoop, error: BaseException) 
         error.add_note(f"the states were not saved: {other}")
         run.say([f"{ended}; the states are not saved: {other}"])
         if newest := loop.checkpoints.newest:
-            run.say([f"the newest checkpoint is {newest}", f"  to go on: {going_on(run.folder)}"])
+            run.say(
+                [f"the newest checkpoint is {newest}", f"  to go on: {resume_command(run.folder)}"]
+            )
     else:
         run.say([f"{ended}; the states so far are in {place}"])
         if is_finite:
-            run.say([f"  to go on: {going_on(run.folder)}"])
+            run.say([f"  to go on: {resume_command(run.folder)}"])
 
 
 def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from sbp_core.memory import MemoryReport
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import counted
-from sbp_launch.run.folder import going_on
+from sbp_launch.run.folder import resume_command
 from sbp_launch.run.result import RunResult, write_result
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.figures import Predicted, prediction_basis
@@ -69,7 +69,7 @@ def saved_lines(run: Run, loop: TrainingLoop) -> list[str]:
     """Return where the states of a run are that has ended, and how it trains further."""
     unit = run.config.trainer.budget.unit
     more = "" if loop.stopped_for else f" trainer.{unit}=MORE"
-    return [f"saved: {loop.checkpoints.newest}", f"  to go on: {going_on(run.folder)}{more}"]
+    return [f"saved: {loop.checkpoints.newest}", f"  to go on: {resume_command(run.folder)}{more}"]
 
 
 def predicted_of(run: Run, program: Program, planned: Planned) -> Predicted:

@@ -133,7 +133,7 @@ def train(
                 run.console.print(loop.reference.verdict())
             run.say(saved_lines(run, loop))
         finally:
-            run.console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+            run.console.print(f"run folder: {folder}", soft_wrap=True)
 
 
 def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
@@ -278,5 +278,5 @@ def show_sample(run: Run, program: Program, checkpoints: RunCheckpoints) -> None
         run.warn(f"no sample of text: {error}")
         return
     run.console.rule("a sample of text")
-    run.console.print(printable(text), markup=False, highlight=False)
+    run.console.print(printable(text))
     run.console.rule()

@@ -368,11 +368,8 @@ class FamilySearch:
             or any(one.outcome is Outcome.UNSOLVED for one in self.seen)
         )
         error = least.refusal(f"{late if is_open else ''}take more ranks")
-        return PlanError(
-            f"{error.what}, of {len(self.seen)} variants of the step",
-            where=error.where,
-            accepted=error.accepted,
-            todo=error.todo,
+        return error.replaced(
+            PlanError, what=f"{error.what}, of {len(self.seen)} variants of the step"
         )
 
     def _told(self, best: _Best) -> Strategy:

@@ -144,7 +144,7 @@ def _graph(
     try:
         return BlockGraph(blocks=tuple(blocks[name] for name in consumers), flows=flows)
     except SbpValueError as error:
-        raise SbpValueError(error.what, where=where, accepted=error.accepted) from error
+        raise error.replaced(SbpValueError, where=where) from error
 
 
 def _edge(line: str, place: str) -> tuple[str, str]:

@@ -135,6 +135,4 @@ def _verified(graph: LogicalGraph, name: str) -> LogicalGraph:
         return verify_graph(graph)
     except GraphError as error:
         where = (*error.where, f"the graph that pass {name!r} made")
-        raise GraphError(
-            error.what, where=where, accepted=error.accepted, todo=error.todo
-        ) from error
+        raise error.replaced(GraphError, where=where) from error

@@ -77,13 +77,13 @@ class _ProductRewriter:
             return not bias and self._rewrite_contraction(node, left, right)
         return node.op == _SUM and self._rewrite_sum(node)
 
-    def _flattened_batch(self, value: Argument, dim: int = 0) -> BatchFactor | None:
+    def _flattened_batch(self, value: Argument) -> BatchFactor | None:
         """Return the batch factor of a matrix's rows; None if its rows are no flattened batch."""
         factor = self.factors.get(value.name)
         if (
             factor is None
             or not factor.is_strided
-            or factor.dim != dim
+            or factor.dim != 0
             or self._before_flattening(value) is None
         ):
             return None

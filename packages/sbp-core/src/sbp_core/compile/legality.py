@@ -68,12 +68,7 @@ def _naming(section: str, name: str, lines: Lines | None) -> Iterator[None]:
         places = (lines.where((section, name)),) if lines else ()
         # What is wrong with a call names its node.
         decision = () if section == "nodes" else (f"{section} of {name}",)
-        raise type(error)(
-            error.what,
-            where=(*places, *error.where, *decision),
-            accepted=error.accepted,
-            todo=error.todo,
-        ) from error
+        raise error.replaced(type(error), where=(*places, *error.where, *decision)) from error
 
 
 def _check_draws(node: Node, num_ranks: int) -> None:

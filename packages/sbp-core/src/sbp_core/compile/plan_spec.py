@@ -118,7 +118,7 @@ def _check_step(step: BoxingStep, where: str) -> None:
     try:
         verify_step(step)
     except SbpValueError as error:
-        raise PlanError(error.what, where=where, accepted=error.accepted) from error
+        raise error.replaced(PlanError, where=where) from error
 
 
 def _distinct_cuts(slots: Iterable[StateSlot]) -> list[StateSlot]:
@@ -144,7 +144,7 @@ def _check_slot(plan: PhysicalPlan, part: RankPlan, slot: StateSlot) -> None:
     try:
         held = local_shape(slot.shape, slot.sbp, stage.mesh_shape, stage.coordinate(part.rank))
     except SbpValueError as error:
-        raise PlanError(error.what, where=where, accepted=error.accepted) from error
+        raise error.replaced(PlanError, where=where) from error
     if slot.local_shape != held:
         raise PlanError(f"a part of shape {slot.local_shape}", where=where, accepted=str(held))
 

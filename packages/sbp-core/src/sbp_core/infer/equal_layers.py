@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.graph.ir import GraphInput, LogicalGraph
 from sbp_core.infer.pins import Pins
-from sbp_core.infer.work import Kept, StepWork
+from sbp_core.infer.work import StepWork
 
 #: The number of a block in a name: the first one behind a dot.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -47,17 +47,15 @@ class EqualLayers:
     values: tuple[tuple[str, int], ...]
 
 
-def equal_layers(work: StepWork, pins: Pins, kept: Kept | None = None) -> EqualLayers:
+def equal_layers(work: StepWork, pins: Pins) -> EqualLayers:
     """Return what of a step is alike whatever is decided of it, as long as that is alike.
 
     Args:
         work: The step.
         pins: What is decided; what is pinned otherwise is not alike.
-        kept: What stays as an earlier strategy has it; likewise.
     """
-    kept = kept or Kept()
-    inputs = _firsts(_input_colours(work, pins, kept))
-    nodes = _firsts(node_colours(work, _options(work, pins, kept)))
+    inputs = _firsts(_input_colours(work, pins))
+    nodes = _firsts(node_colours(work, _options(work, pins)))
     values: dict[Hashable, list[str]] = {}
     for value, key in _value_keys(work, nodes, inputs).items():
         values.setdefault(key, []).append(value)
@@ -118,7 +116,7 @@ def _firsts(colours: Mapping[str, Hashable]) -> dict[str, str]:
     return {name: first.setdefault(colour, name) for name, colour in colours.items()}
 
 
-def _options(work: StepWork, pins: Pins, kept: Kept) -> dict[str, Hashable]:
+def _options(work: StepWork, pins: Pins) -> dict[str, Hashable]:
     """Return for each node what its options follow from: its call, where, and what is pinned."""
     pinned: dict[str, Hashable] = {}
     for (value, axis), pin in sorted(pins.use.items(), key=lambda item: item[0]):
@@ -129,7 +127,7 @@ def _options(work: StepWork, pins: Pins, kept: Kept) -> dict[str, Hashable]:
         taken = tuple(pinned.get(value) for value in work.graph.tensor_inputs(node))
         key = (
             *(work.kinds[node.name], work.mesh_shape_of(node), node.rate),
-            *(taken, kept.nodes.get(node.name)),
+            taken,
         )
         number = found[node.name] = numbers.setdefault(key, len(numbers))
         if any(pin is not None for pin in taken) and work.is_free(node):
@@ -143,7 +141,7 @@ def _tuple(found: Hashable) -> tuple[Hashable, ...]:
     return found if isinstance(found, tuple) else ()
 
 
-def _input_colours(work: StepWork, pins: Pins, kept: Kept) -> dict[str, Hashable]:
+def _input_colours(work: StepWork, pins: Pins) -> dict[str, Hashable]:
     pinned: dict[str, list[Hashable]] = defaultdict(list)
     for (name, axis), pin in sorted(pins.storage.items(), key=lambda item: item[0]):
         pinned[name].append((axis, pin.entry, pin.firm))
@@ -153,7 +151,7 @@ def _input_colours(work: StepWork, pins: Pins, kept: Kept) -> dict[str, Hashable
         stage = work.stages.inputs[name]
         return (
             *(generic_name(name), entry.kind, work.graph.tensor(name)),
-            *(work.mesh_shape(stage), tuple(pinned.get(name, ())), kept.storage.get(name)),
+            *(work.mesh_shape(stage), tuple(pinned.get(name, ()))),
         )
 
     own = {entry.name: colour(entry) for entry in work.inputs}

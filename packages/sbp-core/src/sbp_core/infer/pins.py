@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeGuard
 
-from sbp_core.errors import ConfigError, SbpError, SbpValueError, nearest
+from sbp_core.errors import ConfigError, SbpError, SbpValueError, suggestion
 from sbp_core.graph.ir import InputKind, LogicalGraph, Phase, TensorType
 from sbp_core.graph.primitives import ACCUMULATE, PIECE
 from sbp_core.sbp import Partial, Sbp, Split, parse_sbp
@@ -272,9 +272,9 @@ def _known_axis(name: str, axes: Sequence[str], text: str) -> str:
         f"the pin '{text}' names the mesh axis {name!r}, which this mesh does not have",
         where=PINS,
         accepted=f"{', '.join(axes)}, or {OTHER_AXES!r} for every axis not named",
-        todo=f"did you mean {near!r}?"
-        if (near := nearest(name, axes))
-        else "give the mesh that axis (cluster.mesh), or pin an axis that it has",
+        todo=suggestion(
+            name, axes, "give the mesh that axis (cluster.mesh), or pin an axis that it has"
+        ),
     )
 
 

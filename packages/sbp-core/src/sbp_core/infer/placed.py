@@ -8,7 +8,7 @@ Unlike in a pipeline, stages may share ranks or not, and values may go to any of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import PinValue, resolve_pins
@@ -30,7 +30,6 @@ def infer_placed(
     stage_of: Mapping[str, int],
     pins: Mapping[str, PinValue] | None = None,
     in_flight: tuple[int, ...] | None = None,
-    report: Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Return the cheapest legal strategy on given stages.
 
@@ -42,7 +41,6 @@ def infer_placed(
         stage_of: Of forward nodes, by name; what is not named follows.
         pins: The planner's own pins.
         in_flight: Quota of each stage; by default that of 1F1B.
-        report: Added to the report.
 
     Raises:
         ConfigError: a pin cannot be meant.
@@ -70,5 +68,5 @@ def infer_placed(
         decision,
         planner=planner,
         in_flight=in_flight,
-        report={"optimal_by_axis": optimal, **(report or {})},
+        report={"optimal_by_axis": optimal},
     )

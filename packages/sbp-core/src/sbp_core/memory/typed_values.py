@@ -143,9 +143,7 @@ class TypedValues(CountedFillings[Value]):
         try:
             found = self.layouts.call(entry, firing.rank, values.__getitem__, self.plan.steps)
         except SbpError as error:
-            raise PlanError(
-                error.what, where=(where, *error.where), accepted=error.accepted, todo=error.todo
-            ) from error
+            raise error.replaced(PlanError, where=(where, *error.where)) from error
         if len(found) != len(entry.outputs):
             raise PlanError(
                 f"{entry.op} makes {len(found)} values, and {list(entry.outputs)} are named",

@@ -52,7 +52,7 @@ def pipeline_schedule(
     """
     if name not in SCHEDULES:
         unknown = unknown_name("schedule of a pipeline", name, SCHEDULES)
-        raise ConfigError(unknown.what, accepted=unknown.accepted, todo=unknown.todo)
+        raise unknown.replaced(ConfigError)
     numbers = {"ranks": num_ranks, "micro-batches": num_micro_batches, "chunks a rank": num_chunks}
     for what, number in numbers.items():
         if number is not None and number < 1:

@@ -82,17 +82,13 @@ class SimulatedSchedule:
         """For each rank the most activations alive; see `PipelineSchedule.live`."""
         return tuple(self.schedule.live(rank) for rank in range(self.schedule.num_ranks))
 
-    def timeline(self, *, unit: str = "") -> Timeline:
-        """Return a lane of bars for each rank, labelled by micro-batch.
-
-        Args:
-            unit: The unit of the times that were simulated.
-        """
+    def timeline(self) -> Timeline:
+        """Return a lane of bars for each rank, labelled by micro-batch."""
         held = self.schedule.placement
         return Timeline(
             title=f"{self.schedule.name}: {self.schedule.num_ranks} ranks, "
             f"{self.schedule.num_micro_batches} micro-batches",
-            unit=unit,
+            unit="",
             lanes=tuple(
                 Lane(
                     name=f"rank {rank}",

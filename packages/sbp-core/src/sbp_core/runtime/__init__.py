@@ -25,7 +25,7 @@ from sbp_core.runtime.contract import (
     Session,
     StepResult,
     Watch,
-    check_process,
+    check_not_forked,
     unwatched,
 )
 from sbp_core.runtime.operator_times import measured_operators
@@ -65,7 +65,7 @@ __all__ = [
     "batch_parts",
     "batch_slots",
     "check_destination",
-    "check_process",
+    "check_not_forked",
     "counted_apart",
     "gather_routes",
     "known_state",

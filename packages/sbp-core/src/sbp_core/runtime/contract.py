@@ -60,7 +60,7 @@ BatchIs = Literal["global", "local"]
 Watch = Callable[[int], AbstractContextManager[object]]
 
 
-def check_process(pid: int) -> None:
+def check_not_forked(pid: int) -> None:
     """Refuse a call in a child that was forked: it has none of the threads that ranks are.
 
     Args:

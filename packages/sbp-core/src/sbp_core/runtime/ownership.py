@@ -23,7 +23,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from sbp_core.boxing import Bounds, bounds_of, itemsize, route, volume
-from sbp_core.errors import SbpLookupError, nearest
+from sbp_core.errors import SbpLookupError, suggestion
 from sbp_core.graph import InputKind
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
@@ -251,11 +251,12 @@ def known_state(plan: PhysicalPlan, name: str) -> str:
     slots = state_slots(plan)
     tied = next((host for host, names in plan.ties.items() if name in names), None)
     if tied is None and name not in slots:
-        near = nearest(name, [*slots, *(tied for names in plan.ties.values() for tied in names)])
         raise SbpLookupError(
             f"no state is called {name!r}",
             accepted="a name of state_dict()",
-            todo=f"did you mean {near!r}?" if near else "",
+            todo=suggestion(
+                name, [*slots, *(tied for names in plan.ties.values() for tied in names)]
+            ),
         )
     return name if tied is None else tied
 

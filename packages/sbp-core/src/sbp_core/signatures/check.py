@@ -67,11 +67,8 @@ def _check_fit(call: OpCall, signature: Signature, mesh: Placement) -> None:
         try:
             check_sbp(entry.shape, sbp, mesh.mesh_shape)
         except SbpValueError as error:
-            raise SbpValueError(
-                error.what,
-                where=(f"{name} of {call.op}", *call.where, *error.where),
-                accepted=error.accepted,
-                todo=error.todo,
+            raise error.replaced(
+                SbpValueError, where=(f"{name} of {call.op}", *call.where, *error.where)
             ) from None
 
 

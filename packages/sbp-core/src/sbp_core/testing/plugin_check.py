@@ -94,13 +94,8 @@ class PluginCheck:
         for folder in self._folders():
             file = folder.root().joinpath(entry.kind, f"{entry.name}.yaml")
             if file.is_file():
-                said, _ = read_yaml(file.read_text("utf-8"), file.name)
-                known = {key: _known(value) for key, value in said.items() if key != "defaults"}
-                return {
-                    key: value
-                    for key, value in known.items()
-                    if key != "name" and value is not _OPEN
-                }
+                known = _settings(file).items()
+                return {k: value for k, value in known if k != "name" and value is not _OPEN}
         return {}
 
     def check_hooks(self) -> Iterator[str]:
@@ -168,17 +163,12 @@ class PluginCheck:
             yield "options end in .yaml"
             return
         try:
-            said, _ = read_yaml(file.read_text("utf-8"), file.name)
-            if not isinstance(said, Mapping):
-                raise SbpLookupError(f"it is {type(said).__name__}, not settings with a name")
-            settings = {key: _known(value) for key, value in said.items() if key != "defaults"}
+            settings = _settings(file)
             entry = self.registry.entry(kind, str(settings.pop("name", None)))
             config = entry.factory.config if entry.factory else object
             known = {key: value for key, value in settings.items() if value is not _OPEN}
-            for field in fields(config):
-                required = field.default is MISSING and field.default_factory is MISSING
-                if field.name in settings and field.name not in known and required:
-                    return  # whoever chooses the option has to set it
+            if any(name in settings and name not in known for name in _required(config)):
+                return  # whoever chooses the option has to set them
             made: Any = merge_settings(config, known, key=kind)
             if option == entry.name:
                 yield from _differing(made, known)
@@ -276,6 +266,18 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Travers
             yield prefix + child.name.rpartition(".")[0], child
 
 
+def _settings(file: Traversable) -> dict[str, object]:
+    """Return what an option file says, as far as it alone says it; without its defaults list.
+
+    Raises:
+        SbpLookupError: these are no settings.
+    """
+    said, _ = read_yaml(file.read_text("utf-8"), file.name)
+    if not isinstance(said, Mapping):
+        raise SbpLookupError(f"it is {type(said).__name__}, not settings with a name")
+    return {key: _known(value) for key, value in said.items() if key != "defaults"}
+
+
 def _known(value: object) -> object:
     """Return a value of an option file as far as the file alone says it."""
     if isinstance(value, str):
@@ -300,17 +302,22 @@ def _lacks_file(error: BaseException | None) -> bool:
     return error is not None
 
 
+def _required(config: type) -> set[str]:
+    """Return the settings of a config dataclass that have no default."""
+    return {
+        field.name
+        for field in fields(config)
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+
+
 def _differing(made: Any, said: Mapping[str, object]) -> Iterator[str]:
     """Yield the settings of which a file has another default than the dataclass.
 
     `sbp-train` takes that of the file, and who makes the plugin in Python that of the dataclass.
     """
-    required = {
-        field.name
-        for field in fields(made)
-        if field.default is MISSING and field.default_factory is MISSING
-    }
     config = type(made)
+    required = _required(config)
     plain = merge_settings(config, {key: said[key] for key in said if key in required})
     for field in fields(made):
         default, value = getattr(plain, field.name), getattr(made, field.name)

@@ -84,7 +84,9 @@ def suites(name: str) -> dict[str, type]:
         SbpLookupError: there is none of that name.
     """
     check = PluginCheck.of(name)
-    found: dict[str, type] = {"TestPlugin": _test_class("TestPlugin", _checks(check))}
+    names = ("hooks", "imports", "builds", "options", "rules", "callbacks")
+    tests = {f"test_{name}": _test_of(getattr(check, f"check_{name}")) for name in names}
+    found: dict[str, type] = {"TestPlugin": type("TestPlugin", (), tests)}
     for entry in check.entries:
         base = _suite(entry.kind)
         if base is not None:
@@ -93,30 +95,13 @@ def suites(name: str) -> dict[str, type]:
     return found
 
 
-def _checks(check: PluginCheck) -> Iterator[tuple[str, Callable[[Any], None]]]:
-    for name in ("hooks", "imports", "builds", "options", "rules", "callbacks"):
-        faults = getattr(check, f"check_{name}")
+def _test_of(faults: Callable[[], Iterator[str]]) -> Callable[[object], None]:
+    def test(self: object) -> None:
+        found = list(faults())
+        assert not found, "\n".join(found)
 
-        def test(self: object, faults: Callable[[], Iterator[str]] = faults) -> None:
-            found = list(faults())
-            assert not found, "\n".join(found)
-
-        test.__doc__ = faults.__doc__
-        yield f"test_{name}", _bare(test)
-
-
-def _bare(test: Callable[..., None]) -> Callable[[Any], None]:
-    """Hide the arguments of a test that have a default: pytest would look for fixtures."""
-
-    def bare(self: object) -> None:
-        test(self)
-
-    bare.__doc__ = test.__doc__
-    return bare
-
-
-def _test_class(title: str, tests: Iterator[tuple[str, Callable[[Any], None]]]) -> type:
-    return type(title, (), dict(tests))
+    test.__doc__ = faults.__doc__
+    return test
 
 
 def _suite(kind: str) -> type | None:
@@ -134,8 +119,8 @@ def _suite(kind: str) -> type | None:
 
 def _suite_of(title: str, base: type, check: PluginCheck, entry: PluginEntry) -> type:
     """Return a suite with all that it needs of a plugin, or a test that says what it lacks."""
-    needed: set[str] = set(getattr(base, "__abstractmethods__", ()))
     supplied: dict[str, Any] = {}
+    needed: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
     for method in needed:
         if method == "make_batch":
             supplied[method] = lambda self, batch_size: _batch(check, entry, batch_size)
@@ -145,12 +130,12 @@ def _suite_of(title: str, base: type, check: PluginCheck, entry: PluginEntry) ->
             )
         elif method == "read":
             supplied[method] = lambda self, run_folder: None
-    if missing := sorted(needed - set(supplied)):
+    if missing := sorted(needed - supplied.keys()):
 
         def test(self: object) -> None:
             raise SkipTest(f"subclass {base.__name__}: it needs {', '.join(missing)} of you, too")
 
-        return _test_class(title, iter([("test_conformance", test)]))
+        return type(title, (), {"test_conformance": test})
     return type(title, (base,), supplied)
 
 

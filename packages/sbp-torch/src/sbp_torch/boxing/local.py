@@ -476,7 +476,7 @@ def _as_boxing_error(step: BoxingStep, error: BaseException) -> BoxingError:
 
 def _copy_of(error: BoxingError) -> BoxingError:
     """Return a copy of an error to raise on one more thread, each with its own traceback."""
-    copy = BoxingError(error.what, where=error.where, accepted=error.accepted, todo=error.todo)
+    copy = error.replaced(BoxingError)
     copy.__cause__ = error.__cause__ or error
     return copy
 

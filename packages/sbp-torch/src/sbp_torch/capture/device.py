@@ -40,9 +40,7 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
     try:
         placed = place_on_device(graph, device)
     except GraphError as error:
-        raise CaptureError(
-            error.what, where=error.where, accepted=error.accepted, todo=error.todo
-        ) from error
+        raise error.replaced(CaptureError) from error
     types = dict(placed.types)
     calls = _Calls(device)
     with torch.no_grad(), fake_mode(), frames_told_apart_by_folder():

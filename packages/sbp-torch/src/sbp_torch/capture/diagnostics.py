@@ -78,11 +78,10 @@ def refusal(
         sizes_by_value: The op and the line that made a size, by the name in PyTorch's messages.
     """
     if isinstance(error, SbpError):  # of the user's own model: it says itself what is accepted
-        return TraceError(
-            f"{program} cannot be captured: {error.what}",
+        return error.replaced(
+            TraceError,
+            what=f"{program} cannot be captured: {error.what}",
             where=(*error.where, user_frame(error)),
-            accepted=error.accepted,
-            todo=error.todo,
         )
     text = f"{type(error).__name__}: {error}"
     if "HigherOrderOperator cond" in text or "torch.cond" in text:

@@ -26,7 +26,7 @@ from sbp_torch._torch_compat import (
 )
 from sbp_torch._torch_patches import (
     distributions_unchecked,
-    losses_unscaled,
+    grad_scaling_refused,
     transformers_of_any_mask,
 )
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
@@ -276,7 +276,7 @@ class TrainingStep:
                 self.notes.follow(self.model),
                 reparametrized(self.model, now),
                 distributions_unchecked(),
-                losses_unscaled(scaled_loss),
+                grad_scaling_refused(scaled_loss),
                 transformers_of_any_mask(),
                 own_kernels_only(),
                 cast,

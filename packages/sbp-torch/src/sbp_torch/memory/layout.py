@@ -113,11 +113,8 @@ class Layouts:
                     arguments = _tensors(given)
                     return _described(_run(entry, rank, arguments, steps), given, arguments)
             except SbpError as error:
-                raise PlanError(
-                    error.what,
-                    where=(f"node {entry.node!r}", *error.where),
-                    accepted=error.accepted,
-                    todo=error.todo,
+                raise error.replaced(
+                    PlanError, where=(f"node {entry.node!r}", *error.where)
                 ) from error
             except Exception as error:
                 raise PlanError(

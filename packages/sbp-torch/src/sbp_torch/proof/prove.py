@@ -17,7 +17,7 @@ from sbp_core.units import format_seconds
 from sbp_torch.proof.cost import run_s
 from sbp_torch.proof.drawing import Draw
 from sbp_torch.proof.parts import Difference, Sweep
-from sbp_torch.proof.record import Proof, ProofEntry
+from sbp_torch.proof.record import Proof, proof_file
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
 from sbp_torch.proof.wide import widened
 
@@ -83,8 +83,8 @@ def prove(
     """
     entry = None
     if cache is not False:
-        entry = ProofEntry.of(step.before, step.after, budget_s, None if cache is True else cache)
-        known = entry.load()
+        entry = proof_file(step.before, step.after, budget_s, None if cache is True else cache)
+        known = entry.read()
         if known is not None:
             return replace(known, is_known=True)
     begin = time.perf_counter()
@@ -92,7 +92,7 @@ def prove(
         found = _proved(step, states, small, budget_s)
     found = replace(found, took_s=time.perf_counter() - begin)
     if entry is not None:
-        entry.store(found)
+        entry.write(found)
     return found
 
 

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
-import logging
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sbp_core.graph import LogicalGraph, graph_hash
-from sbp_core.serialize import parse, read_text
 from sbp_core.units import format_seconds
 from sbp_core.user_paths import cache_folder
+from sbp_torch.result_file import ResultFile
 
 #: Raised whenever what a file means, or what is compared, changes.
-FORMAT = 1
+FORMAT = 2
 
 _PACKAGES = ("sbp-core", "sbp-aten", "sbp-torch")
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,65 +88,30 @@ class Proof:
         return lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofEntry:
-    """The place of one proof in a cache folder.
+def proof_file(
+    before: LogicalGraph, after: LogicalGraph, budget_s: float, folder: Path | None
+) -> ResultFile[Proof]:
+    """Return where the proof of two graphs is kept.
 
     Args:
-        folder: Is made when something is stored.
-        key: What was compared, by which versions.
+        before: The captured step.
+        after: The planned one.
         budget_s: Of the proof: what was not proved for want of time is tried again with more.
+        folder: Of all proofs; the user's own if None.
     """
-
-    folder: Path
-    key: str
-    budget_s: float
-
-    @classmethod
-    def of(
-        cls, before: LogicalGraph, after: LogicalGraph, budget_s: float, folder: Path | None
-    ) -> ProofEntry:
-        """Return the entry of two graphs in a folder; in the user's own if None."""
-        versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
-        texts = [f"format {FORMAT}", f"torch {torch.__version__}", *versions]
-        key = ", ".join([*texts, f"{graph_hash(before)} as {graph_hash(after)}"])
-        return cls(folder=folder or cache_folder("proofs"), key=key, budget_s=budget_s)
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.folder / f"{hashlib.sha256(self.key.encode()).hexdigest()[:32]}.json"
-
-    def load(self) -> Proof | None:
-        """Return what is stored; None if nothing usable is. Logs what cannot be used."""
-        try:
-            if not self.path.exists():
-                return None
-            value = parse(read_text(self.path))
-            if value["key"] != self.key:
-                return None
-            found = _from_json(value["proof"])
-            enough = found.is_whole or float(value["budget_s"]) >= self.budget_s
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("ignoring the proof in %s: %r", self.path, error)
-            return None
-        return found if enough else None
-
-    def store(self, found: Proof) -> None:
-        """Write a proof, at once or not at all. Logs if that is impossible."""
-        value = {"key": self.key, "budget_s": self.budget_s, "proof": asdict(found)}
-        temporary = ""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".part")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1)
-            Path(temporary).replace(self.path)
-        except OSError as error:
-            _log.warning("the proof is not kept in %s: %s", self.folder, error)
-            if temporary:
-                with suppress(OSError):
-                    Path(temporary).unlink()
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
+    texts = [f"format {FORMAT}", f"torch {torch.__version__}", *versions]
+    key = ", ".join([*texts, f"{graph_hash(before)} as {graph_hash(after)}"])
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return ResultFile(
+        path=(folder or cache_folder("proofs")) / f"{digest[:32]}.json",
+        key=key,
+        budget=budget_s,
+        what="proofs",
+        dump=asdict,
+        load=_from_json,
+        is_whole=attrgetter("is_whole"),
+    )
 
 
 def _from_json(value: Mapping[str, Any]) -> Proof:

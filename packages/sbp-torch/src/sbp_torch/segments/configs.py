@@ -24,7 +24,7 @@ def check_execution(compile: str, *, compile_fallback: bool) -> None:  # noqa: A
     accepted = get_args(Execution)
     if compile not in accepted:
         error = unknown_name("execution of segments", compile, accepted)
-        raise ConfigError(f"compile={compile!r}", accepted=error.accepted, todo=error.todo)
+        raise error.replaced(ConfigError, what=f"compile={compile!r}")
     if compile_fallback and compile != "inductor":
         raise ConfigError(
             f"compile_fallback=true with compile={compile}",

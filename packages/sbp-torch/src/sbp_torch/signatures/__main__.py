@@ -197,10 +197,8 @@ def _check_has_rule(call: OpCall, rules: RuleRegistry) -> None:
     except SignatureError as error:
         if call.op in _names_with_rules():
             raise
-        raise SignatureError(
-            error.what,
-            where=error.where,
-            accepted=error.accepted,
+        raise error.replaced(
+            SignatureError,
             todo=f"add --discover, which runs it on pieces to find out; or {error.todo}",
         ) from error
 
@@ -408,7 +406,7 @@ def _operator(op: str) -> Any:
         todo = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""
         if op.count(".") == 2 and not op.startswith(("aten.", "torch.")):
             todo = "import the module that registers it: --import MODULE"
-        raise SbpLookupError(error.what, accepted=error.accepted, todo=todo) from None
+        raise error.replaced(SbpLookupError, todo=todo) from None
 
 
 #: Parts of a name that say nothing about which operator is meant.

@@ -24,7 +24,7 @@ from sbp_core.sbp import B, Sbp
 from sbp_core.signatures import OpCall, Signature1d
 from sbp_core.user_paths import cache_folder
 from sbp_torch.signatures.candidates import Inputs, candidates
-from sbp_torch.signatures.discovery_cache import ORIGIN, CacheEntry, Discovery
+from sbp_torch.signatures.discovery_cache import ORIGIN, Discovery, discovery_file
 from sbp_torch.signatures.isolate import (
     Completed,
     Crash,
@@ -150,7 +150,7 @@ def _kept(
         )
     entry = None
     if cache is not False:
-        entry = CacheEntry.of(
+        entry = discovery_file(
             cache_folder("signatures") if cache is True else cache,
             call,
             schema=str(overload(call.op)),
@@ -158,12 +158,12 @@ def _kept(
             axis_size=axis_size,
             budget=budget,
         )
-        stored = entry.load()
+        stored = entry.read()
         if stored is not None:
             return stored
     found = _found(Study(call, inputs, axis_size, execute), timeout_s, budget)
     if entry is not None:
-        entry.store(found)
+        entry.write(found)
     return found
 
 

@@ -6,27 +6,21 @@ This module holds values and files; `discover` finds.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from sbp_core.sbp import parse_sbp
-from sbp_core.serialize import parse, read_text
 from sbp_core.signatures import OpCall, Requirement, Signature1d, call_key
+from sbp_torch.result_file import ResultFile
 
 #: Raised whenever what a file means, or what discovery tries, changes.
 FORMAT = 1
 
 #: Where a discovered signature comes from.
 ORIGIN = "discovered"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,64 +96,31 @@ class Discovery:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEntry:
-    """The place of one discovery in a cache folder.
+def discovery_file(
+    folder: Path, call: OpCall, *, schema: str, torch: str, axis_size: int, budget: int
+) -> ResultFile[Discovery]:
+    """Return where what is found out about a call is kept; its outputs need not be known.
+
+    The kernel's own code is not part of the key.
 
     Args:
-        folder: The folder; made when something is stored.
-        key: What the discovery depends on: the call (op, literals, shapes, dtypes), the schema of
-            the operator, torch's version, the axis size. The kernel's own code is not part of it.
+        folder: Of all discoveries.
+        call: The call: op, literals, shapes, dtypes.
+        schema: Of the operator.
+        torch: The version of PyTorch.
+        axis_size: Of the mesh axis.
         budget: How many candidates may be tried.
     """
-
-    folder: Path
-    key: str
-    budget: int
-
-    @classmethod
-    def of(
-        cls, folder: Path, call: OpCall, *, schema: str, torch: str, axis_size: int, budget: int
-    ) -> CacheEntry:
-        """Return the entry of a call; its outputs need not be known."""
-        text = call_key(replace(call, outputs=()))
-        key = f"format {FORMAT}, torch {torch}, axis {axis_size}, {schema}: {text}"
-        return cls(folder=folder, key=key, budget=budget)
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        op = "".join(letter if letter.isalnum() else "_" for letter in self.key.split(": ")[-1])
-        digest = hashlib.sha256(self.key.encode()).hexdigest()
-        return self.folder / f"{op[:40]}-{digest[:32]}.json"
-
-    def load(self) -> Discovery | None:
-        """Return what is stored; None if nothing usable is. Logs what cannot be used."""
-        try:
-            if not self.path.exists():
-                return None
-            value = parse(read_text(self.path))
-            if value["key"] != self.key:
-                return None
-            found = Discovery.from_json(value["found"])
-            enough = found.complete or int(value["budget"]) >= self.budget
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("ignoring discovered signatures in %s: %r", self.path, error)
-            return None
-        return found if enough else None
-
-    def store(self, found: Discovery) -> None:
-        """Write a discovery, at once or not at all. Logs if that is impossible."""
-        value = {"key": self.key, "budget": self.budget, "found": found.to_json()}
-        temporary = ""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".part")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1)
-            Path(temporary).replace(self.path)
-        except OSError as error:
-            _log.warning("discovered signatures are not kept in %s: %s", self.folder, error)
-            if temporary:
-                with suppress(OSError):
-                    Path(temporary).unlink()
+    text = call_key(replace(call, outputs=()))
+    op = "".join(letter if letter.isalnum() else "_" for letter in text.split(": ")[-1])
+    key = f"format {FORMAT}, torch {torch}, axis {axis_size}, {schema}: {text}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return ResultFile(
+        path=folder / f"{op[:40]}-{digest[:32]}.json",
+        key=key,
+        budget=budget,
+        what="discovered signatures",
+        dump=Discovery.to_json,
+        load=Discovery.from_json,
+        is_whole=attrgetter("complete"),
+    )

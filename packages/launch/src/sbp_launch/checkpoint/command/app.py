@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from sbp_core.errors import ConfigError, SbpError, nearest
+from sbp_core.errors import ConfigError, SbpError, nearest, suggestion
 from sbp_core.output import standard_output
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 
@@ -113,12 +113,11 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     verbs = [text for text in arguments if not text.startswith("-")]
     if verbs and verbs[0] not in _VERBS:
-        near = nearest(verbs[0], _VERBS)
         raise ConfigError(
             f"there is no {_NAME} {verbs[0]}",
             where="the command line",
             accepted=", ".join(_VERBS),
-            todo=f"did you mean {near!r}?" if near else f"see {_NAME} --help",
+            todo=suggestion(verbs[0], _VERBS, f"see {_NAME} --help"),
         )
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

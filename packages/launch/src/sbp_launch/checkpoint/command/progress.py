@@ -29,7 +29,7 @@ def reading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         return
     columns = (BarColumn(bar_width=None), DownloadColumn(), TransferSpeedColumn())
     with Progress(
-        TextColumn("{task.description}"), *columns, console=console, transient=True
+        TextColumn("{task.description}", markup=False), *columns, console=console, transient=True
     ) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda size: bar.advance(task, size)

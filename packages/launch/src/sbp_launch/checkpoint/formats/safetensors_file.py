@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 from sbp_core.serialize import load, open_file, parse, shown
 from sbp_launch.checkpoint.formats.index import (
     ITEMSIZE,
@@ -115,12 +115,11 @@ def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
 def _tensor(name: str, entry: _Entry, path: Path, data_begin: int, begin: int) -> StoredTensor:
     """Return a tensor that has to begin where the one before it ends."""
     if entry.dtype not in _DTYPES:
-        near = nearest(entry.dtype, _DTYPES)
         raise ConfigError(
             f"{name!r} has the dtype {shown(entry.dtype)}",
             where=str(path),
             accepted=", ".join(_DTYPES),
-            todo=f"did you mean {near!r}?" if near else _TODO,
+            todo=suggestion(entry.dtype, _DTYPES, _TODO),
         )
     dtype = _DTYPES[entry.dtype]
     check_shape(name, entry.shape, dtype, path)

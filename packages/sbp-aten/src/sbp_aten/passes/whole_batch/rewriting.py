@@ -444,11 +444,8 @@ class _Rewriting:
                 OutputKind.METRIC: f"metric {out.name!r}",
                 OutputKind.STATE: f"the new value of {out.name!r}",
             }[out.kind]
-            raise GraphError(
-                error.what.replace("a result", named, 1),
-                where=error.where,
-                accepted=error.accepted,
-                todo=error.todo,
+            raise error.replaced(
+                GraphError, what=error.what.replace("a result", named, 1)
             ) from None
 
 

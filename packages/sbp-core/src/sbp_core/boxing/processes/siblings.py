@@ -1,15 +1,15 @@
-"""The ranks that one launcher has started on this host, before they know of each other.
+"""The ranks that one launcher has started on this host, before they are connected.
 
-A rank that ends with status 0 is no failure to a launcher, and none of the others has met it: they
-would wait until their time is over. But they can see it, as processes of one parent whose
-environments say which rank each is:
+A launcher takes a rank that ends with status 0 for no failure, and the other ranks, which are not
+connected to it yet, would wait until their deadline. But they can see that it has ended: all are
+processes of one parent, and the environment of each says which rank it is:
 
     torchrun            has ranks 0 and 1
       python train.py   RANK=0    waits for rank 1: is it there?
       (ended)           RANK=1
 
-Nothing is known where that cannot be seen: without /proc, on other hosts, or of processes that were
-started by hand, one after the other.
+Nothing is known without /proc, of ranks on other hosts, and of processes that were started by hand,
+one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sbp_core.errors import BoxingError
 
 _PROC = Path("/proc")
 
-#: Variables of launchers that start all ranks of a host at once: of a rank, of the number of ranks,
-#: of those on the host, and of the rank among these.
+#: Variables of launchers that start all ranks of a host at once: the rank, the number of ranks, the
+#: number of ranks on the host, and the rank among these.
 _LAUNCHERS = (
     (
         "OMPI_COMM_WORLD_RANK",
@@ -37,10 +37,10 @@ _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
 )
 
-#: What shows that `RANK` was not set by hand, and that all ranks are on this host in the last case.
+#: What shows that `RANK` was not set by hand. Our own supervisor has all its ranks on this host.
 _TORCHRUN, _SUPERVISED = "TORCHELASTIC_RUN_ID", "SBP_SUPERVISED_"
 
-#: Seconds between two looks; and in which a rank is not seen that has ended.
+#: Seconds between two looks, and for which a rank is not seen until it counts as ended.
 _LOOK_S, _ABSENT_S = 0.5, 1.0
 
 
@@ -49,7 +49,7 @@ class Siblings:
 
     Args:
         rank: Of this process.
-        environment: Its variables when it started; of None, those that /proc has.
+        environment: Its variables when it started; None reads them from /proc.
     """
 
     def __init__(self, rank: int, environment: Mapping[str, str] | None = None) -> None:

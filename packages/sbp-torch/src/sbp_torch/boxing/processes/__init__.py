@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish, Role, after
     from sbp_torch.boxing.processes.fingerprint import Fingerprinted
     from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, pack
-    from sbp_torch.boxing.processes.store import is_on_loopback, store_at, unreachable
+    from sbp_torch.boxing.processes.store import is_on_loopback, naming_rendezvous, store_at
 
 __all__ = [
     "Await",
@@ -31,9 +31,9 @@ __all__ = [
     "agree",
     "gather_texts",
     "is_on_loopback",
+    "naming_rendezvous",
     "pack",
     "store_at",
-    "unreachable",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -49,8 +49,8 @@ __getattr__, __dir__ = lazy(
         "agree": "agreement",
         "gather_texts": "agreement",
         "is_on_loopback": "store",
+        "naming_rendezvous": "store",
         "pack": "packed_buffer",
         "store_at": "store",
-        "unreachable": "store",
     },
 )

@@ -14,7 +14,8 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import parse_qs, urlparse
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from sbp_core.boxing.processes import CountingStore, Siblings, run_abandonable
-from sbp_core.errors import BoxingError, ConfigError
+from sbp_core.errors import BoxingError, ConfigError, SbpError
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
         ConfigError: the URL cannot be meant, or the variables that it stands for.
         BoxingError: a process has ended before it came, or something that listens there does not
             answer.
-        RuntimeError, ValueError, OSError: it cannot be reached; see `unreachable`.
+        RuntimeError, ValueError, OSError: it cannot be reached; see `naming_rendezvous`.
     """
-    place = _told(url)
+    place = _where(url)
 
     def connect() -> CountingStore:
         listening = _listen(url, timeout) if rank == 0 else None
@@ -76,26 +77,28 @@ def store_at(url: str, rank: int, size: int, timeout: timedelta) -> CountingStor
         ) from None
 
 
-def unreachable(url: str, rank: int, size: int, error: Exception) -> BoxingError:
-    """Return the error of a store that cannot be reached.
+@contextmanager
+def naming_rendezvous(url: str, rank: int, size: int) -> Iterator[None]:
+    """Turn what `store_at` raises in the `with` block, with these arguments, into our own errors.
 
-    Args:
-        url: As of `store_at`, like the next two.
-        rank: Of this process.
-        size: Number of processes.
-        error: What it raised.
+    Raises:
+        BoxingError: the store cannot be reached.
     """
-    place = _told(url)
-    # Without the frames of C++ that torch appends.
-    return BoxingError(
-        f"no rendezvous at {place}: {str(error).partition(chr(10))[0]}",
-        where=f"rank {rank} of {size}",
-        todo="check that every process was started, that the address is that of rank 0 and can be "
-        "reached, and that no other program has the port",
-    )
+    try:
+        yield
+    except SbpError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        # Without the frames of C++ that torch appends.
+        raise BoxingError(
+            f"no rendezvous at {_where(url)}: {str(error).partition(chr(10))[0]}",
+            where=f"rank {rank} of {size}",
+            todo="check that every process was started, that the address is that of rank 0 and can "
+            "be reached, and that no other program has the port",
+        ) from None
 
 
-def _told(url: str) -> str:
+def _where(url: str) -> str:
     """Return what messages call the place of a store: with the variables that say it."""
     host, port = _place(url) or ("", 0)
     return f"MASTER_ADDR={host}, MASTER_PORT={port}" if url.startswith("env:") else url
@@ -130,17 +133,17 @@ def _place(url: str) -> tuple[str, int] | tuple[()]:
 
 def _host(name: str, host: str, given: str) -> str:
     if not host or any(letter.isspace() or letter in "/,@" for letter in host):
-        raise _unlike(name, given, "the name or address of the host of rank 0")
+        raise _invalid(name, given, "the name or address of the host of rank 0")
     return host
 
 
 def _port(name: str, text: str, given: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**16):
-        raise _unlike(name, given, "a port, 1 .. 65535, that is free on the host of rank 0")
+        raise _invalid(name, given, "a port, 1 .. 65535, that is free on the host of rank 0")
     return int(text)
 
 
-def _unlike(name: str, given: str, accepted: str) -> ConfigError:
+def _invalid(name: str, given: str, accepted: str) -> ConfigError:
     return ConfigError(
         f"{name}={given!r} does not say where the processes meet",
         where="the environment" if name.isupper() else "boxing.init_method",

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import discover
-from sbp_launch.apps.going_on import going_on
+from sbp_launch.apps.resuming import expand_resume
 from sbp_launch.run.file import save_run
-from sbp_launch.run.folder import going_on as command_of
+from sbp_launch.run.folder import resume_command
 from sbp_launch.settings.catalog import PRIMARY, Catalog
 from sbp_launch.settings.compose import compose, read
 from sbp_launch.settings.config import Application, ComposedConfig
@@ -41,8 +41,8 @@ def run_folder(tmp_path: Path, **values: Any) -> Path:
 
 
 def composed(arguments: Sequence[str]) -> ComposedConfig:
-    """Compose what `going_on` returns."""
-    *overrides, flag, name = going_on(arguments)
+    """Compose what `expand_resume` returns."""
+    *overrides, flag, name = expand_resume(arguments)
     assert flag == "--config-name"
     catalog = Catalog(registry=discover(), folders=(PRIMARY,))
     app: Application[Any] = Application(
@@ -64,7 +64,7 @@ def trainer_of(config: ComposedConfig) -> dict[str, Any]:
 
 
 def test_a_command_line_without_it_stays() -> None:
-    assert going_on(["-m", "trainer.resume=auto", "x"]) == ["-m", "trainer.resume=auto", "x"]
+    assert expand_resume(["-m", "trainer.resume=auto", "x"]) == ["-m", "trainer.resume=auto", "x"]
 
 
 def test_it_stands_for_the_settings_of_the_run_in_its_folder(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_another_option_knows_nothing_of_the_settings_of_the_one_before(tmp_path
 )
 def test_what_says_otherwise_is_refused(tmp_path: Path, other: str) -> None:
     with pytest.raises(ConfigError, match="resume") as refused:
-        going_on([f"resume={run_folder(tmp_path)}", other])
+        expand_resume([f"resume={run_folder(tmp_path)}", other])
     assert other in str(refused.value)
 
 
@@ -119,7 +119,7 @@ def test_of_hydra_nothing_is_taken_from_a_run_folder(tmp_path: Path) -> None:
     (folder / ".hydra").mkdir()
     (folder / ".hydra" / "overrides.yaml").write_text("- +hydra.job_logging.root.level=DEBUG\n")
 
-    assert not any("job_logging" in text for text in going_on([f"resume={folder}"]))
+    assert not any("job_logging" in text for text in expand_resume([f"resume={folder}"]))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_settings_of_hydra_in_the_settings_of_a_run_are_refused(
     (folder / "config.yaml").write_text(yaml.safe_dump({**OWN, **values}))
 
     with pytest.raises(ConfigError, match=r"hydra|storage\.defaults") as refused:
-        going_on([f"resume={folder}"])
+        expand_resume([f"resume={folder}"])
 
     assert "config.yaml" in str(refused.value)
 
@@ -143,7 +143,7 @@ def test_commands_of_a_batch_script_are_given_again(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, launcher=launcher)
 
     with pytest.raises(ConfigError, match=r"launcher\.parameters may hold commands.*touch x"):
-        going_on([f"resume={folder}"])
+        expand_resume([f"resume={folder}"])
 
     found = composed([f"resume={folder}", "+launcher.parameters={slurm_account: lab}"])
     assert found.values["launcher"] == {
@@ -159,22 +159,22 @@ def test_a_folder_without_the_settings_of_a_run_is_refused(tmp_path: Path, text:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
     with pytest.raises(ConfigError, match="no run to go on with") as refused:
-        going_on([f"resume={folder}"])
+        expand_resume([f"resume={folder}"])
     assert str(folder) in str(refused.value)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run to go on with"):
-        going_on([f"resume={tmp_path / 'x'}"])
+        expand_resume([f"resume={tmp_path / 'x'}"])
 
 
 def test_the_command_that_goes_on_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    assert command_of(Path("/runs/first")) == "sbp-train resume=runs/first"
+    assert resume_command(Path("/runs/first")) == "sbp-train resume=runs/first"
     monkeypatch.chdir("/usr")
-    assert command_of(Path("/usr")) == "sbp-train resume=/usr"
+    assert resume_command(Path("/usr")) == "sbp-train resume=/usr"
     monkeypatch.chdir("/")
-    assert command_of(Path("/a run/${x}")) == "sbp-train 'resume=a run/${x}'"
+    assert resume_command(Path("/a run/${x}")) == "sbp-train 'resume=a run/${x}'"
 
 
 @examples(derandomize=True, max_examples=50)
@@ -190,3 +190,17 @@ def test_a_text_in_quotes_is_that_text(text: str) -> None:
     (override,) = OverridesParser.create().parse_overrides([f"out={quoted(text)}"])
 
     assert OmegaConf.create({"out": str(override.value())}).out == text
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "007", "1e3", ".5", "-1", "1_0", "null", "True", "NaN", "inf"]
+)
+def test_a_text_that_looks_like_a_number_or_a_constant_stays_a_text(text: str) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"out={quoted(text)}"])
+
+    assert override.value() == text
+
+
+@pytest.mark.parametrize("text", ["runs/first", "../a-b_c.d/1e3", "./1", "/1", "nullable", "infra"])
+def test_a_plain_path_stands_without_quotes(text: str) -> None:
+    assert quoted(text) == text

@@ -32,7 +32,7 @@ _FLAGS = ("-m", "--multirun", "-cn", "--config-name", "-cp", "--config-path")
 _COMMANDS = "launcher.parameters"
 
 
-def going_on(arguments: Sequence[str]) -> list[str]:
+def expand_resume(arguments: Sequence[str]) -> list[str]:
     """Return a command line with `resume=RUN` replaced by what goes on with that run.
 
     Raises:
