@@ -21,6 +21,7 @@ print the same losses; `integration/tests/test_scripts.py` runs them and compare
 `DistributedDataParallel` computes something else (batch norms, means over padded words, noise that
 each rank draws) or does not fit (`gcn`, `dcgan`, `reinforce`). Run one in its folder:
 
+<!-- not run torchrun: integration/tests/test_scripts.py does -->
 ```console
 $ torchrun --nproc-per-node=2 ours.py
 ```

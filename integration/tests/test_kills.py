@@ -42,7 +42,7 @@ def test_when_a_rank_is_killed_it_is_named_and_all_come_down(way: str, how: How)
         ("spawn", How.SIGSTOP, Moment.FORWARD, 0),
         ("spawn", How.SIGKILL, Moment.WRITING, 1),
         ("mpiexec", How.SIGKILL, Moment.FIRST_STEP, 1),
-        ("torchrun", How.OS_EXIT_0, Moment.CAPTURE, 1),
+        ("torchrun", How.OS_EXIT_0, Moment.FIRST_STEP, 1),
         ("spawn", How.EXIT_0, Moment.UPDATE, 0),
     ],
     ids=str,

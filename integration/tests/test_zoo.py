@@ -50,6 +50,7 @@ def train(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """Run `sbp-train` in this process, which takes a fifth of the time of another one."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["sbp-train", *arguments, *RUN])
+    monkeypatch.delitem(sys.modules, "sbp_launch.apps.train", raising=False)  # of another test
     with pytest.raises(SystemExit) as exited:
         runpy.run_module("sbp_launch.apps.train", run_name="__main__")
     assert exited.value.code == 0
