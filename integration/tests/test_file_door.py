@@ -83,6 +83,10 @@ ALLOWED = {
         "_CGROUP.read_text": PROC,
     },
     "sbp_core/output.py": {"os.open": NOTHING},
+    "sbp_core/plugins/template.py": {
+        "(texts / f'{kind}.py.txt').read_text": OWN,
+        "own.read_text": OWN,
+    },
     "sbp_core/serialize/file.py": {"os.open": "the door itself", "FileIO": "the door itself"},
     "sbp_launch/checkpoint/direct.py": {"mmap.mmap": "memory without a file"},
     "sbp_launch/checkpoint/formats/torch_file.py": {
@@ -122,9 +126,8 @@ ALLOWED = {
         "os.fdopen": "the output of this process",
         "pickle.load": "a pipe to a process that this one has started",
     },
-    "sbp_torch/proof/record.py": {"os.fdopen": "a file that is written"},
+    "sbp_torch/result_file.py": {"os.fdopen": "a file that is written"},
     "sbp_torch/runtime/devices.py": {"mmap.mmap": "memory without a file"},
-    "sbp_torch/signatures/discovery_cache.py": {"os.fdopen": "a file that is written"},
     "sbp_torch/signatures/isolate.py": {
         "os.open": NOTHING,
         "Path('/proc/self/statm').read_text": PROC,

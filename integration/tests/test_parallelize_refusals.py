@@ -41,7 +41,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts():
     refused("mesh=0 has no ranks", mesh=0)
     refused("does not name the axes", mesh=(2, 2), axes=("data",))
     refused("4 axes without names", mesh=(1, 1, 1, 2))
-    assert "did you mean 'osdp'" in refused("planner='osdpp'", planner="osdpp")
+    assert "did you mean planner='osdp'" in refused("planner='osdpp'", planner="osdpp")
     refused("planner.memory_byte", planner={"name": "osdp", "memory_byte": 1})
     axis = {"name": "osdp", "axis": "batch"}
     assert "or mesh=[4] axes=['data']" in refused("not there", mesh=(2, 2), planner=axis)
