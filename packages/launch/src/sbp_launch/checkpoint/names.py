@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from sbp_core.errors import ConfigError, nearest
+from sbp_core.errors import ConfigError, suggestion
 
 #: Key of the moving average of a parameter.
 AVERAGE = "ema"
@@ -139,12 +139,11 @@ def without(names: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]
     """
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            near = nearest(pattern, names)
             raise ConfigError(
                 f"no name is like {pattern!r}",
                 where="--drop",
                 accepted="a name, or a pattern with * and ?",
-                todo=f"did you mean {near!r}?" if near else "",
+                todo=suggestion(pattern, names),
             )
     return {
         name: source
@@ -197,7 +196,6 @@ def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dic
     for old, new in renames:
         if old not in used:
             firsts = {f"{name.partition('.')[0]}." for name in names}
-            near = nearest(old, firsts)
             raise ConfigError(
                 f"no name begins with {old!r}",
                 where=f"--rename {old}={new}",
@@ -207,7 +205,7 @@ def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dic
                     if any(f".{old}" in n for n in names)
                     else ""
                 ),
-                todo=f"did you mean {near!r}?" if near else "",
+                todo=suggestion(old, firsts),
             )
     return found
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pluggy
 
-from sbp_core.errors import SbpError, SbpLookupError, nearest
+from sbp_core.errors import SbpError, SbpLookupError, nearest, suggestion
 from sbp_core.plugins.blame import place, reason
 from sbp_core.plugins.hooks import API_VERSION, KINDS, PROJECT, Factory, HookSpecs
 from sbp_core.plugins.registry import (
@@ -201,8 +201,7 @@ def sources_of(name: str) -> list[PluginSource]:
     if found := [one for one in sources if _names(name) & _names_of(one)]:
         return found
     others = sorted({one.distribution for one in sources})
-    near = nearest(name, others)
-    todo = f"did you mean {near!r}?" if near else "install it, or choose one of these"
+    todo = suggestion(name, others, "install it, or choose one of these")
     raise SbpLookupError(
         f"no installed distribution {name!r} has an entry point of group {PROJECT!r}, and no entry "
         "point has that name",
