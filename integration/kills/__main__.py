@@ -68,7 +68,7 @@ def table_of(outcomes: Sequence[Outcome], deadline_s: float) -> Table:
         "all: nothing runs any more\n"
         "named: the failing rank was, by ranks, or in the last message of the run",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     table.add_column("", no_wrap=True)
     for name in (

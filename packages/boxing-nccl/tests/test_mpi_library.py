@@ -6,6 +6,7 @@ import pytest
 from sbp_boxing_nccl.backend import build
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_boxing_nccl.mpi_library import load_mpi
+from sbp_core.boxing.processes import Siblings
 from sbp_core.errors import BoxingError
 
 
@@ -28,3 +29,17 @@ def test_an_mpi_for_one_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         load_mpi()
 
     assert caught.value.accepted == "MPI_THREAD_MULTIPLE"
+
+
+def test_a_rank_that_has_ended_is_named_and_not_waited_for_by_mpi(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check() -> None:
+        raise BoxingError("rank 0 waited for ranks that did not open their boxing backend: 1")
+
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.setattr(Siblings, "check_before_waiting", check)
+
+    with pytest.raises(BoxingError, match="did not open their boxing backend: 1"):
+        load_mpi()
