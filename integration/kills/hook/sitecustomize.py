@@ -87,7 +87,7 @@ def _patch_import(module: ModuleType, settings: dict[str, Any]) -> None:
 
 
 def _patch_capture(module: ModuleType, settings: dict[str, Any]) -> None:
-    _before(module, "plan_step", _always, settings)
+    _before(module, "plan_program", _always, settings)
 
 
 def _patch_first_step(module: Any, settings: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from sbp_launch.checkpoint.command.convert import _file
 from sbp_launch.checkpoint.opening import look
 from sbp_launch.checkpoint.places import find_checkpoints
 from sbp_launch.checkpoint.rewriting import place_of_checkpoint
-from sbp_launch.parallelize.saved import as_path
+from sbp_launch.step.saved import as_path
 
 DOORS: dict[str, Callable[[str], object]] = {
     "resume=": lambda path: expand_resume([f"resume={path}"]),

@@ -21,13 +21,17 @@ from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.why import Asked, why_lines
 from sbp_launch.planning.flow import Planned
+from sbp_launch.run.run import Run
+from sbp_launch.step.engine import quietly
+from sbp_launch.step.planning import StepPlanner
 from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.trainer.other_plan import planned_as
-from sbp_launch.trainer.planned import StepPlanner
 from sbp_launch.trainer.program import Program
 
 
-def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s: float) -> None:
+def answer_why(
+    question: str, planned: Planned, planner: StepPlanner, planning_s: float, console: Console
+) -> None:
     """Print why some tensors of a plan are cut as they are.
 
     Args:
@@ -35,11 +39,11 @@ def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s
         planned: The plan.
         planner: What made it.
         planning_s: What that took, in seconds.
+        console: Where it prints.
 
     Raises:
         ConfigError: the question is about nothing of the model.
     """
-    console = planner.run.console
     asked = Asked(
         planned=planned,
         replan=_replanning(planner),
@@ -51,21 +55,24 @@ def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s
     say(console, lines)
 
 
-def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> Planned:
+def answer_compare(
+    place: str, planned: Planned, planner: StepPlanner, run: Run, program: Program
+) -> Planned:
     """Print another plan beside a plan, and return it.
 
     Args:
         place: What `compare=` names.
         planned: The plan.
         planner: What made it.
+        run: The run that was planned.
         program: The one-device program.
 
     Raises:
         ConfigError: the other plan is not one of this model.
     """
-    console = planner.run.console
+    console = run.console
     with console.status("planning as it says"):
-        other = planned_as(read_strategy(strategy_of(place)), planner, program)
+        other = planned_as(read_strategy(strategy_of(place)), planner, run, program)
     for line in compare_lines(planned, other, place):
         console.print(line, soft_wrap=True)
     return other
@@ -73,7 +80,7 @@ def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: 
 
 def _replanning(planner: StepPlanner) -> Replan:
     """Return what plans the step again, without a word."""
-    quiet = replace(planner, run=replace(planner.run, console=Console(quiet=True)))
+    quiet = replace(planner, stage=quietly, say=lambda lines: None)
 
     def replan(pins: Mapping[str, PinValue]) -> Planned:
         return quiet.plan(pins)

@@ -25,7 +25,8 @@ from sbp_launch.run.run import Run
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.compose import compose, read
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
-from sbp_launch.trainer.planned import StepPlanner, step_planner
+from sbp_launch.step.planning import StepPlanner
+from sbp_launch.trainer.planned import plan_choice, planner_of
 from sbp_launch.trainer.program import Program, make_program
 
 #: Settings whose value is the memory that a rank has.
@@ -181,10 +182,10 @@ def _planning(run: Run, program: Program, recompose: Recompose) -> Plan:
     def plan(overrides: Sequence[str]) -> Planned:
         config = recompose(overrides)
         quiet = replace(run, config=config, console=Console(quiet=True))
-        key = config.trainer.num_micro_batches, config.compile, config.mesh
+        key = config.trainer.micro_batches, config.compile, config.mesh
         if key not in known:
             same = config.mesh == run.config.mesh
-            known[key] = step_planner(quiet, program if same else make_program(quiet))
-        return replace(known[key], run=quiet).plan()
+            known[key] = planner_of(quiet, program if same else make_program(quiet))
+        return replace(known[key], choice=plan_choice(quiet)).plan()
 
     return plan

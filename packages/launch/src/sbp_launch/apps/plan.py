@@ -196,10 +196,13 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     if not settings.asks:
         desk.show()
     if settings.why is not None:
-        answer_why(settings.why, planned, planner, desk.planning_s)
+        answer_why(settings.why, planned, planner, desk.planning_s, desk.run.console)
     other = None
     if settings.compare is not None:
-        other = settings.compare, answer_compare(settings.compare, planned, planner, desk.program)
+        other = (
+            settings.compare,
+            answer_compare(settings.compare, planned, planner, desk.run, desk.program),
+        )
     if settings.timeline is not None:
         draw_plan(planned, settings.timeline)
     if settings.trace is not None:

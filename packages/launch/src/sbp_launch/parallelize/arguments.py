@@ -72,7 +72,7 @@ def make_settings(
     mesh: Placement,
     cluster: Cluster,
     config: CompileConfig,
-    micro_batches: int,
+    micro_batches: int | Literal["auto"],
     loss_is: LossIs,
     micro_batches_per_update: int,
     update: UpdateOptions,
@@ -83,7 +83,7 @@ def make_settings(
         ConfigError: there are no micro-batches, or they do not divide into updates; or their loss
             has no such meaning, or another one than what has several updates.
     """
-    checked_micro_batches(micro_batches)
+    count = micro_batches_of(micro_batches)
     if loss_is not in get_args(LossIs):
         raise ConfigError(
             f"loss_is={loss_is!r}",
@@ -92,7 +92,8 @@ def make_settings(
         )
     several = loss_is == "each_micro_batch"
     fits = type(micro_batches_per_update) is int and micro_batches_per_update >= 1
-    if not fits or micro_batches % (micro_batches_per_update if several else 1):
+    is_divided = micro_batches != "auto"
+    if not fits or (is_divided and count % (micro_batches_per_update if several else 1)):
         raise ConfigError(
             f"micro_batches_per_update={micro_batches_per_update!r} of "
             f"micro_batches={micro_batches}",
@@ -111,24 +112,27 @@ def make_settings(
         cluster=cluster,
         compile=config,
         passes=tuple(cast(GraphPass, registry.make("pass", name)) for name in config.plugins),
-        micro_batches=micro_batches,
+        micro_batches=count,
         loss=LossMeaning(loss_is),
         micro_batches_per_update=micro_batches_per_update,
         update=update,
     )
 
 
-def checked_micro_batches(micro_batches: int) -> int:
-    """Return how many micro-batches a step has.
+def micro_batches_of(micro_batches: int | Literal["auto"]) -> int:
+    """Return how many micro-batches a step has; 1 where the planner chooses.
 
     Raises:
         ConfigError: it is no number of them.
     """
+    if micro_batches == "auto":
+        return 1
     if type(micro_batches) is not int or micro_batches < 1:
         raise ConfigError(
             f"micro_batches={micro_batches!r}",
             where="the argument micro_batches",
-            accepted="an integer >= 1",
+            accepted="an integer >= 1, or 'auto': as few as fit the memory, or as many as the "
+            "planner chooses",
         )
     return micro_batches
 

@@ -22,6 +22,11 @@ class CheckedPlanner:
     planner: Planner
     entry: PluginEntry | None = None
 
+    @property
+    def chooses_variants(self) -> bool:
+        """Whether it chooses among the variants of a step, micro-batches among them."""
+        return bool(getattr(self.planner, "chooses_variants", False))
+
     def plan(self, request: PlanRequest) -> Strategy:
         """Return its strategy.
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError, SbpError, SbpValueError
 from sbp_core.graph import InputKind, LogicalGraph, OutputKind
-from sbp_launch.parallelize.buckets import BucketPadding, Padding
-from sbp_launch.parallelize.numbers import Places
-from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.planning.flow import PlanSettings, evaluating
+from sbp_launch.step.buckets import BucketPadding, Padding
+from sbp_launch.step.numbers import Places
+from sbp_launch.step.program import OneDeviceProgram
 from sbp_torch.capture import NO_NUMBERS, VELOCITY, capture, flatten_batch, rebuild_batch
 from sbp_torch.guards import Guard
 from sbp_torch.proof import OutputDifference, PaddedStep

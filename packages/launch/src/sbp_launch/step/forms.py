@@ -25,15 +25,14 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import RunError, SbpError
 from sbp_core.graph import LogicalGraph, Node, graph_hash
 from sbp_core.runtime import BatchPart, Session, batch_parts
-from sbp_launch.parallelize.engine import Engine
-from sbp_launch.parallelize.flow import PlannedProgram
-from sbp_launch.parallelize.following import Following, refusal
-from sbp_launch.parallelize.interrupts import until_done
-from sbp_launch.parallelize.numbers import FollowedNumbers, Places, told_numbers
-from sbp_launch.parallelize.training import Training
-from sbp_launch.parallelize.unseen import UnseenChanges
 from sbp_launch.planning.beside import plan_form
 from sbp_launch.planning.flow import Captured, Planned
+from sbp_launch.step.engine import Engine
+from sbp_launch.step.following import Following, refusal
+from sbp_launch.step.numbers import FollowedNumbers, Places, told_numbers
+from sbp_launch.step.planning import PlannedProgram
+from sbp_launch.step.training import Training
+from sbp_launch.step.unseen import UnseenChanges
 from sbp_torch.capture import check_modes, flatten_batch, host_numbers, rebuild_batch
 from sbp_torch.guards import Changed
 
@@ -345,17 +344,17 @@ class Forms:
         planned = self._planned(captured)
         if not self._training.states.counts_as(planned.plan):
             # A layer was frozen, or begins to be trained: its steps are no longer those of others.
-            with until_done():
+            with self._training.until_done():
                 self._training.count_apart()
             captured = self._capture.prepared(captured.original, captured.numbers)
             planned = self._planned(captured)
-        planned = self._capture.proved(planned, captured, batch)
+        planned = self._capture.proved(planned, captured.original, batch, captured.numbers)
         if changes:
             self._prove(numbers)
         training = self._training
         training.states.check_optimizer(self._capture.program)
         host = tuple(node for node in captured.original.nodes if numbers and node.is_host)
-        with until_done():
+        with self._training.until_done():
             form = self._form(planned, captured.original, self._start(planned), why)
             form = replace(form, numbers=numbers, host=host)
             training.states.add_form(planned)

@@ -17,7 +17,7 @@ from sbp_core.runtime import state_slots
 from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.saving import ReadTogether
 from sbp_launch.checkpoint.tensors import Chosen, Tensors
-from sbp_launch.parallelize.training import Training
+from sbp_launch.step.training import Training
 from sbp_torch.runtime import check_tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sbp_core.boxing import SurvivingRanks
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.graph import graph_hash
 from sbp_core.plugins import Storage
-from sbp_core.runtime import Session
+from sbp_core.runtime import Session, StatePiece
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
 from sbp_launch.checkpoint.local import LocalStorage
@@ -29,13 +29,14 @@ from sbp_launch.checkpoint.saving import (
 from sbp_launch.checkpoint.settings import COPY_BYTES
 from sbp_launch.checkpoint.steps import step_name
 from sbp_launch.checkpoint.survivors import claimed_from_the_lost, pieces_left
-from sbp_launch.parallelize.agreement import Gather
-from sbp_launch.parallelize.joining import DEADLINE_S
-from sbp_launch.parallelize.loading import load_states
-from sbp_launch.parallelize.scalars import restore_groups, saved_groups
-from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.output import write_plan
 from sbp_launch.run.environment import versions
+from sbp_launch.step.agreement import Gather
+from sbp_launch.step.joining import DEADLINE_S
+from sbp_launch.step.loading import load_states
+from sbp_launch.step.scalars import restore_groups, saved_groups
+from sbp_launch.step.states import ProgramStates
+from sbp_launch.step.training import Training
 from sbp_launch.world import World
 
 logger = logging.getLogger(__name__)
@@ -43,20 +44,17 @@ logger = logging.getLogger(__name__)
 #: What a checkpoint calls the settings of the optimizer's groups.
 _GROUPS = "param_groups"
 
-#: How a step saves to another place, for messages.
-_ELSEWHERE = "save to another folder: step.save(FOLDER)"
 
-
-def processes_of(world: World, gather: Gather | None) -> Processes:
+def processes_of(world: World, gather: Gather | None, elsewhere: str) -> Processes:
     """Return the processes of a step, as checkpoints know them."""
     if gather is None:
-        return Processes(elsewhere=_ELSEWHERE)
+        return Processes(elsewhere=elsewhere)
 
     def texts(text: str) -> list[str]:
         return list(gather("a checkpoint", text).values())
 
     ranks = tuple(range(world.size))
-    return Processes(rank=world.rank, ranks=ranks, gather=texts, elsewhere=_ELSEWHERE)
+    return Processes(rank=world.rank, ranks=ranks, gather=texts, elsewhere=elsewhere)
 
 
 def as_path(given: object, where: str) -> Path:
@@ -82,13 +80,13 @@ class StepSaves:
     """Saves the checkpoints of a parallel step: at once, or while later steps run.
 
     Args:
-        training: Has the states, and the optimizers whose settings are saved with them.
+        states: Which there are, and the optimizers whose settings are saved with them.
         seed: Its seed.
         processes: Of the step.
     """
 
-    def __init__(self, training: Training, seed: int, processes: Processes) -> None:
-        self._training, self._seed, self._processes = training, seed, processes
+    def __init__(self, states: ProgramStates, seed: int, processes: Processes) -> None:
+        self._states, self._seed, self._processes = states, seed, processes
         self._saves = BackgroundSaves()
         #: The claim to the folder of the one that is under way.
         self._claim = ExitStack()
@@ -107,8 +105,8 @@ class StepSaves:
 
         def begin() -> None:
             if self._processes.is_first:
-                claim.enter_context(_claimed(storage))
-                write_plan(folder, self._training.states.planned)
+                claim.enter_context(_claimed(storage, self._processes.elsewhere))
+                write_plan(folder, self._states.planned)
 
         with claim:
             self._processes.agree(begin, "the plan cannot be written", str(folder))
@@ -129,30 +127,24 @@ class StepSaves:
             logger.warning("the checkpoint %s is not saved: a rank has ended", self._saves.name)
         self._saves.abandon()
         self._claim.close()
-        pieces, _ = pieces_left(self._training.states.plan, session, left, step, DEADLINE_S)
-        processes = Processes(
-            rank=self._processes.rank,
-            ranks=left.ranks,
-            gather=lambda text: left.gather(text, DEADLINE_S),
-            elsewhere=_ELSEWHERE,
-        )
         storage = LocalStorage(folder)
-        with ExitStack() as held:
 
-            def begin() -> None:
-                if processes.is_first:
-                    held.enter_context(claimed_from_the_lost(storage))
-                    write_plan(folder, self._training.states.planned)
+        def prepare(processes: Processes) -> None:
+            if processes.is_first:
+                write_plan(folder, self._states.planned)
 
-            processes.agree(begin, "what is left cannot be written", str(folder))
+        def write(pieces: Iterable[StatePiece], processes: Processes) -> None:
             save(storage, step_name(step), self._metadata(step), pieces, processes)
+
+        pieces, _ = pieces_left(self._states.plan, session, left, step, DEADLINE_S)
+        with_those_left(self._processes, left, storage, pieces, prepare, write)
 
     def _metadata(self, step: int) -> Metadata:
         return Metadata(
             step=step,
             seed=self._seed,
-            settings={_GROUPS: saved_groups(self._training.states.groups)},
-            graph_hash=graph_hash(self._training.states.planned.graph),
+            settings={_GROUPS: saved_groups(self._states.groups)},
+            graph_hash=graph_hash(self._states.planned.graph),
             versions=versions(),
         )
 
@@ -164,7 +156,7 @@ class StepSaves:
             snapshot = session.snapshot(limit_bytes=COPY_BYTES)
             self._saves.begin(BackgroundSave(*given, snapshot, self._processes))
 
-    def behind_step(self) -> None:
+    def after_step(self) -> None:
         """See whether the checkpoint that is under way goes on; all processes call it.
 
         Raises:
@@ -211,8 +203,51 @@ class StepSaves:
             logger.warning("the checkpoint %s is not saved: %s", name, problem.what)
 
 
+def with_those_left(
+    processes: Processes,
+    left: SurvivingRanks,
+    storage: Storage,
+    pieces: Iterable[StatePiece],
+    prepare: Callable[[Processes], None],
+    write: Callable[[Iterable[StatePiece], Processes], None],
+    *,
+    is_claimed: bool = False,
+) -> None:
+    """Save what is left of the states, after a process has ended; each that is left calls it.
+
+    Args:
+        processes: All of them.
+        left: The ranks that are left.
+        storage: Where it is saved; the first process that is left takes it over.
+        pieces: What this process owns of the states, among those that are left.
+        prepare: Called before any process writes.
+        write: Writes the checkpoint.
+        is_claimed: Whether this process has claimed the storage already.
+
+    Raises:
+        RunError: it cannot be written.
+        ConfigError: another program saves there.
+        BoxingError: another process has ended, too, or did not come.
+    """
+    now = Processes(
+        rank=processes.rank,
+        ranks=left.ranks,
+        gather=lambda text: left.gather(text, DEADLINE_S),
+        elsewhere=processes.elsewhere,
+    )
+    with ExitStack() as held:
+
+        def begin() -> None:
+            if now.is_first and not is_claimed:
+                held.enter_context(claimed_from_the_lost(storage))
+            prepare(now)
+
+        now.agree(begin, "what is left cannot be written", storage.place())
+        write(pieces, now)
+
+
 @contextmanager
-def _claimed(storage: Storage) -> Iterator[None]:
+def _claimed(storage: Storage, elsewhere: str) -> Iterator[None]:
     """Keep others from writing to a storage.
 
     Raises:
@@ -222,7 +257,7 @@ def _claimed(storage: Storage) -> Iterator[None]:
         try:
             held.enter_context(storage.claim())
         except ConfigError as error:
-            raise error.replaced(ConfigError, todo=_ELSEWHERE) from error
+            raise error.replaced(ConfigError, todo=elsewhere) from error
         yield
 
 

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,9 @@ from sbp_core.runtime import (
     check_not_forked,
     counted_apart,
 )
-from sbp_launch.parallelize.agreement import (
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.one_at_a_time import one_at_a_time
+from sbp_launch.step.agreement import (
     THE_BATCH,
     THE_CALL,
     Gather,
@@ -41,18 +42,13 @@ from sbp_launch.parallelize.agreement import (
     manifest,
     quick_digest,
 )
-from sbp_launch.parallelize.interrupts import until_all_agree, until_done
-from sbp_launch.parallelize.optimizer_calls import OptimizerCalls
-from sbp_launch.parallelize.program import OneDeviceProgram, as_stepped
-from sbp_launch.parallelize.states import ProgramStates, held_whole, names_of
-from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.one_at_a_time import one_at_a_time
+from sbp_launch.step.interrupts import until_all_agree, until_done
+from sbp_launch.step.optimizer_calls import OptimizerCalls
+from sbp_launch.step.program import OneDeviceProgram, as_stepped
+from sbp_launch.step.states import ProgramStates, held_whole, names_of
 from sbp_launch.team import Team
 from sbp_torch.capture import copied_states
 from sbp_torch.guards import ConnectedStates, connected_elsewhere
-
-if TYPE_CHECKING:
-    from sbp_launch.parallelize.saved import StepSaves
 
 
 class Training:
@@ -61,14 +57,17 @@ class Training:
     Args:
         model: Whose tensors are states.
         has_states: Whether it is trained from states that are given, not from its own.
+        holds_interrupts: Whether Ctrl-C waits until a step is complete.
 
     Raises:
         ConfigError: another parallel step, which is not over, trains the model.
         RunError: what an earlier one has trained is spread over other processes, or lost.
     """
 
-    def __init__(self, model: nn.Module, *, has_states: bool) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, *, has_states: bool, holds_interrupts: bool = True
+    ) -> None:
+        self._model, self._holds_interrupts = model, holds_interrupts
         if (before := connected_elsewhere(model)) is not None:
             before.let_go(has_states)
         #: Which states there are, and of which programs.
@@ -85,8 +84,10 @@ class Training:
         self.given: dict[str, Tensor] = {}
         #: Called when step counters come apart.
         self._forget_forms: list[Callable[[], None]] = []
-        #: Of what the step saves.
-        self.saves: StepSaves | None = None
+        #: Whether steps whose loss or gradients are infinite or no number are undone, and raise.
+        self.only_finite = False
+        #: Called after each step, in all processes.
+        self.after_step: list[Callable[[], None]] = []
         #: What the loop calls on the optimizers.
         self.optimizer_calls = OptimizerCalls()
         self._connected: ConnectedStates | None = None
@@ -157,6 +158,10 @@ class Training:
             )
         return self.started
 
+    def until_done(self) -> AbstractContextManager[object]:
+        """Return what holds the first interrupt in a block, until that is over."""
+        return until_done() if self._holds_interrupts else nullcontext()
+
     # Life.
 
     def add(
@@ -186,7 +191,7 @@ class Training:
         self._process = os.getpid()  # not earlier: a fork may start what was planned
         self._is_open = self.optimizer_calls.is_open = True
         self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
-        if gather is not None:
+        if gather is not None and self._holds_interrupts:
             self.interrupts = until_all_agree(tells=0 in session.local_ranks)
             self.interrupts.__enter__()
 
@@ -414,7 +419,7 @@ class Training:
             connected.look_again()
         written = connected.written()
         if written:
-            with until_done():
+            with self.until_done():
                 if self._counters_differ(written):
                     self.count_apart()
                 session.replace(written)

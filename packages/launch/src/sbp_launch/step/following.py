@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sbp_core.errors import RunError
 from sbp_core.graph import LogicalGraph
-from sbp_launch.parallelize.program import OneDeviceProgram
-from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.unchanged import check_unchanged
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_launch.step.training import Training
 from sbp_torch.capture import NumberPlace
 from sbp_torch.guards import Changed, Guard, modules_in_eval_mode
 

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from torch import Tensor
+
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import CaptureError, RunError, SbpTypeError, SbpValueError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.output import legible
-from sbp_core.runtime import BatchIs, Session, local_samples
+from sbp_core.runtime import BatchIs, NotFiniteStepError, Session, local_samples
 from sbp_core.strategy import Strategy
 from sbp_launch.console import make_console, say
-from sbp_launch.parallelize.agreement import compare_batches
-from sbp_launch.parallelize.batch_names import check_batch_names
-from sbp_launch.parallelize.buckets import Padding
-from sbp_launch.parallelize.comparison import Comparison
-from sbp_launch.parallelize.engine import Engine
-from sbp_launch.parallelize.flow import PlannedProgram
-from sbp_launch.parallelize.following import Following
-from sbp_launch.parallelize.forms import Forms
-from sbp_launch.parallelize.forward import Forwards
-from sbp_launch.parallelize.interrupts import until_done
-from sbp_launch.parallelize.missing_attributes import OF_STEPS_BESIDE, missing_attribute
-from sbp_launch.parallelize.neutral import prove_padding
-from sbp_launch.parallelize.output import StepOutput
-from sbp_launch.parallelize.scalars import UpdateScalars
-from sbp_launch.parallelize.training import Training
+from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.output import print_plan
 from sbp_launch.planning.source_lines import naming_source_lines
+from sbp_launch.step.agreement import compare_batches
+from sbp_launch.step.batch_names import check_batch_names
+from sbp_launch.step.buckets import Padding
+from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.engine import Engine
+from sbp_launch.step.first_bad_value import UndoneStepError, first_bad_value
+from sbp_launch.step.following import Following
+from sbp_launch.step.forms import Form, Forms
+from sbp_launch.step.forward import Forwards, Mode
+from sbp_launch.step.missing_attributes import OF_STEPS_BESIDE, missing_attribute
+from sbp_launch.step.neutral import prove_padding
+from sbp_launch.step.output import StepOutput
+from sbp_launch.step.planning import PlannedProgram
+from sbp_launch.step.scalars import UpdateScalars
+from sbp_launch.step.training import Training
+from sbp_launch.team import Team
 from sbp_launch.world import World
 from sbp_torch.capture import flatten_batch
 from sbp_torch.optim import note_step
@@ -74,6 +78,30 @@ class ProgramStep:
         self._updates = True
         self._scalars = UpdateScalars(program.optimizer, program.update)
         self._has_compared = False
+
+    @property
+    def only_finite(self) -> bool:
+        """Whether steps whose loss or gradients are infinite or no number are undone, and raise."""
+        return self._training.only_finite
+
+    @only_finite.setter
+    def only_finite(self, value: bool) -> None:
+        self._training.only_finite = value
+
+    @property
+    def planned(self) -> Planned:
+        """The plan, and what is known of it."""
+        return self._planned
+
+    @property
+    def team(self) -> Team:
+        """The processes of the step, once it is started."""
+        return self._training.team
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The settings of the update that change from step to step, as the optimizer says now."""
+        return self._scalars.now({})
 
     @property
     def _current(self) -> Session:
@@ -133,6 +161,8 @@ class ProgramStep:
             ConfigError: the processes are about to take different steps.
             RunError: a rank failed; what the loop has changed cannot be followed; or the step is
                 not started, or over.
+            UndoneStepError: with `only_finite`, the loss or the gradients are infinite or no
+                number: nothing has changed. It says which operator made the first such value.
             KeyboardInterrupt: Ctrl-C, once the step is done; see `interrupts`.
         """
         if more:
@@ -146,7 +176,7 @@ class ProgramStep:
                     f"{next(iter(scalars))}= is a setting of the update, and step.no_update() "
                     "leaves that out"
                 )
-            return self._forward(batch, self._engine.batch_is, in_evaluation=False)
+            return self._forward(batch, self._engine.batch_is, Mode.TRAINING)
         training = self._training
         training.session  # noqa: B018 - raises if there is none
         training.check_open()
@@ -168,29 +198,69 @@ class ProgramStep:
             first = self._current.state_dict(to=0)
             with training.apart():
                 compared.begin(first, training.steps_done)
-        with until_done():
+        with training.until_done():
             before = form.session.steps_done
             try:
                 with naming_source_lines(form.planned.graph):
-                    found = form.session.step(flat, values, batch_is=self._engine.batch_is)
+                    batch_is = self._engine.batch_is
+                    take = partial(form.session.step, flat, values, batch_is=batch_is)
+                    form.session.only_finite = training.only_finite
+                    found = self._engine.measuring(form.session, take)
+            except NotFiniteStepError as error:
+                raise self._undone(error, form, flat, values) from error
             finally:
                 if form.session.steps_done > before:  # else it was given up, or has failed
                     training.behind_step(form.planned.graph)
                     note_step(self._program.optimizer)
             if compared is not None:
-                compared.step(batch, float(found.loss), values)
-            assert training.saves is not None, "the step is started"
-            training.saves.behind_step()
+                compared.step(lambda: batch, float(found.loss), values)
+            for after in training.after_step:
+                after()
         return StepOutput.of(found)
 
-    def evaluate(self, batch: Any, /, *, batch_is: BatchIs | None = None) -> StepOutput:
+    def _undone(
+        self,
+        error: NotFiniteStepError,
+        form: Form,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, float],
+    ) -> UndoneStepError:
+        """Return the error of a step that was undone, which says where the first bad value was."""
+        assert form.session is not None, "it has taken the step"
+        graph, gather = form.planned.graph, self._training.team.gather
+        found = first_bad_value(
+            form.session, graph, batch, scalars, gather, batch_is=self._engine.batch_is
+        )
+        undone = error.replaced(UndoneStepError, where=(*error.where, *found))
+        undone.outputs, undone.bad_value = error.outputs, found
+        return undone
+
+    def evaluate(
+        self, batch: Any, /, *, batch_is: BatchIs | None = None, averaged: bool = False
+    ) -> StepOutput:
         """Return loss and metrics of a batch in evaluation mode; nothing changes.
 
         Args:
             batch: Of any size. The first one of each size is captured and planned.
             batch_is: What this process passes, if not what it passes to training steps.
+            averaged: Whether moving averages are evaluated in the place of their parameters, where
+                there are some (`UpdateOptions.ema_decay`).
         """
-        return self._forward(batch, batch_is or self._engine.batch_is, in_evaluation=True)
+        mode = Mode.AVERAGED if averaged else Mode.EVALUATION
+        return self._forward(batch, batch_is or self._engine.batch_is, mode)
+
+    def evaluator(self, example: Any, *, averaged: bool) -> tuple[Session, PhysicalPlan]:
+        """Return what evaluates batches of one size, started; it is closed with the step.
+
+        Args:
+            example: A whole batch of that size.
+            averaged: See `evaluate`.
+        """
+        self._training.check_open()
+        self._training.enter("step.evaluator(example)")
+        mode = Mode.AVERAGED if averaged else Mode.EVALUATION
+        session, planned = self._forwards.started(self._current, example, mode, batch_is="global")
+        return session, planned.plan
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
@@ -205,17 +275,18 @@ class ProgramStep:
         finally:
             self._updates = before
 
-    def _forward(self, batch: Any, batch_is: BatchIs, *, in_evaluation: bool) -> StepOutput:
+    def _forward(self, batch: Any, batch_is: BatchIs, mode: Mode) -> StepOutput:
         self._training.check_open()
-        call = "step.evaluate(batch)" if in_evaluation else "step(batch) inside step.no_update()"
+        is_step = mode is Mode.TRAINING
+        call = "step(batch) inside step.no_update()" if is_step else "step.evaluate(batch)"
         self._training.enter(call)
         try:
             result = self._forwards.step(
                 self._current,
                 self._padding(batch, batch_is),
                 self._draws(),
+                mode,
                 batch_is=batch_is,
-                in_evaluation=in_evaluation,
                 call=call,
             )
         except (CaptureError, SbpValueError):

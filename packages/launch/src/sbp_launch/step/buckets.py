@@ -22,7 +22,7 @@ from torch import Tensor
 from sbp_core.errors import ConfigError, SbpError, SbpValueError, suggestion, words_of
 from sbp_core.plugins import merge_settings
 from sbp_core.runtime import BatchIs
-from sbp_launch.parallelize.forms import MOST_FORMS
+from sbp_launch.step.forms import MOST_FORMS
 from sbp_launch.team import Team
 from sbp_launch.world import World
 from sbp_torch.capture import SampleDims, flatten_batch, rebuild_batch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.runtime import StepResult
-from sbp_launch.parallelize.missing_attributes import OF_OUTPUTS, missing_attribute
+from sbp_launch.step.missing_attributes import OF_OUTPUTS, missing_attribute
 
 
 class ReadAsFloat(Real):

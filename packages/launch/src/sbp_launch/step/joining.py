@@ -17,10 +17,10 @@ from sbp_core.boxing import BoxingBackend, Communicator
 from sbp_core.placement import Placement
 from sbp_core.runtime import Session
 from sbp_core.sbp import B, NdSbp
-from sbp_launch.parallelize.agreement import Gather, compare, digest_of, gathering, manifest
-from sbp_launch.parallelize.engine import Engine
-from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.planning.flow import Planned
+from sbp_launch.step.agreement import Gather, compare, digest_of, gathering, manifest
+from sbp_launch.step.engine import Engine
+from sbp_launch.step.program import OneDeviceProgram
 
 logger = logging.getLogger(__name__)
 

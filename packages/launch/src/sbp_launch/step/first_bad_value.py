@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 
 from sbp_core.graph import LogicalGraph
-from sbp_core.runtime import NotFiniteStepError, Number, Session
+from sbp_core.runtime import BatchIs, NotFiniteStepError, Number, Session
 from sbp_core.units import format_ranges
 from sbp_torch.runtime import BadValue, BadValueWatch
+
+
+class UndoneStepError(NotFiniteStepError):
+    """A step that was undone because its loss or its gradients are infinite or no number.
+
+    `bad_value` are lines that say where the first bad value was; they are among `where`, too.
+    """
+
+    bad_value: tuple[str, ...] = ()
+
 
 #: Most names of states or of the batch that are told.
 _MOST_NAMES = 3
@@ -28,15 +38,18 @@ def first_bad_value(
     batch: Mapping[str, Tensor],
     scalars: Mapping[str, Number],
     gather: Callable[[str], Sequence[str]] = lambda text: [text],
+    *,
+    batch_is: BatchIs = "local",
 ) -> tuple[str, ...]:
     """Return lines that say where the first bad value of an undone step was.
 
     Args:
         session: That has undone it; all of its processes call this.
         graph: That the plan was compiled from.
-        batch: What the ranks of this process hold of that of the step.
+        batch: What this process has given of that of the step.
         scalars: Of the step.
         gather: Returns the text of every process, each shorter than 4 KiB; all of them call it.
+        batch_is: What that is.
 
     Returns:
         Lines for an error to say where; the same in all processes.
@@ -44,7 +57,7 @@ def first_bad_value(
     watch = BadValueWatch()
     session.watch = watch
     try:
-        session.step(batch, scalars, batch_is="local")
+        session.step(batch, scalars, batch_is=batch_is)
     except NotFiniteStepError:
         pass
     finally:

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbp_core.errors import ConfigError, SbpValueError, unknown_name
-from sbp_launch.parallelize.argument_types import check_loss, check_model, check_optimizer
+from sbp_core.errors import SbpValueError, unknown_name
+from sbp_launch.step.argument_types import check_loss, check_model, check_optimizer
 from sbp_torch.capture import (
     VELOCITY,
     SampleDims,
     UpdateOptions,
-    flatten_batch,
     initial_states,
-    rebuild_batch,
 )
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.interchange.torch_states import from_model_state
@@ -207,41 +205,3 @@ def without_states(program: OneDeviceProgram, parameters: Collection[str]) -> It
     finally:
         for state, parameter, value in held:
             state[parameter] = value
-
-
-def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
-    """Return an example of what is captured of a step over all ranks, of the form of the batch.
-
-    Args:
-        batch: An example of what one process gives in one step.
-        count: Micro-batches of a step.
-        degree: How many such batches a step takes over all ranks.
-        parts: Of how many parts of a step one is captured: `count`, or 1 for the whole.
-
-    Raises:
-        ConfigError: a tensor of the batch has no samples, or does not divide into micro-batches.
-    """
-    found = flatten_batch(batch)
-    for name, value in found.items():
-        if value.dim() and not value.shape[0]:
-            raise ConfigError(
-                f"the batch has no samples: {name!r} is of shape {tuple(value.shape)}",
-                where="batch",
-                accepted="at least one sample in each tensor of the batch",
-                todo="leave out the steps whose batches are empty",
-            )
-        if value.dim() and value.shape[0] % count:
-            divisors = [n for n in range(1, value.shape[0] + 1) if value.shape[0] % n == 0]
-            raise ConfigError(
-                f"{name!r} of the batch has {value.shape[0]} samples, which do not divide into "
-                f"micro_batches={count}",
-                where="the argument micro_batches",
-                accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
-                todo="take another size of batch, or other micro-batches; if these are time steps, "
-                "say along which dim samples lie, such as batch_dim=1",
-            )
-    taken = {
-        name: torch.cat([value[: len(value) // parts]] * degree) if value.dim() else value
-        for name, value in found.items()
-    }
-    return rebuild_batch(batch, taken)

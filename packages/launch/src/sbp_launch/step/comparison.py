@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError
-from sbp_launch.parallelize.engine import Engine
-from sbp_launch.parallelize.program import OneDeviceProgram
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.one_device import EagerReference
+from sbp_launch.step.engine import Engine
+from sbp_launch.step.program import OneDeviceProgram
 from sbp_torch.interchange.torch_states import copy_to_model, to_optimizer_state
 
 #: Settings of a parameter group that are numbers of their own, and scalars of an update.
@@ -27,16 +28,23 @@ class Comparison:
         planned: How it is trained.
         engine: On which ranks.
         num_steps: How many steps are compared.
+        make: Returns a model and an optimizer like those of the program, with any values; None to
+            copy these. Who gives it also gives whole batches.
 
     Raises:
         ConfigError: the model has no values to be copied, or rank 0 is not given whole batches.
     """
 
     def __init__(
-        self, program: OneDeviceProgram, planned: Planned, engine: Engine, num_steps: int
+        self,
+        program: OneDeviceProgram,
+        planned: Planned,
+        engine: Engine,
+        num_steps: int,
+        make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]] | None = None,
     ) -> None:
         has_values = not any(one.is_meta for one in program.model.parameters())
-        if engine.gives_parts or not has_values:
+        if make is None and (engine.gives_parts or not has_values):
             what = "each process gives its own part" if has_values else "the model has no values"
             raise ConfigError(
                 f"compare_steps={num_steps}, and {what}",
@@ -45,7 +53,7 @@ class Comparison:
                 todo="leave out compare_steps, or make a run of few steps so",
             )
         self._program, self._planned, self._engine = program, planned, engine
-        self._left = num_steps
+        self._left, self._make = num_steps, make
         #: Whether the copies are made, on rank 0; the same on all ranks.
         self.has_begun = False
         self._reference: EagerReference | None = None
@@ -65,9 +73,12 @@ class Comparison:
         self.has_begun = True
         if not states:
             return
-        model, optimizer = copy.deepcopy((self._program.model, self._program.optimizer))
-        # What schedulers put there steps the optimizer that they were made for.
-        vars(optimizer).pop("step", None)
+        if self._make is not None:
+            model, optimizer = self._make()
+        else:
+            model, optimizer = copy.deepcopy((self._program.model, self._program.optimizer))
+            # What schedulers put there steps the optimizer that they were made for.
+            vars(optimizer).pop("step", None)
         copy_to_model(states, model)
         optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
         self._reference = EagerReference(
@@ -84,11 +95,11 @@ class Comparison:
         """Let steps that are still to be compared begin with other states."""
         self.has_begun = False
 
-    def step(self, batch: Any, loss: float, scalars: Mapping[str, float]) -> None:
+    def step(self, batch: Callable[[], Any], loss: float, scalars: Mapping[str, float]) -> None:
         """Take a step with the copies, beside one of the ranks, if this process has them.
 
         Args:
-            batch: The whole one.
+            batch: Returns the whole one.
             loss: Of the ranks.
             scalars: Of the update, by name.
         """
@@ -97,7 +108,7 @@ class Comparison:
             return
         groups = self._program.optimizer.param_groups
         self._reference.step(
-            batch,
+            batch(),
             loss,
             [
                 _settings(group, "" if len(groups) == 1 else f".{index}", scalars)

@@ -14,8 +14,8 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import ConfigError, PlanError, RunError
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import Session, known_state, state_slots, widened, with_states_of
-from sbp_launch.parallelize.program import OneDeviceProgram, without_states
 from sbp_launch.planning.flow import Planned, check_fits
+from sbp_launch.step.program import OneDeviceProgram, without_states
 from sbp_torch.capture import copied_states, initial_states, trainable
 
 
