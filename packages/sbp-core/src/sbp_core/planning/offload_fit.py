@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from sbp_core.planning.compiled import Compilation, Compiled
+from sbp_core.planning.offloading import by_parameter, sizes_by_stage, with_states
 from sbp_core.strategy import Strategy
-from sbp_planner.compiled import Compilation, Compiled
-from sbp_planner.offloading import by_parameter, sizes_by_stage, with_states
 
 #: Numbers of states that are compiled by estimates, before intervals are halved.
 _MAX_ESTIMATES = 6

@@ -1,15 +1,22 @@
-"""States in the memory of the host, for any planner: those that are named, or as few as pay.
+"""The search around all planners: a planner proposes, and the search fits what it proposes.
 
-    asked       planner.offload = patterns: every strategy has these states there, and no others
-    auto        1. plan with all states on the device
-                2. if nothing fits, or the fastest of any memory would be faster by more than a
-                   little: plan with all states of the optimizer in host memory, take back as many
-                   as fit (`offload_fit`), and plan again with those that stay there
-                3. take the faster of what fits, in simulated time; without offload among equals
+    planner     propose(context) -> strategy        the idea of its paper
+    search      compiles it, places states in the memory of the host where memory is short, asks
+                again, and takes the faster of what fits
 
-Where states lie is part of the request (`PlanRequest.offloaded`). So whatever planner it is counts
-their copies among its costs and nothing of them on the device, and its plans are compiled with
-them: it may share parameters out less, make fewer activations again, or take fewer micro-batches.
+    offload = patterns      every strategy has these states in host memory, and no others
+    offload = auto          1. propose with all states on the device
+                            2. if nothing fits, or the fastest of any memory would be faster by more
+                               than a little: propose with all states of the optimizer in host
+                               memory, take back as many as fit (`offload_fit`), and propose again
+                               with those that stay there
+                            3. take the faster of what fits, in simulated time; without offload
+                               among equals
+
+Where states are placed is part of the request (`PlanRequest.offloaded`). So whatever planner it is
+counts their copies among its costs and nothing of them on the device, and its plans are compiled
+with them: it may share parameters out less, make fewer activations again, or take fewer
+micro-batches.
 
 Planners that know no limit of memory are asked once; if their plan does not fit, as few states as
 it takes are offloaded.
@@ -17,26 +24,27 @@ it takes are offloaded.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from sbp_core.compile import offloadable
 from sbp_core.errors import SbpError
 from sbp_core.infer import predict_cost
-from sbp_core.plugins import PlanRequest
-from sbp_core.strategy import Strategy
-from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.compiled import Compilation, Compiled
-from sbp_planner.offload_fit import until_it_fits
-from sbp_planner.offload_setting import Offload
-from sbp_planner.offloading import (
+from sbp_core.planning.compiled import Compilation, Compiled, limit_key
+from sbp_core.planning.offload_fit import until_it_fits
+from sbp_core.planning.offload_setting import Offload
+from sbp_core.planning.offloading import (
     by_parameter,
     offloaded_states,
     states_named,
     with_states,
 )
+from sbp_core.plugins import PlanRequest
+from sbp_core.strategy import Strategy
+from sbp_core.units import format_bytes, format_seconds
 
 #: Plans a request within so many seconds.
 PlanWithin: TypeAlias = Callable[[PlanRequest, float], Strategy]
@@ -51,47 +59,117 @@ _MAX_AGAIN = 2
 _LATE_SHARE = 0.25
 
 
-def plan_with_offload(
-    request: PlanRequest,
-    offload: Offload,
-    plan: PlanWithin,
-    *,
-    limit_bytes: float | None = None,
-    time_limit_s: float = 0.0,
-    gain: Callable[[Strategy], float] | None = None,
-) -> Strategy:
-    """Return what a planner plans, with states in the memory of the host as that is asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanContext:
+    """What a planner proposes a strategy for.
 
     Args:
-        request: What is planned.
-        offload: The planner's setting.
-        plan: The planner.
-        limit_bytes: Memory of a rank that it keeps to; None if it looks at none.
-        time_limit_s: Of the planner, for all that it looks at together.
-        gain: Returns the share of a step that the fastest of any memory would save at most; None if
-            that is not known, so that host memory is looked at only where nothing fits.
-
-    Raises:
-        ConfigError: a pattern names no state, or there is no memory of a host.
-        SbpError: see `plan`; if nothing fits with states in host memory either, it says so.
+        request: The step, its variants, the mesh, the machine, and the pins of the user.
+        limit_bytes: Memory of a rank, in bytes.
+        limit_key: The setting that says the limit, for messages.
+        time_limit_s: For this proposal, in seconds; 0 if the planner has no such setting.
     """
-    if offload != "auto":
-        names = states_named(request, offload)
-        if not names:
-            return plan(request, time_limit_s)
-        planned = plan(replace(request, offloaded=names), time_limit_s)
-        return _told(request, planned, "as planner.offload asks for")
+
+    request: PlanRequest
+    limit_bytes: float
+    limit_key: str
+    time_limit_s: float = 0.0
+
+    def compilation(self, request: PlanRequest | None = None) -> Compilation:
+        """Return what compiles strategies and holds them against the limit.
+
+        Args:
+            request: Of a variant of the step; that of the context if None.
+        """
+        quiet = replace(request or self.request, progress=None, family=None)
+        return Compilation(request=quiet, limit_bytes=self.limit_bytes)
+
+    def say(self, what: str, fraction: float) -> None:
+        """Tell the user what is done, and which share of it is done, in [0, 1]."""
+        if self.request.progress is not None:
+            self.request.progress(what, fraction)
+
+
+class SearchedPlanner(ABC):
+    """A planner that proposes strategies; the search around it does the rest.
+
+    Its `config` may have the settings `memory_bytes` (of a rank; that of the cluster by default),
+    `time_limit_s` and `offload` (see `offload_setting`).
+    """
+
+    __slots__ = ()
+
+    #: Whether it chooses among the variants of a step, micro-batches among them.
+    chooses_variants: ClassVar[bool] = False
+    #: Whether what it proposes keeps to the limit of memory, or nothing is proposed.
+    keeps_limit: ClassVar[bool] = False
+    #: Whether it places states in host memory itself, where that is left to the planner.
+    places_states: ClassVar[bool] = False
+
+    config: Any
+
+    @abstractmethod
+    def propose(self, context: PlanContext) -> Strategy:
+        """Return a legal strategy.
+
+        Raises:
+            ConfigError: a setting or a pin cannot be meant.
+            PlanError: nothing that was found fits, or nothing fulfils the pins.
+        """
+
+    def gain(self, planned: Strategy) -> float | None:
+        """Return the share of a step that the fastest of any memory would save at most.
+
+        None if that is not known, so that host memory is looked at only where nothing fits.
+        """
+        return None
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return what it proposes, with states in the memory of the host where that is asked for.
+
+        Raises:
+            ConfigError: a pattern names no state, or there is no memory of a host.
+            SbpError: see `propose`; if nothing fits with states in host memory either, it says so.
+        """
+        config = self.config
+        time_limit_s = float(getattr(config, "time_limit_s", 0.0))
+        memory_bytes = getattr(config, "memory_bytes", None)
+        limit_bytes = memory_bytes or request.cluster.device.memory_bytes
+        offload: Offload = getattr(config, "offload", "auto")
+
+        def propose(asked: PlanRequest, seconds: float) -> Strategy:
+            return self.propose(
+                PlanContext(
+                    request=asked,
+                    limit_bytes=limit_bytes,
+                    limit_key=limit_key(memory_bytes),
+                    time_limit_s=seconds,
+                )
+            )
+
+        if offload != "auto":
+            names = states_named(request, offload)
+            if not names:
+                return propose(request, time_limit_s)
+            planned = propose(replace(request, offloaded=names), time_limit_s)
+            return _told(request, planned, "as planner.offload asks for")
+        if self.places_states or not may_offload(request):
+            return propose(request, time_limit_s)
+        if not self.keeps_limit:
+            return fitted(request, propose(request, time_limit_s))
+        search = _OffloadSearch(
+            request=request, plan=propose, limit_bytes=limit_bytes, time_limit_s=time_limit_s
+        )
+        return search.run(self.gain)
+
+
+def may_offload(request: PlanRequest) -> bool:
+    """Whether the search may place states in host memory, which nobody has placed."""
     no_host = request.cluster.device.host_memory_bytes is None
-    if no_host or request.offloaded or not offloadable(request.graph):
-        return plan(request, time_limit_s)
-    if limit_bytes is None:
-        return _fitted(request, plan(request, time_limit_s))
-    return _OffloadSearch(
-        request=request, plan=plan, limit_bytes=limit_bytes, time_limit_s=time_limit_s
-    ).run(gain)
+    return not (no_host or request.offloaded) and bool(offloadable(request.graph))
 
 
-def _fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
+def fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
     """Return a strategy with as few states offloaded as it takes to fit; as it is, if none do."""
     of = _variant_of(request, strategy)
     limit = request.cluster.device.memory_bytes
@@ -109,7 +187,14 @@ def _fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
 
 @dataclass(slots=True, kw_only=True)
 class _OffloadSearch:
-    """The search for what pays; arguments as of `plan_with_offload`."""
+    """The search for what pays.
+
+    Args:
+        request: What is planned.
+        plan: Proposes within so many seconds.
+        limit_bytes: Memory of a rank.
+        time_limit_s: For all proposals together.
+    """
 
     request: PlanRequest
     plan: PlanWithin
@@ -121,7 +206,7 @@ class _OffloadSearch:
     problem: SbpError | None = None
     begun_s: float = field(default_factory=monotonic)
 
-    def run(self, gain: Callable[[Strategy], float] | None) -> Strategy:
+    def run(self, gain: Callable[[Strategy], float | None]) -> Strategy:
         try:
             strategy = self.plan(self.request, self.time_limit_s)
         except SbpError as failure:
@@ -130,7 +215,8 @@ class _OffloadSearch:
                 raise self._refusal(failure) from failure
             why = f"{found}, and nothing that was found fits without"
             return _told(self.request, found.strategy, why)
-        if gain is None or gain(strategy) < _LEAST_GAIN:
+        saved = gain(strategy)
+        if saved is None or saved < _LEAST_GAIN:
             return strategy
         usual, found = self._compilation(strategy).compiled(strategy), self._best()
         without = format_seconds(usual.step_s)
