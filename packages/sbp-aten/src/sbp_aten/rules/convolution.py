@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
+from sbp_aten.rules.formula import by_operator
 from sbp_aten.rules.sliding import Slide, Space, space, spread
+from sbp_aten.rules.windows import length
+from sbp_core.graph import Argument
 from sbp_core.signatures import (
     Dependence,
     Dim,
@@ -182,35 +186,27 @@ def _bilinear(of_weight: int | None, of_input: int | None) -> Iterator[Dependenc
         yield linear(1, 2, outputs=(of_input, of_weight))
 
 
-def _groups(call: OpCall, shards: Shards, *, first: int) -> int:
-    """Return the groups of a shard: its channels over those of one group, as the weights tell."""
+def _local(call: OpCall, shards: Shards, *, backward: bool) -> LocalCall:
+    """Give a shard its groups: its channels over those of one group, as the weights tell."""
+    first = 4 if backward else 3
     groups: int = argument(call, first + 5, "groups", 1)
-    backward = first == 4
     transposed = argument(call, first + 3, "transposed", False)
+    # Shards of gradient, input and weights, or of input and output.
+    bounds = shards.inputs if backward else (*shards.inputs, *shards.outputs)
     source, target = (1, 0) if backward else (0, -1)
-    bounds = (*shards.inputs, *shards.outputs) if not backward else shards.inputs
-    channels = _length(bounds[target if transposed else source][1])
-    of_group = _length(shards.inputs[2 if backward else 1][1])
-    return channels // of_group if groups != 1 and of_group else groups
+    channels = length(bounds[target if transposed else source][1])
+    of_group = length(shards.inputs[2 if backward else 1][1])
+    if groups != 1 and of_group:
+        groups = channels // of_group
+    changes: list[tuple[int, str, Argument]] = [(first + 5, "groups", groups)]
+    if backward and argument(call, 3, "bias_sizes") is not None:
+        changes.append((3, "bias_sizes", (length(shards.inputs[0][1]),)))
+    return with_literals(call, *changes)
 
 
-def _length(bounds: tuple[int, int]) -> int:
-    start, stop = bounds
-    return stop - start
-
-
-def _localize(call: OpCall, shards: Shards) -> LocalCall:
-    return with_literals(call, (8, "groups", _groups(call, shards, first=3)))
-
-
-def _localize_backward(call: OpCall, shards: Shards) -> LocalCall:
-    groups = (9, "groups", _groups(call, shards, first=4))
-    if argument(call, 3, "bias_sizes") is None:
-        return with_literals(call, groups)
-    return with_literals(call, groups, (3, "bias_sizes", (_length(shards.inputs[0][1]),)))
-
-
-RULES = {
-    "aten.convolution.default": Rule(_forward, _localize),
-    "aten.convolution_backward.default": Rule(_backward, _localize_backward),
-}
+RULES = by_operator(
+    {
+        "convolution": Rule(_forward, partial(_local, backward=False)),
+        "convolution_backward": Rule(_backward, partial(_local, backward=True)),
+    }
+)
