@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_aten.passes.identities import may_have_gaps
+from sbp_aten.passes.simplify import may_have_gaps
 from sbp_core.graph import (
     Argument,
     LogicalGraph,
@@ -392,11 +392,6 @@ def _comparison(function: np.ufunc) -> _Function:
     return compute
 
 
-_LOOKS = frozenset(
-    {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "t", "transpose"}
-    | {"permute", "alias", "detach", "clone"}
-)
-
 #: Named arguments that do not matter to the result.
 _ALLOWED: Mapping[str, frozenset[str]] = {
     "_to_copy": frozenset({"dtype", "device", "layout"}),
@@ -413,14 +408,19 @@ _POINTWISE: Mapping[str, _Function] = {
     "sub": _pointwise(np.subtract),
 }
 
-_FUNCTIONS: Mapping[str, _Function] = {
-    "_to_copy": _converted,
-    "_unsafe_view": _reshaped,
-    "alias": _reshaped,
-    "clone": _reshaped,
-    "detach": _reshaped,
-    "eq": _comparison(np.equal),
+_LOOKS: Mapping[str, _Function] = {
+    **dict.fromkeys(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"), _reshaped),
+    **dict.fromkeys(("alias", "clone", "detach"), _reshaped),
+    **dict.fromkeys(("t", "transpose"), _transposed),
     "expand": _expanded,
+    "permute": _permuted,
+}
+
+_FUNCTIONS: Mapping[str, _Function] = {
+    **_LOOKS,
+    **_POINTWISE,
+    "_to_copy": _converted,
+    "eq": _comparison(np.equal),
     "ge": _comparison(np.greater_equal),
     "gt": _comparison(np.greater),
     "le": _comparison(np.less_equal),
@@ -429,12 +429,4 @@ _FUNCTIONS: Mapping[str, _Function] = {
     "logical_or": _comparison(np.logical_or),
     "lt": _comparison(np.less),
     "ne": _comparison(np.not_equal),
-    "permute": _permuted,
-    "reshape": _reshaped,
-    "squeeze": _reshaped,
-    "t": _transposed,
-    "transpose": _transposed,
-    "unsqueeze": _reshaped,
-    "view": _reshaped,
-    **_POINTWISE,
 }

@@ -314,7 +314,7 @@ class _Rewriting:
         total = ""
         for term in found:
             made = self._accumulated(like, value, term)
-            total = self._step(like, "aten.add.Tensor", (total, made), value) if total else made
+            total = self._step(like, "add.Tensor", (total, made), value) if total else made
         self.whole[value] = total
         return total
 
@@ -347,7 +347,7 @@ class _Rewriting:
         )
         total = name
         for atom, power in term.coefficient:
-            op = "aten.mul.Tensor" if power > 0 else "aten.div.Tensor"
+            op = "mul.Tensor" if power > 0 else "div.Tensor"
             for _ in range(abs(power)):
                 name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
         if any(power < 0 and self._may_be_none(atom) for atom, power in term.coefficient):
@@ -364,34 +364,41 @@ class _Rewriting:
 
     def _without_zeros(self, like: Node, value: str, total: str, divided: str) -> str:
         """Return a total that was divided, with zeros where it is zero: not 0 / 0."""
-        zeros, name = self.parts.fresh(f"{value}.zeros"), self.parts.fresh(f"{value}.whole")
-        once, kind = self._like(like), self.graph.tensor(value)
-        self.parts.types |= {zeros: TensorType(kind.shape, "bool"), name: kind}
-        self._call(once, zeros, "aten.eq.Scalar", (Ref(total), 0))
-        self._call(once, name, "aten.masked_fill.Scalar", (Ref(divided), Ref(zeros), 0))
-        return name
+        kind = self.graph.tensor(value)
+        flags = TensorType(kind.shape, "bool")
+        zeros = self._late(like, f"{value}.zeros", "eq.Scalar", (Ref(total), 0), flags)
+        args = (Ref(divided), Ref(zeros), 0)
+        return self._late(like, f"{value}.whole", "masked_fill.Scalar", args, kind)
 
     def _step(self, like: Node, op: str, names: Sequence[str], value: str) -> str:
-        """Write a pointwise call that runs once a step, and makes a value of the whole batch."""
-        name = self.parts.fresh(f"{value}.whole")
-        self.parts.types[name] = self.graph.tensor(value)
-        self._call(self._like(like), name, op, tuple(map(Ref, names)))
-        return name
+        """Write a pointwise call that makes a value of the whole batch."""
+        kind = self.graph.tensor(value)
+        return self._late(like, f"{value}.whole", op, tuple(map(Ref, names)), kind)
 
-    def _call(
-        self, like: Node, name: str, op: str, args: tuple[Argument, ...], **kwargs: Argument
-    ) -> None:
+    def _late(
+        self,
+        like: Node,
+        name: str,
+        op: str,
+        args: tuple[Argument, ...],
+        kind: TensorType,
+        **kwargs: Argument,
+    ) -> str:
+        """Write a pointwise call of ATen that runs once a step; return the name of its result."""
+        name = self.parts.fresh(name)
+        self.parts.types[name] = kind
         self.late.append(
             replace(
-                like,
+                self._like(like),
                 name=name,
-                op=op,
+                op=f"aten.{op}",
                 args=args,
                 kwargs=kwargs,
                 outputs=(name,),
                 tags=("pointwise",),
             )
         )
+        return name
 
     def _ratio(self, atom: str, dtype: str) -> str:
         """Return by how much a number of the whole batch is larger than its nominal value."""
@@ -400,33 +407,21 @@ class _Rewriting:
             return self.ratios[key]
         # With the total, not with the gradients that it divides: every stage has such, and would
         # wait for the update of the one that computes the ratio.
-        like = self._like(self.graph.producers[atom])
-        if dtype != "float64":
-            wide = self._ratio(atom, "float64")
-            name = self.parts.fresh(f"{atom}.ratio")
-            self._call(
-                like, name, "aten._to_copy.default", (Ref(wide),), dtype=Symbol("dtype", dtype)
-            )
-        else:
-            name = self.parts.fresh(f"{atom}.float64")
-            self._call(
-                like,
-                name,
-                "aten._to_copy.default",
-                (Ref(self._whole(atom)),),
-                dtype=Symbol("dtype", dtype),
-            )
-            self.parts.types[name] = TensorType((), dtype)
+        like, kind = self.graph.producers[atom], TensorType((), dtype)
+        exact = dtype == "float64"
+        source = self._whole(atom) if exact else self._ratio(atom, "float64")
+        label = f"{atom}.float64" if exact else f"{atom}.ratio"
+        cast = Symbol("dtype", dtype)
+        name = self._late(like, label, "_to_copy.default", (Ref(source),), kind, dtype=cast)
+        if exact:
             if counted_targets(self.graph, atom) is not None:
                 # Where no target counts, PyTorch computes no gradients at all: not 0 / 0.
-                none, safe = (self.parts.fresh(f"{atom}.{one}") for one in ("none", "counted"))
-                self._call(like, none, "aten.eq.Scalar", (Ref(name), 0))
-                self._call(like, safe, "aten.masked_fill.Scalar", (Ref(name), Ref(none), 1))
-                self.parts.types |= {none: TensorType((), "bool"), safe: TensorType((), dtype)}
-                name = safe
-            total, name = name, self.parts.fresh(f"{atom}.ratio")
-            self._call(like, name, "aten.div.Scalar", (Ref(total), self.terms.nominal(atom)))
-        self.parts.types[name] = TensorType((), dtype)
+                flag = TensorType((), "bool")
+                none = self._late(like, f"{atom}.none", "eq.Scalar", (Ref(name), 0), flag)
+                args = (Ref(name), Ref(none), 1)
+                name = self._late(like, f"{atom}.counted", "masked_fill.Scalar", args, kind)
+            nominal = (Ref(name), self.terms.nominal(atom))
+            name = self._late(like, f"{atom}.ratio", "div.Scalar", nominal, kind)
         self.ratios[key] = name
         return name
 
