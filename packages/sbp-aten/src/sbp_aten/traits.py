@@ -5,9 +5,10 @@ Stability: internal.
 
 from __future__ import annotations
 
+from sbp_core.graph import Argument, Node
 from sbp_core.signatures import OperatorTraits
 
-__all__ = ["TRAITS", "VIEWS"]
+__all__ = ["TRAITS", "VIEWS", "filled_with"]
 
 #: Of those that ATen's schemas name: what is traced, and what is taken apart while it is traced.
 _DECLARED = frozenset(
@@ -57,3 +58,15 @@ TRAITS = OperatorTraits(
     | {"fused_adagrad": (0, 2), "fused_adam": (0, 2, 3, 4), "fused_sgd": (0, 2)}
     | {"to_host": (0,)},
 )
+
+#: Kinds of factories that fill a tensor with one number, and that number.
+_NUMBERS = {"new_ones": 1, "new_zeros": 0, "ones": 1, "ones_like": 1, "zeros": 0, "zeros_like": 0}
+
+#: Those that are told the number, and the position of the argument that says it.
+_TOLD = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+
+
+def filled_with(node: Node) -> Argument:
+    """Return the number with which a node fills a tensor; None if it does something else."""
+    at = _TOLD.get(node.kind, len(node.args))
+    return node.args[at] if at < len(node.args) else _NUMBERS.get(node.kind)

@@ -6,7 +6,7 @@ later `view` may need it, and sums add in the order in which elements lie in mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sbp_core.graph import LogicalGraph, Node, Ref, Symbol, drop_dead, rename_outputs, rename_uses
@@ -28,8 +28,6 @@ _GAPS = frozenset(
 _DENSE_VIEWS = frozenset(
     {"t", "transpose", "permute", "unsqueeze", "squeeze", "alias", "detach", "view"}
 )
-
-_Find = Callable[["_Identities", Node], str | None]
 
 
 def drop_identities(graph: LogicalGraph) -> LogicalGraph:
@@ -54,8 +52,8 @@ class _Identities:
         nodes: list[Node] = []
         for old in self.graph.nodes:
             node = rename_uses(old, names)
-            find = _FINDERS.get(node.kind) if node.op.startswith("aten.") else None
-            same = find(self, node) if find is not None and len(node.outputs) == 1 else None
+            known = node.op.startswith("aten.") and len(node.outputs) == 1
+            same = self._same(node) if known else None
             # A value of equal elements may replace the output of a node if it lies as densely.
             if (
                 same is not None
@@ -69,6 +67,62 @@ class _Identities:
             self.made |= dict.fromkeys(node.outputs, node)
         outputs = rename_outputs(self.graph.outputs, names)
         return drop_dead(self.graph.with_nodes(tuple(nodes), outputs=outputs))
+
+    def _same(self, node: Node) -> str | None:
+        """Return the value that a node gives back, if types agree; None if it is no identity."""
+        value, source, number = _argument(node), self.source(node), _number(node)
+        #: What the same operator was applied to before.
+        twice = _argument(source) if source is not None and source.op == node.op else None
+        match node.kind:
+            case "alias" | "detach" | "expand":
+                return value
+            case "mul" | "div" | "pow":
+                return value if number == 1 else None
+            case "sub":  # x - 0.0 is x even for x = -0.0
+                return value if number == 0 and str(number) in ("0", "0.0") else None
+            case "add":  # of integers: of floats it would make 0.0 of -0.0
+                exact = self.graph.tensor(node.outputs[0]).dtype.startswith(("int", "uint"))
+                return value if exact and number == 0 else None
+            case "neg" | "bitwise_not":
+                return twice
+            case "slice":  # of all of a dim: that its type stays says so, unless it takes steps
+                return value if len(node.args) < 5 or node.args[4] == 1 else None
+            case "transpose" if twice and source:
+                rank = len(self.graph.tensor(node.outputs[0]).shape)
+                mine, earlier = ({dim % rank for dim in one.args[1:]} for one in (node, source))
+                return twice if mine == earlier else None
+            case "permute":
+                rank = len(node.args[1])
+                dims = [dim % rank for dim in node.args[1]]
+                if dims == list(range(rank)):
+                    return value
+                inner = [dim % rank for dim in source.args[1]] if twice and source else []
+                undone = [inner[dim] for dim in dims] if inner else []
+                return twice if undone == list(range(rank)) else None
+            case "squeeze" | "unsqueeze" if source is not None:
+                return self._squeezed_back(node, source)
+            case "clone" | "_to_copy":
+                return self._copied(node, source)
+        return None
+
+    def _squeezed_back(self, node: Node, source: Node) -> str | None:
+        """`squeeze` of the dim that an `unsqueeze` put there, and the other way round."""
+        if {source.kind, node.kind} != {"squeeze", "unsqueeze"}:
+            return None
+        wide = max(len(self.graph.tensor(entry.outputs[0]).shape) for entry in (node, source))
+        dims = [entry.args[1:] for entry in (node, source)]
+        if any(len(entry) != 1 or not isinstance(entry[0], int) for entry in dims):
+            return None
+        return _argument(source) if dims[0][0] % wide == dims[1][0] % wide else None
+
+    def _copied(self, node: Node, source: Node | None) -> str | None:
+        """`clone`, `_to_copy`: to the same dtype, or back from a wider one."""
+        if node.kind == "_to_copy":
+            if not _only_dtype(node):
+                return None
+            return _argument(source if source is not None and self.widens(source) else node)
+        preserved = node.kwargs == {"memory_format": Symbol("memory_format", "preserve_format")}
+        return _argument(node) if preserved or (len(node.args) == 1 and not node.kwargs) else None
 
     def _without_widening(self, node: Node) -> Node:
         """Return a cast of a cast to a wider dtype as one cast."""
@@ -109,112 +163,11 @@ def _only_dtype(node: Node) -> bool:
     return len(node.args) == 1 and set(node.kwargs) <= {"dtype", "device", "layout"}
 
 
-def _same_type(_: _Identities, node: Node) -> str | None:
-    """`alias`, `detach`, `expand` to what it is; whether types agree is tested by the caller."""
-    return _argument(node)
-
-
-def _copy(run: _Identities, node: Node) -> str | None:
-    """`clone`, `_to_copy`: to the same dtype, or back from a wider one."""
-    if node.kind == "clone" and (len(node.args) > 1 or node.kwargs):
-        nodes = node.kwargs.get("memory_format")
-        if nodes != Symbol("memory_format", "preserve_format") or len(node.kwargs) > 1:
-            return None
-    elif node.kind == "_to_copy" and not _only_dtype(node):
-        return None
-    value = _argument(node)
-    source = run.source(node)
-    if node.kind == "_to_copy" and source is not None and run.widens(source):
-        return _argument(source)
-    return value
-
-
 def _number(node: Node) -> int | float | None:
     """Return the second of two arguments if it is a number that is known."""
     if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], bool):
         return None
     return node.args[1] if isinstance(node.args[1], int | float) else None
-
-
-def _times_one(_: _Identities, node: Node) -> str | None:
-    """`mul(x, 1)`, `div(x, 1)`, `pow(x, 1)`."""
-    return _argument(node) if _number(node) == 1 else None
-
-
-def _minus_zero(_: _Identities, node: Node) -> str | None:
-    """`sub(x, 0)`: x - 0.0 is x even for x = -0.0."""
-    number = _number(node)
-    return _argument(node) if number == 0 and str(number) in ("0", "0.0") else None
-
-
-def _plus_zero(run: _Identities, node: Node) -> str | None:
-    """`add(x, 0)` of integers: of floats it would make 0.0 of -0.0."""
-    exact = run.graph.tensor(node.outputs[0]).dtype.startswith(("int", "uint"))
-    return _argument(node) if exact and _number(node) == 0 else None
-
-
-def _twice(run: _Identities, node: Node) -> str | None:
-    """`neg(neg(x))`, `bitwise_not(bitwise_not(x))`."""
-    source = run.source(node)
-    return _argument(source) if source is not None and source.op == node.op else None
-
-
-def _swapped_back(run: _Identities, node: Node) -> str | None:
-    """`transpose` of the same two dims."""
-    source = run.source(node)
-    if source is None or source.op != node.op:
-        return None
-    rank = len(run.graph.tensor(node.outputs[0]).shape)
-    swapped = [{dim % rank for dim in entry.args[1:]} for entry in (node, source)]
-    return _argument(source) if swapped[0] == swapped[1] else None
-
-
-def _permuted_back(run: _Identities, node: Node) -> str | None:
-    """`permute` of a `permute` that it undoes, or of nothing at all."""
-    rank = len(node.args[1])
-    dims = [dim % rank for dim in node.args[1]]
-    if dims == list(range(rank)):
-        return _argument(node)
-    source = run.source(node)
-    if source is None or source.op != node.op:
-        return None
-    inner = [dim % rank for dim in source.args[1]]
-    return _argument(source) if [inner[dim] for dim in dims] == list(range(rank)) else None
-
-
-def _squeezed_back(run: _Identities, node: Node) -> str | None:
-    """`squeeze` of the dim that an `unsqueeze` put there, and the other way round."""
-    source = run.source(node)
-    if source is None or {source.kind, node.kind} != {"squeeze", "unsqueeze"}:
-        return None
-    wide = max(len(run.graph.tensor(entry.outputs[0]).shape) for entry in (node, source))
-    dims = [entry.args[1:] for entry in (node, source)]
-    if any(len(entry) != 1 or not isinstance(entry[0], int) for entry in dims):
-        return None
-    return _argument(source) if dims[0][0] % wide == dims[1][0] % wide else None
-
-
-def _whole_slice(_: _Identities, node: Node) -> str | None:
-    """`slice` of all of a dim; that its type stays says so, unless it goes by another step."""
-    return _argument(node) if len(node.args) < 5 or node.args[4] == 1 else None
-
-
-_FINDERS: Mapping[str, _Find] = {
-    name: find
-    for names, find in {
-        "_to_copy clone": _copy,
-        "add": _plus_zero,
-        "alias detach expand": _same_type,
-        "bitwise_not neg": _twice,
-        "div mul pow": _times_one,
-        "permute": _permuted_back,
-        "slice": _whole_slice,
-        "squeeze unsqueeze": _squeezed_back,
-        "sub": _minus_zero,
-        "transpose": _swapped_back,
-    }.items()
-    for name in names.split()
-}
 
 
 # Reshapes

@@ -16,7 +16,7 @@ shards may not be empty.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf, prod
 
@@ -300,46 +300,30 @@ def _localize_causal_mask(
 
 
 _GIVEN = "query key value"
-
-
-_GRADIENTS = "query key value"
-
-
 _SAVED = "out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
+_EFFICIENT = f"{_GIVEN} attn_bias compute_log_sumexp dropout_p is_causal"
 
-
-_EFFICIENT = _Kernel(
-    arguments=f"{_GIVEN} attn_bias compute_log_sumexp dropout_p is_causal",
-    outputs="out rows",
-    pads=True,
-)
-
+_forward = partial(_Kernel, outputs="out rows")
+_gradients = partial(_Kernel, outputs=_GIVEN, backward=True)
+_with_mask = partial(_Kernel, outputs=f"{_GIVEN} mask", backward=True, pads=True)
 
 _KERNELS = {
-    "_efficient_attention_backward": _Kernel(
+    "_efficient_attention_backward": _with_mask(
         arguments=f"grad_out_ {_GIVEN} bias out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
         " logsumexp dropout_p philox_seed philox_offset custom_mask_type bias_requires_grad",
-        outputs=f"{_GRADIENTS} mask",
         order="bthd",
-        backward=True,
-        pads=True,
     ),
-    "_efficient_attention_forward": _Kernel(
+    "_efficient_attention_forward": _forward(
         arguments=f"{_GIVEN} bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p"
         " custom_mask_type compute_log_sumexp",
-        outputs="out rows",
         order="bthd",
         pads=True,
     ),
-    "_flash_attention_backward": _Kernel(
-        arguments=f"grad_out {_GIVEN} {_SAVED} rng_state unused",
-        outputs=_GRADIENTS,
-        order="bthd",
-        backward=True,
+    "_flash_attention_backward": _gradients(
+        arguments=f"grad_out {_GIVEN} {_SAVED} rng_state unused", order="bthd"
     ),
-    "_flash_attention_forward": _Kernel(
+    "_flash_attention_forward": _forward(
         arguments=f"{_GIVEN} cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
-        outputs="out rows",
         order="bthd",
     ),
     "_scaled_dot_product_attention_math": _Kernel(
@@ -348,42 +332,29 @@ _KERNELS = {
         masks=True,
         composite=True,
     ),
-    "_scaled_dot_product_cudnn_attention": replace(
-        _EFFICIENT, arguments=f"{_EFFICIENT.arguments} return_debug_mask", pads=False
-    ),
-    "_scaled_dot_product_cudnn_attention_backward": _Kernel(
+    "_scaled_dot_product_cudnn_attention": _forward(arguments=f"{_EFFICIENT} return_debug_mask"),
+    "_scaled_dot_product_cudnn_attention_backward": _gradients(
         arguments=f"grad_out {_GIVEN} out logsumexp philox_seed philox_offset attn_bias cum_seq_q"
-        " cum_seq_k max_q max_k dropout_p is_causal",
-        outputs=_GRADIENTS,
-        backward=True,
+        " cum_seq_k max_q max_k dropout_p is_causal"
     ),
-    "_scaled_dot_product_efficient_attention": _EFFICIENT,
-    "_scaled_dot_product_efficient_attention_backward": _Kernel(
+    "_scaled_dot_product_efficient_attention": _forward(arguments=_EFFICIENT, pads=True),
+    "_scaled_dot_product_efficient_attention_backward": _with_mask(
         arguments=f"grad_out_ {_GIVEN} attn_bias out logsumexp philox_seed philox_offset dropout_p"
-        " grad_input_mask is_causal",
-        outputs=f"{_GRADIENTS} mask",
-        backward=True,
-        pads=True,
+        " grad_input_mask is_causal"
     ),
-    "_scaled_dot_product_flash_attention": _Kernel(
-        arguments=f"{_GIVEN} dropout_p is_causal return_debug_mask", outputs="out rows"
+    "_scaled_dot_product_flash_attention": _forward(
+        arguments=f"{_GIVEN} dropout_p is_causal return_debug_mask"
     ),
-    "_scaled_dot_product_flash_attention_backward": _Kernel(
-        arguments=f"grad_out {_GIVEN} {_SAVED} philox_seed philox_offset",
-        outputs=_GRADIENTS,
-        backward=True,
+    "_scaled_dot_product_flash_attention_backward": _gradients(
+        arguments=f"grad_out {_GIVEN} {_SAVED} philox_seed philox_offset"
     ),
-    "_scaled_dot_product_flash_attention_for_cpu": _Kernel(
-        arguments=f"{_GIVEN} dropout_p is_causal", outputs="out rows", masks=True
+    "_scaled_dot_product_flash_attention_for_cpu": _forward(
+        arguments=f"{_GIVEN} dropout_p is_causal", masks=True
     ),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _Kernel(
-        arguments=f"grad_out {_GIVEN} out logsumexp dropout_p is_causal",
-        outputs=_GRADIENTS,
-        backward=True,
-        masks=True,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _gradients(
+        arguments=f"grad_out {_GIVEN} out logsumexp dropout_p is_causal", masks=True
     ),
 }
-
 
 RULES = by_operator(
     {

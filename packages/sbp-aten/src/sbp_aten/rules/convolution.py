@@ -10,13 +10,13 @@ channels may not be empty, because the kernels refuse weights without channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
+from typing import Any, NamedTuple
 
 from sbp_aten.rules.formula import by_operator
-from sbp_aten.rules.sliding import Slide, Space, space, spread
+from sbp_aten.rules.sliding import Slide, space, spread
 from sbp_aten.rules.windows import length
 from sbp_core.graph import Argument
 from sbp_core.signatures import (
@@ -36,34 +36,26 @@ from sbp_core.signatures import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LabelledConvolution:
+class _Labelled(NamedTuple):
     """A convolution with its dims as labels, of the forward or the backward operator.
 
     Args:
         source, target: Dims of the input and of the output.
         weight, bias: Dims of the weights and of the bias.
-        space: Labels of the spatial dims.
-        whole: Labels that may not be split, channels included.
-        nonempty: Labels whose shards may not be empty.
-        sizes: Extent of the groups.
         work_flop: Work of one such sum of products.
+        rest: What else its notation says: labels that may not be split or whose shards may not be
+            empty, channels included, and the extent of the groups.
     """
 
     source: Dims
     target: Dims
     weight: Dims
     bias: Dims
-    space: Space
-    whole: frozenset[str]
-    nonempty: frozenset[str]
-    sizes: tuple[tuple[str, int], ...]
     work_flop: float
+    rest: Mapping[str, Any]
 
 
-def _labelled(
-    call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int
-) -> _LabelledConvolution:
+def _labelled(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _Labelled:
     """Return a convolution in labels.
 
     Args:
@@ -103,16 +95,18 @@ def _labelled(
     channels = (dim("g", "i"), dim("o")) if transposed else (dim("g", "o"), dim("i"))
     in_space = (shape.windows, shape.elements) if transposed else (shape.elements, shape.windows)
     used = {name for name, size in sizes.items() if size != 1}
-    return _LabelledConvolution(
+    return _Labelled(
         source=(("n",), dim("g", "i"), *in_space[0]),
         target=(("n",), dim("g", "o"), *in_space[1]),
         weight=(*channels, *shape.kernel),
         bias=(dim("g", "o"),),
-        space=shape,
-        whole=shape.whole,
-        nonempty=shape.nonempty | used,
-        sizes=(("g", groups),) if groups != 1 else (),
         work_flop=2.0 * prod(weight) * source[0] * prod(small[2:]),
+        rest={
+            "whole": shape.whole,
+            "nonempty": shape.nonempty | used,
+            "sizes": (("g", groups),) if groups != 1 else (),
+            "why": shape.why,
+        },
     )
 
 
@@ -126,11 +120,8 @@ def _forward(call: OpCall) -> Notation:
         addends=(0, 0, 1) if with_bias else (0, 0),
         # Each element of the output grows with one element of the bias.
         dependences=(increasing(2),) if with_bias else (),
-        whole=labelled.whole,
-        nonempty=labelled.nonempty,
-        sizes=labelled.sizes,
         work_flop=labelled.work_flop,
-        why=labelled.space.why,
+        **labelled.rest,
     )
 
 
@@ -164,12 +155,9 @@ def _backward(call: OpCall) -> Notation:
         inputs=(labelled.target, labelled.source, labelled.weight),
         outputs=tuple(results[output] for output in positions),
         dependences=(linear(0), *_bilinear(positions.get(1), positions.get(0))),
-        whole=labelled.whole,
-        nonempty=labelled.nonempty,
-        sizes=labelled.sizes,
         reductions=tuple(independent),
         work_flop=labelled.work_flop * (wanted[0] + wanted[1]) + prod(gradient) * wanted[2],
-        why=labelled.space.why,
+        **labelled.rest,
     )
 
 

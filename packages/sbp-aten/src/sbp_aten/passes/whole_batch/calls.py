@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
+    Part,
     Piece,
     Samples,
     Total,
@@ -38,7 +39,6 @@ from sbp_aten.passes.whole_batch.rearranged import (
     in_blocks,
     is_zero,
 )
-from sbp_aten.passes.whole_batch.values import Part
 from sbp_aten.traits import TRAITS
 from sbp_core.errors import SignatureError
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType, map_refs

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
+    Part,
     Samples,
     Total,
     part_shape,
     reshaped,
 )
-from sbp_aten.passes.whole_batch.values import Part
-from sbp_aten.traits import TRAITS
+from sbp_aten.traits import TRAITS, filled_with
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref
 from sbp_core.signatures import LocalCall, LocalProgram, OpCall, argument, wrap_dim
 
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 #: Operators that keep all elements, in their order.
 RESHAPES = ("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view")
-
-_ZEROS = ("new_zeros", "zeros", "zeros_like")
-
-#: Operators that fill a tensor with a number, and where they take it.
-_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 
 _BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 
@@ -269,12 +264,7 @@ def _of_bags(parts: PartCalls, node: Node, given: Sequence[Part]) -> Found | Non
 def is_zero(graph: LogicalGraph, value: str) -> bool:
     """Whether a value is a tensor of zeros."""
     node = graph.producers.get(value)
-    if node is None:
-        return False
-    number = _FILLS.get(node.kind)
-    return node.kind in _ZEROS or (
-        number is not None and len(node.args) > number and node.args[number] == 0
-    )
+    return node is not None and bool(filled_with(node) == 0)
 
 
 #: In the order in which they are tried.

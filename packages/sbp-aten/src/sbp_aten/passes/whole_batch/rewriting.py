@@ -6,23 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from sbp_aten.passes.whole_batch.calls import PartCalls, signatures_of
-from sbp_aten.passes.whole_batch.layout import SAME, Samples, Total, part_type
-from sbp_aten.passes.whole_batch.pieces import of_numbers
-from sbp_aten.passes.whole_batch.targets import counted_targets, divide_losses_ahead
-from sbp_aten.passes.whole_batch.terms import TermCalls
-from sbp_aten.passes.whole_batch.values import (
+from sbp_aten.passes.whole_batch.layout import (
     LATE,
+    SAME,
     Late,
     Part,
+    Samples,
     Term,
+    Total,
     Unknown,
     Value,
     has_pieces,
     has_samples,
     is_total,
+    part_type,
     plain,
     single_part,
 )
+from sbp_aten.passes.whole_batch.pieces import of_numbers
+from sbp_aten.passes.whole_batch.targets import counted_targets, divide_losses_ahead
+from sbp_aten.passes.whole_batch.terms import TermCalls
+from sbp_aten.traits import filled_with
 from sbp_core.errors import GraphError
 from sbp_core.graph import (
     Argument,
@@ -58,18 +62,11 @@ _BATCH_NORMS = ("_native_batch_norm_legit_functional", "native_batch_norm", "cud
 
 _HOW = {"sum": 1, "max": "maximum", "min": "minimum"}
 
-#: Factories that take shape, dtype or device of a tensor, and the number that they fill in; None:
-#: an argument.
-_LIKE = {
-    "empty_like": 0,
-    "full_like": None,
-    "new_empty": 0,
-    "new_full": None,
-    "new_ones": 1,
-    "new_zeros": 0,
-    "ones_like": 1,
-    "zeros_like": 0,
-}
+#: Factories that take shape, dtype or device of a tensor.
+_LIKE = frozenset(
+    {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"}
+    | {"zeros_like"}
+)
 
 
 def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
@@ -237,9 +234,7 @@ class _Rewriting:
 
     def _filled(self, node: Node, names: Sequence[str]) -> None:
         """Write `ones_like(loss)` as a tensor of ones, which needs no loss."""
-        number = _LIKE[node.kind]
-        if number is None:
-            number = node.args[1 if node.kind == "full_like" else 2]
+        number = 0 if "empty" in node.kind else filled_with(node)
         (value,) = node.outputs
         made = self.graph.tensor(value)
         full = replace(

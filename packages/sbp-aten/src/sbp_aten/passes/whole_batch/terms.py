@@ -14,16 +14,15 @@ from itertools import product
 from math import prod
 
 from sbp_aten.passes.whole_batch.calls import PartCalls
-from sbp_aten.passes.whole_batch.layout import SAME, Piece, Total
-from sbp_aten.passes.whole_batch.pieces import completed
-from sbp_aten.passes.whole_batch.rearranged import is_zero
-from sbp_aten.passes.whole_batch.targets import counted_targets
-from sbp_aten.passes.whole_batch.values import (
+from sbp_aten.passes.whole_batch.layout import (
+    SAME,
     Coefficient,
     Late,
     Part,
+    Piece,
     Term,
     Terms,
+    Total,
     Unknown,
     Value,
     has_pieces,
@@ -35,6 +34,9 @@ from sbp_aten.passes.whole_batch.values import (
     single_part,
     times,
 )
+from sbp_aten.passes.whole_batch.pieces import completed
+from sbp_aten.passes.whole_batch.rearranged import is_zero
+from sbp_aten.passes.whole_batch.targets import counted_targets
 from sbp_core.errors import SignatureError
 from sbp_core.graph import LogicalGraph, Node, Rate, Ref, Symbol, TensorType, rename_uses
 from sbp_core.sbp import B, P
