@@ -329,15 +329,8 @@ def _index_put(call: OpCall) -> Notation:
     updates = _updates(call, [name for (name,) in indexing.made()])
     masks = [_right_aligned(call.inputs[1].shape, wide, result)] if at == 2 else []
     indices = map(indexing.of_index, indexing.indices)
-    return Notation(
-        inputs=(indexing.tensor(), *masks, *indices, aligned),
-        outputs=(indexing.tensor(),),
-        dependences=updates.dependences,
-        reductions=updates.reductions,
-        beside=updates.beside,
-        whole=updates.whole | indexing.whole(),
-        why=_DATA if indexing.masked else updates.why,
-    )
+    inputs = (indexing.tensor(), *masks, *indices, aligned)
+    return updates.notation(inputs, indexing.whole(), _DATA * indexing.masked)
 
 
 def _index_put_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -367,14 +360,7 @@ def _put(call: OpCall) -> Notation:
     if call.inputs[1].shape != call.inputs[2].shape:
         found = notation(call, "v*, i*!, s*! => v*; why index and values differ in shape")
         return replace(found, dependences=updates.dependences)
-    return replace(
-        notation(call, "v*, i*, i* => v*"),
-        dependences=updates.dependences,
-        reductions=updates.reductions,
-        beside=updates.beside,
-        whole=updates.whole,
-        why=updates.why,
-    )
+    return updates.notation(notation(call, "v*, i*, i* => v*").inputs)
 
 
 def _localize_put(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:

@@ -14,7 +14,7 @@ from math import gcd, prod
 from operator import eq
 
 from sbp_aten.rules.arrangement import arranged, in_order, permuted
-from sbp_aten.rules.formula import by_operator
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_core.graph import Ref, Symbol
 from sbp_core.signatures import (
     Dim,
@@ -205,19 +205,13 @@ def _reinterpreted(call: OpCall) -> Notation:
     dims = fresh_dims(len(before.shape))
     if before.dtype == after.dtype:
         return arranged(call, [dims], [dims])
-    sides = [dims, dims]
-    whole: set[str] = set()
+    names = [name for (name,) in dims]
+    sides = [" ".join(names)] * 2
     if before.shape != after.shape:
-        whole = {"bytes"}
         finer = 0 if before.shape[-1] > after.shape[-1] else 1
-        sides[finer] = (*dims[:-1], (*dims[-1], *whole))
-    return Notation(
-        inputs=(sides[0],),
-        outputs=(sides[1],),
-        whole=frozenset(whole),
-        work_flop=None if "_copy." in call.op else 0.0,
-        why="they are the bytes of one element" if whole else "",
-    )
+        sides[finer] = " ".join([*names[:-1], f"({names[-1]} bytes!)"])
+    work = "" if "_copy." in call.op else "; flop 0"
+    return notation(call, f"{' => '.join(sides)}{work}; why they are the bytes of one element")
 
 
 def _reinterpret(call: OpCall, _: Shards) -> LocalCall | LocalProgram:

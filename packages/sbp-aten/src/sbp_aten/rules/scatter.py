@@ -10,7 +10,7 @@ parts of them give partial values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sbp_aten.rules.formula import by_operator
@@ -61,6 +61,26 @@ class Updates:
     beside: tuple[tuple[str, int], ...] = ()
     whole: frozenset[str] = frozenset()
     why: str = ""
+
+    def notation(
+        self, inputs: tuple[Dims, ...], own: Iterable[str] = (), why: str = ""
+    ) -> Notation:
+        """Return the notation of a write to argument 0.
+
+        Args:
+            inputs: Dims of each argument.
+            own: Further labels that are whole.
+            why: Why; the reason of the updates if omitted.
+        """
+        return Notation(
+            inputs=inputs,
+            outputs=inputs[:1],
+            dependences=self.dependences,
+            reductions=self.reductions,
+            beside=self.beside,
+            whole=self.whole | set(own),
+            why=why or self.why,
+        )
 
 
 def choosing(*inputs: int, zero: bool = False) -> tuple[Dependence, ...]:
@@ -209,15 +229,8 @@ def _meaning(
         alone = not call.inputs[0].shape or any(not entry.shape for entry in call.inputs[2:])
         updates = meeting(call, ["k"] if "k" in labels else [])
         own = {name for name in labels if name[0] in "is"} | ({"k"} & labels if alone else set())
-        return Notation(
-            inputs=inputs,
-            outputs=(inputs[0],),
-            dependences=updates.dependences,
-            reductions=updates.reductions,
-            beside=updates.beside,
-            whole=updates.whole | own,
-            why=updates.why if "k" in updates.whole else "it differs from the others in extent",
-        )
+        differs = "it differs from the others in extent"
+        return updates.notation(inputs, own, "" if "k" in updates.whole else differs)
 
     return meaning
 
