@@ -147,8 +147,13 @@ class _Lowering:
             node = replace(node, kwargs={**node.kwargs, "dtype": Symbol("dtype", _FULL)})
         elif precision is not _Precision.AS_GIVEN:
             node = self._cast_inputs(node, self.how.dtype if precision is _Precision.LOW else _FULL)
-        if precision in (_Precision.LOW, _Precision.AS_GIVEN):
-            self._lower_outputs(node)
+        lowers = precision in (_Precision.LOW, _Precision.AS_GIVEN)
+        for at, value in enumerate(node.outputs if lowers else ()):
+            if at in _FLOAT32_OUTPUTS.get(node.kind, ()):
+                self.stays_float32.add(value)
+            elif self._was_float32(value):
+                kind = self.graph.tensor(value)
+                self.writer.types[value] = replace(kind, dtype=self.how.dtype)
         self.writer.nodes.append(node)
 
     def _precision(self, node: Node) -> _Precision:
@@ -186,14 +191,6 @@ class _Lowering:
         kind = self.graph.types.get(value)
         stays_float32 = value in self.stays_float32
         return isinstance(kind, TensorType) and kind.dtype == _FULL and not stays_float32
-
-    def _lower_outputs(self, node: Node) -> None:
-        for at, value in enumerate(node.outputs):
-            if at in _FLOAT32_OUTPUTS.get(node.kind, ()):
-                self.stays_float32.add(value)
-            elif self._was_float32(value):
-                kind = self.graph.tensor(value)
-                self.writer.types[value] = replace(kind, dtype=self.how.dtype)
 
     def _cast_inputs(self, node: Node, dtype: str) -> Node:
         """Return the node with its float32 inputs cast to a dtype."""

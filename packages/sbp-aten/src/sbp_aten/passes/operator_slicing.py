@@ -197,19 +197,18 @@ class _Slicer:
         # Which dim of the parameter is which: as left factor (i k) its rows make outputs, as right
         # factor (k j) its columns do. Counted from the back, as a batch may stand in front.
         output, summed = (-2, -1) if is_left else (-1, -2)
-        along = self._along(factor.shape[output], factor.shape[summed])
+        extents = {
+            SliceAlong.OUTPUT: factor.shape[output],
+            SliceAlong.CONTRACTION: factor.shape[summed],
+        }
+        # If both fit, or neither, what was asked for; `_check` then refuses what does not fit.
+        fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
+        along = fit[0] if len(fit) == 1 else self.how.along
         if along is SliceAlong.OUTPUT or node.op not in _SUMMABLE:
             self._by_outputs(node, use.position, output, use.chain, settled=False)
             return
         self._check(node, factor.shape[summed])
         self._by_addends(use, right if is_left else left, (summed, output))
-
-    def _along(self, output: int, summed: int) -> SliceAlong:
-        """Return along what to slice: the other way if only that one can be cut equally."""
-        extents = {SliceAlong.OUTPUT: output, SliceAlong.CONTRACTION: summed}
-        # If both fit, or neither, what was asked for; `_check` then refuses what does not fit.
-        fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
-        return fit[0] if len(fit) == 1 else self.how.along
 
     def _slice_gradient(self, node: Node) -> None:
         """Slice the gradient by rows, or by columns if the rows cannot be cut."""
@@ -238,8 +237,11 @@ class _Slicer:
         # no part is gathered early, and not two at once:
         #
         #     x ----> piece 0 -> y/0 ----> piece 1 -> y/1 ----> ...    -> stack, view
-        token = self._data(node, position)
-        added = _CONTRACTIONS.get(node.op, (0, 0, -1))[2]
+        sliced = node.args[position].name
+        *factors, added = _CONTRACTIONS.get(node.op, (0, 1, -1))
+        others = (node.args[at].name for at in factors if at != position)
+        data = {value for value in self.graph.tensor_inputs(node) if value != sliced}
+        token = next((value for value in others if value in data), sliced)
         parts: list[str] = []
         for index in range(count):
             args = list(node.args)
@@ -333,14 +335,6 @@ class _Slicer:
         part = replace(kind, shape=_cut(kind.shape, at, count))
         args = (added, at, index, kind.shape[at], count)
         return Ref(self._add(node, f"{added.name}/{index}", "aten.slice.Tensor", args, part))
-
-    def _data(self, node: Node, position: int) -> str:
-        """Return the first tensor argument but the one that is sliced."""
-        sliced: str = node.args[position].name
-        found = [value for value in self.graph.tensor_inputs(node) if value != sliced]
-        own = _CONTRACTIONS.get(node.op, (0, 1, -1))
-        preferred = [node.args[at].name for at in own[:2] if at != position]
-        return next((value for value in preferred if value in found), sliced)
 
     # Nodes
 

@@ -116,10 +116,6 @@ class _Rewriting:
         self.graph = self.parts.graph
         self.terms = TermCalls(self.parts, self.values)
 
-    @property
-    def _inputs(self) -> set[str]:
-        return {entry.name for entry in self.graph.inputs}
-
     def run(self) -> LogicalGraph:
         """Return the graph of micro-batches."""
         graph, parts = self.graph, self.parts
@@ -299,7 +295,13 @@ class _Rewriting:
             return self.whole.get(value, value)
         problem = self._problem(value)
         if problem is not None:
-            raise _refusal(problem)
+            raise GraphError(
+                "a result of the whole batch does not follow from its micro-batches: "
+                f"{problem.why}",
+                where=problem.node.where(),
+                accepted=_ACCEPTED,
+                todo=_TODO,
+            )
         found = self.values[value]
         assert isinstance(found, tuple), f"{value} is late and not made"
         if value in self.parts.same and self.graph.rate_of(value) is Rate.STEP:
@@ -322,7 +324,7 @@ class _Rewriting:
         self.parts.types[name] = kind
         phase = like.phase if like.phase is Phase.FORWARD else Phase.BACKWARD
         source = term.part.name
-        if source in self._inputs:  # which no actor sends
+        if source in self.graph.input_kinds:  # which no actor sends
             source = self.parts.fresh(f"{value}.read")
             args = (Ref(term.part.name),)
             read = replace(like, name=source, op="aten.clone.default", args=args, outputs=(source,))
@@ -345,25 +347,17 @@ class _Rewriting:
             op = "mul.Tensor" if power > 0 else "div.Tensor"
             for _ in range(abs(power)):
                 name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
-        if any(power < 0 and self._may_be_none(atom) for atom, power in term.coefficient):
-            name = self._without_zeros(like, value, total, name)
+        # Where zeros are written over what is divided, nothing may count, and a divisor be zero:
+        # 0 / 0 is zero then. The ratio of a number of targets is never zero.
+        if any(
+            power < 0 and atom in self.terms.filled and counted_targets(self.graph, atom) is None
+            for atom, power in term.coefficient
+        ):
+            flags = TensorType(kind.shape, "bool")
+            zeros = self._late(like, f"{value}.zeros", "eq.Scalar", (Ref(total), 0), flags)
+            masked = (Ref(name), Ref(zeros), 0)
+            name = self._late(like, f"{value}.whole", "masked_fill.Scalar", masked, kind)
         return name
-
-    def _may_be_none(self, atom: str) -> bool:
-        """Whether nothing may count, so that a number is zero, and PyTorch divides none by it.
-
-        That is so where zeros are written over what was divided, but for numbers of targets, whose
-        ratio is never zero.
-        """
-        return atom in self.terms.filled and counted_targets(self.graph, atom) is None
-
-    def _without_zeros(self, like: Node, value: str, total: str, divided: str) -> str:
-        """Return a total that was divided, with zeros where it is zero: not 0 / 0."""
-        kind = self.graph.tensor(value)
-        flags = TensorType(kind.shape, "bool")
-        zeros = self._late(like, f"{value}.zeros", "eq.Scalar", (Ref(total), 0), flags)
-        args = (Ref(divided), Ref(zeros), 0)
-        return self._late(like, f"{value}.whole", "masked_fill.Scalar", args, kind)
 
     def _step(self, like: Node, op: str, names: Sequence[str], value: str) -> str:
         """Write a pointwise call that makes a value of the whole batch."""
@@ -437,12 +431,3 @@ class _Rewriting:
             raise error.replaced(
                 GraphError, what=error.what.replace("a result", named, 1)
             ) from None
-
-
-def _refusal(unknown: Unknown) -> GraphError:
-    return GraphError(
-        f"a result of the whole batch does not follow from its micro-batches: {unknown.why}",
-        where=unknown.node.where(),
-        accepted=_ACCEPTED,
-        todo=_TODO,
-    )

@@ -124,8 +124,11 @@ class TermCalls:
                 return None
             factor = times(*[found[0][0].coefficient] * exponent)
             found[0], marked = plain(found[0][0].part), []
-        if node.kind in _FILLS_WITH and marked and self._fills_with_zeros(node, found):
-            self.filled |= {name for terms in found for t in terms for name, _ in t.coefficient}
+        if node.kind in _FILLS_WITH and marked:
+            # Zeros may be written over some elements, whatever stood there.
+            number = node.args[2] if node.op == "aten.masked_fill.Scalar" else None
+            if number == 0 or (number is None and any(map(self._is_zero, found[1:]))):
+                self.filled |= {name for terms in found for t in terms for name, _ in t.coefficient}
         for together in linear_in(self.graph, node, marked) if marked else [frozenset()]:
             made = self._jointly(node, names, found, sorted(together))
             if made is not None:
@@ -215,12 +218,6 @@ class TermCalls:
             for at, one in enumerate(given)
         ]
         return self._run(node, parts, coefficient)
-
-    def _fills_with_zeros(self, node: Node, given: Sequence[Terms]) -> bool:
-        """Whether a node writes zeros over some elements, whatever stood there."""
-        if node.op == "aten.masked_fill.Scalar":
-            return bool(node.args[2] == 0)
-        return any(map(self._is_zero, given[1:]))
 
     def _is_zero(self, terms: Terms) -> bool:
         part = single_part(terms)
