@@ -136,7 +136,8 @@ def _reduced(how: Callable[[OpCall], str], why: str = "") -> Meaning:
         kind = how(call)
         # Nothing has no maximum.
         mark = "!" if not kind else "+" * (kind != "sum")
-        return notation(call, f"d*{mark} => (); reduce d* {kind or 'sum'}; why {why}")
+        reason = "" if kind else f"; why {why}"
+        return notation(call, f"d*{mark} => (); reduce d* {kind or 'sum'}{reason}")
 
     return meaning
 

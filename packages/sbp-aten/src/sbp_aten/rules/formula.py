@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from sbp_core.signatures import (
     Localizer,
@@ -21,7 +22,6 @@ from sbp_core.signatures import (
     Rule,
     broadcast_dims,
     broadcast_shape,
-    parse_notation,
 )
 
 _RUN = re.compile(r"([A-Za-z_]\w*)\*([!+]*)")
@@ -63,8 +63,13 @@ def notation(call: OpCall, text: str, **lengths: int) -> Notation:
             if run is None
             else [f";{clause.replace(run[0], name)}" for name in _labels(run, lengths)]
         )
-    found = parse_notation(" ".join(parts))
+    found = _parsed(" ".join(parts))
     return replace(found, why=why) if why and (found.whole or found.nonempty) else found
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Notation:
+    return Notation.parse(text)
 
 
 def _num_dims(tensor: str, lengths: Mapping[str, int]) -> int:
