@@ -31,7 +31,7 @@ from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch.segments.codegen import segment_function
-from sbp_torch.segments.host_parts import SegmentParts, part_segment, tensor_keys
+from sbp_torch.segments.host_parts import PartedSegment, SegmentParts, tensor_keys
 
 logger = logging.getLogger(__name__)
 
@@ -135,55 +135,52 @@ class GraphSegments:
         return _Segment(self.device, actor, rank, steps)
 
 
-class _Segment:
+class _Segment(PartedSegment):
     """The function of one segment on one rank."""
 
     def __init__(
         self, device: GraphDevice, actor: Compute, rank: int, steps: Sequence[BoxingStep]
     ) -> None:
+        super().__init__(actor, rank, steps)
         self._device = device
-        self._parts = (actor, rank, steps)
         self._eager = segment_function(actor, rank, steps, owns=True)
-        self._segment: SegmentParts | None = None
-        self._stays_eager = False
+        #: Whether it is never recorded; known after the first call.
+        self._stays_eager: bool | None = None
         self._tapes: dict[Any, _Tape] = {}
 
     def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
         """See `OwningSegment`."""
-        if self._segment is None:
-            actor = self._parts[0]
-            tensors = tensor_keys((*actor.inputs, *actor.reads), values)
-            self._segment = part_segment(*self._parts, tensors)
-            elsewhere = [
-                value for value in values
-                if isinstance(value, Tensor) and value.device.type != self._device.kind
-            ]  # fmt: skip
-            obstacle = _obstacle(self._segment, tensors)
-            if elsewhere:
-                obstacle = f"it takes a tensor on device {elsewhere[0].device}"
+        if self._stays_eager is None:
+            obstacle = _obstacle(self.parts(values), values, self._device.kind)
             self._stays_eager = bool(obstacle)
-            if self._stays_eager:
-                logger.info("segment %s is not recorded: %s", actor.name, obstacle)
-        if self._stays_eager:
-            return self._eager(values)
-        segment = self._segment
-        held = dict(zip(segment.segment_inputs, values, strict=True))
-        values.clear()
-        segment.run_before(held)
-        given: list[Tensor] = [held[key] for key in segment.tensor_inputs]
+            if obstacle:
+                logger.info("segment %s is not recorded: %s", self._of[0].name, obstacle)
+        return self._eager(values) if self._stays_eager else super().__call__(values)
+
+    def run_tensor(self, segment: SegmentParts, given: list[Any]) -> Sequence[Any]:
+        """See `PartedSegment`."""
         kinds = tuple((value.shape, value.stride(), value.dtype, value.device) for value in given)
-        tape = self._tapes.setdefault(kinds, _Tape(self._device, segment))
-        return segment.results(held, tape.run(given))
+        return self._tapes.setdefault(kinds, _Tape(self._device, segment)).run(given)
 
 
-def _obstacle(segment: SegmentParts, tensors: frozenset[str]) -> str:
-    """Return why a segment cannot be recorded; empty if it can."""
+def _obstacle(segment: SegmentParts, values: Sequence[Any], kind: str) -> str:
+    """Return why a segment cannot be recorded; empty if it can.
+
+    Args:
+        segment: Its parts.
+        values: What it takes.
+        kind: Of device, whose work can be recorded.
+    """
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type != kind:
+            return f"it takes a tensor on device {value.device}"
     if not segment.tensor:
         return "it holds no operator on tensors"
-    drawn = {
-        key for entry in segment.before if entry.op.startswith("sbp.") for key in entry.outputs
-    }
-    numbers = [key for key in segment.tensor_inputs if key not in tensors | drawn]
+    tensors = {*tensor_keys(segment.segment_inputs, values)}
+    for entry in segment.before:
+        if entry.op.startswith("sbp."):
+            tensors.update(entry.outputs)
+    numbers = [key for key in segment.tensor_inputs if key not in tensors]
     if numbers:
         return f"its operators take the number {numbers[0]!r}"
     reading = next((entry for entry in segment.tensor if entry.op.startswith("host.")), None)
