@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch._guards import TracingContext, tracing
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import traceback as fx_traceback
@@ -27,7 +28,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from sbp_torch._torch_patches import (
@@ -35,40 +37,6 @@ from sbp_torch._torch_patches import (
     grouped_products_of_any_dtype,
     unlogged_failures,
 )
-
-__all__ = [
-    "FakeTensor",
-    "OpOverload",
-    "TorchDispatchMode",
-    "annotated",
-    "argument_types",
-    "as_plain_tensors",
-    "base_name",
-    "checkpoints_inlined",
-    "compile_graph",
-    "compiling",
-    "copied_storage",
-    "cpp_compiler_problem",
-    "current_backward_node",
-    "fake_mode",
-    "functional_graph",
-    "functional_overload",
-    "gradient_hooks",
-    "in_schema_order",
-    "is_mutable",
-    "key_of_storage",
-    "last_forward_number",
-    "new_storage",
-    "own_kernels_only",
-    "reparametrized",
-    "return_types",
-    "storage_key",
-    "trace_graph",
-    "trunc_normal_as",
-    "without_modes",
-    "without_torch_functions",
-    "written_arguments",
-]
 
 
 def fake_mode() -> _FakeMode:

@@ -22,15 +22,6 @@ import torch
 from torch.fx.experimental import symbolic_shapes
 from torch.nn.modules import transformer
 
-__all__ = [
-    "distributions_unchecked",
-    "frames_told_apart_by_folder",
-    "grad_scaling_refused",
-    "grouped_products_of_any_dtype",
-    "transformers_of_any_mask",
-    "unlogged_failures",
-]
-
 _log = logging.getLogger(__name__)
 
 #: Encoders of which it was said that their output differs at padded positions.

@@ -71,8 +71,11 @@ class _Calls:
         self._known: dict[Hashable, tuple[Any, ...]] = {}
 
     def input(self, kind: ValueType) -> Any:
-        """Return what stands for an input of a type."""
-        return self._interned(_like(kind, self._device))
+        """Return what stands for an input of a type: a fake tensor; of numbers of the host, 1."""
+        if not isinstance(kind, TensorType):
+            return 1.0 if kind.dtype == "float" else 1
+        dtype = getattr(torch, kind.dtype)
+        return self._interned(torch.empty(kind.shape, dtype=dtype, device=self._device))
 
     def of(self, node: Node, values: dict[str, Any]) -> tuple[Any, ...]:
         """Return what a node makes.
@@ -83,7 +86,17 @@ class _Calls:
         kwargs = tuple((name, _frozen(part, values)) for name, part in node.kwargs.items())
         call = node.op, _frozen(node.args, values), kwargs
         if call not in self._known:
-            made = _run(node, values, self._device)
+            args = bind(node.args, values.__getitem__)
+            named = {name: bind(value, values.__getitem__) for name, value in node.kwargs.items()}
+            try:
+                made = results_of(operator_of(node.op)(*args, **named))
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise CaptureError(
+                    f"{node.op} does not run on {self._device}: {line}",
+                    where=(f"op {node.name!r}, module {node.module!r}", node.source),
+                    todo="leave it out of the model, or train on CPUs",
+                ) from error
             self._known[call] = tuple(map(self._interned, made))
         return self._known[call]
 
@@ -114,24 +127,3 @@ def _frozen(argument: Argument, values: dict[str, Any]) -> Hashable:
         return tuple(_frozen(part, values) for part in argument)
     # With the type: 1, 1.0 and True are equal, but not the same argument.
     return type(argument), argument
-
-
-def _like(kind: ValueType, device: str) -> Any:
-    """Return a fake tensor, or a number, of a type; host numbers are 1."""
-    if not isinstance(kind, TensorType):
-        return 1.0 if kind.dtype == "float" else 1
-    return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=device)
-
-
-def _run(node: Node, values: dict[str, Any], device: str) -> tuple[Any, ...]:
-    args = bind(node.args, values.__getitem__)
-    kwargs = {name: bind(value, values.__getitem__) for name, value in node.kwargs.items()}
-    try:
-        return results_of(operator_of(node.op)(*args, **kwargs))
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CaptureError(
-            f"{node.op} does not run on {device}: {line}",
-            where=(f"op {node.name!r}, module {node.module!r}", node.source),
-            todo="leave it out of the model, or train on CPUs",
-        ) from error

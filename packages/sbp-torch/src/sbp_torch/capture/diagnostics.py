@@ -1,15 +1,115 @@
-"""What is said of a program that cannot be captured: why, at which line, and what to change."""
+"""What is said of a program that cannot be captured: why, at which line, and what to change.
+
+The line is one of the user's code, past the frames of torch and this package.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
 
 import torch
 from torch import Tensor
 
 from sbp_core.errors import CaptureError, SbpError
-from sbp_torch.capture.sources import library_call, user_frame
+from sbp_torch._torch_compat import OpOverload, base_name
+
+_OURS = Path(__file__).parent.parent
+_FOREIGN = (str(Path(torch.__file__).parent), str(_OURS), "<")
+
+#: Programs for tests are written as users write theirs.
+_PROGRAMS = str(_OURS / "testing")
+
+#: Where Python's own library lies; what is installed may lie in a folder below.
+_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_INSTALLED = ("site-packages", "dist-packages")
+
+#: Where PyTorch computes in Python what users could.
+_WRITTEN_OUT = tuple(
+    str(Path(torch.__file__).parent / part)
+    for part in ("functional.py", "nn/functional.py", "nn/utils", "distributions")
+)
+
+#: What PyTorch calls for every op: the line of interest is the one that called the op.
+_HANDLERS = ("__torch_function__", "__torch_dispatch__")
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether code is the user's: not torch's, Python's or ours, nor made at run time."""
+    return _is_users(code.co_filename, code.co_name)
+
+
+@lru_cache(maxsize=4096)
+def _is_users(file: str, name: str) -> bool:
+    if name in _HANDLERS:
+        return False
+    if file.startswith(_FOREIGN) and not file.startswith(_PROGRAMS):
+        return False
+    return not file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
+
+
+def user_line() -> str:
+    """Return `file:line` of the innermost frame of the user's code that runs now; or nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code):
+            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def user_frame(error: BaseException) -> str:
+    """Return `file:line` of the deepest frame of the user's code in a traceback; or nothing."""
+    frames = [(code, line) for code, line in _frames(error) if is_users(code)]
+    return f"{short(frames[-1][0].co_filename)}:{frames[-1][1]}" if frames else ""
+
+
+def library_call(error: BaseException) -> str:
+    """Return the function of PyTorch that the user called and that raised, `f (FILE:LINE)`.
+
+    Only functions that are written in Python and compute something; else nothing.
+    """
+    found = ""
+    for code, line in _frames(error):
+        if is_users(code):
+            found = ""
+        elif code.co_filename.startswith(_WRITTEN_OUT) and code.co_name != "forward":
+            found = f"{code.co_name} ({short(code.co_filename)}:{line})"
+    return found
+
+
+def _frames(error: BaseException) -> Iterator[tuple[CodeType, int]]:
+    """Yield the code and line of each frame in a traceback, the deepest last."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame.f_code, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def definition(kind: type) -> str:
+    """Return `file:line` of where a class is written; or nothing, if its text is not at hand."""
+    try:
+        file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return ""
+    return f"{short(file)}:{line}" if file else ""
+
+
+@lru_cache(maxsize=4096)
+def short(path: str) -> str:
+    """Return a path without the folders that only this machine has."""
+    parts = Path(path).parts
+    for marker in ("site-packages", "src"):
+        if marker in parts:
+            return "/".join(parts[len(parts) - parts[::-1].index(marker) :])
+    return "/".join(parts[-2:])
+
 
 _GENERAL = "static shapes, no control flow on tensor values, no in-place change of inputs"
 
@@ -32,17 +132,12 @@ _BY_SHAPE = (
 _KINDS = (
     (
         (
-            "GuardOnDataDependentSymNode",
-            "DataDependentOutputException",
-            "_local_scalar_dense",
-            "trying to get value out of a tracing tensor",
+            *("GuardOnDataDependentSymNode", "DataDependentOutputException"),
+            *("_local_scalar_dense", "trying to get value out of a tracing tensor"),
         ),
         *_BY_VALUE,
     ),
-    (
-        ("DynamicOutputShapeException", "nonzero", "unbacked"),
-        *_BY_SHAPE,
-    ),
+    (("DynamicOutputShapeException", "nonzero", "unbacked"), *_BY_SHAPE),
     (
         ("type must be tuple of ints,but got",),
         "a size is read from a tensor",
@@ -137,6 +232,17 @@ def scaled_loss() -> CaptureError:
     )
 
 
+def written_outside(op: OpOverload, where: str) -> CaptureError:
+    """Return the error for a write to what is no state, no input, and not made by the step."""
+    return CaptureError(
+        f"{base_name(op)} changes a tensor in place that is no parameter, buffer or input, and "
+        "outlives the step",
+        where=where,
+        accepted="in-place changes of buffers, and of tensors that the step makes",
+        todo="register the tensor with register_buffer, or change a copy: .clone()",
+    )
+
+
 def check_modes() -> None:
     """See that PyTorch is in no mode in which a step is not what it says.
 
@@ -160,16 +266,12 @@ def check_modes() -> None:
 
 def value_read(op: str, where: str) -> TraceError:
     """Return the error for a number that the forward or backward phase reads from a tensor."""
-    return _at(op, where, *_BY_VALUE)
+    return TraceError(f"{_BY_VALUE[0]} ({op})", where=where, accepted=_GENERAL, todo=_BY_VALUE[1])
 
 
 def shape_by_value(op: str, where: str) -> TraceError:
     """Return the error for an op whose result has another shape by what its arguments hold."""
-    return _at(op, where, *_BY_SHAPE)
-
-
-def _at(op: str, where: str, what: str, todo: str) -> TraceError:
-    return TraceError(f"{what} ({op})", where=where, accepted=_GENERAL, todo=todo)
+    return TraceError(f"{_BY_SHAPE[0]} ({op})", where=where, accepted=_GENERAL, todo=_BY_SHAPE[1])
 
 
 #: Where PyTorch's messages turn to remedies, which are none here.

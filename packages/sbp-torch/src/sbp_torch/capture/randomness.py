@@ -170,24 +170,23 @@ def _shaped(kind: str, *names: str) -> _CounterBased:
     return counter_based
 
 
-def _filling(kind: str, **defaults: float) -> _CounterBased:
-    """Return the form of an op that fills its first argument."""
+def _filling(kind: str, **arguments: tuple[str, float]) -> _CounterBased:
+    """Return the form of an op that fills its first argument.
+
+    Args:
+        kind: See `Draws.make`.
+        arguments: Of that kind, in order: the name and default that each has in the op.
+    """
 
     def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         own = {
             name: _given(args, kwargs, at, given, default)
-            for at, (name, given, default) in enumerate(
-                ((_OWN.get(name, name), name, default) for name, default in defaults.items()), 1
-            )
+            for at, (name, (given, default)) in enumerate(arguments.items(), 1)
         }
         filled: Tensor = args[0].copy_(draws.make(kind, args[0].shape, _like(args[0], {}), **own))
         return filled
 
     return counter_based
-
-
-#: The bounds of `uniform_` by the names of ours.
-_OWN = {"from": "low", "to": "high"}
 
 
 def _random_to(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -207,8 +206,8 @@ _COUNTER_BASED: dict[Any, _CounterBased] = {
     _aten.bernoulli_.Tensor: lambda d, a, k: a[0].copy_(_bernoulli(d, a[0], a[1], {})),
     _aten.bernoulli.p: lambda d, a, k: _bernoulli(d, a[0], a[1], k),
     _aten.bernoulli.default: lambda d, a, k: _bernoulli(d, a[0], a[0], k),
-    _aten.uniform_.default: _filling("uniform", **{"from": 0.0, "to": 1.0}),
-    _aten.normal_.default: _filling("normal", mean=0.0, std=1.0),
+    _aten.uniform_.default: _filling("uniform", low=("from", 0.0), high=("to", 1.0)),
+    _aten.normal_.default: _filling("normal", mean=("mean", 0.0), std=("std", 1.0)),
     _aten.random_.to: _random_to,
     getattr(_aten.random_, "from"): _random_to,
     _aten.exponential_.default: lambda d, a, k: a[0].copy_(

@@ -6,11 +6,9 @@ check in the first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from sbp_core.errors import CaptureError
 from sbp_torch._torch_compat import OpOverload
@@ -65,8 +63,8 @@ def check_call(node: fx.Node, where: str) -> None:
     Raises:
         CaptureError: it does not.
     """
-    for made in _tensors(node.meta.get("val")):
-        if made.layout is not torch.strided:
+    for made in tree_leaves(node.meta.get("val")):
+        if isinstance(made, Tensor) and made.layout is not torch.strided:
             raise CaptureError(
                 f"{node.target} makes a tensor of layout {made.layout}",
                 where=where,
@@ -74,20 +72,17 @@ def check_call(node: fx.Node, where: str) -> None:
                 todo="leave out sparse=True of nn.Embedding and nn.EmbeddingBag: SGD and AdamW "
                 "take the dense gradient; make other tensors dense: .to_dense()",
             )
-    if isinstance(node.target, OpOverload):
-        _check_dtypes(node, node.target, where)
-
-
-def _check_dtypes(node: fx.Node, op: OpOverload, where: str) -> None:
-    kind = op._schema.name
-    if kind not in _OF_ONE_DTYPE | _OF_WIDER_PARAMETERS:
+    op = node.target
+    kind = op._schema.name if isinstance(op, OpOverload) else ""
+    if not isinstance(op, OpOverload) or kind not in _OF_ONE_DTYPE | _OF_WIDER_PARAMETERS:
         return
     given = dict(zip((one.name for one in op._schema.arguments), node.args, strict=False))
-    found = {name: value for name, value in given.items() if isinstance(value, fx.Node)}
     dtypes = {
         name: tensor.dtype
-        for name, value in found.items()
-        for tensor in _tensors(value.meta.get("val"))
+        for name, value in given.items()
+        if isinstance(value, fx.Node)
+        for tensor in tree_leaves(value.meta.get("val"))
+        if isinstance(tensor, Tensor)
     }
     target = dtypes.get("target")
     if "nll_loss" in kind and target is not None and target not in _CLASSES:
@@ -112,11 +107,3 @@ def _refusal(
         accepted=accepted,
         todo=f"convert the entry of the batch, such as by {remedy}, or the model: model.to(dtype)",
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)

@@ -33,9 +33,8 @@ from sbp_torch._torch_compat import (
     without_torch_functions,
     written_arguments,
 )
-from sbp_torch.capture.sources import user_line
-from sbp_torch.deferred_init.replay import Replay
-from sbp_torch.deferred_init.tape import OwnGenerator, Return, Tape, TapeEntry, Window
+from sbp_torch.capture.diagnostics import user_line
+from sbp_torch.deferred_init.tape import OwnGenerator, Replay, Return, Tape, TapeEntry, Window
 
 _aten = torch.ops.aten
 
@@ -49,6 +48,9 @@ _FILLS = frozenset(
         *("random_", "bernoulli_", "zero_", "fill_", "copy_"),
     )
 )
+
+#: Tags of operators that look at values.
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 #: Arguments that say nothing to operators without data.
 _NOT_ON_META = ("generator", "pin_memory")
@@ -111,7 +113,14 @@ class ConstructorRecorder:
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do without data what an operator does, and write it down."""
         name = base_name(op)
-        _check_device(kwargs.get("device"))
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            raise CaptureError(
+                f"a constructor that makes tensors on {device} cannot be deferred",
+                where=user_line(),
+                accepted="constructors that make their tensors on the CPU",
+                todo="leave device and .to(device) out: the runtime moves each shard to its device",
+            )
         if name == "lift_fresh":
             return self._stand_in(args[0])
         if name == "set_" and any(isinstance(value, torch.UntypedStorage) for value in args):
@@ -124,9 +133,16 @@ class ConstructorRecorder:
         if tensors and not any(tensor.is_meta for tensor in tensors) and not random:
             self._part(written)
             return op(*args, **kwargs)
-        if any(not tensor.is_meta for tensor in written) or _asks_for_values(op):
+        asks_for_values = name == "_local_scalar_dense" or not _BY_VALUE.isdisjoint(op.tags)
+        if any(not tensor.is_meta for tensor in written) or asks_for_values:
             return self._now(op, args, kwargs, written, random=random)
-        if name == "_to_copy" and _moves_only(args[0], kwargs):
+        asked = {key for key, value in kwargs.items() if value is not None}
+        if (
+            name == "_to_copy"
+            and "device" in asked
+            and asked <= {"device", "dtype", "layout", "non_blocking"}
+            and kwargs.get("dtype") in (None, args[0].dtype)
+        ):  # copied only because the tensor seems to be on another device
             return _aten.alias.default(args[0])
         return self._record(op, args, kwargs, written, random=random)
 
@@ -139,7 +155,12 @@ class ConstructorRecorder:
         *,
         random: bool,
     ) -> Any:
-        args, kwargs = tree_map(self._deferred, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda value: (
+                self._stand_in(value) if isinstance(value, Tensor) and not value.is_meta else value
+            ),
+            (args, kwargs),
+        )
         own = kwargs.get("generator")
         if own is torch.default_generator:
             own = kwargs["generator"] = None
@@ -183,23 +204,19 @@ class ConstructorRecorder:
         *,
         random: bool,
     ) -> None:
-        to_window = self._window
+        def to_window(value: Any) -> Any:
+            return self.tape.window(value) if isinstance(value, Tensor) else value
+
         event = self.generator.draw() if random else None
         targets = [self.tape.window(value) for value in written]
         fresh = {window.storage for window in made if window is not None}
         name = base_name(op) or "uniform_"
-        covers, used = set[int](), (args, dict(kwargs))
+        covers, used = set[int](), [args, {k: v for k, v in kwargs.items() if k != "out"}]
         if name in _FILLS or "out" in kwargs:
             covers = {window.storage for window in targets if self.tape.is_whole(window)}
-            used = (
-                args if "out" in kwargs else args[1:],
-                {key: value for key, value in kwargs.items() if key != "out"},
-            )
-        reads = {
-            self.tape.window(value).storage
-            for value in tree_leaves(used)
-            if isinstance(value, Tensor)
-        }
+            used[0] = args if "out" in kwargs else args[1:]
+        tensors = [value for value in tree_leaves(used) if isinstance(value, Tensor)]
+        reads = {self.tape.window(value).storage for value in tensors}
         self.tape.append(
             TapeEntry(
                 op=op,
@@ -214,9 +231,6 @@ class ConstructorRecorder:
                 generator=private,
             )
         )
-
-    def _window(self, value: Any) -> Any:
-        return self.tape.window(value) if isinstance(value, Tensor) else value
 
     def _trunc_normal(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return the filling by truncated normal numbers as one entry: it draws until all fit."""
@@ -272,12 +286,6 @@ class ConstructorRecorder:
             return torch.empty_like(value, device="cpu") if blind else self.values(value)
 
         op(*tree_map(real, args), **tree_map(real, kwargs))
-
-    def _deferred(self, value: Any) -> Any:
-        """Return a tensor without data for a real one."""
-        if not isinstance(value, Tensor) or value.is_meta:
-            return value
-        return self._stand_in(value)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         storage = self._stand_in_storage(tensor.untyped_storage())
@@ -399,17 +407,13 @@ class _Answers(TorchFunctionMode):
                 )
             with without_torch_functions(), self.recording.at_rest():
                 if func == _SET_DATA and first.is_meta != args[1].is_meta:
-                    return func(first, self._alike(first, args[1]))
+                    alike = self.recording._stand_in if first.is_meta else self.recording.values
+                    return func(first, alike(args[1]))
                 if first.is_meta and func in _VALUES:
                     return func(self.recording.values(first), *args[1:], **given)
                 if first.is_meta and func in _ANSWERS:
                     return _ANSWERS[func](first)
         return func(*args, **given)
-
-    def _alike(self, target: Tensor, value: Tensor) -> Tensor:
-        if target.is_meta:
-            return self.recording._stand_in(value)
-        return self.recording.values(value)
 
 
 _tensor: Any = Tensor  # its properties are descriptors, of which the stubs know nothing
@@ -428,35 +432,6 @@ _ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
         storage_key(tensor) + tensor.storage_offset() * tensor.dtype.itemsize
     ),
 }
-
-
-def _asks_for_values(op: OpOverload) -> bool:
-    tags = op.tags
-    return (
-        op is _aten._local_scalar_dense.default
-        or torch.Tag.data_dependent_output in tags
-        or torch.Tag.dynamic_output_shape in tags
-    )
-
-
-def _moves_only(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy is made only because the tensor seems to be on another device."""
-    asked = {key for key, value in kwargs.items() if value is not None}
-    return (
-        kwargs.get("device") is not None
-        and kwargs.get("dtype") in (None, tensor.dtype)
-        and asked <= {"device", "dtype", "layout", "non_blocking"}
-    )
-
-
-def _check_device(device: torch.device | None) -> None:
-    if device is not None and torch.device(device).type not in ("cpu", "meta"):
-        raise CaptureError(
-            f"a constructor that makes tensors on {device} cannot be deferred",
-            where=user_line(),
-            accepted="constructors that make their tensors on the CPU",
-            todo="leave device and .to(device) out: the runtime moves each shard to its device",
-        )
 
 
 def _check_plain(tensor: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sbp_torch.guards.changed import ANEW, NOTHING, Changed, is_same, short
+from sbp_torch.guards.held import ANEW, NOTHING, Changed, is_same, short
 from sbp_torch.guards.reads import Reads
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, UpdateOptions

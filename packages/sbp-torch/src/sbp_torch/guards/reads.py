@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from sbp_torch.capture.numbers import NumberPlace
-from sbp_torch.guards.changed import NOTHING
 from sbp_torch.guards.functions import (
     GETTERS,
     MAKES,
@@ -37,6 +36,7 @@ from sbp_torch.guards.functions import (
     makers,
     texts,
 )
+from sbp_torch.guards.held import NOTHING
 
 #: Where functions keep defaults.
 _DEFAULTS = {"__defaults__": "defaults", "__kwdefaults__": "keyword defaults"}
@@ -50,24 +50,22 @@ class Place:
     """Where a function finds a value.
 
     Args:
-        label: As the function writes it: `beta`, `config.beta`.
+        number: The place: its label is as the function writes it, `beta` or `config.beta`; to read
+            it raises an error if there is nothing. It is the same of one place that several read.
         where: The function's file and line.
-        read: Returns what is there now; raises if there is nothing.
-        write: Puts another value there.
         value: What was there.
-        at: The id of what holds it, and the key there; the same of one place that several read.
     """
 
-    label: str
+    number: NumberPlace
     where: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
     value: Any
-    at: tuple[int, Hashable]
 
-    def number(self) -> NumberPlace:
-        """Return it as the place of a number."""
-        return NumberPlace(label=self.label, at=self.at, read=self.read, write=self.write)
+    def now(self) -> Any:
+        """Return what is there now; `NOTHING` if nothing is."""
+        try:
+            return self.number.read()
+        except (KeyError, ValueError):
+            return NOTHING
 
 
 class Reads:
@@ -155,7 +153,8 @@ class Reads:
         for base in cls.__mro__:
             if base in (object, nn.Module, torch.optim.Optimizer):
                 continue
-            if makes and base not in self._made and not self._is_of_others(base):
+            is_of_others = is_fixed(base) or is_installed_module(base.__module__)
+            if makes and base not in self._made and not is_of_others:
                 self._made.add(base)
                 for called in makers(base):
                     yield from self._called(called, base.__name__)
@@ -171,10 +170,6 @@ class Reads:
                 self.classes.append(base)
         if type(cls) is not type and id(type(cls)) not in self._seen:
             yield from self.add_class(type(cls))
-
-    @staticmethod
-    def _is_of_others(cls: type) -> bool:
-        return is_fixed(cls) or is_installed_module(cls.__module__)
 
     def _called(self, called: object, label: str) -> Iterator[tuple[str, object]]:
         if callable(called):
@@ -211,19 +206,20 @@ class Reads:
                 yield from self._called(called, label)
             elif not fixed:
                 yield label, value
-        for label, module in list(self._modules):
-            for name in sorted(self.names & vars(module).keys()):
-                if (id(vars(module)), name) not in self._met:
-                    yield from self._item(f"{label}.{name}", vars(module), name, "")
+        for label, items, name in self._unmet():
+            yield from self._item(label, items, name, "")
 
     @property
     def has_more(self) -> bool:
         """Whether `again` would yield something."""
-        return any(name in self.names for name, *_ in self._kept) or any(
-            (id(vars(module)), name) not in self._met
-            for _, module in self._modules
-            for name in self.names & vars(module).keys()
-        )
+        return any(name in self.names for name, *_ in self._kept) or any(self._unmet())
+
+    def _unmet(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the entries of modules of Python that code names, and that were not yielded yet."""
+        for label, module in list(self._modules):
+            for name in sorted(self.names & vars(module).keys()):
+                if (id(vars(module)), name) not in self._met:
+                    yield f"{label}.{name}", vars(module), name
 
     def _is_new(self, value: object) -> bool:
         is_new = id(value) not in self._seen
@@ -309,9 +305,8 @@ class Reads:
         where: str,
         at: tuple[int, Hashable],
     ) -> Iterator[tuple[str, object]]:
-        self.places.append(
-            Place(label=label, where=where, read=read, write=write, value=value, at=at)
-        )
+        number = NumberPlace(label=label, at=at, read=read, write=write)
+        self.places.append(Place(number=number, where=where, value=value))
         is_of_none = value is NOTHING or isinstance(value, Enum)
         if is_of_none or (isinstance(value, type) and is_fixed(value)):
             return

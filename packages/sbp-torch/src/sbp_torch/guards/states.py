@@ -29,6 +29,7 @@ from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import AVERAGE
 from sbp_torch.guards.connected import (
     Connected,
+    OptimizerStates,
     as_before,
     connect,
     disconnect,
@@ -36,7 +37,6 @@ from sbp_torch.guards.connected import (
     name_of,
     owner_of,
 )
-from sbp_torch.guards.optimizer_states import OptimizerStates
 from sbp_torch.interchange.torch_states import to_optimizer_state
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import UpdateOptions
@@ -60,18 +60,10 @@ class ConnectedStates:
         self._model, self._read = model, read
         #: What trains it: optimizers, with what happens beside each.
         self._programs: list[tuple[torch.optim.Optimizer, UpdateOptions]] = []
-        self._tensors = {
-            name: tensor
-            for name, tensor in model_tensors(model).items()
-            if not tensor.is_meta and is_ordinary(tensor)
-        }
+        every = {name: one for name, one in model_tensors(model).items() if not one.is_meta}
+        self._tensors = {name: one for name, one in every.items() if is_ordinary(one)}
         self._versions = {name: one._version for name, one in self._tensors.items()}
-        own = (
-            name
-            for name, one in model_tensors(model).items()
-            if not (one.is_meta or is_ordinary(one))
-        )
-        if (name := next(own, None)) is not None:
+        if (name := next((name for name in every if name not in self._tensors), None)) is not None:
             logger.warning(
                 "%r is of a class with a __torch_function__ of its own, so that it does not read "
                 "as what is trained: step.state_dict() has it, and step.copy_to(model) writes it",
@@ -106,7 +98,7 @@ class ConnectedStates:
         self._dtypes |= {
             name: one.dtype
             for name, one in begins.items()
-            if self._is_optimizers(name) and name in names
+            if name in names and self._is_optimizers(name)
         }
         known = {id(one.optimizer) for one in self._states}
         for part in members(optimizer):
@@ -125,24 +117,19 @@ class ConnectedStates:
                 whether they have states of their own.
         """
         self.let_go, self._is_connected = let_go, True
-        self._give_own_memory()
-        for name, tensor in self._tensors.items():
-            connect(tensor, self, name)
-        for one in self._states:
-            one.connect()
-
-    def _give_own_memory(self) -> None:
-        """Take tensors that modules hold unregistered out of the memory of others.
-
-        Such as the `weight` of the older `spectral_norm`, which begins as `weight_orig.data`: each
-        is to have its own value, and would write over that of the other.
-        """
+        # Tensors that modules hold unregistered are taken out of the memory of others. Such as the
+        # `weight` of the older `spectral_norm`, which begins as `weight_orig.data`: each is to have
+        # its own value, and would write over that of the other.
         model = self._model
         registered = {id(one) for one in (*model.parameters(), *model.buffers())}
         taken = {storage_key(one) for one in self._tensors.values() if id(one) in registered}
         for tensor in self._tensors.values():
             if id(tensor) not in registered and storage_key(tensor) in taken:
                 tensor.data = tensor.data.clone()
+        for name, tensor in self._tensors.items():
+            connect(tensor, self, name)
+        for one in self._states:
+            one.connect()
 
     def behind_step(self) -> None:
         """Note that the states of the step have changed."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -109,7 +109,12 @@ class Layouts:
         """Call the operator on fake tensors that lie as the arguments do."""
         with torch.no_grad(), unlogged_failures():
             try:
-                with nullcontext() if _is_empty_loss(entry, given) else self._mode:
+                # The fake kernel would divide by the number of elements, which may be 0. The real
+                # kernel takes a shard without elements, and all arguments have at most one.
+                views = [value for value in given.values() if isinstance(value, StorageView)]
+                sizes = [prod(view.layout.shape) for view in views]
+                is_empty = entry.op in _MEAN_LOSSES and 0 in sizes and max(sizes) <= 1
+                with nullcontext() if is_empty else self._mode:
                     arguments = _tensors(given)
                     return _described(_run(entry, rank, arguments, steps), given, arguments)
             except SbpError as error:
@@ -125,13 +130,8 @@ class Layouts:
                 ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Origin:
-    """Where in a storage the arguments of a call begin, and how large it is; in bytes."""
-
-    offset_bytes: int
-    storage_bytes: int
-
+#: Where in a storage the arguments of a call begin, and how large it is; in bytes.
+_Origin = tuple[int, int]
 
 _Given = dict[str, StorageView | Number]
 
@@ -155,11 +155,16 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
             continue  # offsets count elements
         first, size = found[0], ITEMSIZE[found[0].layout.dtype]
         begin = min(view.layout.offset for view in found)
-        span_bytes = (max(_end(view.layout) for view in found) - begin) * size
+        ends = []  # the offset after the last element of each
+        for lies in (view.layout for view in found):
+            steps = zip(lies.shape, lies.strides, strict=True)
+            last = sum((extent - 1) * stride for extent, stride in steps)
+            ends.append(lies.offset if 0 in lies.shape else lies.offset + last + 1)
+        span_bytes = (max(ends) - begin) * size
         # Else the arguments fill their storage already, as most do, and nothing moves.
         if begin or span_bytes != first.storage_bytes:
             spans[storage] = begin, span_bytes
-            origins[storage] = _Origin(offset_bytes=begin * size, storage_bytes=first.storage_bytes)
+            origins[storage] = begin * size, first.storage_bytes
     if not spans:
         return given, origins
     moved: _Given = {}
@@ -172,14 +177,6 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
     return moved, origins
 
 
-def _end(lies: StridedLayout) -> int:
-    """Return the offset behind the last element."""
-    if 0 in lies.shape:
-        return lies.offset
-    steps = zip(lies.shape, lies.strides, strict=True)
-    return lies.offset + sum((extent - 1) * stride for extent, stride in steps) + 1
-
-
 def _moved_back(
     known: tuple[ResultLayout | Number, ...], given: _Given, origins: Mapping[int, _Origin]
 ) -> tuple[ResultLayout | Number, ...]:
@@ -190,11 +187,11 @@ def _moved_back(
         if isinstance(made, ResultLayout) and made.source >= 0:
             source = values[made.source]
             assert isinstance(source, StorageView), "a view looks at a tensor"
-            origin = origins.get(source.storage)
-            if origin is not None:
-                offset = made.layout.offset + origin.offset_bytes // ITEMSIZE[made.layout.dtype]
+            if source.storage in origins:
+                offset_bytes, storage_bytes = origins[source.storage]
+                offset = made.layout.offset + offset_bytes // ITEMSIZE[made.layout.dtype]
                 lies = replace(made.layout, offset=offset)
-                made = replace(made, layout=lies, storage_bytes=origin.storage_bytes)
+                made = replace(made, layout=lies, storage_bytes=storage_bytes)
         found.append(made)
     return tuple(found)
 
@@ -241,16 +238,6 @@ def _frozen(
     if isinstance(argument, Symbol | str) or argument is None:
         return argument
     return type(argument), repr(argument)
-
-
-def _is_empty_loss(entry: Instruction, given: dict[str, StorageView | Number]) -> bool:
-    """Whether the fake kernel would divide by the number of elements, which is 0.
-
-    The real kernel takes a shard without elements, and all its arguments have at most one.
-    """
-    views = [value for value in given.values() if isinstance(value, StorageView)]
-    sizes = [prod(view.layout.shape) for view in views]
-    return entry.op in _MEAN_LOSSES and 0 in sizes and max(sizes) <= 1
 
 
 def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
@@ -323,8 +310,11 @@ def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> 
     args = map_refs(entry.args, lambda ref: given[ref.name])
     reads = entry.op == "host.item" and len(args) == 1 and isinstance(args[0], StorageView)
     try:
-        if reads:
-            return _item(args[0])
+        if reads:  # a number such as the one element of a tensor
+            lies = args[0].layout
+            if prod(lies.shape) != 1:
+                raise TypeError(f"a tensor of shape {lies.shape} is no number")
+            return 1 if lies.dtype.startswith(("int", "uint", "bool")) else _ANY_NUMBER
         if entry.kwargs or not all(isinstance(one, int | float) for one in args):
             raise TypeError("it takes host numbers, by position")
         value = operator(*args)
@@ -337,10 +327,3 @@ def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> 
             accepted="as many host numbers as it takes",
         ) from error
     return value if isinstance(value, int | float) else _ANY_NUMBER
-
-
-def _item(value: StorageView) -> Number:
-    """Return a number such as the one element of a tensor."""
-    if prod(value.layout.shape) != 1:
-        raise TypeError(f"a tensor of shape {value.layout.shape} is no number")
-    return 1 if value.layout.dtype.startswith(("int", "uint", "bool")) else _ANY_NUMBER

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,7 @@ class MemoryMeter:
     def watching(self, session: Session) -> Iterator[MemoryMeter]:
         """Count what a session holds, from now on, until the block is left."""
         self.note_states(session)
-        session.watch = self._mode
+        session.watch = lambda rank: OperatorCalls(partial(self._note_call, rank))
         try:
             yield self
         finally:
@@ -103,20 +103,10 @@ class MemoryMeter:
         """Count the states of a session."""
         for rank, names in self._states.items():
             for name in names:
-                self._note_state(session, name, rank)
-
-    def _note_state(self, session: Session, name: str, rank: int) -> None:
-        # A frame of its own: the one that watches would hold the last state.
-        value = session.shard(name, rank)
-        if not isinstance(value, Tensor):
-            return
-        if name in self._on_host:
-            self.came_from_outside(rank, value)
-        else:
-            self.note(rank, value)
-
-    def _mode(self, rank: int) -> AbstractContextManager[object]:
-        return OperatorCalls(partial(self._note_call, rank))
+                value = session.shard(name, rank)
+                if isinstance(value, Tensor):
+                    note = self.came_from_outside if name in self._on_host else self.note
+                    note(rank, value)
 
     def _note_call(
         self, rank: int, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]

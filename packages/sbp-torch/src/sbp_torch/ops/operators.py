@@ -16,10 +16,8 @@ from sbp_core.graph import Argument, Ref, Symbol
 from sbp_core.runtime import Number
 from sbp_core.signatures import installed_rules
 from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable, return_types
-from sbp_torch.ops import batch_norm as _batch_norm  # noqa: F401 - registers sbp.batch_norm_sums
-from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
+from sbp_torch.ops import arithmetic as _arithmetic  # noqa: F401 - registers sbp.constant, ...
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
-from sbp_torch.ops import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
 from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
 from sbp_torch.ops.host_copies import HOST_COPIES
 

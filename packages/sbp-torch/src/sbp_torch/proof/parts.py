@@ -35,13 +35,13 @@ from sbp_core.graph import (
     OutputKind,
     Rate,
     TensorType,
+    ValueType,
     map_refs,
 )
 from sbp_core.runtime import Number
-from sbp_torch.proof.compare import off_by
-from sbp_torch.proof.cost import bytes_s, run_s
-from sbp_torch.proof.drawing import Draw, Integers, drawn, drawn_number, integers_of
+from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
 from sbp_torch.proof.numbering import Numbering, Value, numbered
+from sbp_torch.proof.running import bytes_s, off_by, run_s
 from sbp_torch.runtime.single import run_graph
 
 #: How parts are run; those without integers and booleans on the first two only.
@@ -197,8 +197,14 @@ class Sweep:
         """Run two cones, unless two like them were; None if that takes too long or fails."""
         key = self._key(pair)
         if key not in self._verdicts:
-            draws = _draws(pair)
-            each_s = sum(run_s(cone.graph, cone.nodes) + _draw_s(cone) for cone in pair)
+            # Rows can be ignored where integers or booleans are given.
+            kinds = [cone.graph.types[name] for cone in pair for name in cone.given]
+            tensors = [one for one in kinds if isinstance(one, TensorType)]
+            draws: Sequence[Draw] = _DRAWS
+            if all("float" in one.dtype for one in tensors):
+                draws = _DRAWS[:2]
+            each_s = sum(run_s(cone.graph, cone.nodes) for cone in pair)
+            each_s += bytes_s(sum(one.size_bytes for one in tensors))  # to draw them
             draws = draws[: int(self.found.left_s / each_s)]
             if not draws:
                 return None
@@ -274,7 +280,13 @@ class Sweep:
                         self._drawn(value, kind, known, how, random)
                         for _ in range(count if varies else 1)
                     ]
-                parts = [_as(kind, part, value) for part in bases[value.base]]
+                parts = bases[value.base]
+                if isinstance(kind, TensorType):
+                    dtype = getattr(torch, kind.dtype)
+                    flat = [torch.as_tensor(part).to(dtype).reshape(-1) for part in parts]
+                    parts = [value.of(part) for part in flat]
+                else:
+                    parts = [p.item() if isinstance(p, Tensor) else p for p in parts]
                 if graph.input_kinds[name].kind is InputKind.BATCH:
                     for batch, part in zip(batches, parts, strict=True):
                         assert isinstance(part, Tensor), "a batch holds tensors"
@@ -287,39 +299,19 @@ class Sweep:
     def _drawn(
         self,
         value: Value,
-        kind: object,
+        kind: ValueType,
         integers: Integers,
         how: Draw,
         random: torch.Generator,
     ) -> Tensor | Number:
-        if not isinstance(kind, TensorType):
-            return drawn_number(getattr(kind, "dtype", "float"), random)
+        if not isinstance(kind, TensorType):  # of the host: a float from 0.5 to 1.5, or a count
+            if kind.dtype == "float":
+                return 0.5 + float(torch.rand((), generator=random, dtype=torch.float64))
+            return True if kind.dtype == "bool" else 2
         size = self.numbering.sizes[value.base]
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
         return drawn(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
-
-
-def _draws(pair: tuple[_Cone, _Cone]) -> Sequence[Draw]:
-    """Return how two cones are run: rows can be ignored where integers or booleans are given."""
-    kinds = [cone.graph.types[name] for cone in pair for name in cone.given]
-    exact = [one for one in kinds if isinstance(one, TensorType) and "float" not in one.dtype]
-    return _DRAWS if exact else _DRAWS[:2]
-
-
-def _draw_s(cone: _Cone) -> float:
-    """Return the seconds that drawing what a cone is given takes, roughly."""
-    kinds = (cone.graph.types[name] for name in cone.given)
-    return bytes_s(sum(one.size_bytes for one in kinds if isinstance(one, TensorType)))
-
-
-def _as(kind: object, part: Tensor | Number, value: Value) -> Tensor | Number:
-    """Return a value of its type, given the numbers of its base."""
-    if not isinstance(kind, TensorType):
-        return part.item() if isinstance(part, Tensor) else part
-    dtype = getattr(torch, kind.dtype)
-    base = torch.as_tensor(part).to(dtype).reshape(-1)
-    return value.of(base)
 
 
 def _graph_of(cone: _Cone) -> LogicalGraph:
