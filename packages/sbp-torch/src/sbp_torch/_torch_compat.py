@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from sbp_torch._torch_patches import (
     frames_told_apart_by_folder,
     grouped_products_of_any_dtype,
+    replaced,
     unlogged_failures,
 )
 
@@ -149,23 +150,22 @@ def _aligned(
         return scores.new_empty((samples,)), wide
 
 
-@contextmanager
-def annotated(note: Mapping[str, Any]) -> Iterator[None]:
+def annotated(note: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Attach a note to every FX node made inside, as `node.meta["custom"]`. Tried on 2.13."""
-    with fx_traceback.annotate(dict(note)):
-        yield
+    found: AbstractContextManager[None] = fx_traceback.annotate(dict(note))
+    return found
 
 
-@contextmanager
-def reparametrized(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def reparametrized(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> AbstractContextManager[None]:
     """Swap a module's parameters and buffers, tied ones too. Tried on 2.13.
 
     Args:
         module: Gets its own ones back at the end.
         tensors: By name; at the end what the module held then, as it may have assigned others.
     """
-    with stateless._reparametrize_module(module, tensors, tie_weights=True):
-        yield
+    return stateless._reparametrize_module(module, tensors, tie_weights=True)
 
 
 @contextmanager
@@ -182,11 +182,9 @@ def own_kernels_only() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
+def without_modes() -> AbstractContextManager[Any]:
     """Let operators be run as they are, whatever modes are active. Tried on 2.13."""
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 def gradient_hooks(
@@ -202,19 +200,14 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> AbstractContextManager[None]:
     """Let `torch.compiler.is_compiling()` say yes. Tried on 2.13."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return replaced(torch.compiler, _is_compiling_flag=True)
 
 
-@contextmanager
-def checkpoints_inlined(region: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def checkpoints_inlined(
+    region: Callable[[], AbstractContextManager[None]],
+) -> AbstractContextManager[None]:
     """Let `torch.utils.checkpoint` run its function once, within `region()`. Tried on 2.13."""
 
     def without_reentrant(
@@ -229,18 +222,11 @@ def checkpoints_inlined(region: Callable[[], AbstractContextManager[None]]) -> I
             with region():
                 return function(*args)
 
-    names = {
-        "_checkpoint_without_reentrant_generator": without_reentrant,
-        "CheckpointFunction": Reentrant,
-    }
-    before = {name: getattr(checkpoint, name) for name in names}
-    for name, value in names.items():
-        setattr(checkpoint, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(checkpoint, name, value)
+    return replaced(
+        checkpoint,
+        _checkpoint_without_reentrant_generator=without_reentrant,
+        CheckpointFunction=Reentrant,
+    )
 
 
 def last_forward_number() -> int:
@@ -407,11 +393,10 @@ def written_arguments(
     return found
 
 
-@contextmanager
-def without_torch_functions() -> Iterator[None]:
+def without_torch_functions() -> AbstractContextManager[None]:
     """Let no `__torch_function__` hear of what is called, that of modes neither. Tried on 2.13."""
-    with torch._C.DisableTorchFunction():
-        yield
+    found: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return found
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
@@ -420,14 +405,9 @@ def as_plain_tensors() -> AbstractContextManager[None]:
     return found
 
 
-@contextmanager
 def trunc_normal_as(
     wrapped: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Replace what `torch.nn.init.trunc_normal_` calls to fill a tensor. Tried on 2.13."""
-    original = torch.nn.init._no_grad_trunc_normal_
-    torch.nn.init._no_grad_trunc_normal_ = wrapped(original)
-    try:
-        yield
-    finally:
-        torch.nn.init._no_grad_trunc_normal_ = original
+    init = torch.nn.init
+    return replaced(init, _no_grad_trunc_normal_=wrapped(init._no_grad_trunc_normal_))

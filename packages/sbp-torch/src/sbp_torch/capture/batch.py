@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sbp_core.errors import CaptureError, SbpValueError
-from sbp_torch.capture.tensor_kinds import check_dense
+from sbp_torch.capture.diagnostics import check_dense
 
 T = TypeVar("T")
 
@@ -176,10 +176,6 @@ class SampleDims:
 
     def of(self, name: str, tensor: Tensor) -> int:
         """Return the dim along which the samples of a tensor lie.
-
-        Args:
-            name: Of the tensor.
-            tensor: As a loop has it.
 
         Raises:
             SbpValueError: the tensor has no such dim.

@@ -35,10 +35,9 @@ from sbp_core.graph import (
     refs,
 )
 from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
-from sbp_torch.capture.diagnostics import shape_by_value, value_read
+from sbp_torch.capture.diagnostics import check_call, shape_by_value, value_read
 from sbp_torch.capture.numbers import at_forward
 from sbp_torch.capture.step import DRAW, SEED
-from sbp_torch.capture.tensor_kinds import check_call
 from sbp_torch.capture.trace import TracedStep
 from sbp_torch.ops.operators import asked_for
 
@@ -102,13 +101,19 @@ class _Conversion:
         outputs: tuple[GraphOutput, ...] = ()
         for node in self.step.module.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, next(placeholders))
+                entry = next(placeholders)
+                scalar = entry.kind is InputKind.SCALAR
+                kind = ScalarType() if scalar else _tensor_type(node.meta["val"])
+                self.types[entry.name], self.values[node] = kind, Ref(entry.name)
+                self.owners[entry.name] = entry.of or entry.name
+                self.taken[entry.name] += 1  # nodes must not get the names of inputs
             elif node.op == "get_attr":
                 self._constant(node)
             elif node.op == "output":
                 outputs = self._outputs(node)
             elif node.op == "call_function":
-                self._call(node)
+                if not self._stands_for_another(node):
+                    self._call(node)
             else:
                 raise CaptureError(
                     f"the captured graph holds a {node.op} node {node.target!r}",
@@ -121,15 +126,6 @@ class _Conversion:
             nodes=tuple(at_forward(self.nodes)),
             types=self.types,
         )
-
-    def _input(self, node: fx.Node, entry: GraphInput) -> None:
-        value = node.meta["val"]
-        scalar = entry.kind is InputKind.SCALAR
-        self.types[entry.name] = ScalarType() if scalar else _tensor_type(value)
-        self.values[node] = Ref(entry.name)
-        self.owners[entry.name] = entry.of or entry.name
-        # Nodes must not get the names of inputs.
-        self.taken[entry.name] += 1
 
     def _constant(self, node: fx.Node) -> None:
         """Make a tensor of the program's own, such as `torch.tensor(0.5)`, where it is used."""
@@ -170,7 +166,7 @@ class _Conversion:
                 found.append(GraphOutput(name=name, kind=kind, value=value))
         return tuple(found)
 
-    def _call(self, node: fx.Node) -> None:
+    def _stands_for_another(self, node: fx.Node) -> bool:
         # Three targets make no node: the parts of a tuple, a host number that is read from what is
         # one already, and the copy that PyTorch makes of a constant, as constants are made where
         # they are used.
@@ -178,15 +174,18 @@ class _Conversion:
             whole, index = node.args
             assert isinstance(whole, fx.Node) and isinstance(index, int), "an op's result is taken"
             self.values[node] = Ref(self.parts[whole][index])
-            return
+            return True
         if node.target is torch.ops.aten._local_scalar_dense.default:
             source = self._argument(node.args[0])
             if isinstance(self.types[source.name], ScalarType):
                 self.values[node] = source
-                return
+                return True
         if node.target is torch.ops.aten.lift_fresh_copy.default:
             self.values[node] = self._argument(node.args[0])
-            return
+            return True
+        return False
+
+    def _call(self, node: fx.Node) -> None:
         op, tags = self._operator(node)
         note = _note_of(node)
         host = op.startswith("host.")
@@ -220,8 +219,13 @@ class _Conversion:
         args = self._argument(tuple(node.args))
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)
-        if op.startswith("sbp.random_"):
-            args = self._count(args)
+        if op.startswith("sbp.random_"):  # it counts with the seed and the draw of the step
+            self.counted = (
+                GraphInput(name=SEED, kind=InputKind.SCALAR),
+                GraphInput(name=DRAW, kind=InputKind.RNG),
+            )
+            self.types |= {SEED: ScalarType("int"), DRAW: ScalarType("int")}
+            args = (args[0], Ref(SEED), Ref(DRAW), *args[3:])
         if "checkpoint" in note:
             tags = (*tags, "recompute", f"recompute:{note['checkpoint']}")
         # In this order: outputs are named after the node, links need the outputs, and a backward
@@ -272,16 +276,6 @@ class _Conversion:
         inherited = (self.links.get(n) or (n if n in self.places else "") for n in given)
         return next((name for name in (*found, *inherited) if name), "")
 
-    def _count(self, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        """Let a random op count with the seed and the draw of the step, which are inputs."""
-        if not self.counted:
-            self.counted = (
-                GraphInput(name=SEED, kind=InputKind.SCALAR),
-                GraphInput(name=DRAW, kind=InputKind.RNG),
-            )
-            self.types |= {SEED: ScalarType("int"), DRAW: ScalarType("int")}
-        return (args[0], Ref(SEED), Ref(DRAW), *args[3:])
-
     def _operator(self, node: fx.Node) -> tuple[str, tuple[str, ...]]:
         target: Any = node.target
         if target in HOST_OPS:
@@ -295,8 +289,8 @@ class _Conversion:
         if target is torch.ops.aten._local_scalar_dense.default:
             return "host.item", ()
         tags = tuple(text for tag, text in _TAGS.items() if tag in target.tags)
-        names = list(argument_types(target))
-        if "seeded" in tags and "dropout_p" in names:  # a dropout of zero is not random
+        if "seeded" in tags and "dropout_p" in (names := list(argument_types(target))):
+            # A dropout of zero is not random.
             at = names.index("dropout_p")
             given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0)
             if isinstance(given, int | float) and given == 0:
@@ -346,14 +340,10 @@ class _Conversion:
             return self.values[value]
         if isinstance(value, tuple | list):
             return tuple(self._argument(part) for part in value)
-        if isinstance(value, torch.dtype):
-            return Symbol("dtype", str(value).removeprefix("torch."))
         if isinstance(value, torch.device):
             return Symbol("device", value.type)
-        if isinstance(value, torch.layout):
-            return Symbol("layout", str(value).removeprefix("torch."))
-        if isinstance(value, torch.memory_format):
-            return Symbol("memory_format", str(value).removeprefix("torch."))
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return Symbol(type(value).__name__, str(value).removeprefix("torch."))
         if isinstance(value, float):
             return float(value)  # of NumPy, too
         if value is None or isinstance(value, bool | int | str):

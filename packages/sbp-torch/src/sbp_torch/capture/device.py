@@ -13,10 +13,10 @@ import torch
 
 from sbp_aten.passes import place_on_device
 from sbp_core.errors import CaptureError, GraphError
-from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType
+from sbp_core.graph import LogicalGraph, Node, TensorType, ValueType
 from sbp_torch._torch_compat import fake_mode
 from sbp_torch._torch_patches import frames_told_apart_by_folder
-from sbp_torch.ops.operators import bind, operator_of, results_of
+from sbp_torch.ops import operators
 
 #: Kinds of devices that a step can be captured for.
 DEVICES = ("cpu", "cuda")
@@ -83,13 +83,17 @@ class _Calls:
         Raises:
             CaptureError: the operator does not run on the device.
         """
-        kwargs = tuple((name, _frozen(part, values)) for name, part in node.kwargs.items())
-        call = node.op, _frozen(node.args, values), kwargs
+
+        def of(
+            name: str,
+        ) -> Hashable:  # tensors, which are kept, are told by which objects they are
+            value = values[name]
+            return (type(value), value) if isinstance(value, int | float) else id(value)
+
+        call = node.op, operators.frozen((node.args, tuple(node.kwargs.items())), of)
         if call not in self._known:
-            args = bind(node.args, values.__getitem__)
-            named = {name: bind(value, values.__getitem__) for name, value in node.kwargs.items()}
             try:
-                made = results_of(operator_of(node.op)(*args, **named))
+                made = operators.call(node.op, node.args, node.kwargs, values.__getitem__)
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
                 line = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 raise CaptureError(
@@ -116,14 +120,3 @@ class _Calls:
             value.is_neg(),
         )
         return self._tensors.setdefault(lies, value)
-
-
-def _frozen(argument: Argument, values: dict[str, Any]) -> Hashable:
-    """Return an argument as part of a key; of tensors, which are kept, which objects they are."""
-    if isinstance(argument, Ref):
-        value = values[argument.name]
-        return (type(value), value) if isinstance(value, int | float) else id(value)
-    if isinstance(argument, tuple | list):
-        return tuple(_frozen(part, values) for part in argument)
-    # With the type: 1, 1.0 and True are equal, but not the same argument.
-    return type(argument), argument

@@ -122,7 +122,26 @@ class _Comparison:
     def run(self) -> None:
         for index in range(self.warm_up):
             self._step_eager(index, self._gradients())
-        groups = self._traced_groups()
+        # The traced clone begins with copies of what the eager clone holds now.
+        names = {id(p): name for name, p in self.traced_members.items()}
+        for name, member in self.members.items():
+            own = self.traced_members[name]
+            own.copy_(member)
+            if member in self.eager.state:
+                self.traced.state[own] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in self.eager.state[member].items()
+                }
+        groups = [
+            ParameterGroup(
+                self.traced,
+                index,
+                {names[id(p)]: p for p in group["params"]},
+                f".{index}",
+                UpdateOptions(),
+            )
+            for index, group in enumerate(self.traced.param_groups)
+        ]
         traced = TracedOptimizer(self.traced, groups)
         parameters = dict(self.traced_members)
         states = {
@@ -145,28 +164,6 @@ class _Comparison:
             copies = {name: grad.clone() for name, grad in grads.items()}
             traced.step(parameters, copies, states, scalars)
             self._compare(index, parameters, states)
-
-    def _traced_groups(self) -> list[ParameterGroup]:
-        """Return the traced clone's groups, over copies of what the eager clone holds now."""
-        names = {id(p): name for name, p in self.traced_members.items()}
-        for name, member in self.members.items():
-            own = self.traced_members[name]
-            own.copy_(member)
-            if member in self.eager.state:
-                self.traced.state[own] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in self.eager.state[member].items()
-                }
-        return [
-            ParameterGroup(
-                self.traced,
-                index,
-                {names[id(p)]: p for p in group["params"]},
-                f".{index}",
-                UpdateOptions(),
-            )
-            for index, group in enumerate(self.traced.param_groups)
-        ]
 
     def _gradients(self) -> dict[str, Tensor]:
         return {

@@ -113,12 +113,7 @@ def clone_of(
 def clone_over(
     optimizer: torch.optim.Optimizer, parameters_for: Callable[[list[Tensor]], list[Any]]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same settings over other parameters, that has not stepped.
-
-    Args:
-        optimizer: Any; stays as it is.
-        parameters_for: From the parameters of a group to those of the clone's group.
-    """
+    """Return an optimizer of the same settings over other parameters, that has not stepped."""
     clone = clone_of(optimizer, own_attributes=not isinstance(optimizer, CombinedOptimizer))
     if isinstance(optimizer, CombinedOptimizer) and isinstance(clone, CombinedOptimizer):
         clone.optimizers = tuple(clone_over(one, parameters_for) for one in optimizer.optimizers)

@@ -126,9 +126,6 @@ class InitialStateProbe:
     def of(self, parameter: Tensor) -> InitialStates:
         """Return the states of a parameter.
 
-        Args:
-            parameter: Any shape; only read.
-
         Raises:
             CaptureError: the states depend on the first gradient, or are no tensors and counters;
                 or a step on a stand-in fails.

@@ -111,21 +111,16 @@ class Change:
 
 
 class Snapshot:
-    """The attributes of all modules and what lies in them, at one moment.
-
-    Args:
-        model: Whose.
-    """
+    """The attributes of all modules and what lies in them, at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
-        self._own = [dict(vars(module)) for _, module in self._modules]
-        #: Containers by id: itself, what it held, number of the module, the way to it.
+        #: Attributes of modules, and containers in them, by id: itself, what it held, number of the
+        #: module, the way to it; of attributes, the way is empty.
         self._held: dict[int, tuple[Any, Any, int, str]] = {}
         self._stand_ins: Mapping[int, Tensor] = {}
-        for number, own in enumerate(self._own):
-            for key, value in own.items():
-                self._hold(value, number, key)
+        for number, (_, module) in enumerate(self._modules):
+            self._hold(vars(module), number, "")
 
     def _hold(self, value: Any, number: int, way: str) -> None:
         # Once each: containers may hold each other, and themselves. `_held` keeps the container
@@ -138,7 +133,7 @@ class Snapshot:
         self._held[id(value)] = (value, content, number, way)
         parts = dict(enumerate(content)) if isinstance(content, list) else content
         for key, part in parts.items() if isinstance(parts, dict) else ():
-            self._hold(part, number, f"{way}[{key!r}]")
+            self._hold(part, number, f"{way}[{key!r}]" if way else key)
 
     def changes(self, stand_ins: Mapping[int, Tensor]) -> list[Change]:
         """Return what is not as it was, attributes first.
@@ -149,12 +144,23 @@ class Snapshot:
         """
         self._stand_ins = stand_ins
         found: list[Change] = []
-
-        def add(
-            path: str, module: nn.Module, key: str, before: Any, after: Any, registered: str = ""
-        ) -> None:
-            if not self._is_same(before, after):
-                change = Change(
+        for value, content, number, way in sorted(
+            self._held.values(), key=lambda held: bool(held[3])
+        ):
+            path, module = self._modules[number]
+            now, registered = content_of(value), REGISTERS.get(way, "")
+            parts = [(way, content, now)]
+            if isinstance(content, dict):
+                parts = [
+                    (
+                        f"{way}[{key!r}]" if way and not registered else key,
+                        content.get(key, _MISSING),
+                        now.get(key, _MISSING),
+                    )
+                    for key in dict.fromkeys((*content, *now))
+                ]
+            found += [
+                Change(
                     module=path,
                     owner=type(module).__name__,
                     key=key,
@@ -162,24 +168,9 @@ class Snapshot:
                     after=after,
                     registered=registered,
                 )
-                found.append(change)
-
-        for (path, module), own in zip(self._modules, self._own, strict=True):
-            now = vars(module)
-            for key in dict.fromkeys((*own, *now)):
-                before, after = own.get(key, _MISSING), now.get(key, _MISSING)
-                add(path, module, key, before, after)
-        for value, content, number, way in self._held.values():
-            path, module = self._modules[number]
-            now = content_of(value)
-            if isinstance(content, dict):
-                for key in dict.fromkeys((*content, *now)):
-                    before, after = content.get(key, _MISSING), now.get(key, _MISSING)
-                    registered = REGISTERS.get(way, "")
-                    told = key if registered else f"{way}[{key!r}]"
-                    add(path, module, told, before, after, registered)
-            else:
-                add(path, module, way, content, now)
+                for key, before, after in parts
+                if not self._is_same(before, after)
+            ]
         return found
 
     def _is_same(self, before: Any, after: Any) -> bool:
@@ -217,7 +208,6 @@ class Snapshot:
         def real(value: Any) -> Any:
             return made.get(id(value), value)
 
-        self._own = [{key: real(value) for key, value in own.items()} for own in self._own]
         for key, (value, content, number, way) in self._held.items():
             if isinstance(content, dict):
                 content = {k: real(part) for k, part in content.items()}
@@ -228,23 +218,12 @@ class Snapshot:
 
     def restore(self) -> None:
         """Set everything back to what it was."""
-        for (_, module), own in zip(self._modules, self._own, strict=True):
-            now = vars(module)
-            for key in [key for key in now if key not in own]:
-                del now[key]
-            # Attributes first, then what lies in them: a list that was replaced is back, and is
-            # refilled.
-            now.update(own)
         for value, content, _, _ in self._held.values():
             refill(value, content)
 
 
 class Missing:
-    """Stands for what is not there.
-
-    Args:
-        told: How messages call it.
-    """
+    """Stands for what is not there."""
 
     def __init__(self, told: str) -> None:
         self._told = told

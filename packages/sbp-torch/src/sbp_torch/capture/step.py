@@ -30,13 +30,12 @@ from sbp_torch._torch_patches import (
     transformers_of_any_mask,
 )
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
-from sbp_torch.capture.diagnostics import scaled_loss
+from sbp_torch.capture.diagnostics import check_dense, scaled_loss
 from sbp_torch.capture.loss import Loss, split_losses
 from sbp_torch.capture.numbers import NO_NUMBERS, NumberPlace, placed
 from sbp_torch.capture.provenance import Notes
 from sbp_torch.capture.randomness import Draws
 from sbp_torch.capture.side_effects import Change, Generators, Snapshot, replaced_states
-from sbp_torch.capture.tensor_kinds import check_dense
 from sbp_torch.capture.update import Update
 
 #: Scalar inputs that random ops count with.

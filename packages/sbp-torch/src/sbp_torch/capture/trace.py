@@ -38,10 +38,9 @@ from sbp_torch._torch_compat import (
     written_argument,
     written_arguments,
 )
-from sbp_torch.capture.diagnostics import refusal, written_outside
+from sbp_torch.capture.diagnostics import check_dense, refusal, written_outside
 from sbp_torch.capture.side_effects import shared_memory
 from sbp_torch.capture.step import TrainingStep
-from sbp_torch.capture.tensor_kinds import check_dense
 
 # Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
 

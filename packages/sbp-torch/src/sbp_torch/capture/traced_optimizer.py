@@ -21,6 +21,7 @@ from sbp_core.errors import CaptureError, SbpError
 from sbp_core.runtime import Number
 from sbp_torch._torch_compat import compiling, storage_key
 from sbp_torch._torch_optim_compat import unprofiled
+from sbp_torch._torch_patches import replaced
 from sbp_torch.capture.diagnostics import user_frame
 from sbp_torch.capture.functional_updates import (
     UpdateFunction,
@@ -198,17 +199,15 @@ class ParameterGroup:
                 states[f"{name}.{key}"] = value.to(own[key].dtype)
 
 
+#: What functions of `math` are on host numbers of a trace.
+_MATH: Mapping[str, Callable[..., Any]] = {"sqrt": torch.sym_sqrt, "pow": operator.pow}
+
 #: Optimizers whose plain code branches on host numbers: they run with steps as tensors.
 _TENSOR_STEPS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
 class TracedOptimizer:
-    """One optimizer as a function of its states, by its own code where that can be traced.
-
-    Args:
-        optimizer: Any.
-        groups: All of its groups, in order.
-    """
+    """One optimizer as a function of its states, by its own code where that can be traced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
         self.optimizer, self.groups = optimizer, groups
@@ -267,7 +266,9 @@ class TracedOptimizer:
             own["step"] = own["step"].double()
         if self.tensor_steps and "capturable" in group.settings and group.parameters[name].dim():
             # Where it is not captured, PyTorch computes with these on the host, too: ASGD's eta.
-            own |= {key: one.double() for key, one in own.items() if _is_number(one)}
+            for key, one in own.items():
+                if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point():
+                    own[key] = one.double()
         for key, (number, by) in group.numbers.get(name, {}).items():
             own[key] = number
             if by:
@@ -298,8 +299,15 @@ class TracedOptimizer:
 
     def _run(self, clone: torch.optim.Optimizer) -> None:
         hint = compiling() if self.tensor_steps else nullcontext()
+        plain = {name: getattr(math, name) for name in _MATH}
+
+        def function(name: str, *args: Any) -> Any:
+            traced = any(isinstance(value, torch.SymFloat | torch.SymInt) for value in args)
+            return (_MATH if traced else plain)[name](*args)
+
+        symbolic_math = replaced(math, **{name: partial(function, name) for name in _MATH})
         try:
-            with hint, unprofiled(), _symbolic_math():
+            with hint, unprofiled(), symbolic_math:
                 plain_step(self.optimizer)(clone)
         except SbpError:
             raise
@@ -317,17 +325,9 @@ class TracedOptimizer:
             ) from error
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
-
-
 @contextmanager
 def in_place_only(name: str, members: Sequence[Tensor]) -> Iterator[None]:
     """Refuse an optimizer that puts other tensors into its parameters: no graph would see it.
-
-    Args:
-        name: Of the optimizer.
-        members: Its parameters.
 
     Raises:
         CaptureError: a parameter lies in other memory afterwards.
@@ -341,25 +341,3 @@ def in_place_only(name: str, members: Sequence[Tensor]) -> Iterator[None]:
                 accepted="changes in place",
                 todo="write p.copy_(...) or p.sub_(...) instead of p.data = ...",
             )
-
-
-@contextmanager
-def _symbolic_math() -> Iterator[None]:
-    """Let `math.sqrt` and `math.pow` take the host numbers of a trace."""
-    plain = {name: getattr(math, name) for name in _MATH}
-
-    def function(name: str, *args: Any) -> Any:
-        traced = any(isinstance(value, torch.SymFloat | torch.SymInt) for value in args)
-        return (_MATH if traced else plain)[name](*args)
-
-    for name in _MATH:
-        setattr(math, name, partial(function, name))
-    try:
-        yield
-    finally:
-        for name, before in plain.items():
-            setattr(math, name, before)
-
-
-#: What functions of `math` are on host numbers of a trace.
-_MATH: Mapping[str, Callable[..., Any]] = {"sqrt": torch.sym_sqrt, "pow": operator.pow}

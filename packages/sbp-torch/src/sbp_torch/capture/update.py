@@ -64,13 +64,16 @@ class Update:
         self._optimizer = optimizer
         self._optimizers = _optimizers(self._parameters, optimizer, options, device)
         self._groups = [group for one in self._optimizers for group in one.groups]
-        self._states = {name: of for group in self._groups for name, of in group.states.items()}
+        nested = {name: of for group in self._groups for name, of in group.states.items()}
         self._averaged: list[str] = []
         if options.ema_decay is not None:
             self._averaged = [name for name, p in self._parameters.items() if p.requires_grad]
         for name in self._averaged:
-            average = self._parameters[name].detach()
-            self._states[name] = {**self._states.get(name, {}), AVERAGE: average}
+            nested[name] = {**nested.get(name, {}), AVERAGE: self._parameters[name].detach()}
+        #: States of parameters by name, each with its parameter.
+        self._own = {
+            f"{of}.{key}": (of, value) for of, own in nested.items() for key, value in own.items()
+        }
         for name in self.values().keys() & {*self._parameters, *dict(model.named_buffers())}:
             raise CaptureError(
                 f"{name!r} is the name of a parameter or buffer and of a state of the update",
@@ -90,21 +93,12 @@ class Update:
     def inputs(self) -> tuple[GraphInput, ...]:
         """Describe the states of the update, in the order of `values`."""
         kind = InputKind.OPTIMIZER_STATE
-        own = (
-            GraphInput(name=f"{name}.{key}", kind=kind, of=name)
-            for name, states in self._states.items()
-            for key in states
-        )
+        own = (GraphInput(name=name, kind=kind, of=of) for name, (of, _) in self._own.items())
         return (*own, *(GraphInput(name=name, kind=kind) for name in self._shared()))
 
     def values(self) -> dict[str, Tensor]:
         """Return the states as they are now, by the names of their inputs."""
-        own = {
-            f"{name}.{key}": value
-            for name, states in self._states.items()
-            for key, value in states.items()
-        }
-        return own | self._shared()
+        return {name: value for name, (_, value) in self._own.items()} | self._shared()
 
     def copies(self) -> set[str]:
         """Return the states that begin as copies of their parameter, in a dtype of their own."""
@@ -130,12 +124,7 @@ class Update:
         return {name: value.to(device) for name, value in found.items()}
 
     def scale(self, loss: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """Return the number that is differentiated: the loss, scaled if that is asked for.
-
-        Args:
-            loss: 0-d, floating.
-            states: Every state of `inputs` by name.
-        """
+        """Return the number that is differentiated: the loss, scaled if that is asked for."""
         return loss if self.options.loss_scaling is None else loss * states[SCALE]
 
     def __call__(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from sbp_torch._torch_compat import (
     without_torch_functions,
     written_arguments,
 )
+from sbp_torch._torch_patches import replaced
 from sbp_torch.capture.diagnostics import user_line
 from sbp_torch.deferred_init.tape import OwnGenerator, Replay, Return, Tape, TapeEntry, Window
 
@@ -66,7 +67,7 @@ _LIKE: Mapping[str, tuple[OpOverload, tuple[Any, ...]]] = {
 }
 
 
-class ConstructorRecorder:
+class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
     """A tape that grows while a constructor runs.
 
     Args:
@@ -74,6 +75,7 @@ class ConstructorRecorder:
     """
 
     def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.tape = Tape(seed=seed)
         self.replay = Replay(self.tape)
         #: Real storages on the tape, by key: the tensor without data that stands for each.
@@ -88,19 +90,14 @@ class ConstructorRecorder:
         before = torch.default_generator.get_state()
         try:
             self.generator.begin()
-            with trunc_normal_as(self._trunc_normal), _Answers(self), _Operators(self):
+            with trunc_normal_as(self._trunc_normal), _Answers(self), self:
                 yield
         finally:
             torch.default_generator.set_state(before)
 
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def at_rest(self) -> AbstractContextManager[None]:
         """Run the operators of the block as they are, and write nothing down."""
-        before, self.resting = self.resting, True
-        try:
-            yield
-        finally:
-            self.resting = before
+        return replaced(self, resting=True)
 
     def values(self, tensor: Tensor) -> Tensor:
         """Return what a tensor holds now, as a real tensor."""
@@ -110,8 +107,14 @@ class ConstructorRecorder:
 
     # Operators.
 
-    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do without data what an operator does, and write it down."""
+        if self.resting:
+            return func(*args, **(kwargs or {}))
+        with without_torch_functions():
+            return self._call(func, args, dict(kwargs or {}))
+
+    def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = base_name(op)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
@@ -306,10 +309,8 @@ class ConstructorRecorder:
             found = self.stand_ins.pop(storage_key(tensor), None)
             if found is not None:
                 real, stand_in = found
-                number = self.tape.window(
-                    torch.empty(0, dtype=torch.uint8, device="meta").set_(stand_in)
-                ).storage
-                self.tape.constants[number] = copied_storage(real)
+                empty = torch.empty(0, dtype=torch.uint8, device="meta").set_(stand_in)
+                self.tape.constants[self.tape.window(empty).storage] = copied_storage(real)
 
     def _set(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a tensor look at a storage, such as one that was read from a file."""
@@ -361,26 +362,6 @@ def _digest(state: Tensor) -> bytes:
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Hands every operator to the recording."""
-
-    def __init__(self, recording: ConstructorRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
-        self.recording = recording
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if self.recording.resting:
-            return func(*args, **(kwargs or {}))
-        with without_torch_functions():
-            return self.recording.call(func, args, dict(kwargs or {}))
-
-
 class _Answers(TorchFunctionMode):
     """Answers questions about tensors without data as if they were real."""
 
@@ -388,13 +369,7 @@ class _Answers(TorchFunctionMode):
         super().__init__()
         self.recording = recording
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if args and isinstance(args[0], Tensor):
             first = args[0]

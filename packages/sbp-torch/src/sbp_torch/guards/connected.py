@@ -173,14 +173,7 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 def connect(tensor: Tensor, owner: Owner, name: str, *, untraced: bool = False) -> None:
-    """Let a tensor ask its owner before it is read or written.
-
-    Args:
-        tensor: An ordinary one.
-        owner: Who brings it up to date.
-        name: For the owner.
-        untraced: Whether what is written to it leaves no trace in its version.
-    """
+    """Let a tensor ask its owner before it is read or written."""
     vars(tensor)[OWNER] = (owner, name, untraced)
     tensor.__class__ = _connected_class(type(tensor))
 
@@ -214,12 +207,7 @@ def is_let_go(tensor: Tensor) -> bool:
 
 
 def trained_elsewhere(name: str, where: str = "") -> RunError:
-    """Return the error for a program that reads a tensor that is no constant and no state of it.
-
-    Args:
-        name: What the tensor is called.
-        where: The line of the program.
-    """
+    """Return the error for a program that reads a tensor that is no constant and no state of it."""
     return RunError(
         f"the program reads {name!r}, which another step trains",
         where=where,

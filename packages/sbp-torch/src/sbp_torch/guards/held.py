@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -58,8 +58,20 @@ class Changed:
     number: NumberPlace | None = None
 
 
-_C_DATA: Any = ctypes._SimpleCData | ctypes.Array | ctypes.Structure | ctypes.Union
+_C_DATA = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 
+#: What objects hold that are no containers.
+_HOLDS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (random.Random, lambda one: [one.getstate()]),
+    (torch.Generator, lambda one: one.get_state().numpy().tobytes()),
+    # What it remembers may be forgotten.
+    (functools._lru_cache_wrapper, lambda one: [*one.cache_info()[1::2]]),
+    (ContextVar, lambda one: [one.get(None)]),
+    (threading.local, lambda one: dict(vars(one))),  # as this thread sees it, which captures
+    ((*_C_DATA, bytearray, memoryview), bytes),
+    (threading.Event, lambda one: [one.is_set()]),
+    (SynchronizedBase, lambda one: bytes(one.get_obj())),
+)
 
 #: Stands for what is not there.
 NOTHING: Any = Missing("not there")
@@ -72,23 +84,9 @@ def held_in(value: Any) -> Any:
     """
     if isinstance(value, Iterator):
         return _place_of(value)
-    if isinstance(value, random.Random):
-        return [value.getstate()]
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, functools._lru_cache_wrapper):  # what it remembers may be forgotten
-        told = value.cache_info()
-        return [told.misses, told.currsize]
-    if isinstance(value, ContextVar):
-        return [value.get(None)]
-    if isinstance(value, threading.local):  # as this thread sees it, which captures
-        return dict(vars(value))
-    if isinstance(value, _C_DATA | bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, threading.Event):
-        return [value.is_set()]
-    if isinstance(value, SynchronizedBase):
-        return bytes(value.get_obj())
+    for kinds, holds in _HOLDS:
+        if isinstance(value, kinds):
+            return holds(value)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.hasobject:
         return value.ravel().tolist()
@@ -281,11 +279,7 @@ def is_float(value: object) -> bool:
 
 
 class Numbers:
-    """Says which numbers a guard does not compare.
-
-    Args:
-        places: Of these.
-    """
+    """Says which numbers a guard does not compare."""
 
     def __init__(self, places: Collection[NumberPlace]) -> None:
         self._by_place = {place.at: place for place in places}
@@ -305,21 +299,12 @@ class Numbers:
         Args:
             held: Of each: its id in places, and its keys.
         """
-        self._among = []
-        first = 0
-        if not self._by_place:
-            return
-        for number, keys in held:
-            for position, key in enumerate(keys, start=first):
-                if (number, key) in self._by_place:
-                    self._among.append((position, self._by_place[number, key]))
-            first += len(keys)
+        every = ((number, key) for number, keys in held if self._by_place for key in keys)
+        places = ((at, self._by_place.get(place)) for at, place in enumerate(every))
+        self._among = [(at, place) for at, place in places if place is not None]
 
     def follow_in(self, lay: list[Any]) -> bool:
         """Put the floats of now into what lay in mappings and lists; whether all are floats.
-
-        Args:
-            lay: Changed, where numbers lie.
 
         Raises:
             LookupError: a place is empty.

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Collection, Iterator, Sequence, Sized
 from itertools import chain
 from typing import Any
 
@@ -330,27 +330,24 @@ class Guard:
         if (now := surroundings()) != self._around:
             found.append(Changed(what=f"{SURROUNDINGS} are {now}, and were {self._around}"))
         with as_plain_tensors():
-            hooks = zip(self._states, self._hooks, hooks_of(self._states.values()), strict=True)
-            found += [
-                Changed(what=f"a hook was registered on, or removed from, {name!r}")
-                for name, before, after in hooks
-                if before != after
+            tensors = self._states.values()
+            frozen = "%r is frozen (requires_grad), and was trained when the step was captured"
+            to_train = "%r is to be trained (requires_grad), and was frozen when the step was "
+            hooked = "a hook was registered on, or removed from, %r"
+            kept: list[tuple[Sequence[object], Sequence[object], str]] = [
+                (self._hooks, hooks_of(tensors), hooked),
+                (
+                    self._set_on_tensors,
+                    num_attributes(tensors),
+                    "attributes were set on %r, or taken from it",
+                ),
+                (self._trained, [one.requires_grad for one in tensors], ""),
             ]
-            counts = num_attributes(self._states.values())
-            noted = zip(self._states, self._set_on_tensors, counts, strict=True)
-            found += [
-                Changed(what=f"attributes were set on {name!r}, or taken from it")
-                for name, before, after in noted
-                if before != after
-            ]
-            for (name, tensor), before in zip(self._states.items(), self._trained, strict=True):
-                if tensor.requires_grad is not before:
-                    now_told = "is frozen" if before else "is to be trained"
-                    was = "was trained" if before else "was frozen"
-                    what = (
-                        f"{name!r} {now_told} (requires_grad), and {was} when the step was captured"
-                    )
-                    found.append(Changed(what=what))
+            for before_all, after_all, what in kept:
+                for name, old, new in zip(self._states, before_all, after_all, strict=True):
+                    if old != new:
+                        message = what or (f"{to_train}captured" if new else frozen)
+                        found.append(Changed(what=message % name))
         if training:
             found += self._groups.changes()
         if not found and training:  # all was looked at; so that it is not looked at again

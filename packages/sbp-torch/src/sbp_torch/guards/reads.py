@@ -27,7 +27,6 @@ from sbp_torch.guards.functions import (
     SHOWN,
     Code,
     called_in,
-    definition,
     is_called,
     is_fixed,
     is_fixed_module,
@@ -236,7 +235,7 @@ class Reads:
         if code.shows:
             self.names |= SHOWN
         # Wrappers, such as `torch.no_grad()`, have PyTorch's code, and the user's in a cell.
-        where = definition(function)
+        where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             yield from self._cell(name, cell, where)
@@ -261,7 +260,7 @@ class Reads:
             yield from self._item(name, function.__globals__, name, where)
         if is_installed_module(function.__module__ or ""):
             return
-        for name in code.imports:
+        for name in code.named_by("IMPORT_NAME"):
             if isinstance(module := sys.modules.get(name), types.ModuleType):
                 self.add_module(module, name)
         _, missing = self.missing.setdefault(id(function.__globals__), (function.__globals__, {}))

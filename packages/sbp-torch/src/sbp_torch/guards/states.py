@@ -95,19 +95,19 @@ class ConnectedStates:
         if not any(optimizer is known and update is same for known, same in self._programs):
             self._programs.append((optimizer, update))
         begins = self._initial_states(optimizer, update)
-        self._dtypes |= {
-            name: one.dtype
-            for name, one in begins.items()
-            if name in names and self._is_optimizers(name)
-        }
+        for name, one in begins.items():
+            parameter, _, key = name.rpartition(".")
+            is_optimizers = parameter in self._tensors and name not in self._tensors
+            if name in names and is_optimizers and key != AVERAGE:
+                self._dtypes[name] = one.dtype
         known = {id(one.optimizer) for one in self._states}
         for part in members(optimizer):
             if id(part) not in known:
                 self._states.append(OptimizerStates(part, self.read_optimizer))
                 if self._is_connected:
                     self._states[-1].connect()
-        for one in self._states:
-            one.is_behind |= one.optimizer in members(optimizer)
+        for states in self._states:
+            states.is_behind |= states.optimizer in members(optimizer)
 
     def connect(self, let_go: Callable[[bool], None]) -> None:
         """Begin: tensors and states are as those of the step.
@@ -165,6 +165,9 @@ class ConnectedStates:
     def in_step(self) -> None:
         """Note that the model's tensors have the values of their states."""
         self._is_behind = False
+        self._note_versions()
+
+    def _note_versions(self) -> None:
         self._handed_out.clear()
         with as_plain_tensors():
             self._versions = {name: one._version for name, one in self._tensors.items()}
@@ -226,12 +229,7 @@ class ConnectedStates:
     def _initial_states(
         self, optimizer: torch.optim.Optimizer, update: UpdateOptions
     ) -> dict[str, Tensor]:
-        """Return the states as an optimizer has them now, or as they begin; also of what is frozen.
-
-        Args:
-            optimizer: Whose.
-            update: As given to `capture`.
-        """
+        """Return the states that an optimizer has now, or as they begin; also of what is frozen."""
         with self.apart(), as_plain_tensors(), trainable([*self._model.parameters()]):
             return initial_states(self._model, optimizer, update, copy=False)
 
@@ -244,15 +242,9 @@ class ConnectedStates:
                 if one.optimizer in members(optimizer):
                     one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])
 
-    def _is_optimizers(self, name: str) -> bool:
-        parameter, _, key = name.rpartition(".")
-        return parameter in self._tensors and name not in self._tensors and key != AVERAGE
-
     def taken_over(self) -> None:
         """Note that what was written is in the states, or was overwritten there."""
-        self._handed_out.clear()
-        with as_plain_tensors():
-            self._versions = {name: one._version for name, one in self._tensors.items()}
+        self._note_versions()
         for one in self._states:
             if one.is_written():
                 one.taken_over()

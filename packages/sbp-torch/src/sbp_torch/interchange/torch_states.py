@@ -189,10 +189,13 @@ def to_optimizer_state(
         }
         if held or given:
             plain = {key: value for key, value in held.items() if not isinstance(value, Tensor)}
-            own[number] = plain | {
-                key: value.detach().clone().to(_device(key, held, parameter))
-                for key, value in given.items()
-            }
+            own[number] = plain
+            for key, value in given.items():
+                # Where it was, or with its parameter; counters on the host.
+                device = torch.device("cpu") if key == "step" else parameter.device
+                if isinstance(held.get(key), Tensor):
+                    device = held[key].device
+                plain[key] = value.detach().clone().to(device)
     return {"state": own, "param_groups": settings["param_groups"]}
 
 
@@ -320,11 +323,3 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
                 accepted="an optimizer over model.parameters()",
             )
     return [(names[id(parameter)], parameter) for parameter in members]
-
-
-def _device(key: str, held: Mapping[str, Any], parameter: Tensor) -> torch.device:
-    """Return where a state belongs: where it was, or with its parameter; counters on the host."""
-    before = held.get(key)
-    if isinstance(before, Tensor):
-        return before.device
-    return torch.device("cpu") if key == "step" else parameter.device

@@ -11,7 +11,7 @@ the exact layout of a step of 10,000 nodes on four ranks costs as much as that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
@@ -23,13 +23,13 @@ from torch import Tensor
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError, SbpError
-from sbp_core.graph import ITEMSIZE, Argument, Ref, Symbol, map_refs, refs
+from sbp_core.graph import ITEMSIZE, map_refs, refs
 from sbp_core.memory import Number, ResultLayout, StorageView, StridedLayout
 from sbp_core.signatures import check_shapes
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch._torch_patches import unlogged_failures
 from sbp_torch.boxing.execute import local_step, torch_dtype
-from sbp_torch.ops.operators import asked_for, bind, operator_of, results_of
+from sbp_torch.ops.operators import asked_for, bind, frozen, operator_of, results_of
 from sbp_torch.signatures.torch_call import describe
 
 #: Stands in for a host number whose operator cannot take the other stand-ins.
@@ -86,11 +86,18 @@ class Layouts:
             if isinstance(value, StorageView)
         }
         storages = {storage: index for index, storage in enumerate(sizes)}
+
+        def lies(name: str) -> Hashable:  # how it lies, not what it is called
+            value = given[name]
+            if isinstance(value, StorageView):
+                return value.layout, storages[value.storage]
+            return "host", type(value)
+
         if entry.op == LOCAL_BOX:
             source, index = entry.args
-            what: object = (rank, steps[index], _frozen(source, given, storages))
+            what: object = (rank, steps[index], frozen(source, lies))
         else:
-            what = _frozen((entry.args, tuple(entry.kwargs.items())), given, storages)
+            what = frozen((entry.args, tuple(entry.kwargs.items())), lies)
         # All that a layout may depend on, and nothing that names the call: arguments by how they
         # lie, and by which of them share a storage.
         key = (entry.op, what, tuple(sizes.values()))
@@ -219,25 +226,6 @@ def _run(
         # at; of others some read or write beyond memory.
         check_shapes(describe(entry.op, args, kwargs, results)[0])
     return results
-
-
-def _frozen(
-    argument: Argument, given: dict[str, StorageView | Number], storages: dict[int, int]
-) -> object:
-    """Return an argument as part of a dictionary's key: how it lies, not what it is called.
-
-    Numbers keep their type: 1, 1.0 and True are equal, but promote dtypes differently.
-    """
-    if isinstance(argument, Ref):
-        value = given[argument.name]
-        if isinstance(value, StorageView):
-            return value.layout, storages[value.storage]
-        return "host", type(value)
-    if isinstance(argument, tuple | list):
-        return tuple(_frozen(part, given, storages) for part in argument)
-    if isinstance(argument, Symbol | str) or argument is None:
-        return argument
-    return type(argument), repr(argument)
 
 
 def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:

@@ -130,13 +130,7 @@ class MemoryMeter:
             self._quiet.on = False
 
     def note(self, rank: int, tensor: Tensor, *, handed: bool = False) -> None:
-        """Count a tensor that a rank holds, until it is gone.
-
-        Args:
-            rank: Whose.
-            tensor: The tensor.
-            handed: Whether boxing handed it out, so that its storage may be another rank's.
-        """
+        """Count a tensor that a rank holds, until it is gone."""
         if getattr(self._quiet, "on", False):
             return
         held, number, storage = self._ranks[rank], id(tensor), storage_key(tensor)
@@ -150,11 +144,19 @@ class MemoryMeter:
             def gone(_: object) -> None:
                 with self._lock:
                     held.tensors.pop(number, None)
-                    if held.leave(storage) and self._owners.get(storage) == rank:
-                        del self._owners[storage]
+                    held.holders[storage] -= 1
+                    if not held.holders[storage]:  # that was the last
+                        del held.holders[storage]
+                        held.alive -= held.sizes.pop(storage)
+                        if self._owners.get(storage) == rank:
+                            del self._owners[storage]
 
             held.tensors[number] = weakref.ref(tensor, gone)
-            held.enter(storage, size)
+            if storage not in held.holders:
+                held.holders[storage], held.sizes[storage] = 0, size
+                held.alive += size
+                held.peak = max(held.peak, held.alive)
+            held.holders[storage] += 1
 
     def came_from_outside(self, rank: int, tensor: Tensor) -> None:
         """Note an argument that nobody counted: a part of the batch, which counts by the plan."""
@@ -176,23 +178,6 @@ class _Holdings:
         self.holders: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self.alive = self.peak = 0
-
-    def enter(self, storage: int, size_bytes: int) -> None:
-        """Count one more tensor of a storage."""
-        if storage not in self.holders:
-            self.holders[storage], self.sizes[storage] = 0, size_bytes
-            self.alive += size_bytes
-            self.peak = max(self.peak, self.alive)
-        self.holders[storage] += 1
-
-    def leave(self, storage: int) -> bool:
-        """Count one tensor less; return whether that was the last."""
-        self.holders[storage] -= 1
-        if self.holders[storage]:
-            return False
-        del self.holders[storage]
-        self.alive -= self.sizes.pop(storage)
-        return True
 
 
 class _Metered(BoxingBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -190,6 +190,14 @@ def results_of(made: Any) -> tuple[Any, ...]:
     return tuple(part for entry in made if entry is not None for part in results_of(entry))
 
 
+def call(
+    op: str, args: Argument, kwargs: Mapping[str, Argument], read: Callable[[str], Any]
+) -> tuple[Any, ...]:
+    """Return the results of an operator, given the values of names; see `results_of`."""
+    named = {key: bind(value, read) for key, value in kwargs.items()}
+    return results_of(operator_of(op)(*bind(args, read), **named))
+
+
 def asked_for(
     target: object, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Any]
 ) -> list[Any]:
@@ -228,6 +236,18 @@ def symbol_value(symbol: Symbol) -> Any:
             f"torch has no {symbol.kind} {symbol.name!r}", accepted="device, " + ", ".join(_SYMBOLS)
         )
     return found
+
+
+def frozen(argument: Argument, of: Callable[[str], Hashable]) -> Hashable:
+    """Return an argument as part of a dictionary's key, with `of(name)` for each `Ref`.
+
+    Numbers keep their type: 1, 1.0 and True are equal, but promote dtypes differently.
+    """
+    if isinstance(argument, Ref):
+        return of(argument.name)
+    if isinstance(argument, tuple | list):
+        return tuple(frozen(part, of) for part in argument)
+    return argument if isinstance(argument, Symbol) else (type(argument), repr(argument))
 
 
 def bind(argument: Argument, read: Callable[[str], Any]) -> Any:

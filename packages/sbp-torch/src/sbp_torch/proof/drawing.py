@@ -95,14 +95,7 @@ class Integers:
     def draw(
         self, shape: Iterable[int], how: Draw, random: torch.Generator, example: Tensor | None
     ) -> Tensor:
-        """Return integers of a shape (int64).
-
-        Args:
-            shape: Of what is drawn.
-            how: How.
-            random: Draws.
-            example: Numbers to take where no bound is known; 0 and 1 if None.
-        """
+        """Return integers of a shape (int64)."""
         size = tuple(shape)
         if self.bound is None and example is not None and example.numel():
             flat = example.reshape(-1).to(torch.int64)

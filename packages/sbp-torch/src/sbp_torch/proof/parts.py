@@ -58,14 +58,6 @@ _MOST_DIFFERENT = 4
 _OUT = "out"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A value that differs: its node, and by how much of its largest element."""
-
-    node: Node
-    off: float
-
-
 @dataclass(slots=True)
 class Found:
     """What the parts have shown.
@@ -75,7 +67,7 @@ class Found:
         parts: Into how many different parts.
         skipped: Operators that would take too long, or do not run in double precision.
         open: Outputs by name that are not shown to be equal.
-        first: The first value that was seen to differ.
+        first: The node of the first value that was seen to differ.
         left_s: What is left of the budget, in estimated seconds.
     """
 
@@ -84,7 +76,7 @@ class Found:
     parts: int = 0
     skipped: list[Node] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
-    first: Difference | None = None
+    first: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +115,14 @@ class Sweep:
         """Compare the graphs."""
         self._shared = {self.old[entry.name].base for entry in self.before.inputs}
         numbered(self.after, self.numbering, lambda name: name, self._settled, self.new)
-        for name, old, new in output_pairs(self.before, self.after):
-            if self.old[old] != self.new[new] and self._off(old, new) != 0.0:
-                self.found.open.append(name)
+        tied = {old: one.name for one in self.after.inputs for old in one.stands_for}
+        replaced = {out.name: out.value for out in self.after.outputs}
+        for out in self.before.outputs:
+            # A state that is not replaced keeps its value; one that others stand for is theirs.
+            name = out.name if out.name in replaced else tied.get(out.name, out.name)
+            new = replaced.get(name, name)
+            if self.old[out.value] != self.new[new] and self._off(out.value, new) != 0.0:
+                self.found.open.append(out.name)
         return self.found
 
     def _settled(self, node: Node, made: Iterable[Value]) -> list[Value]:
@@ -150,7 +147,7 @@ class Sweep:
             self.found.skipped.append(node)
         elif off:
             self._different += 1
-            self.found.first = self.found.first or Difference(node, off)
+            self.found.first = self.found.first or node
         return not off
 
     def _off(self, old: str, new: str) -> float | None:
@@ -328,17 +325,3 @@ def _graph_of(cone: _Cone) -> LogicalGraph:
         inputs.append(GraphInput(name=name, kind=kind))
     output = GraphOutput(name=_OUT, kind=OutputKind.METRIC, value=cone.value)
     return graph.with_nodes(cone.nodes, inputs=tuple(inputs), outputs=(output,))
-
-
-def output_pairs(before: LogicalGraph, after: LogicalGraph) -> list[tuple[str, str, str]]:
-    """Return each output's name, its value in one graph and its value in the other.
-
-    A state that is not replaced keeps its value; one that others stand for is theirs.
-    """
-    tied = {old: one.name for one in after.inputs for old in one.stands_for}
-    replaced = {out.name: out.value for out in after.outputs}
-    found = []
-    for out in before.outputs:
-        name = out.name if out.name in replaced else tied.get(out.name, out.name)
-        found.append((out.name, out.value, replaced.get(name, name)))
-    return found

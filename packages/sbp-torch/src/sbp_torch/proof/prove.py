@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import GraphError, SbpError
-from sbp_core.graph import InputKind, LogicalGraph, OutputKind, graph_hash
+from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, graph_hash
 from sbp_core.passes import accumulate, unalias_outputs
 from sbp_core.units import format_seconds
 from sbp_core.user_paths import cache_folder
 from sbp_torch.proof.drawing import Draw
-from sbp_torch.proof.parts import Difference, Sweep
+from sbp_torch.proof.parts import Sweep
 from sbp_torch.proof.running import run_s, widened
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
 from sbp_torch.result_file import ResultFile
@@ -96,39 +96,10 @@ class Proof:
         return lines
 
 
-def proof_file(
-    before: LogicalGraph, after: LogicalGraph, budget_s: float, folder: Path | None
-) -> ResultFile[Proof]:
-    """Return where the proof of two graphs is kept.
-
-    Args:
-        before: The captured step.
-        after: The planned one.
-        budget_s: Of the proof: what was not proved for want of time is tried again with more.
-        folder: Of all proofs; the user's own if None.
-    """
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
-    texts = [f"format {FORMAT}", f"torch {torch.__version__}", *versions]
-    key = ", ".join([*texts, f"{graph_hash(before)} as {graph_hash(after)}"])
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return ResultFile(
-        path=(folder or cache_folder("proofs")) / f"{digest[:32]}.json",
-        key=key,
-        budget=budget_s,
-        what="proofs",
-        dump=asdict,
-        load=_from_json,
-        is_whole=attrgetter("is_whole"),
-    )
-
-
 def _from_json(value: Mapping[str, Any]) -> Proof:
-    known = {one.name for one in fields(Proof)}
-    found: dict[str, Any] = {
-        key: tuple(part) if isinstance(part, list) else part
-        for key, part in value.items()
-        if key in known
-    }
+    known = {one.name for one in fields(Proof)} & value.keys()
+    found: Any = {name: value[name] for name in known}
+    found = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
     return Proof(**found)
 
 
@@ -194,7 +165,20 @@ def prove(
     """
     entry = None
     if cache is not False:
-        entry = proof_file(step.before, step.after, budget_s, None if cache is True else cache)
+        packages = (f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+        texts = [f"format {FORMAT}", f"torch {torch.__version__}", *packages]
+        key = ", ".join([*texts, f"{graph_hash(step.before)} as {graph_hash(step.after)}"])
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        folder = cache_folder("proofs") if cache is True else cache
+        entry = ResultFile(
+            path=folder / f"{digest[:32]}.json",
+            key=key,
+            budget=budget_s,  # what was not proved for want of time is tried again with more
+            what="proofs",
+            dump=asdict,
+            load=_from_json,
+            is_whole=attrgetter("is_whole"),
+        )
         known = entry.read()
         if known is not None:
             return replace(known, is_known=True)
@@ -255,7 +239,7 @@ def _run_whole(
     whole: WholeStep,
     step: Step,
     suspects: list[str],
-    first: Difference | None,
+    first: Node | None,
     budget_s: float,
     of: str,
 ) -> Proof:
@@ -294,9 +278,7 @@ def _run_whole(
     return replace(made, reason=f"it does not run on random numbers: {told}")
 
 
-def _refusal(
-    found: list[OutputDifference], step: Step, first: Difference | None, of: str
-) -> GraphError:
+def _refusal(found: list[OutputDifference], step: Step, first: Node | None, of: str) -> GraphError:
     """Return the error for outputs that differ."""
     order = (OutputKind.LOSS, OutputKind.METRIC, OutputKind.STATE)
     worst = min(found, key=lambda one: order.index(one.kind))
@@ -319,12 +301,10 @@ def _refusal(
     )
 
 
-def _where(
-    worst: OutputDifference, before: LogicalGraph, first: Difference | None
-) -> tuple[str, ...]:
+def _where(worst: OutputDifference, before: LogicalGraph, first: Node | None) -> tuple[str, ...]:
     """Return the line of a value that differs first; else that of the output's first use."""
     if first is not None:
-        return first.node.where()
+        return first.where()
     value = {out.name: out.value for out in before.outputs}.get(worst.name, worst.name)
     if worst.kind is OutputKind.STATE:
         value = before.input_kinds[worst.name].of or worst.name

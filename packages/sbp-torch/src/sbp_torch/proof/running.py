@@ -41,11 +41,7 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 
 def widened(graph: LogicalGraph) -> LogicalGraph:
-    """Return the graph in float64, for the CPU.
-
-    Args:
-        graph: Any; integers and booleans stay as they are.
-    """
+    """Return the graph in float64, for the CPU."""
     types = {
         name: replace(kind, dtype=WIDE[kind.dtype])
         if isinstance(kind, TensorType) and kind.dtype in WIDE

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from keyword import iskeyword
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -113,29 +114,26 @@ def _function(
 
 
 def failed_call(error: BaseException) -> str:
-    """Return the node and the call of a segment's function that raised, or "".
-
-    Args:
-        error: With its traceback.
-    """
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file.startswith("<segment "):
-            call, _, node = linecache.getline(file, trace.tb_lineno).strip().partition("  # ")
+    """Return the node and the call of a segment's function that raised, or ""."""
+    for frame, line in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith("<segment "):
+            call, node = _call_at(frame, line)
             return f"op {node!r}: {call}"
-        trace = trace.tb_next
     return ""
+
+
+def _call_at(frame: FrameType, line: int) -> tuple[str, str]:
+    """Return the call in a line of a segment's function, and the node that it is of."""
+    text = linecache.getline(frame.f_code.co_filename, line)
+    call, _, node = text.strip().partition("  # ")
+    return call, node
 
 
 def running_node() -> str:
     """Return the node whose call a segment's function of this thread is in, or ""."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe()):
         if frame.f_code.co_filename.startswith("<segment "):
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            return line.strip().partition("  # ")[2]
-        frame = frame.f_back
+            return _call_at(frame, line)[1]
     return ""
 
 
@@ -226,10 +224,9 @@ class _Writer:
         if isinstance(argument, Ref):
             return self.names[argument.name]
         if isinstance(argument, Symbol):
-            if argument.kind == "device":
-                return f"torch.device({argument.name!r})"
             symbol_value(argument)  # refuses what is no name of torch
-            return f"torch.{argument.name}"
+            is_device = argument.kind == "device"
+            return f"torch.device({argument.name!r})" if is_device else f"torch.{argument.name}"
         if isinstance(argument, tuple):
             return f"[{', '.join(map(self._text, argument))}]"
         if isinstance(argument, float) and not math.isfinite(argument):

@@ -27,10 +27,6 @@ SegmentMaker = Callable[[Compute, int, Sequence[BoxingStep]], OwningSegment]
 def segment_maker(execution: Execution, *, fallback: bool = False) -> SegmentMaker:
     """Return what makes the functions of a session's segments.
 
-    Args:
-        execution: The setting `compile`.
-        fallback: The setting `compile_fallback`.
-
     Raises:
         ConfigError: this machine lacks what the setting needs: a C++ compiler, or a GPU.
     """

@@ -36,8 +36,8 @@ from sbp_core.compile import (
 )
 from sbp_core.graph import Ref, map_refs
 from sbp_torch.boxing.execute import local_step
+from sbp_torch.ops import operators
 from sbp_torch.ops.host_copies import HOST_COPIES
-from sbp_torch.ops.operators import bind, operator_of, results_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +111,10 @@ class SegmentParts:
         read = values.__getitem__
         if entry.op == LOCAL_BOX:
             source, index = entry.args
-            made: Any = local_step(self.steps[index], self.rank, read(source.name))
+            made: tuple[Any, ...] = (local_step(self.steps[index], self.rank, read(source.name)),)
         else:
-            args = bind(entry.args, read)
-            kwargs = {key: bind(part, read) for key, part in entry.kwargs.items()}
-            made = operator_of(entry.op)(*args, **kwargs)
-        values |= zip(entry.outputs, results_of(made), strict=True)
+            made = operators.call(entry.op, entry.args, entry.kwargs, read)
+        values |= zip(entry.outputs, made, strict=True)
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -144,14 +142,7 @@ class SegmentParts:
 def part_segment(
     actor: Compute, rank: int, steps: Sequence[BoxingStep], tensors: frozenset[str]
 ) -> SegmentParts:
-    """Split a segment.
-
-    Args:
-        actor: A compute actor.
-        rank: Who executes it.
-        steps: Of the plan.
-        tensors: Keys of what it takes that are tensors; the others are numbers.
-    """
+    """Split a segment."""
     known = {*actor.inputs, *actor.reads}
     numbers = known - tensors
     before: list[Instruction] = []
@@ -185,13 +176,7 @@ def part_segment(
 
 
 class PartedSegment(ABC):
-    """The function of one segment on one rank, parted when it is called first.
-
-    Args:
-        actor: A compute actor.
-        rank: Who executes it.
-        steps: Of the plan.
-    """
+    """The function of one segment on one rank, parted when it is called first."""
 
     def __init__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep]) -> None:
         self._of = (actor, rank, steps)

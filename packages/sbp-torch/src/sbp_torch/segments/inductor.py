@@ -84,7 +84,13 @@ class InductorSegments:
     def _compile(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
         began = time.perf_counter()
         try:
-            made = self.compiler(_traced(segment, given, kinds), given)
+            # Traced on fake tensors; numbers are read from theirs.
+            mode = fake_mode()
+            fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in given]
+            traced = trace_graph(
+                lambda *tensors: segment.run_tensor(_with_numbers(tensors, kinds)), mode, fakes
+            )
+            made = self.compiler(traced, given)
         except Exception as error:
             # The first lines: Inductor's go on for pages.
             told = "\n".join(words_of(error).strip().splitlines()[:3])
@@ -132,17 +138,6 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype, value.device)
     return value if isinstance(value, bool) else type(value)
-
-
-def _traced(segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> torch.fx.GraphModule:
-    """Trace the tensor part on fake tensors; numbers are read from theirs."""
-    mode = fake_mode()
-
-    def run(*tensors: Tensor) -> list[Tensor]:
-        return segment.run_tensor(_with_numbers(tensors, kinds))
-
-    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in given]
-    return trace_graph(run, mode, fakes)
 
 
 def _with_numbers(tensors: Sequence[Tensor], kinds: Any) -> list[Any]:
