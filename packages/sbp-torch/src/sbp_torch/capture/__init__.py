@@ -89,7 +89,7 @@ def capture(
             dataclasses; only shapes and dtypes matter. The graph's inputs are named as by
             `flatten_batch`.
         optimizer: Over `model.parameters()`; None captures forward and loss only.
-        update: What happens once a step beside the optimizer: clipping, averages, loss scaling.
+        update: What happens once a step besides the optimizer: clipping, averages, loss scaling.
         name: What reports call the graph.
         autocast: Run the forward under `torch.autocast` to this dtype, such as `bfloat16`.
         per_shard_random: Let every shard draw random numbers from a generator of its own: faster,

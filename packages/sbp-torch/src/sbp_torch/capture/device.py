@@ -25,10 +25,6 @@ DEVICES = ("cpu", "cuda")
 def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
     """Return a graph that was captured on CPUs as it is on another kind of device.
 
-    Args:
-        graph: As captured.
-        device: `cpu` or `cuda`; for `cpu`, the graph itself.
-
     Raises:
         CaptureError: there is no such kind of device, or an operator does not run there; says
             which, and where it comes from.

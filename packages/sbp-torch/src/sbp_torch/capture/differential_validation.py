@@ -1,4 +1,4 @@
-"""Differential validation of user's optimizers: a few steps of eager PyTorch beside our function.
+"""Differential validation of user's optimizers: a few steps of eager PyTorch and of our function.
 
 Whose code we do not know may keep what we would not see, or begin otherwise than its first step
 shows. So before anything starts, two clones of it take the same steps, over equal stand-ins, with

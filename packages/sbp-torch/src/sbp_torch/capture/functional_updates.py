@@ -227,23 +227,14 @@ def fused_adam(
 ) -> UpdateResult:
     """`torch.optim.Adam` and `AdamW` with `fused=True`."""
     keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings["amsgrad"] else [])]
+    mean, square, *largest = (states[key] for key in keys)
     beta1, beta2 = settings["betas"]
-    op = torch.ops.sbp.fused_adam
-    first, *new = (op.tensor_step if isinstance(step, Tensor) else op.default)(
-        p,
-        g,
-        states[keys[0]],
-        states[keys[1]],
-        [states[key] for key in keys[2:]],
-        step,
-        settings["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-        maximize=settings["maximize"],
-        decoupled=settings["decoupled_weight_decay"],
-    )
+    own = {"beta1": beta1, "beta2": beta2}
+    own |= {name: settings[name] for name in ("weight_decay", "eps", "maximize")}
+    own["decoupled"] = settings["decoupled_weight_decay"]
+    op: Any = torch.ops.sbp.fused_adam
+    op = op.tensor_step if isinstance(step, Tensor) else op.default
+    first, *new = op(p, g, mean, square, largest, step, settings["lr"], **own)
     return first, dict(zip(keys, new, strict=True))
 
 
@@ -253,13 +244,9 @@ def fused_sgd(
     """`torch.optim.SGD` with `fused=True`, from the second step on."""
     keys = ["momentum_buffer"] if "momentum_buffer" in states else []
     names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    first, *new = torch.ops.sbp.fused_sgd.default(
-        p,
-        g,
-        [states[key] for key in keys],
-        settings["lr"],
-        **{name: settings[name] for name in names},
-    )
+    own = {name: settings[name] for name in names}
+    velocity = [states[key] for key in keys]
+    first, *new = torch.ops.sbp.fused_sgd.default(p, g, velocity, settings["lr"], **own)
     return first, dict(zip(keys, new, strict=True))
 
 
@@ -267,11 +254,10 @@ def fused_adagrad(
     settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
 ) -> UpdateResult:
     """`torch.optim.Adagrad` with `fused=True`."""
-    op = torch.ops.sbp.fused_adagrad
-    names = ("lr_decay", "weight_decay", "eps", "maximize")
-    first, total = (op.tensor_step if isinstance(step, Tensor) else op.default)(
-        p, g, states["sum"], step, settings["lr"], **{name: settings[name] for name in names}
-    )
+    op: Any = torch.ops.sbp.fused_adagrad
+    op = op.tensor_step if isinstance(step, Tensor) else op.default
+    own = {name: settings[name] for name in ("lr_decay", "weight_decay", "eps", "maximize")}
+    first, total = op(p, g, states["sum"], step, settings["lr"], **own)
     return first, {"sum": total}
 
 

@@ -132,7 +132,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that an optimizer has beside those of every optimizer."""
+    """Return the attributes that an optimizer has besides those of every optimizer."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -208,7 +208,7 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} keeps a state under {key!r}, which is no parameter of "
                 "its groups",
                 accepted="states of parameters: self.state[parameter][key]",
-                todo="keep it beside each parameter",
+                todo="keep it with each parameter",
             )
 
 

@@ -110,12 +110,7 @@ class _Rules:
 
 
 class InitialStateProbe:
-    """Finds the states of parameters that an optimizer has not updated yet.
-
-    Args:
-        optimizer: Any `torch.optim.Optimizer`.
-        index: Which of its groups holds the parameters.
-    """
+    """Finds the states of parameters that an optimizer has not updated yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         self.optimizer, self.index = optimizer, index

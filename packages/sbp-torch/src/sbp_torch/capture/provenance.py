@@ -131,7 +131,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Write a note beside every traced op, and make random ops count instead of drawing."""
+    """Attach a note to every traced op, and make random ops count instead of drawing."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped

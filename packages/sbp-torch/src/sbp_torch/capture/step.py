@@ -98,7 +98,7 @@ class TrainingStep:
         per_shard_random: See `Draws`.
         as_compiling: Tell the model that it is being compiled, while its forward runs.
         previous: A traced step whose forward had side effects: this forward begins with the
-            attributes that it left behind; None to begin with the attributes as they are now.
+            attributes that it has left; None to begin with the attributes as they are now.
         numbers: Numbers that the forward reads and that are scalar inputs, by the names of these.
     """
 
@@ -147,19 +147,6 @@ class TrainingStep:
         Raises:
             CaptureError: one is of no use, not dense, hooked, or called as an input is.
         """
-        if self.autocast and self.autocast not in _AUTOCAST:
-            raise CaptureError(
-                f"autocast={self.autocast!r}", accepted=f"{', '.join(_AUTOCAST)}, or nothing"
-            )
-        moving = self.moving if self.update is not None else ()
-        hooked = [name for name in moving if gradient_hooks(self.tensors[name])[1]]
-        if hooked:
-            raise CaptureError(
-                f"{hooked[0]!r} has a hook by register_post_accumulate_grad_hook, which no "
-                "captured step runs",
-                accepted="hooks on gradients: parameter.register_hook(...), hooks of modules",
-                todo="change the gradient by register_hook, or do in the optimizer what it does",
-            )
         for name, tensor in self.tensors.items():
             check_dense(name, tensor, of="model", todo="keep it dense: .to_dense()")
             if tensor.is_inference() and name in self.moving:
@@ -185,19 +172,28 @@ class TrainingStep:
                     accepted="other names",
                     todo="rename the key in the batch",
                 )
+        if self.autocast and self.autocast not in _AUTOCAST:
+            raise CaptureError(
+                f"autocast={self.autocast!r}", accepted=f"{', '.join(_AUTOCAST)}, or nothing"
+            )
+        moving = self.moving if self.update is not None else ()
+        hooked = [name for name in moving if gradient_hooks(self.tensors[name])[1]]
+        if hooked:
+            raise CaptureError(
+                f"{hooked[0]!r} has a hook by register_post_accumulate_grad_hook, which no "
+                "captured step runs",
+                accepted="hooks on gradients: parameter.register_hook(...), hooks of modules",
+                todo="change the gradient by register_hook, or do in the optimizer what it does",
+            )
 
     def inputs(self) -> tuple[GraphInput, ...]:
         """Describe the arguments of `__call__`, in order."""
+        kinds = {
+            name: InputKind.PARAMETER if isinstance(tensor, nn.Parameter) else InputKind.BUFFER
+            for name, tensor in self.tensors.items()
+        }
         return (
-            *(
-                GraphInput(
-                    name=name,
-                    kind=InputKind.PARAMETER
-                    if isinstance(tensor, nn.Parameter)
-                    else InputKind.BUFFER,
-                )
-                for name, tensor in self.tensors.items()
-            ),
+            *(GraphInput(name=name, kind=kind) for name, kind in kinds.items()),
             *(self.update.inputs() if self.update is not None else ()),
             *(GraphInput(name=name, kind=InputKind.BATCH) for name in self.flat_batch),
             *(GraphInput(name=name, kind=InputKind.SCALAR) for name in self.scalars),
@@ -336,7 +332,7 @@ class TrainingStep:
             if was != now and isinstance(self.tensors[name], nn.Parameter):
                 raise CaptureError(
                     f"the loss {'unfreezes' if now else 'freezes'} {name!r}: its requires_grad is "
-                    f"{now} behind the loss, and was {not now} before",
+                    f"{now} after the loss, and was {not now} before",
                     accepted="parameters that are frozen and unfrozen between steps",
                     todo=f"call requires_grad_({now}) in the loop, before the step; an optimizer "
                     "changes its own parameters only, so that a loss need not freeze others",

@@ -260,7 +260,7 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
 
 
 def check_writes(graph: fx.Graph) -> None:
-    """Refuse writes to what the program holds beside its states: nothing would carry them on.
+    """Refuse writes to what the program holds besides its states: nothing would carry them on.
 
     Raises:
         CaptureError: there is one; says at which line.

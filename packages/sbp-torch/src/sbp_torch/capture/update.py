@@ -34,7 +34,7 @@ SCALE, GROWTH, AVERAGED = "loss_scaler.scale", "loss_scaler.growth_tracker", "em
 #: Added to the norm before it divides, as `torch.nn.utils.clip_grad_norm_` does.
 _EPS = 1e-6
 
-#: What the key of an average is beside a parameter, and the scalar input that is its decay.
+#: What the key of an average is among a parameter's states, and the scalar input that is its decay.
 AVERAGE, DECAY = "ema", "ema_decay"
 
 

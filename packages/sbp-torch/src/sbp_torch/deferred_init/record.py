@@ -68,11 +68,7 @@ _LIKE: Mapping[str, tuple[OpOverload, tuple[Any, ...]]] = {
 
 
 class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
-    """A tape that grows while a constructor runs.
-
-    Args:
-        seed: Of PyTorch's default generator before it.
-    """
+    """A tape that grows while a constructor runs."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped

@@ -112,11 +112,7 @@ Event = int | Tensor | Return
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """The entries and events of a constructor, and its storages.
-
-    Args:
-        seed: Of the default generator before the first entry.
-    """
+    """The entries and events of a constructor, and its storages."""
 
     seed: int
     entries: list[TapeEntry] = field(default_factory=list)
@@ -204,11 +200,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 class Replay:
-    """The default generator along a tape, and the work of making the tape's tensors.
-
-    Args:
-        tape: What to make; may grow between calls.
-    """
+    """The default generator along a tape, and the work of making the tape's tensors."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_torch._torch_compat import as_plain_tensors, is_tracing, storage_key
+from sbp_torch._torch_patches import replaced
 
 
 class Owner(Protocol):
@@ -270,12 +271,7 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
 
 
 class OptimizerStates(defaultdict[Any, Any]):
-    """The `state` of an optimizer, read from a step when it is asked for.
-
-    Args:
-        optimizer: Whose.
-        read: Has `take` called with what the states are behind the last step.
-    """
+    """The `state` of an optimizer, read from a step when it is asked for."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, read: Callable[[], None]) -> None:
         super().__init__(dict)
@@ -303,12 +299,8 @@ class OptimizerStates(defaultdict[Any, Any]):
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Let it be an ordinary mapping of ordinary tensors meanwhile, as they are."""
-        before, self._is_apart = self._is_apart, True
-        try:
-            with as_before([*self._tensors()]):
-                yield
-        finally:
-            self._is_apart = before
+        with replaced(self, _is_apart=True), as_before([*self._tensors()]):
+            yield
 
     def _tensors(self) -> Iterator[Tensor]:
         for held in dict.values(self.optimizer.state):
@@ -341,7 +333,12 @@ class OptimizerStates(defaultdict[Any, Any]):
         for number, held in states.items():
             own = dict.setdefault(self, members[number], {})
             for key, value in held.items():
-                _put(own, key, value)  # in place: somebody may hold what was there
+                before = own.get(key)
+                with torch.no_grad(), as_plain_tensors():
+                    if isinstance(before, Tensor) and is_alike(before, value):
+                        before.data.copy_(value)  # in place: somebody may hold what was there
+                    else:
+                        own[key] = value
         self.is_behind = False
         self._note()
 
@@ -393,17 +390,11 @@ class OptimizerStates(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter([*dict.items(self)])
 
 
-def _put(held: dict[Any, Any], key: Any, value: Any) -> None:
-    """Let an entry have a value: in the tensor that is there, if it fits."""
-    before = held.get(key)
-    if not isinstance(before, Tensor) or not isinstance(value, Tensor):
-        held[key] = value
-        return
-    with torch.no_grad(), as_plain_tensors():
-        if (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device):
-            before.data.copy_(value)
-        else:
-            held[key] = value
+def is_alike(before: Tensor, value: Any) -> bool:
+    """Whether a value is a tensor of the same form as one, on the same device."""
+    if not isinstance(value, Tensor):
+        return False
+    return (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device)
 
 
 def version_of(value: Any) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Packages whose functions and objects stay as they are, beside those of Python.
+#: Packages whose functions and objects stay as they are, besides those of Python.
 _FIXED = {"numpy", "sbp_aten", "sbp_core", "sbp_launch", "sbp_torch", "torch"}
 
 #: Where Python's own modules lie.

@@ -1,4 +1,4 @@
-"""What functions read beside their arguments: names, cells, globals, and what these lead to.
+"""What functions read besides their arguments: names, cells, globals, and what these lead to.
 
 PyTorch's and Python's own functions are taken to be what they are: only the names of attributes in
 them count, as `self.eps` in a layer of `torch.nn`. Functions of everybody else are followed into

@@ -1,7 +1,7 @@
 """The tensors of a model and the states of its optimizer, while ranks train them elsewhere.
 
 The states of a step live on its ranks. The model that it was captured from is connected to them: a
-tensor of it that is read has the value of its state behind the last step, and what is written to
+tensor of it that is read has the value of its state after the last step, and what is written to
 one is taken over before the next step. So `AveragedModel.update_parameters(model)`,
 `model.load_state_dict(best)`, `torch.save(model.state_dict(), path)` and `optimizer.state_dict()`
 mean what they mean in a loop on one device.
@@ -43,7 +43,7 @@ from sbp_torch.update_options import UpdateOptions
 
 logger = logging.getLogger(__name__)
 
-#: Reads states by name, whole, each as it is behind the last step.
+#: Reads states by name, whole, each as it is after the last step.
 ReadStates = Callable[[tuple[str, ...]], Mapping[str, Tensor]]
 
 
@@ -58,7 +58,7 @@ class ConnectedStates:
 
     def __init__(self, model: nn.Module, read: ReadStates) -> None:
         self._model, self._read = model, read
-        #: What trains it: optimizers, with what happens beside each.
+        #: What trains it: optimizers, with what else happens in a step of each.
         self._programs: list[tuple[torch.optim.Optimizer, UpdateOptions]] = []
         every = {name: one for name, one in model_tensors(model).items() if not one.is_meta}
         self._tensors = {name: one for name, one in every.items() if is_ordinary(one)}
@@ -86,11 +86,6 @@ class ConnectedStates:
         """Know the states of an optimizer, which the step has; if it is known, new ones of it.
 
         What was written to it before has been taken over.
-
-        Args:
-            optimizer: Over the model's parameters.
-            update: As given to `capture`.
-            names: The states that the step has.
         """
         if not any(optimizer is known and update is same for known, same in self._programs):
             self._programs.append((optimizer, update))
@@ -206,7 +201,7 @@ class ConnectedStates:
                 f"{next(iter(found))!r} was written through an alias that was made before the "
                 "parallel step began, such as parameter.data or a view",
                 accepted="writes to the model's own tensors, and to aliases that were made since",
-                todo="make the alias inside of the `with` block, or anew behind each step",
+                todo="make the alias inside of the `with` block, or anew after each step",
             )
         if any(one.is_written() for one in self._states):
             self.read_optimizer()

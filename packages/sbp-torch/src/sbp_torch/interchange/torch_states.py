@@ -37,6 +37,7 @@ from torch.func import functional_call
 
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_torch.capture.step import model_tensors
+from sbp_torch.capture.update import AVERAGE
 from sbp_torch.optim.combined import CombinedOptimizer
 
 __all__ = [
@@ -49,7 +50,7 @@ __all__ = [
     "to_optimizer_state",
 ]
 
-#: How the name of what a module keeps beside its tensors ends.
+#: How the name of what a module keeps besides its tensors ends.
 _EXTRA_STATE = "_extra_state"
 
 
@@ -182,10 +183,10 @@ def to_optimizer_state(
         held = dict(optimizer.state.get(parameter, {}))
         start = f"{name}."
         keys = {known.removeprefix(start): known for known in states if known.startswith(start)}
-        given = {
+        given = {  # no optimizer knows the moving average of a parameter
             key: states[known]
             for key, known in keys.items()
-            if "." not in key and (key != _AVERAGE or key in held)
+            if "." not in key and (key != AVERAGE or key in held)
         }
         if held or given:
             plain = {key: value for key, value in held.items() if not isinstance(value, Tensor)}
@@ -197,10 +198,6 @@ def to_optimizer_state(
                     device = held[key].device
                 plain[key] = value.detach().clone().to(device)
     return {"state": own, "param_groups": settings["param_groups"]}
-
-
-#: Key of a parameter's moving average, which no optimizer knows (`capture.update`).
-_AVERAGE = "ema"
 
 
 def from_optimizer_state(

@@ -231,7 +231,7 @@ def _run(
 def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
     """Make tensors, those of one storage sharing one."""
     # Whether a result looks at an argument is told by its storage, so arguments in one storage must
-    # be views of one tensor; in any dtype, such as a complex tensor beside its real view.
+    # be views of one tensor; in any dtype, such as a complex tensor and its real view.
     bases: dict[int, Tensor] = {}
     made: dict[str, Tensor | Number] = {}
     for name, value in given.items():

@@ -129,7 +129,7 @@ def operator_of(op: str) -> Callable[..., Any]:
         found: Any = getattr(packet, overload[0]) if overload else packet
     except AttributeError:
         found = None
-    # `torch.ops` has functions of its own beside operators.
+    # `torch.ops` has functions of its own besides operators.
     if len(overload) > 1 or not isinstance(found, OpOverload | _Packet):
         raise GraphError(
             f"no operator is called {op!r} here",

@@ -221,7 +221,7 @@ _WHERE = (
 
 
 def draw_of(scalars: Mapping[str, float | int], num_micro_batches: int, index: int) -> int:
-    """Return the draw of a micro-batch: the number that random ops count with, beside the seed.
+    """Return the draw of a micro-batch: the number that random ops count with, besides the seed.
 
     Args:
         scalars: Of the step; `step` counts steps from 0.

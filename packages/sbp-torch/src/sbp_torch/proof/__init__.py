@@ -1,4 +1,4 @@
-"""Proof by execution: a step as it is planned, beside the step as it was captured.
+"""Proof by execution: a step as it is planned, and the step as it was captured.
 
 In the order of use: `prove` decides what is run, and keeps what was proved; `running` brings graphs
 into double precision, says beforehand how long they take, and compares values; `numbering` finds

@@ -84,9 +84,24 @@ class _Cone:
     """The operators that make a value, and the equal values that they begin from."""
 
     graph: LogicalGraph
+    values: Mapping[str, Value]
     value: str
     nodes: tuple[Node, ...]
     given: tuple[str, ...]
+
+    def alone(self) -> LogicalGraph:
+        """Return it as a graph of its own, with one output."""
+        inputs = []
+        for name in self.given:
+            entry = self.graph.input_kinds.get(name)
+            kind = InputKind.BUFFER
+            if entry is not None and entry.kind is InputKind.RNG:
+                kind = InputKind.RNG
+            elif self.graph.rate_of(name) is Rate.MICRO and self.graph.is_tensor(name):
+                kind = InputKind.BATCH
+            inputs.append(GraphInput(name=name, kind=kind))
+        output = GraphOutput(name=_OUT, kind=OutputKind.METRIC, value=self.value)
+        return self.graph.with_nodes(self.nodes, inputs=tuple(inputs), outputs=(output,))
 
 
 class Sweep:
@@ -163,10 +178,7 @@ class Sweep:
             off = found if found is not None else off
             if off == 0.0 or found is None:
                 return off
-            bases = [
-                {values[name].base for name in cone.given}
-                for cone, values in zip(pair, (self.old, self.new), strict=True)
-            ]
+            bases = [{cone.values[name].base for name in cone.given} for cone in pair]
             opened |= bases[0] ^ bases[1] if turn == 0 else bases[0] | bases[1]
         return off
 
@@ -188,7 +200,7 @@ class Sweep:
                 left += node.inputs()
         places = self._places[graph is self.after]
         ordered = sorted(needed.values(), key=lambda node: places[node.name])
-        return _Cone(graph, value, tuple(ordered), tuple(sorted(given)))
+        return _Cone(graph, values, value, tuple(ordered), tuple(sorted(given)))
 
     def _verdict(self, pair: tuple[_Cone, _Cone]) -> float | None:
         """Run two cones, unless two like them were; None if that takes too long or fails."""
@@ -217,10 +229,10 @@ class Sweep:
         """Return what two cones compute, without names."""
         bases: dict[int, int] = {}
         found: list[object] = []
-        for cone, values in zip(pair, (self.old, self.new), strict=True):
+        for cone in pair:
             names: dict[str, object] = {}
             for name in cone.given:
-                value = values[name]
+                value = cone.values[name]
                 number = bases.setdefault(value.base, len(bases))
                 rate = cone.graph.rate_of(name)
                 names[name] = (number, value.shape, value.strides, value.offset, rate)
@@ -239,59 +251,61 @@ class Sweep:
 
     def _compared(self, pair: tuple[_Cone, _Cone], draws: Sequence[Draw]) -> float | None:
         """Return how far the values of two cones are off each other, on random numbers."""
-        graphs = [_graph_of(cone) for cone in pair]
+        alone = [(cone, cone.alone()) for cone in pair]
         integers: dict[int, Integers] = {}
-        for graph, values in zip(graphs, (self.old, self.new), strict=True):
+        for cone, graph in alone:
             for name, found in integers_of(graph).items():
-                if name in values:
-                    base = values[name].base
+                if name in cone.values:
+                    base = cone.values[name].base
                     integers[base] = integers.get(base, Integers()).merged(found)
         worst, says_something = 0.0, False
         for how in draws:
-            wanted, made = self._run(pair, graphs, integers, how)
+            random = how.generator()
+            bases: dict[int, list[Tensor | Number]] = {}
+            wanted, made = (
+                self._run(cone, graph, integers, bases, how, random) for cone, graph in alone
+            )
             worst = max(worst, off_by(wanted, made))
             says_something |= bool(wanted.isfinite().any())
         return worst if says_something else None
 
     def _run(
         self,
-        pair: Sequence[_Cone],
-        graphs: Sequence[LogicalGraph],
+        cone: _Cone,
+        graph: LogicalGraph,
         integers: Mapping[int, Integers],
+        bases: dict[int, list[Tensor | Number]],
         how: Draw,
-    ) -> tuple[Tensor, Tensor]:
-        random = how.generator()
-        bases: dict[int, list[Tensor | Number]] = {}
-        made: list[Tensor] = []
-        for cone, graph, values in zip(pair, graphs, (self.old, self.new), strict=True):
-            count = graph.num_micro_batches
-            batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
-            states: dict[str, Tensor | Number] = {}
-            scalars: dict[str, Number] = {"step": 2, "seed": 2}
-            for name in cone.given:
-                value, kind = values[name], cone.graph.types[name]
+        random: torch.Generator,
+    ) -> Tensor:
+        """Return the value of a cone, of the numbers of bases, which are drawn once for a pair."""
+        count = graph.num_micro_batches
+        batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        states: dict[str, Tensor | Number] = {}
+        scalars: dict[str, Number] = {"step": 2, "seed": 2}
+        for name in cone.given:
+            value, kind = cone.values[name], cone.graph.types[name]
+            if value.base not in bases:
+                known = integers.get(value.base, Integers())
                 varies = cone.graph.rate_of(name) is Rate.MICRO
-                if value.base not in bases:
-                    known = integers.get(value.base, Integers())
-                    bases[value.base] = [
-                        self._drawn(value, kind, known, how, random)
-                        for _ in range(count if varies else 1)
-                    ]
-                parts = bases[value.base]
-                if isinstance(kind, TensorType):
-                    dtype = getattr(torch, kind.dtype)
-                    flat = [torch.as_tensor(part).to(dtype).reshape(-1) for part in parts]
-                    parts = [value.of(part) for part in flat]
-                else:
-                    parts = [p.item() if isinstance(p, Tensor) else p for p in parts]
-                if graph.input_kinds[name].kind is InputKind.BATCH:
-                    for batch, part in zip(batches, parts, strict=True):
-                        assert isinstance(part, Tensor), "a batch holds tensors"
-                        batch[name] = part
-                elif graph.input_kinds[name].kind is not InputKind.RNG:
-                    states[name] = parts[0]
-            made.append(run_graph(graph, states, list(batches), scalars)[0][_OUT])
-        return made[0], made[1]
+                bases[value.base] = [
+                    self._drawn(value, kind, known, how, random)
+                    for _ in range(count if varies else 1)
+                ]
+            parts = bases[value.base]
+            if isinstance(kind, TensorType):
+                dtype = getattr(torch, kind.dtype)
+                flat = [torch.as_tensor(part).to(dtype).reshape(-1) for part in parts]
+                parts = [value.of(part) for part in flat]
+            else:
+                parts = [part.item() if isinstance(part, Tensor) else part for part in parts]
+            if graph.input_kinds[name].kind is InputKind.BATCH:
+                for batch, part in zip(batches, parts, strict=True):
+                    assert isinstance(part, Tensor), "a batch holds tensors"
+                    batch[name] = part
+            elif graph.input_kinds[name].kind is not InputKind.RNG:
+                states[name] = parts[0]
+        return run_graph(graph, states, list(batches), scalars)[0][_OUT]
 
     def _drawn(
         self,
@@ -309,19 +323,3 @@ class Sweep:
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
         return drawn(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
-
-
-def _graph_of(cone: _Cone) -> LogicalGraph:
-    """Return a cone as a graph of its own, with one output."""
-    graph = cone.graph
-    inputs = []
-    for name in cone.given:
-        entry = graph.input_kinds.get(name)
-        kind = InputKind.BUFFER
-        if entry is not None and entry.kind is InputKind.RNG:
-            kind = InputKind.RNG
-        elif graph.rate_of(name) is Rate.MICRO and graph.is_tensor(name):
-            kind = InputKind.BATCH
-        inputs.append(GraphInput(name=name, kind=kind))
-    output = GraphOutput(name=_OUT, kind=OutputKind.METRIC, value=cone.value)
-    return graph.with_nodes(cone.nodes, inputs=tuple(inputs), outputs=(output,))

@@ -1,4 +1,4 @@
-"""`prove`: the step that is planned beside the step that was captured, before any step is taken.
+"""`prove`: the step that is planned, and the step that was captured, before any step is taken.
 
 What was proved is kept between runs. A form is two graphs, so it is proved once for all meshes and
 planners that plan the same graph, and for all processes and later runs of a user.
@@ -142,7 +142,7 @@ def prove(
     budget_s: float = 10.0,
     cache: bool | Path = True,
 ) -> Proof:
-    """Run a step as it is planned beside the step as it was captured, on small random data.
+    """Run a step as it is planned, and the step as it was captured, on small random data.
 
     Loss, metrics and new states are compared in double precision. A step of one micro-batch is
     compared part by part: only operators that differ are run (`proof.parts`). So is one whose

@@ -127,7 +127,7 @@ def off_by(wanted: Tensor, found: Tensor, scale: float = 0.0) -> float:
     Args:
         wanted: One.
         found: The other.
-        scale: What counts as large beside them: elements that come from cancellation are judged by
+        scale: What else counts as large: elements that come from cancellation are judged by
             what has cancelled. In the units of the values.
     """
     if wanted.shape != found.shape:

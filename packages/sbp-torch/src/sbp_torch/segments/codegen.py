@@ -84,7 +84,7 @@ def timed_segment_function(actor: Compute, rank: int, steps: Sequence[BoxingStep
 def operator_clock(values: Iterable[Any]) -> Callable[[], int]:
     """Return a clock for a timed segment that takes these values, in nanoseconds of the wall clock.
 
-    A GPU computes behind the host: there the clock first waits until it is through.
+    A GPU computes later than the host asks: there the clock first waits until it is through.
     """
     if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
         return time.time_ns
@@ -152,8 +152,8 @@ def segment_source(
     names = writer.names
     lines = [f"def segment({', '.join(names.values())}):"]
     if owns:
-        beside = ", before_overwrite" * tells + ", clock" * is_timed
-        lines = [f"def segment(taken{beside}):"]
+        further = ", before_overwrite" * tells + ", clock" * is_timed
+        lines = [f"def segment(taken{further}):"]
         if names:
             # The caller's list is emptied, so that these names are the only holders: `del` frees.
             lines.append(f"    {', '.join(names.values())}, = taken; taken.clear()")

@@ -92,9 +92,6 @@ class CudaGraphDevice:
 class GraphSegments:
     """Makes segments that are recorded and replayed.
 
-    Args:
-        device: Records; the current GPU, but for tests.
-
     Raises:
         ConfigError: nothing can be recorded on this machine.
     """
