@@ -229,7 +229,8 @@ def scalar_values(
     update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
 ) -> dict[str, float]:
     """Return what the scalar inputs of the update are now: learning rates and other settings."""
-    return Update(model, optimizer, update).scalar_values()
+    Update(model, optimizer, update)  # which checks them
+    return current_scalars(optimizer, update)
 
 
 make_callable(__name__)

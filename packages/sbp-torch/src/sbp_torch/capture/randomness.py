@@ -25,8 +25,10 @@ from sbp_torch.ops import random as _  # noqa: F401 - registers sbp.random_*
 _CounterBased = Callable[["Draws", Sequence[Any], Mapping[str, Any]], Any]
 
 
-class Draws:
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """Numbers the random ops of one step, and calls their counter-based forms.
+
+    As a context, it does so to the ops of an eager program.
 
     Args:
         seed: Of the program.
@@ -36,8 +38,12 @@ class Draws:
     """
 
     def __init__(self, seed: int = 0, draw: int = 0, *, per_shard: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.seed, self.draw, self.per_shard = seed, draw, per_shard
         self.num_sites = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an op; one that draws random numbers is replaced by its counter-based form."""
@@ -64,17 +70,6 @@ class Draws:
         return made
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Replaces the random ops of an eager program by their counter-based forms."""
-
-    def __init__(self, draws: Draws) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
-        self.draws = draws
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.draws.call(func, args, kwargs or {})
-
-
 @contextmanager
 def counted_random(seed: int, draw: int) -> Iterator[None]:
     """Let an eager step draw the numbers that a captured one draws.
@@ -86,7 +81,7 @@ def counted_random(seed: int, draw: int) -> Iterator[None]:
         seed: What the plan is run with.
         draw: Step times micro-batches plus micro-batch.
     """
-    with checkpoints_inlined(nullcontext), _Counting(Draws(seed, draw)):
+    with checkpoints_inlined(nullcontext), Draws(seed, draw):
         yield
 
 

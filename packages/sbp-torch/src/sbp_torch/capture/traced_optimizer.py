@@ -254,8 +254,22 @@ class TracedOptimizer:
         with in_place_only(self.name, members):
             self._run(clone)
         for group, names in zip(self.groups, self.seen, strict=True):
-            for name in (name for name in names if name in group.parameters):
-                self._store(group, name, clone.state.get(parameters[name], {}), states)
+            made = [
+                (name, key, value)
+                for name in names
+                if name in group.parameters
+                for key, value in clone.state.get(parameters[name], {}).items()
+                if key not in group.numbers.get(name, {})
+            ]
+            for name, key, value in made:
+                full = f"{name}.{key}"
+                if full not in states:
+                    raise CaptureError(
+                        f"{self.name} makes the state {key!r} of {name!r} in a later step",
+                        accepted="optimizers that make all states in their first step",
+                        todo="take the steps before capture",
+                    )
+                states[full] = value.to(states[full].dtype)
 
     def _states(
         self, group: ParameterGroup, name: str, states: MutableMapping[str, Tensor]
@@ -276,26 +290,6 @@ class TracedOptimizer:
                 count = states[f"{name}.{key}"] = states[f"{name}.{key}"] + by
                 own[key] = count.item() - by
         return own
-
-    def _store(
-        self,
-        group: ParameterGroup,
-        name: str,
-        made: Mapping[str, Any],
-        states: MutableMapping[str, Tensor],
-    ) -> None:
-        """Store what a step has made of a parameter's states."""
-        for key, value in made.items():
-            full = f"{name}.{key}"
-            if key in group.numbers.get(name, {}):
-                continue
-            if full not in states:
-                raise CaptureError(
-                    f"{self.name} makes the state {key!r} of {name!r} in a later step",
-                    accepted="optimizers that make all states in their first step",
-                    todo="take the steps before capture",
-                )
-            states[full] = value.to(states[full].dtype)
 
     def _run(self, clone: torch.optim.Optimizer) -> None:
         hint = compiling() if self.tensor_steps else nullcontext()

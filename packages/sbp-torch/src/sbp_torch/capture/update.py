@@ -61,7 +61,6 @@ class Update:
     ) -> None:
         self.options = options
         self._parameters = dict(model.named_parameters())
-        self._optimizer = optimizer
         self._optimizers = _optimizers(self._parameters, optimizer, options, device)
         self._groups = [group for one in self._optimizers for group in one.groups]
         nested = {name: of for group in self._groups for name, of in group.states.items()}
@@ -84,11 +83,7 @@ class Update:
         #: Where the optimizer is written, as `file:line`.
         self.source = definition(type(optimizer))
         #: Names of the scalar inputs: the learning rate of each parameter group, and others.
-        self.scalars = list(self.scalar_values())
-
-    def scalar_values(self) -> dict[str, float]:
-        """Return what the scalar inputs are now, by name: what groups and options say."""
-        return current_scalars(self._optimizer, self.options)
+        self.scalars = list(current_scalars(optimizer, options))
 
     def inputs(self) -> tuple[GraphInput, ...]:
         """Describe the states of the update, in the order of `values`."""

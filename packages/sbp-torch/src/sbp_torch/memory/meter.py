@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -224,29 +224,20 @@ class _MeteredCommunicator(Communicator):
         """Bytes that the inner communicator has sent."""
         return self.inner.sent_bytes
 
-    def collective(
-        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
-    ) -> Tensor:
+    def collective(self, step: BoxingStep, shard: Tensor, **how: Any) -> Tensor:
         with self._within():
-            made: Tensor = self.inner.collective(
-                step, shard, tag=tag, deadline_s=deadline_s, donate=donate
-            )
+            made: Tensor = self.inner.collective(step, shard, **how)
         return made.detach()
 
-    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> Delivery:
-        return self.inner.send(step, shard, tag=tag, deadline_s=deadline_s)
+    def send(self, step: BoxingStep, shard: Tensor, **how: Any) -> Delivery:
+        return self.inner.send(step, shard, **how)
 
-    def receive(
-        self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
-    ) -> Tensor:
+    def receive(self, step: BoxingStep, shard: Tensor | None, **how: Any) -> Tensor:
         with self._within():
-            made: Tensor = self.inner.receive(step, shard, tag=tag, deadline_s=deadline_s)
+            made: Tensor = self.inner.receive(step, shard, **how)
         return made.detach()
 
     @contextmanager
     def _within(self) -> Iterator[None]:
-        if self.backend.spans_processes:
-            yield
-            return
-        with self.backend.meter.looking_away():
+        with nullcontext() if self.backend.spans_processes else self.backend.meter.looking_away():
             yield
