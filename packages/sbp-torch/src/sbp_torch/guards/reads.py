@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import sys
 import types
 from collections import deque
@@ -185,14 +186,7 @@ class Reads:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 if hasattr(value, name) and not name.startswith("__"):
-                    yield from self._at(
-                        f"{label}.{name}",
-                        functools.partial(getattr, value, name),
-                        functools.partial(setattr, value, name),
-                        getattr(value, name),
-                        "",
-                        (id(value), name),
-                    )
+                    yield from self._attribute(f"{label}.{name}", value, name, "")
 
     def again(self) -> Iterator[tuple[str, object]]:
         """Yield what classes, and modules of Python, hold under names that were met since."""
@@ -245,14 +239,8 @@ class Reads:
         self.any_name |= code.any_name
         for attribute, told in _DEFAULTS.items():
             if getattr(function, attribute) is not None:
-                yield from self._at(
-                    f"the {told} of {function.__qualname__}",
-                    functools.partial(getattr, function, attribute),
-                    functools.partial(setattr, function, attribute),
-                    getattr(function, attribute),
-                    where,
-                    (id(function), attribute),
-                )
+                label = f"the {told} of {function.__qualname__}"
+                yield from self._attribute(label, function, attribute, where)
         if vars(function):
             yield function.__qualname__, vars(function)
         named = code.globals()
@@ -280,31 +268,36 @@ class Reads:
             if value is not NOTHING:
                 cell.cell_contents = value
 
-        yield from self._at(name, read, write, read(), where, (id(cell), ""))
+        yield from self._at(name, read, write, where, (id(cell), ""))
+
+    def _attribute(
+        self, label: str, owner: object, name: str, where: str
+    ) -> Iterator[tuple[str, object]]:
+        read, write = (
+            functools.partial(getattr, owner, name),
+            functools.partial(setattr, owner, name),
+        )
+        yield from self._at(label, read, write, where, (id(owner), name))
 
     def _item(
         self, label: str, items: dict[str, Any], key: str, where: str
     ) -> Iterator[tuple[str, object]]:
-        value = items[key]
         self._met.add((id(items), key))
-        if isinstance(value, types.ModuleType) and is_fixed(value):
+        if isinstance(items[key], types.ModuleType) and is_fixed(items[key]):
             return
-
-        def write(value: Any) -> None:
-            items[key] = value
-
-        yield from self._at(label, lambda: items[key], write, value, where, (id(items), key))
+        read = functools.partial(operator.getitem, items, key)
+        write = functools.partial(operator.setitem, items, key)
+        yield from self._at(label, read, write, where, (id(items), key))
 
     def _at(
         self,
         label: str,
         read: Callable[[], Any],
         write: Callable[[Any], None],
-        value: object,
         where: str,
         at: tuple[int, Hashable],
     ) -> Iterator[tuple[str, object]]:
-        number = NumberPlace(label=label, at=at, read=read, write=write)
+        number, value = NumberPlace(label=label, at=at, read=read, write=write), read()
         self.places.append(Place(number=number, where=where, value=value))
         is_of_none = value is NOTHING or isinstance(value, Enum)
         if is_of_none or (isinstance(value, type) and is_fixed(value)):
