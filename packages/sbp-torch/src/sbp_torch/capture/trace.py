@@ -244,7 +244,16 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
     Raises:
         CaptureError: it writes to a tensor that is none of its arguments, and that outlives it.
     """
-    check_writes(first.graph)
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in first.graph.nodes:
+        source = view_source(node)
+        roots[node] = node if source is None else roots[source]
+        target: Any = node.target
+        if isinstance(target, OpOverload) and is_mutable(target):
+            for written in written_arguments(target, node.args, node.kwargs, fx.Node):
+                if roots[written].op == "get_attr":  # nothing would carry the write on
+                    note = node.meta.get("custom", {}).get("sbp", {})
+                    raise written_outside(target, note.get("source", ""))
     second = rewrite_mutations(first) or retrace(first, num_states)
     for node in second.graph.nodes:
         if node.op != "call_function":
@@ -257,25 +266,6 @@ def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
     # Nobody calls it: its code, which torch would write anew, may be that of before.
     second.graph.eliminate_dead_code()
     return second
-
-
-def check_writes(graph: fx.Graph) -> None:
-    """Refuse writes to what the program holds besides its states: nothing would carry them on.
-
-    Raises:
-        CaptureError: there is one; says at which line.
-    """
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        source = view_source(node)
-        roots[node] = node if source is None else roots[source]
-        target: Any = node.target
-        if not isinstance(target, OpOverload) or not is_mutable(target):
-            continue
-        for written in written_arguments(target, node.args, node.kwargs, fx.Node):
-            if roots[written].op == "get_attr":
-                note = node.meta.get("custom", {}).get("sbp", {})
-                raise written_outside(target, note.get("source", ""))
 
 
 def retrace(first: fx.GraphModule, num_states: int) -> fx.GraphModule:

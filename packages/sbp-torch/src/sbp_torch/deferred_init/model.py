@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from sbp_core.errors import CaptureError
 from sbp_torch.capture.side_effects import REGISTERS
@@ -183,14 +182,12 @@ def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) 
         tape = recorder.tape
         states = {tape.window(t).storage for t in model_tensors(model).values() if t.is_meta}
 
-        def real(value: Any) -> Any:
-            deferred = isinstance(value, Tensor) and value.is_meta
-            if not deferred or tape.window(value).storage in states:
-                return value
-            return recorder.values(value)
+        def real(value: Tensor) -> Tensor:
+            is_state = value.is_meta and tape.window(value).storage in states
+            return value if is_state else recorder.values(value)
 
         for module in model.modules():
             for key, value in vars(module).items():
                 if isinstance(value, list | tuple | dict) and key not in REGISTERS:
-                    setattr(module, key, tree_map(real, value))
+                    setattr(module, key, tree_map_only(Tensor, real, value))
     return DeferredModel(model=model, seed=seed, build=build, recorder=recorder)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sbp_core.errors import CaptureError
 from sbp_torch._torch_compat import (
@@ -154,12 +155,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
         *,
         random: bool,
     ) -> Any:
-        args, kwargs = tree_map(
-            lambda value: (
-                self._stand_in(value) if isinstance(value, Tensor) and not value.is_meta else value
-            ),
-            (args, kwargs),
-        )
+        args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
         own = kwargs.get("generator")
         if own is torch.default_generator:
             own = kwargs["generator"] = None
@@ -203,9 +199,6 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
         *,
         random: bool,
     ) -> None:
-        def to_window(value: Any) -> Any:
-            return self.tape.window(value) if isinstance(value, Tensor) else value
-
         event = self.generator.draw() if random else None
         targets = [self.tape.window(value) for value in written]
         fresh = {window.storage for window in made if window is not None}
@@ -219,8 +212,8 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
         self.tape.append(
             TapeEntry(
                 op=op,
-                args=tree_map(to_window, args),
-                kwargs=tree_map(to_window, dict(kwargs)),
+                args=tree_map_only(Tensor, self.tape.window, args),
+                kwargs=tree_map_only(Tensor, self.tape.window, dict(kwargs)),
                 made=made,
                 reads=frozenset(reads),
                 writes=frozenset({window.storage for window in targets} | fresh),
@@ -267,26 +260,21 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] #
                 todo="do this outside of the constructor, or build by deferred(..., whole=True)",
             )
         self._part(written)
-        tensors = {
-            id(value): self.values(value)
-            for value in tree_leaves((args, kwargs))
-            if isinstance(value, Tensor)
-        }
-        args, kwargs = tree_map(lambda value: tensors.get(id(value), value), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self.values, (args, kwargs))
         return op(*args, **kwargs)
 
     def _move(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let a generator of the user's own draw now, so that it moves; drop the numbers."""
         blind = base_name(op) in _FILLS
 
-        def real(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.empty_like(value, device="cpu") if blind else self.values(value)
-
-        op(*tree_map(real, args), **tree_map(real, kwargs))
+        real = partial(torch.empty_like, device="cpu") if blind else self.values
+        args, kwargs = tree_map_only(Tensor, real, (args, kwargs))
+        op(*args, **kwargs)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without data for a real one."""
+        if tensor.is_meta:
+            return tensor
         storage = self._stand_in_storage(tensor.untyped_storage())
         empty = torch.empty(0, dtype=tensor.dtype, device="meta")
         made = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
