@@ -5,7 +5,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from sbp_torch.capture.numbers import (
 from sbp_torch.capture.optimizer_states import VELOCITY
 from sbp_torch.capture.randomness import counted_random
 from sbp_torch.capture.step import TrainingStep, model_tensors, trainable
-from sbp_torch.capture.trace import trace_step
+from sbp_torch.capture.trace import TracedStep, trace_step
 from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
 __all__ = [
@@ -110,7 +110,7 @@ def capture(
         check_modes()
     updating = Update(model, optimizer, update, device) if optimizer is not None else None
 
-    def trace_until_stable(*, as_compiling: bool) -> LogicalGraph:
+    def traced(*, as_compiling: bool) -> LogicalGraph:
         make = partial(
             TrainingStep,
             model,
@@ -122,31 +122,39 @@ def capture(
             as_compiling=as_compiling,
             numbers=numbers,
         )
-        step = make()
-        traced = trace_step(step)
-        if step.side_effects:
-            # A side effect that happens once, such as a cache that is filled, is harmless: the
-            # second step has no further ones, and computes what the first one does.
-            try:
-                second_step = make(previous=step)
-                second = trace_step(second_step)
-            except CaptureError:
-                raise step.side_effects[0].refusal() from None
-            if second_step.side_effects or second.form != traced.form:
-                raise step.side_effects[0].refusal()
-        return on_device(without_unused(to_logical(traced, name), numbers), device)
+        graph = to_logical(_trace_until_stable(make), name)
+        return on_device(without_unused(graph, numbers), device)
 
     try:
-        return trace_until_stable(as_compiling=False)
+        return traced(as_compiling=False)
     except TraceError as stopped:
         # Some models look at values (of masks, mostly), but not while they are being compiled. What
         # stops them then is what has to be changed.
         try:
-            return trace_until_stable(as_compiling=True)
+            return traced(as_compiling=True)
         except TraceError:
             raise
         except CaptureError:
             raise stopped from None
+
+
+def _trace_until_stable(make: Callable[..., TrainingStep]) -> TracedStep:
+    """Trace a step whose forward leaves nothing behind, or only once.
+
+    A side effect that happens once, such as a cache that is filled, is harmless: the second step
+    has no further ones, and computes what the first one does.
+    """
+    step = make()
+    traced = trace_step(step)
+    if step.side_effects:
+        try:
+            second_step = make(previous=step)
+            second = trace_step(second_step)
+        except CaptureError:
+            raise step.side_effects[0].refusal() from None
+        if second_step.side_effects or second.form != traced.form:
+            raise step.side_effects[0].refusal()
+    return traced
 
 
 def _check_program(model: object, optimizer: object) -> None:
