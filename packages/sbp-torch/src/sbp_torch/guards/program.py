@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterator, Sized
 from itertools import chain
 from typing import Any
 
@@ -331,23 +331,21 @@ class Guard:
             found.append(Changed(what=f"{SURROUNDINGS} are {now}, and were {self._around}"))
         with as_plain_tensors():
             tensors = self._states.values()
-            frozen = "%r is frozen (requires_grad), and was trained when the step was captured"
-            to_train = "%r is to be trained (requires_grad), and was frozen when the step was "
-            hooked = "a hook was registered on, or removed from, %r"
-            kept: list[tuple[Sequence[object], Sequence[object], str]] = [
-                (self._hooks, hooks_of(tensors), hooked),
-                (
-                    self._set_on_tensors,
-                    num_attributes(tensors),
-                    "attributes were set on %r, or taken from it",
-                ),
-                (self._trained, [one.requires_grad for one in tensors], ""),
-            ]
-            for before_all, after_all, what in kept:
-                for name, old, new in zip(self._states, before_all, after_all, strict=True):
+            noted: tuple[tuple[str, list[Any], list[Any]], ...] = (
+                ("a hook was registered on, or removed from,", self._hooks, hooks_of(tensors)),
+                ("attributes were set on", self._set_on_tensors, num_attributes(tensors)),
+            )
+            for text, kept, found_now in noted:
+                for name, old, new in zip(self._states, kept, found_now, strict=True):
                     if old != new:
-                        message = what or (f"{to_train}captured" if new else frozen)
-                        found.append(Changed(what=message % name))
+                        end = "" if kept is self._hooks else ", or taken from it"
+                        found.append(Changed(what=f"{text} {name!r}{end}"))
+            for (name, tensor), was in zip(self._states.items(), self._trained, strict=True):
+                if tensor.requires_grad is not was:
+                    now_told = "is frozen" if was else "is to be trained"
+                    what = f"{name!r} {now_told} (requires_grad), and was "
+                    what += f"{'trained' if was else 'frozen'} when the step was captured"
+                    found.append(Changed(what=what))
         if training:
             found += self._groups.changes()
         if not found and training:  # all was looked at; so that it is not looked at again
