@@ -12,7 +12,7 @@ from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.signatures import localize, signatures
 from sbp_core.strategy import Signature
-from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
+from sbp_torch.ops import arithmetic as _arithmetic  # noqa: F401 - registers sbp.constant
 from sbp_torch.signatures.verification import abstract_call, verify
 from sbp_torch.testing.signatures import Sample, sample
 

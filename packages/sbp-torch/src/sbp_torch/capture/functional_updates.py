@@ -1,23 +1,58 @@
-"""Functional forms of those updates of `torch.optim` that cannot be traced as they stand.
+"""What happens to gradients and parameters in an update, as functions of tensors.
 
-They branch on the number of the step, or read numbers from tensors in the middle of it. Here such
-branches are arithmetic on numbers, and norms are roots of sums, so that one trace holds for every
-step. The number of the step, and all that follows from it, are host numbers; where a step may be
-skipped, 0-d float64 tensors.
+Gradients are unscaled, checked and clipped. Norms are roots of sums, the sums added up parameter by
+parameter in the order of the model: parts of tensors then need one all-reduce of one number,
+whatever they are cut by.
+
+Some updates of `torch.optim` cannot be traced as they stand: they branch on the number of the step,
+or read numbers from tensors in the middle of it. Here such branches are arithmetic on numbers, so
+that one trace holds for every step. The number of the step, and all that follows from it, are host
+numbers; where a step may be skipped, 0-d float64 tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sbp_torch.capture.gradients import total_norm
 from sbp_torch.capture.optimizer_clones import kind_of
 from sbp_torch.ops import fused_updates as _fused_ops  # noqa: F401 - registers sbp.fused_*
+
+
+def wide(value: Tensor) -> Tensor:
+    """Return the tensor in float32 if it has fewer bits: sums of squares leave half precision."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def total_norm(tensors: Iterable[Tensor], order: float) -> Tensor:
+    """Return the norm of all elements of all tensors, a 0-d tensor.
+
+    Args:
+        tensors: Floating or complex, of any shapes; at least one.
+        order: > 0 and not NaN; infinity for the largest absolute value.
+    """
+    values = [tensor.abs() if tensor.is_complex() else wide(tensor) for tensor in tensors]
+    if math.isinf(order):
+        total = values[0].abs().amax()
+        for value in values[1:]:
+            total = torch.maximum(total, value.abs().amax())
+        return total
+    if order == 2.0:
+        return added((value * value).sum() for value in values).sqrt()
+    return added(value.abs().pow(order).sum() for value in values).pow(1.0 / order)
+
+
+def added(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors, added up in their order."""
+    first, *rest = parts
+    for part in rest:
+        first = first + part
+    return first
+
 
 #: A host number as the trace sees it, or a 0-d tensor.
 Number = Any
@@ -26,13 +61,8 @@ Settings = Mapping[str, Any]
 States = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateResult:
-    """A parameter after its update, and those of its states that the update changes."""
-
-    parameter: Tensor
-    states: dict[str, Tensor]
-
+#: A parameter after its update, and those of its states that the update changes.
+UpdateResult = tuple[Tensor, dict[str, Tensor]]
 
 #: Updates a parameter: (settings of its group, parameter, gradient, states, number of this step).
 UpdateFunction = Callable[[Settings, Tensor, Tensor, States, Number], UpdateResult]
@@ -90,7 +120,7 @@ def sgd(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) 
     velocity = velocity + g * part if isinstance(part, Tensor) else velocity.add(g, alpha=part)
     g = g.add(velocity, alpha=settings["momentum"]) if settings["nesterov"] else velocity
     p = p.add(g, alpha=-settings["lr"])
-    return UpdateResult(parameter=p, states={"momentum_buffer": velocity})
+    return p, {"momentum_buffer": velocity}
 
 
 def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
@@ -101,9 +131,7 @@ def adagrad(settings: Settings, p: Tensor, g: Tensor, states: States, step: Numb
     p, g = _decayed(settings, p, _ascending(settings, g))
     rate = settings["lr"] / (1 + (step - 1.0) * settings["lr_decay"])
     total = states["sum"].addcmul(g, g)
-    return UpdateResult(
-        parameter=p - g / (total.sqrt() + settings["eps"]) * rate, states={"sum": total}
-    )
+    return p - g / (total.sqrt() + settings["eps"]) * rate, {"sum": total}
 
 
 def _moments(settings: Settings, g: Tensor, states: States) -> dict[str, Tensor]:
@@ -132,7 +160,7 @@ def nadam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     of_gradient = ((1.0 - mu) * lr) / (1.0 - exact)
     of_average = (mu_next * lr) / (1.0 - exact * mu_next)
     p = p - g / denominator * of_gradient - new["exp_avg"] / denominator * of_average
-    return UpdateResult(parameter=p, states={**new, "mu_product": product})
+    return p, {**new, "mu_product": product}
 
 
 def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number) -> UpdateResult:
@@ -154,7 +182,7 @@ def radam(settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
     rate = (adapts * rectified + (1.0 - adapts)) * settings["lr"]
     denominator = (new["exp_avg_sq"].sqrt() + settings["eps"]) * adapts + (1.0 - adapts)
     mean = new["exp_avg"] / (1 - beta1**step)
-    return UpdateResult(parameter=p - mean / denominator * rate, states=new)
+    return p - mean / denominator * rate, new
 
 
 def adafactor(
@@ -186,7 +214,7 @@ def adafactor(
         new["variance"] = estimate = _blend(states["variance"], g * g, share)
     change = estimate.clamp(min=eps * eps).rsqrt() * g
     limit = (total_norm([change], 2.0).double() / (root * settings["d"])).clamp(min=1.0)
-    return UpdateResult(parameter=p - change * (alpha / limit), states=new)
+    return p - change * (alpha / limit), new
 
 
 def _blend(old: Tensor, new: Tensor, share: Number) -> Tensor:
@@ -199,24 +227,15 @@ def fused_adam(
 ) -> UpdateResult:
     """`torch.optim.Adam` and `AdamW` with `fused=True`."""
     keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings["amsgrad"] else [])]
+    mean, square, *largest = (states[key] for key in keys)
     beta1, beta2 = settings["betas"]
-    op = torch.ops.sbp.fused_adam
-    first, *new = (op.tensor_step if isinstance(step, Tensor) else op.default)(
-        p,
-        g,
-        states[keys[0]],
-        states[keys[1]],
-        [states[key] for key in keys[2:]],
-        step,
-        settings["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-        maximize=settings["maximize"],
-        decoupled=settings["decoupled_weight_decay"],
-    )
-    return UpdateResult(parameter=first, states=dict(zip(keys, new, strict=True)))
+    own = {"beta1": beta1, "beta2": beta2}
+    own |= {name: settings[name] for name in ("weight_decay", "eps", "maximize")}
+    own["decoupled"] = settings["decoupled_weight_decay"]
+    op: Any = torch.ops.sbp.fused_adam
+    op = op.tensor_step if isinstance(step, Tensor) else op.default
+    first, *new = op(p, g, mean, square, largest, step, settings["lr"], **own)
+    return first, dict(zip(keys, new, strict=True))
 
 
 def fused_sgd(
@@ -225,26 +244,21 @@ def fused_sgd(
     """`torch.optim.SGD` with `fused=True`, from the second step on."""
     keys = ["momentum_buffer"] if "momentum_buffer" in states else []
     names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    first, *new = torch.ops.sbp.fused_sgd.default(
-        p,
-        g,
-        [states[key] for key in keys],
-        settings["lr"],
-        **{name: settings[name] for name in names},
-    )
-    return UpdateResult(parameter=first, states=dict(zip(keys, new, strict=True)))
+    own = {name: settings[name] for name in names}
+    velocity = [states[key] for key in keys]
+    first, *new = torch.ops.sbp.fused_sgd.default(p, g, velocity, settings["lr"], **own)
+    return first, dict(zip(keys, new, strict=True))
 
 
 def fused_adagrad(
     settings: Settings, p: Tensor, g: Tensor, states: States, step: Number
 ) -> UpdateResult:
     """`torch.optim.Adagrad` with `fused=True`."""
-    op = torch.ops.sbp.fused_adagrad
-    names = ("lr_decay", "weight_decay", "eps", "maximize")
-    first, total = (op.tensor_step if isinstance(step, Tensor) else op.default)(
-        p, g, states["sum"], step, settings["lr"], **{name: settings[name] for name in names}
-    )
-    return UpdateResult(parameter=first, states={"sum": total})
+    op: Any = torch.ops.sbp.fused_adagrad
+    op = op.tensor_step if isinstance(step, Tensor) else op.default
+    own = {name: settings[name] for name in ("lr_decay", "weight_decay", "eps", "maximize")}
+    first, total = op(p, g, states["sum"], step, settings["lr"], **own)
+    return first, {"sum": total}
 
 
 #: Optimizers of which no setting can be traced as it stands.
@@ -289,8 +303,3 @@ def functional_update(
     if kind is torch.optim.Adagrad and may_skip:
         return adagrad
     return UNTRACEABLE.get(kind)
-
-
-def needs_step_counter(update: UpdateFunction | None) -> bool:
-    """Whether an update needs the number of the step, which its optimizer does not count."""
-    return update is sgd
