@@ -19,11 +19,10 @@ from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.serialize import read_text
 from sbp_launch.apps.plan import PlanConfig
 from sbp_launch.calibrate.config import CalibrateConfig
-from sbp_launch.settings.callbacks import callbacks_of, settings_of
 from sbp_launch.settings.catalog import Catalog, make_catalog
 from sbp_launch.settings.config import GROUPS
 from sbp_launch.settings.help import plain
-from sbp_launch.settings.known_keys import nested_configs, takes_of
+from sbp_launch.settings.known_keys import callbacks_of, nested_configs, settings_of, takes_of
 
 #: The settings that an app has beside its groups, by its primary config.
 _OF_APPS: Mapping[str, type] = {"plan": PlanConfig, "calibrate": CalibrateConfig}

@@ -32,8 +32,14 @@ from sbp_core.plugins import blame, discover
 from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
-from sbp_launch.run.file import save_run
-from sbp_launch.run.folder import FolderBefore, check_unused, make_folder, take_folder, writing
+from sbp_launch.run.folder import (
+    FolderBefore,
+    check_unused,
+    make_folder,
+    save_run,
+    take_folder,
+    writing,
+)
 from sbp_launch.settings.catalog import PRIMARY, Catalog, make_catalog
 from sbp_launch.settings.check import in_use
 from sbp_launch.settings.compose import (
@@ -47,8 +53,8 @@ from sbp_launch.settings.compose import (
 )
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
-from sbp_launch.settings.literals import quoted
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
+from sbp_launch.settings.resumed import quoted
 
 #: What is said of a run of a sweep until it has ended.
 _UNTOLD = "it goes on, or its process was ended before it could say why"

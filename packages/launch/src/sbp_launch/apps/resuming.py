@@ -17,11 +17,10 @@ from typing import get_args
 from sbp_core.errors import ConfigError
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.places import AUTO
-from sbp_launch.run.file import RUN_FILE, load_run
+from sbp_launch.run.folder import RUN_FILE, load_run
 from sbp_launch.settings.budget import Unit
 from sbp_launch.settings.config import ComposedConfig, key_of
-from sbp_launch.settings.literals import quoted
-from sbp_launch.settings.resumed import RESUMED, offer
+from sbp_launch.settings.resumed import RESUMED, offer, quoted
 
 _KEY = "resume"
 

@@ -19,16 +19,13 @@ from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
 from sbp_launch.apps.app import run
 from sbp_launch.apps.resuming import expand_resume
-from sbp_launch.checkpoint.opening import look
-from sbp_launch.checkpoint.places import AUTO, find_checkpoints
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints, look
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
-from sbp_launch.launching.choice import choose_launcher
-from sbp_launch.launching.launching import follow, launch
+from sbp_launch.launching.launching import choose_launcher, follow, launch
 from sbp_launch.launching.meeting import Meeting, Told, meet
 from sbp_launch.run.status import outlive_status_signals
-from sbp_launch.settings.check import check
+from sbp_launch.settings.check import check, close_mesh
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig
-from sbp_launch.settings.open_mesh import close_mesh
 from sbp_launch.world import World
 
 _NAME = "sbp-train"

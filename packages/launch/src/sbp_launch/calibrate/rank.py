@@ -19,10 +19,8 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.plugins import discover
 from sbp_core.runtime import Runtime
-from sbp_launch.calibrate.busy import measure_busy
-from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
-from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress, Rates
+from sbp_launch.calibrate.measuring import RankMeasurer, Stopwatch, measure_busy, measure_rates
 from sbp_launch.calibrate.steps import SmallModel, measure_large, measure_steps
 from sbp_torch.call_times import CallTimer
 

@@ -41,7 +41,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.runtime import Runtime, SpanKind, Trace
 from sbp_core.simulate import simulate
-from sbp_launch.calibrate.collectives import Stopwatch
+from sbp_launch.calibrate.measuring import Stopwatch
 from sbp_torch.capture import capture, initial_states
 
 #: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.

@@ -27,7 +27,7 @@ from typing import BinaryIO, cast
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import StagedFolder, Storage, StorageFactory
 from sbp_core.serialize import open_file
-from sbp_launch.checkpoint.direct import DirectFile
+from sbp_launch.checkpoint.files import DirectFile, sync
 
 #: The file that makes a folder a committed one.
 MANIFEST_FILE = "manifest.json"
@@ -245,15 +245,6 @@ class _StagedLocal:
     def discard(self) -> None:
         """Remove the folder."""
         _remove(self.path)
-
-
-def sync(path: Path) -> None:
-    """Wait until the names in a folder would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _folders(root: Path) -> list[Path]:

@@ -17,13 +17,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
+from sbp_core.graph import ITEMSIZE
 from sbp_core.plugins import Storage
+from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
-from sbp_launch.checkpoint.tensors import Chosen, Tensors
+from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, Tensors, dtype_name
 from sbp_launch.checkpoint.writing import Piece, commit, write_part
 
 logger = logging.getLogger(__name__)
@@ -278,3 +281,46 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return words_of(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A slice of a tensor, read when its value is asked for."""
+
+    tensors: Tensors
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bounds: Bounds
+
+    @property
+    def value(self) -> Tensor:
+        return self.tensors.part(self.name, self.bounds)
+
+
+def write_checkpoint(storage: Storage, name: str, tensors: Tensors, metadata: Metadata) -> None:
+    """Write tensors as the checkpoint of a run with one process; one of the name is replaced.
+
+    Args:
+        storage: Where.
+        name: Of its folder.
+        tensors: By the names of `Session.state_dict`, of which 64 MiB at a time are in memory.
+        metadata: Where the run was.
+
+    Raises:
+        ConfigError: one has a dtype that no state has.
+        RunError: it cannot be written.
+    """
+    parts = []
+    for own in tensors:
+        like = tensors.like(own)
+        if dtype_name(like) not in ITEMSIZE:
+            raise ConfigError(
+                f"{own!r} is {dtype_name(like)}, which no state has", accepted=", ".join(ITEMSIZE)
+            )
+        shape, dtype = tuple(like.shape), dtype_name(like)
+        parts += [
+            _Part(tensors=tensors, name=own, shape=shape, dtype=dtype, bounds=bounds)
+            for bounds in cut(shape, like.element_size(), PART_BYTES)
+        ]
+    save(storage, name, metadata, parts, Processes())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.names import model_names, without_wrappers
-from sbp_launch.checkpoint.opening import Found, look, open_tensors
+from sbp_launch.checkpoint.places import Found, look, open_tensors
 from sbp_launch.checkpoint.tensors import Tensors
 from sbp_torch.capture import UpdateOptions, copied_states
 from sbp_torch.interchange.torch_states import graph_names, stored_names
@@ -83,7 +83,7 @@ def find_weights(
     over, such as `_orig_mod.` of `torch.compile`.
 
     Args:
-        path: A checkpoint, or what `sbp_launch.checkpoint.opening.look` knows.
+        path: A checkpoint, or what `sbp_launch.checkpoint.places.look` knows.
         model: The one-device program; its values may be deferred.
         optimizer: Over its parameters.
         update: As given to `capture`.

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_launch.data.loader import BatchLoader, LocalBatch, is_for_gpus
-    from sbp_launch.data.local_part import LocalPart
+    from sbp_launch.data.loader import BatchLoader, LocalBatch, LocalPart, is_for_gpus
     from sbp_launch.data.order import DataCursor, Order, SampleOrder
     from sbp_launch.data.source import SampleSource, checked_dataset
 
@@ -37,7 +36,7 @@ __getattr__, __dir__ = lazy(
         "BatchLoader": "loader",
         "DataCursor": "order",
         "LocalBatch": "loader",
-        "LocalPart": "local_part",
+        "LocalPart": "loader",
         "Order": "order",
         "SampleOrder": "order",
         "SampleSource": "source",

@@ -11,13 +11,13 @@ A pin can be kept in two ways, and the faster plan counts:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph import LogicalGraph
-from sbp_core.infer import Pins, PinValue, infer_nearby, resolve_pins
+from sbp_core.infer import PinValue, infer_nearby, resolve_pins
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Strategy
@@ -112,10 +112,8 @@ def values_of(
         now: How they are cut. Where there are very many ways, those that differ on one axis only.
     """
     num_dims = min(len(graph.tensor(name).shape) for name in tensors.names)
-    splits = [f"S({dim})" for dim in range(num_dims)]
-    entries = ["B", *splits, *([] if tensors.stored else ["P"])]
-    first = stages[0]
-    by_axis = [entries if size > 1 else ["B"] for size in first.mesh_shape]
+    entries = ["B", *(f"S({dim})" for dim in range(num_dims)), *["P"] * (not tensors.stored)]
+    by_axis = [entries if size > 1 else ["B"] for size in stages[0].mesh_shape]
     found = [", ".join(parts) for parts in product(*by_axis)]
     if len(found) <= _MOST_PRODUCTS or now is None:
         return found
@@ -140,53 +138,39 @@ def alternative(
         value: Of the pin.
         replan: Plans the whole step; None if only what is nearby is to be decided anew.
     """
-    made: list[Alternative] = []
+    made: list[tuple[Figures, Alternative]] = []
     refused: list[SbpError] = []
-    for make in (_nearby, _anew):
-        try:
-            made += make(planned, pattern, value, replan)
-        except SbpError as error:
-            refused.append(error)
+
+    def add(found: Planned, modules: tuple[str, ...] | None) -> None:
+        figures = figures_of(found)
+        one = Alternative(value=value, planned=found, figures=figures, modules=modules)
+        made.append((figures, one))
+
+    try:
+        settings, graph = planned.settings, planned.graph
+        near = infer_nearby(settings.request(graph), planned.strategy, {pattern: value})
+        add(compiled(graph, near.strategy, settings), near.modules)
+    except SbpError as error:
+        refused.append(error)
+    try:
+        if replan is not None and holds(anew := replan({pattern: value}), pattern, value):
+            add(anew, None)
+    except SbpError as error:
+        refused.append(error)
     if not made:
         return Alternative(value=value, refused=refused[0])
     # One that fits its memory before one that does not; of equals, what changes least.
-    return min(made, key=_preference)
-
-
-def _preference(one: Alternative) -> tuple[bool, float]:
-    assert one.figures is not None, "what was made has figures"
-    return not one.figures.fits, one.figures.step_s
-
-
-def _nearby(
-    planned: Planned, pattern: str, value: PinValue, replan: Replan | None
-) -> Iterator[Alternative]:
-    settings, graph = planned.settings, planned.graph
-    found = infer_nearby(settings.request(graph), planned.strategy, {pattern: value})
-    made = compiled(graph, found.strategy, settings)
-    yield Alternative(value=value, planned=made, figures=figures_of(made), modules=found.modules)
-
-
-def _anew(
-    planned: Planned, pattern: str, value: PinValue, replan: Replan | None
-) -> Iterator[Alternative]:
-    if replan is None:
-        return
-    made = replan({pattern: value})
-    if holds(made, pattern, value):
-        yield Alternative(value=value, planned=made, figures=figures_of(made))
+    return min(made, key=lambda pair: (not pair[0].fits, pair[0].step_s))[1]
 
 
 def holds(planned: Planned, pattern: str, value: PinValue) -> bool:
     """Return whether a plan keeps a pin."""
     graph, strategy = planned.graph, planned.strategy
     pins = resolve_pins(graph, strategy.stages[0].axes, {pattern: value})
-    return all(_held(graph, strategy, pins))
-
-
-def _held(graph: LogicalGraph, strategy: Strategy, pins: Pins) -> Iterator[bool]:
-    for (name, axis), pin in pins.storage.items():
-        yield strategy.storage[name].sbp[axis] == pin.entry
-    for (value, axis), pin in pins.use.items():
-        used = present(graph, strategy, Tensors(stored=(), used=(value,)))
-        yield all(sbp[axis] == pin.entry for sbp in used)
+    return all(
+        strategy.storage[name].sbp[axis] == pin.entry for (name, axis), pin in pins.storage.items()
+    ) and all(
+        sbp[axis] == pin.entry
+        for (used, axis), pin in pins.use.items()
+        for sbp in present(graph, strategy, Tensors(stored=(), used=(used,)))
+    )

@@ -10,7 +10,8 @@ Meshes, stages and micro-batches may differ; SBPs of plans with other axes are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,8 +19,8 @@ from sbp_core.boxing import StepKind
 from sbp_core.graph import graph_hash
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.columns import change_text, columns
-from sbp_launch.explaining.figures import Figures, figures_of, memory_kinds
+from sbp_launch.console import change_text, columns
+from sbp_launch.explaining.figures import Figures, change_row, figures_of
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.rows import ModuleRow
 from sbp_launch.planning.table import groups_of
@@ -28,18 +29,13 @@ _ARROW = " -> "
 
 
 def compare_lines(this: Planned, other: Planned, name: str) -> Iterator[str]:
-    """Yield the comparison of a plan with another one.
-
-    Args:
-        this: The plan.
-        other: The other one, of the same model.
-        name: What the other one is called.
-    """
+    """Yield the comparison of a plan with another one."""
     yield f"this plan: {plan_text(this.strategy)}"
     yield f"{name}: {plan_text(other.strategy)}"
     if other.strategy.graph_hash != graph_hash(other.graph):
         yield f"{name} was made for other sizes or settings; both are priced for the step of now"
-    yield from columns([["", "this plan", _shortened(name), "change"], *figure_rows(this, other)])
+    short = name if len(name) <= 24 else f"...{name[-21:]}"
+    yield from columns([["", "this plan", short, "change"], *figure_rows(this, other)])
     said, *lines = changed_rows(this, other, name)
     yield said[0]
     yield from columns([[f"  {head}", what, text] for head, what, text in lines], left=2)
@@ -86,48 +82,27 @@ def plan_text(strategy: Strategy) -> str:
 def figure_rows(this: Planned, other: Planned) -> Iterator[list[str]]:
     """Yield the rows of figures, those that are zero in both left out."""
     before, after = figures_of(this), figures_of(other)
-
-    def row(
-        name: str, value: Callable[[Figures], float], text: Callable[[float], str]
-    ) -> list[str]:
-        old, new = value(before), value(after)
-        return [name, text(old), text(new), change_text(old, new)]
-
-    yield row("predicted step", lambda one: one.step_s, format_seconds)
-    yield row("  a rank computes", lambda one: one.computing_s, format_seconds)
-    yield row("  a rank boxes", lambda one: one.boxing_s, format_seconds)
-    yield row("a rank sends", lambda one: one.sent_bytes / one.num_ranks, format_bytes)
+    row = partial(change_row, before=before, after=after)
+    yield row("predicted step", value=lambda one: one.step_s, text=format_seconds)
+    yield row("  a rank computes", value=lambda one: one.computing_s, text=format_seconds)
+    yield row("  a rank boxes", value=lambda one: one.boxing_s, text=format_seconds)
+    yield row("a rank sends", value=lambda one: one.sent_bytes / one.num_ranks, text=format_bytes)
     kinds = [kind for kind in StepKind if before.calls_of(kind) or after.calls_of(kind)]
     for kind in kinds:
-        yield row(f"  in {kind.value}s", partial(_sent_by, kind), format_bytes)
+        yield row(
+            f"  in {kind.value}s", value=partial(Figures.sent_by, kind=kind), text=format_bytes
+        )
     for kind in kinds:
-        yield row(f"number of {kind.value}s", partial(_calls_of, kind), _whole)
+        calls = partial(Figures.calls_of, kind=kind)
+        yield row(f"number of {kind.value}s", value=calls, text="{:.0f}".format)
     if before.fullest is None or after.fullest is None:
         return
-    yield row("memory of the fullest rank", _peak, format_bytes)
-    yield from _memory_rows(memory_kinds(before.fullest), memory_kinds(after.fullest))
-
-
-def _memory_rows(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[list[str]]:
-    for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name, 0), after.get(name, 0)
-        yield [f"  {name}", format_bytes(old), format_bytes(new), change_text(old, new)]
-
-
-def _sent_by(kind: StepKind, figures: Figures) -> float:
-    return figures.sent_by(kind) / figures.num_ranks
-
-
-def _calls_of(kind: StepKind, figures: Figures) -> float:
-    return figures.calls_of(kind)
-
-
-def _peak(figures: Figures) -> float:
-    return figures.fullest.peak if figures.fullest is not None else 0
-
-
-def _whole(number: float) -> str:
-    return f"{number:.0f}"
+    name = "memory of the fullest rank"
+    yield row(name, value=lambda one: one.fullest.peak if one.fullest else 0, text=format_bytes)
+    for part in dict.fromkeys((*before.fullest.kinds, *after.fullest.kinds)):
+        old, new = before.fullest.kinds.get(part, 0), after.fullest.kinds.get(part, 0)
+        texts = format_bytes(old), format_bytes(new), change_text(old, new)
+        yield [f"  {part.value}", *texts]
 
 
 def changes(this: Sequence[ModuleRow], other: Sequence[ModuleRow]) -> tuple[list[ModuleRow], int]:
@@ -140,16 +115,19 @@ def changes(this: Sequence[ModuleRow], other: Sequence[ModuleRow]) -> tuple[list
     Returns:
         The rows that differ, and the number of all modules. Moves are left out.
     """
-    then = {row.module: row for row in other}
-    found = []
-    modules = dict.fromkeys((*(row.module for row in this), *then))
-    now = {row.module: row for row in this}
+    now, then = ({row.module: row for row in rows} for rows in (this, other))
+    found, modules = [], dict.fromkeys((*now, *then))
     for module in modules:
         old, new = now.get(module), then.get(module)
         if old is None or new is None:
             # Such as a module of views, whose row tells of nothing but boxing.
             continue
-        parameters = _parameter_changes(old, new)
+        # Those that change alike stand together.
+        after, alike = dict(new.parameters), defaultdict[str, list[str]](list)
+        for name, sbp in old.parameters:
+            if text := _changed(sbp, after.get(name, "-")):
+                alike[text].append(name)
+        parameters = tuple((", ".join(names), text) for text, names in alike.items())
         output = _changed(old.output, new.output)
         stage = _changed(f"stage {old.stage}", f"stage {new.stage}")
         if parameters or output or stage:
@@ -158,19 +136,5 @@ def changes(this: Sequence[ModuleRow], other: Sequence[ModuleRow]) -> tuple[list
     return found, len(modules)
 
 
-def _parameter_changes(old: ModuleRow, new: ModuleRow) -> tuple[tuple[str, str], ...]:
-    """Return (names, change) of the parameters that differ, those that change alike together."""
-    after = dict(new.parameters)
-    found: dict[str, list[str]] = {}
-    for name, sbp in old.parameters:
-        if text := _changed(sbp, after.get(name, "-")):
-            found.setdefault(text, []).append(name)
-    return tuple((", ".join(names), text) for text, names in found.items())
-
-
 def _changed(old: str, new: str) -> str:
     return "" if old == new else f"{old or '-'}{_ARROW}{new or '-'}"
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 24 else f"...{name[-21:]}"

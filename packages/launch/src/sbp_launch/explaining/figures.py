@@ -1,17 +1,26 @@
-"""What a plan costs, in figures that two plans can be compared by."""
+"""What a plan costs, in figures that two plans can be compared by, and as JSON for scripts.
+
+    {"planner": "ilp", "step_s": 0.0132, "samples_per_s": 606.0, "bound_s": 0.0132, "gap": 0.0,
+     "memory": {"limit_bytes": ..., "ranks": {"0": {"peak_bytes": ..., "kinds": {...}}}}, ...}
+
+Keys end in their units; what is not known is null. All of it is predicted.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.memory import MemoryReport, RankMemory
 from sbp_core.simulate import Simulation
+from sbp_launch.console import change_text
 from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.utilization import ModelWork, samples_of_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +71,9 @@ class Figures:
         """Whether every rank fits its memory, as far as that is known."""
         return self.fullest is None or self.fullest.peak <= self.limit_bytes
 
-    def sent_by(self, kind: StepKind) -> int:
-        """Return what all ranks together send in steps of a kind, in bytes."""
-        return sum(one.sent_bytes for one in self.traffic if one.kind is kind)
+    def sent_by(self, kind: StepKind) -> float:
+        """Return what a rank sends in steps of a kind, in bytes, in the mean of all ranks."""
+        return sum(one.sent_bytes for one in self.traffic if one.kind is kind) / self.num_ranks
 
     def calls_of(self, kind: StepKind) -> int:
         """Return how many boxing steps of a kind there are."""
@@ -113,24 +122,19 @@ def traffic(plan: PhysicalPlan, cluster: Cluster) -> Iterator[Traffic]:
         for actor in part.actors:
             if isinstance(actor, BoxingActor) and actor.name != COMMIT:
                 calls[actor.step] = actor.num_firings(plan.repetitions), actor.time_s
-    counts: Counter[tuple[StepKind, int]] = Counter()
-    sizes: Counter[tuple[StepKind, int]] = Counter()
-    times_s: dict[tuple[StepKind, int], float] = defaultdict(float)
+    found: dict[tuple[StepKind, int], list[tuple[int, int, float]]] = defaultdict(list)
     for index, (count, time_s) in calls.items():
-        step = plan.steps[index]
-        if step.size_bytes:
+        if size := (step := plan.steps[index]).size_bytes:
             key = step.kind, level_of(step, cluster)
-            counts[key] += count
-            sizes[key] += count * step.size_bytes
-            times_s[key] += count * time_s
-    for kind, level in sorted(counts, key=lambda key: (key[0].value, key[1])):
-        key = kind, level
+            found[key].append((count, count * size, count * time_s))
+    for (kind, level), parts in sorted(found.items(), key=lambda one: (one[0][0].value, one[0][1])):
+        num_calls, sent_bytes, times_s = zip(*parts, strict=True)
         yield Traffic(
             kind=kind,
             level=level,
-            num_calls=counts[key],
-            sent_bytes=sizes[key],
-            time_s=times_s[key],
+            num_calls=sum(num_calls),
+            sent_bytes=sum(sent_bytes),
+            time_s=sum(times_s),
         )
 
 
@@ -147,6 +151,71 @@ def level_of(step: BoxingStep, cluster: Cluster) -> int:
     )
 
 
-def memory_kinds(memory: RankMemory | None) -> Mapping[str, int]:
-    """Return the bytes of each kind at the peak of a rank, by name; nothing if it is not known."""
-    return {} if memory is None else {kind.value: size for kind, size in memory.kinds.items()}
+def change_row(
+    name: str,
+    before: Figures,
+    after: Figures,
+    value: Callable[[Figures], float],
+    text: Callable[[float], str],
+) -> list[str]:
+    """Return a figure of two plans as the cells of a row: its name, both texts, the change."""
+    old, new = value(before), value(after)
+    return [name, text(old), text(new), change_text(old, new)]
+
+
+def figures_json(planned: Planned) -> dict[str, Any]:
+    """Return what a plan costs as a JSON value."""
+    figures, plan, memory = figures_of(planned), planned.plan, planned.memory
+    strategy, cluster = planned.strategy, planned.settings.cluster
+    work = ModelWork.of(planned.graph, cluster.device, figures.num_ranks)
+    samples = samples_of_step(planned.graph)
+    reported = {
+        name: float(value) if isinstance(value, int | float) else None
+        for name in ("bound_s", "gap")
+        for value in [strategy.report.get(name)]
+    }
+    told: dict[str, Any] = {"limit_bytes": figures.limit_bytes, "ranks": None}
+    if isinstance(memory, str):
+        told["unknown"] = memory
+    else:
+        told["ranks"] = {
+            str(number): {
+                "peak_bytes": rank.peak,
+                "host_bytes": rank.host_peak,
+                "kinds": {kind.value: size for kind, size in rank.kinds.items()},
+            }
+            for number, rank in sorted(memory.ranks.items())
+        }
+    return {
+        "planner": strategy.planner,
+        "cluster": cluster.name,
+        "num_ranks": figures.num_ranks,
+        "micro_batches": plan.num_micro_batches,
+        "stages": [
+            {
+                "ranks": list(stage.rank_list),
+                "mesh": dict(zip(stage.axes, stage.mesh_shape, strict=True)),
+            }
+            for stage in strategy.stages
+        ],
+        "step_s": figures.step_s,
+        "period_s": planned.checked.period_s,
+        "samples_per_s": samples / figures.step_s if samples and figures.step_s else None,
+        "model_flop": work.flop,
+        "mfu": work.mfu(figures.step_s) if figures.step_s else None,
+        "computing_s": figures.computing_s,
+        "boxing_s": figures.boxing_s,
+        **reported,
+        "sent_bytes": figures.sent_bytes,
+        "traffic": [
+            {
+                "collective": one.kind.value,
+                "within": cluster.levels[one.level].name,
+                "calls": one.num_calls,
+                "sent_bytes": one.sent_bytes,
+                "time_s": one.time_s,
+            }
+            for one in figures.traffic
+        ],
+        "memory": told,
+    }

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import EmptyConfig, MetricSink, MetricSinkFactory
+from sbp_core.plugins import EmptyConfig, MetricSinkFactory
 from sbp_core.serialize import open_file
-from sbp_launch.checkpoint.formats.aside import writing_aside
+from sbp_launch.checkpoint.files import writing_aside
 
 
 def _check_file(file: str, key: str = "file") -> None:
@@ -164,26 +164,14 @@ class NoSink:
 
 def build_jsonl(config: JsonlConfig) -> MetricSinkFactory:
     """Return a maker of `JsonlSink`."""
-
-    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
-        return JsonlSink(run_folder / config.file, resumed_step)
-
-    return make
+    return lambda run_folder, *, resumed_step=0: JsonlSink(run_folder / config.file, resumed_step)
 
 
 def build_csv(config: CsvConfig) -> MetricSinkFactory:
     """Return a maker of `CsvSink`."""
-
-    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
-        return CsvSink(run_folder / config.file, resumed_step)
-
-    return make
+    return lambda run_folder, *, resumed_step=0: CsvSink(run_folder / config.file, resumed_step)
 
 
 def build_none(config: EmptyConfig) -> MetricSinkFactory:
     """Return a maker of `NoSink`."""
-
-    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
-        return NoSink()
-
-    return make
+    return lambda run_folder, *, resumed_step=0: NoSink()

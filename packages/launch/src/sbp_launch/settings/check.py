@@ -1,6 +1,12 @@
 """From a composed config to a checked `RunConfig`: every setting of every group, before torch.
 
-Builds nothing; the plugins' own config dataclasses say what is legal.
+Builds nothing; the plugins' own config dataclasses say what is legal. An axis of the mesh may be
+left open: it is as long as the processes that were started make it.
+
+    cluster.mesh=[-1]      of 4 processes: [4]
+    cluster.mesh=[-1,2]    of 6 processes: [3,2]
+
+So a run that a launcher starts again, with fewer or more processes, is planned for those.
 """
 
 from __future__ import annotations
@@ -8,7 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeVar
 
 from sbp_core.errors import ConfigError, SbpError, SbpLookupError, nearest
 from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, blame, merge_settings
@@ -24,6 +32,7 @@ from sbp_launch.settings.config import (
     key_of,
 )
 from sbp_launch.settings.known_keys import known_settings, meant, ours_of
+from sbp_launch.world import World
 
 T = TypeVar("T")
 
@@ -310,3 +319,34 @@ def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEnt
         for entry in registry.entries
         if (entry.kind, entry.name) in named or entry.kind in ("pass", "signature")
     ]
+
+
+#: In the place of the length of an axis.
+OPEN = -1
+
+
+def close_mesh(composed: ComposedConfig, world: World) -> ComposedConfig:
+    """Return a config whose mesh has as many ranks as there are processes, if it is left open.
+
+    Where no launcher has started this process, nobody says how many there are: it stays open, and
+    its cluster refuses it.
+
+    Raises:
+        ConfigError: the other axes do not divide the number of processes.
+    """
+    cluster: Any = composed.values.get("cluster")
+    mesh = cluster.get("mesh") if isinstance(cluster, dict) else None
+    if not isinstance(mesh, list) or not all(type(length) is int for length in mesh):
+        return composed  # which is refused as what it is
+    if mesh.count(OPEN) != 1 or world.is_alone:
+        return composed
+    others = prod(length for length in mesh if length != OPEN)
+    if others < 1 or world.size % others:
+        raise ConfigError(
+            f"cluster.mesh={mesh}: {world.launcher} has started {world.size} processes",
+            where=composed.overrides_of("cluster"),
+            accepted=f"processes of which there are a multiple of {others}, for its other axes",
+            todo="start more of them, or fewer; or give another mesh",
+        )
+    whole = [world.size // others if length == OPEN else length for length in mesh]
+    return replace(composed, values={**composed.values, "cluster": {**cluster, "mesh": whole}})

@@ -26,9 +26,14 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import ConfigFolder
 from sbp_core.serialize import read_bytes, read_text
 from sbp_launch.secret_settings import leaves
-from sbp_launch.settings.catalog import OWN_FOLDER, PRIMARY, Catalog
+from sbp_launch.settings.catalog import (
+    OWN_FOLDER,
+    PRIMARY,
+    Catalog,
+    refuse_expansion,
+    refuse_faults,
+)
 from sbp_launch.settings.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
-from sbp_launch.settings.option_file import refuse_expansion, refuse_faults
 from sbp_launch.settings.refusals import (
     as_hydra_says,
     faulty_file,

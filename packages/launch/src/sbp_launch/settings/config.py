@@ -18,8 +18,7 @@ from sbp_core.plugins import INSTEAD, PluginRegistry
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.data.order import Order
-from sbp_launch.settings.budget import DEFAULT_STEPS, Budget, Unit
-from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.settings.budget import DEFAULT_STEPS, Budget, ScheduleConfig, Unit
 from sbp_torch.update_options import UpdateOptions
 
 #: Config groups whose options name a plugin, in the order of a run.

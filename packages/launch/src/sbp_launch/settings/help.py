@@ -18,10 +18,15 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import PluginEntry
-from sbp_launch.settings.callbacks import callbacks_of, settings_of
 from sbp_launch.settings.catalog import Catalog
 from sbp_launch.settings.config import GROUPS, Application, ComposedConfig
-from sbp_launch.settings.known_keys import known_settings, nested_configs, takes_of
+from sbp_launch.settings.known_keys import (
+    callbacks_of,
+    known_settings,
+    nested_configs,
+    settings_of,
+    takes_of,
+)
 
 #: Columns of a help that goes to no terminal.
 _WIDTH = 100

@@ -1,17 +1,20 @@
 """The keys of all settings, and which of them an unknown key may mean.
 
-A key is looked for in all groups, by its last name: `steps` may mean `trainer.steps`.
+A key is looked for in all groups, by its last name: `steps` may mean `trainer.steps`. What settings
+callbacks take is read from their dataclasses, as no option file tells of them.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Union, get_args, get_origin
 
-from sbp_core.plugins import PluginRegistry, describe_type, type_hints
+from sbp_core.plugins import PluginEntry, PluginRegistry, describe_type, type_hints
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
@@ -175,3 +178,62 @@ def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
         named = f"{one.key}={value}" if value else f"'{one.key}'"
         hints.append(f"{named} of {' or '.join(one.options)}" if one.options else named)
     return f"did you mean {', or '.join(hints)}?" if best else ""
+
+
+#: Where `Args:` of a docstring begins a setting: `patience: Evaluations without ...`.
+_ARGUMENT = re.compile(r" {4}(?P<name>\w+): (?P<meaning>.*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallbackSetting:
+    """One setting of a callback.
+
+    Args:
+        name: Of the field.
+        default: Its default; `...` if it has to be given.
+        takes: What values it takes, in words.
+        meaning: What the docstring says of it, or `""`.
+    """
+
+    name: str
+    default: object
+    takes: str
+    meaning: str
+
+
+def callbacks_of(registry: PluginRegistry) -> list[PluginEntry]:
+    """Return the callbacks that there are, by name."""
+    return [one for one in registry.entries if one.kind == "callback" and one.factory is not None]
+
+
+def settings_of(entry: PluginEntry) -> Iterator[CallbackSetting]:
+    """Yield the settings of a callback, in their order."""
+    assert entry.factory is not None, "an entry of a kind has a factory"
+    config = entry.factory.config
+    takes, meanings = takes_of(config), _meanings(config)
+    for field in fields(config):
+        default = ... if field.default is MISSING else field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        yield CallbackSetting(
+            name=field.name,
+            default=default,
+            takes=takes.get(field.name, ""),
+            meaning=meanings.get(field.name, ""),
+        )
+
+
+def _meanings(config: type) -> dict[str, str]:
+    """Return what the `Args:` of a docstring say, by name."""
+    _, _, told = inspect.cleandoc(config.__doc__ or "").partition("\nArgs:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in told.splitlines():
+        if start := _ARGUMENT.fullmatch(line):
+            name = start["name"]
+            found[name] = start["meaning"]
+        elif line.startswith(" " * 8) and name:
+            found[name] += f" {line.strip()}"
+        else:
+            name = ""
+    return found

@@ -34,7 +34,6 @@ from sbp_core.compile import (
     Actor,
     ActorId,
     BoxingActor,
-    Collective,
     Compute,
     PhysicalPlan,
     Receive,
@@ -214,7 +213,9 @@ class _Events:
             kind = {Send: "send", Receive: "receive"}.get(type(actor), str(step.kind))
             args |= {"bytes": step.size_bytes, "boxing": str(step)}
             args["ranks"] = list(step.group(rank))
-            return f"{kind} {_value_of(actor)}", args
+            # What it moves: `blocks.0.proj.addmm` of its key, without where it goes.
+            value = actor.name.removeprefix("send ").removeprefix("receive ").partition("@")[0]
+            return f"{kind} {value}", args
         if not isinstance(actor, Compute):
             return f"accumulate {_PHASES[actor.phase]}", args
         found = [self.nodes[one.node] for one in actor.instructions if one.node in self.nodes]
@@ -290,12 +291,6 @@ class _Events:
 
 def _meta(name: str, rank: int, lane: int, /, **args: object) -> Event:
     return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
-
-
-def _value_of(actor: Collective | Send | Receive) -> str:
-    """Return what a boxing actor moves: `blocks.0.proj.addmm` of its key, without where it goes."""
-    name = actor.name.removeprefix("send ").removeprefix("receive ")
-    return name.partition("@")[0]
 
 
 def _module_of(node: Node) -> str:

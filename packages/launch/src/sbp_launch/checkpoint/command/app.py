@@ -127,7 +127,7 @@ def run(arguments: Sequence[str]) -> int:
             where="the command line",
             todo=f"did you mean {near}?" if near else f"see {_NAME} {options.verb} --help",
         )
-    home = f"sbp_launch.checkpoint.command.{options.verb}"
+    home = f"sbp_launch.checkpoint.command.{'verify' if options.verb == 'prune' else options.verb}"
     command: Callable[[argparse.Namespace], int] = getattr(import_module(home), options.verb)
     return command(options)
 

@@ -11,7 +11,6 @@ from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, parse_bytes
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.command.inspect import FORMATS, print_json
-from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import (
     averaged,
@@ -21,8 +20,8 @@ from sbp_launch.checkpoint.names import (
     renamed,
     without,
 )
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
-from sbp_launch.console import make_console, say
+from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_of, open_tensors
+from sbp_launch.console import make_console, reading, say
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.tensors import Tensors
@@ -143,8 +142,8 @@ def _file(
         )
 
     def write(tensors: Tensors) -> list[str]:
-        from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
-        from sbp_launch.checkpoint.formats.safetensors_writer import (
+        from sbp_launch.checkpoint.formats.writers import (
+            write_distributed_checkpoint,
             write_safetensors,
             write_sharded,
         )
@@ -168,7 +167,8 @@ def _checkpoint(options: Namespace, found: Found) -> tuple[str, Callable[[Tensor
     Raises:
         ConfigError: something that was not meant would be replaced.
     """
-    from sbp_launch.checkpoint.rewriting import place_of_checkpoint, write_checkpoint
+    from sbp_launch.checkpoint.places import place_of_checkpoint
+    from sbp_launch.checkpoint.saving import write_checkpoint
 
     metadata = manifest_of(found).metadata if found.format == FORMAT else None
     storage, name, step = place_of_checkpoint(options.target, metadata.step if metadata else None)

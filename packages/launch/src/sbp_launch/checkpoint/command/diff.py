@@ -13,13 +13,11 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.command.inspect import print_json
-from sbp_launch.checkpoint.command.progress import reading
-from sbp_launch.checkpoint.command.table import show_table
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
-from sbp_launch.console import make_console, say
+from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_of, open_tensors
+from sbp_launch.console import make_console, reading, say, show_table
 from sbp_launch.exit_codes import FAILED
 
 if TYPE_CHECKING:

@@ -15,13 +15,12 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_core.units import format_bytes
-from sbp_launch.checkpoint.command.table import show_table
 from sbp_launch.checkpoint.formats.index import TensorIndex
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
 from sbp_launch.checkpoint.names import model_names, owner_of
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_index, manifest_of
-from sbp_launch.checkpoint.opening import read_index as index_of
-from sbp_launch.console import make_console, say
+from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_index, manifest_of
+from sbp_launch.checkpoint.places import read_index as index_of
+from sbp_launch.console import make_console, say, show_table
 
 #: How formats are called in sentences.
 FORMATS = {

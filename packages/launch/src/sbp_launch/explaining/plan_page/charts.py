@@ -1,21 +1,44 @@
-"""The memory of a rank over the simulated step: kinds on top of each other, and the limit.
+"""The drawings of a plan's page over time: the memory of a rank, and the simulated step.
 
-`sbp_core.memory` knows what is alive at each instruction, `sbp_core.simulate` when each firing is:
-the instructions of a firing are taken to be equally long.
+Memory: kinds on top of each other, and the limit. `sbp_core.memory` knows what is alive at each
+instruction, `sbp_core.simulate` when each firing is: the instructions of a firing are taken to be
+equally long.
+
+Timeline: lanes of ranks whose width follows that of the page. Positions are shares of the step, so
+that a script enlarges the drawing by its width alone; each bar is an inner `svg`, which cuts off a
+label that is too long for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import accumulate
+from math import floor, log10
 
 from sbp_core.memory import MemoryKind, MemoryProfile
 from sbp_core.simulate import Simulation
+from sbp_core.timeline import Bar, Timeline
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.plan_page.colours import MEMORY, legend
-from sbp_launch.explaining.plan_page.ticks import round_ticks
+from sbp_launch.explaining.plan_page.model import MEMORY, legend
+from sbp_launch.timelines import Look, faded, looks_of
+
+
+def round_ticks(end: float, most: int) -> list[float]:
+    """Return 0 and further round numbers below `end`, at equal distances.
+
+    Args:
+        end: Of the axis, >= 0.
+        most: The most numbers beside 0, >= 2.
+    """
+    if end <= 0:
+        return [0.0]
+    power = 10.0 ** floor(log10(end / most))
+    step = next(power * one for one in (1, 2, 5, 10) if power * one * most >= end * (1 - 1e-9))
+    # The text of one at the very end would stand beyond the drawing.
+    return [step * number for number in range(floor(0.95 * end / step + 1e-9) + 1)]
+
 
 #: Moments that are drawn of a step.
 _MOST_MOMENTS = 400
@@ -45,7 +68,16 @@ def memory_chart(
     draws_limit = limit_bytes <= _MOST_LIMIT * peak
     top = 1.08 * max(peak, limit_bytes if draws_limit else 0)
     moments = peaks_of(times_s, total, simulation.step_s)
-    parts = [*_grid(top), *_areas(profile, times_s, moments, simulation.step_s, top)]
+    parts = [
+        f'<line class="grid" x1="0" x2="{_WIDTH}" y1="{y}" y2="{y}"/>'
+        for y in (_y(size, top) for size in round_ticks(top, 4))
+    ]
+    parts += [*_areas(profile, times_s, moments, simulation.step_s, top)]
+    axis = "".join(
+        f'<span style="left:{_percent(time_s, simulation.step_s, 2)}">'
+        f"{format_seconds(time_s) if time_s else 0}</span>"
+        for time_s in round_ticks(simulation.step_s, 8)
+    )
     if draws_limit:
         y = _y(limit_bytes, top)
         parts.append(f'<line class="limit" x1="0" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
@@ -53,14 +85,14 @@ def memory_chart(
     where = f"in firing {firing} of {actor}, at {node}" if actor else "before the step begins"
     limit = format_bytes(limit_bytes)
     share = 100 * peak / limit_bytes
-    left = 100 * times_s[at] / simulation.step_s if simulation.step_s else 0.0
     marks = [
         f'<span class="y" style="bottom:{100 * size / top:.2f}%">{format_bytes(size)}</span>'
         for size in round_ticks(top, 4)
         if size
     ]
     marks.append(
-        f'<span class="peak" style="left:{left:.2f}%;bottom:{100 * peak / top:.2f}%" '
+        f'<span class="peak" style="left:{_percent(times_s[at], simulation.step_s, 2)};'
+        f'bottom:{100 * peak / top:.2f}%" '
         f'title="peak: {escape(where)}"></span>'
     )
     if draws_limit:
@@ -74,7 +106,7 @@ def memory_chart(
         f"{share:.3g}% of the limit, {limit}</figcaption>"
         f'<div class="plot"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" '
         f'role="img" aria-label="memory over time">{"".join(parts)}</svg>{"".join(marks)}</div>'
-        f"{_time_axis(simulation.step_s)}</figure>"
+        f'<div class="x">{axis}</div></figure>'
     )
 
 
@@ -135,7 +167,11 @@ def _areas(
     # What is held at a moment is held until the next one; the first begins with the step.
     xs[0] = 0.0
     ends = [*xs[1:], float(_WIDTH)]
-    for kind, sizes in _kinds(profile):
+    # From the bottom up: what is always there first, what comes and goes last.
+    for kind in MEMORY:
+        sizes = profile.kinds.get(kind)
+        if sizes is None:
+            continue
         above = [low + sizes[tick] for low, tick in zip(below, moments, strict=True)]
         if above == below:
             continue
@@ -154,28 +190,75 @@ def _areas(
         below = above
 
 
-def _kinds(profile: MemoryProfile) -> Iterator[tuple[MemoryKind, Sequence[int]]]:
-    """Yield kinds from the bottom up: what is always there first, what comes and goes last."""
-    kinds: Mapping[MemoryKind, Sequence[int]] = profile.kinds
-    for kind in MEMORY:
-        if kind in kinds:
-            yield kind, kinds[kind]
-
-
-def _grid(top: float) -> Iterator[str]:
-    for size in round_ticks(top, 4):
-        y = _y(size, top)
-        yield f'<line class="grid" x1="0" x2="{_WIDTH}" y1="{y}" y2="{y}"/>'
-
-
-def _time_axis(end_s: float) -> str:
-    marks = "".join(
-        f'<span style="left:{100 * time_s / end_s if end_s else 0:.2f}%">'
-        f"{format_seconds(time_s) if time_s else 0}</span>"
-        for time_s in round_ticks(end_s, 8)
-    )
-    return f'<div class="x">{marks}</div>'
-
-
 def _y(size: float, top: float) -> str:
     return f"{_HEIGHT * (1 - size / top) if top else _HEIGHT:.1f}"
+
+
+_ROW, _GAP, _AXIS = 24, 6, 22
+
+#: Bars of a smaller share of the step have no border.
+_THIN = 0.003
+
+
+def timeline_chart(timeline: Timeline) -> str:
+    """Return a timeline, whose unit is the second, with its legend."""
+    looks = looks_of(timeline.kinds)
+    names = "".join(f"<li>{escape(lane.name)}</li>" for lane in timeline.lanes)
+    height = len(timeline.lanes) * (_ROW + _GAP)
+    parts: list[str] = []
+    few = round_ticks(timeline.end_s, 8)
+    many = [time_s for time_s in round_ticks(timeline.end_s, 60) if time_s not in few]
+    parts += [_tick(time_s, timeline.end_s, height, "") for time_s in few]
+    parts += [_tick(time_s, timeline.end_s, height, " fine") for time_s in many]
+    for row, lane in enumerate(timeline.lanes):
+        top = row * (_ROW + _GAP) + _GAP // 2
+        parts += [
+            _bar(bar, faded(looks[bar.kind], bar.chunk), timeline.end_s, top) for bar in lane.bars
+        ]
+    told = legend({look.name: look.fill for look in looks.values()})
+    if any(bar.label for lane in timeline.lanes for bar in lane.bars):
+        told += "<p><small>The number in a bar is that of its micro-batch.</small></p>"
+    return (
+        f'<div class="lanes"><ul class="lane-names">{names}</ul>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="timeline">'
+        f'<svg class="timeline" width="100%" height="{height + _AXIS}" role="img" '
+        f'aria-label="{escape(timeline.title)}">{"".join(parts)}</svg></div></div>{told}'
+    )
+
+
+def _tick(time_s: float, end_s: float, height: int, also: str) -> str:
+    """Return a line at a time, and the time below it.
+
+    Args:
+        time_s: Which.
+        end_s: Of the step.
+        height: Of the lanes, in pixels.
+        also: Classes beside its own; ` fine` shows it where the drawing is enlarged.
+    """
+    at = _percent(time_s, end_s)
+    return (
+        f'<line class="grid{also}" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
+        f'<text class="tick{also}" x="{at}" y="{height + 15}" text-anchor="start">'
+        f"{format_seconds(time_s) if time_s else 0}</text>"
+    )
+
+
+def _bar(bar: Bar, look: Look, end_s: float, top: int) -> str:
+    told = (
+        f"{bar.detail or look.name}: {format_seconds(bar.start_s)} to {format_seconds(bar.end_s)}"
+    )
+    label = ""
+    if bar.label:
+        label = f'<text x="50%" y="16" text-anchor="middle" fill="{look.ink}">{bar.label}</text>'
+    # Beside each other, thin bars would be nothing but borders.
+    border = "" if bar.end_s - bar.start_s < _THIN * end_s else ' class="apart"'
+    return (
+        f'<svg x="{_percent(bar.start_s, end_s)}" y="{top}" '
+        f'width="{_percent(bar.end_s - bar.start_s, end_s)}" height="{_ROW}">'
+        f"<title>{escape(told)}</title>"
+        f'<rect width="100%" height="100%" fill="{look.fill}"{border}/>{label}</svg>'
+    )
+
+
+def _percent(part: float, whole: float, digits: int = 3) -> str:
+    return f"{100 * part / whole if whole else 0:.{digits}f}%"
