@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.plugins import blame, discover
+from sbp_core.plugins import discover
 from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
@@ -41,7 +41,7 @@ from sbp_launch.run.folder import (
     writing,
 )
 from sbp_launch.settings.catalog import PRIMARY, Catalog, make_catalog
-from sbp_launch.settings.check import in_use
+from sbp_launch.settings.check import blaming
 from sbp_launch.settings.compose import (
     VERSION_BASE,
     compose,
@@ -260,22 +260,14 @@ def _job(
         # Hydra prints a traceback for what a job raises; what a user can mend needs none.
         whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
         assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
-        composed = None
-        try:
-            composed = read(whole, catalog)
+        composed = read(whole, catalog)
+        with blaming(composed, catalog.registry):
             checked = app.check(composed, catalog.registry)
             if app.may_overwrite is not None:  # again: of a sweep, each job has its own folder
                 check_unused(folder, overwrite=app.may_overwrite(checked))
                 with writing(folder):
                     save_run(composed, folder)
             app.task(checked, catalog.registry, folder)
-        except SbpError:
-            raise
-        except Exception as error:
-            told = composed and blame(error, in_use(composed, catalog.registry))
-            if not told:
-                raise
-            raise told from error
 
     def job(config: DictConfig) -> float | None:
         node = HydraConfig.get()

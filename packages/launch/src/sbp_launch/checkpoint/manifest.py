@@ -28,6 +28,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -60,6 +61,9 @@ class DamagedError(ConfigError):
 
 def _refuse(what: str, accepted: str) -> None:
     raise ConfigError(what, accepted=accepted)
+
+
+_damaged = partial(DamagedError, todo=ANOTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,20 +238,18 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
     """
     last = _LAST_LINE.search(data, max(0, len(data) - 64))
     if last is None or last.end() != len(data):
-        raise DamagedError(
+        raise _damaged(
             "the manifest does not end in its checksum",
             where=where,
             accepted="a manifest as it was written",
-            todo=ANOTHER,
         )
     body = data[: last.start()]
     found = xxh3_128_hexdigest(body)
     if found != last[1].decode():
-        raise DamagedError(
+        raise _damaged(
             f"the manifest is damaged: its xxh3_128 is {found}, not {last[1].decode()}",
             where=where,
             accepted="a manifest as it was written",
-            todo=ANOTHER,
         )
     try:
         text = f"{body.decode()}}}"
@@ -269,10 +271,8 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         with storage.open(name, MANIFEST_FILE) as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise DamagedError(
-            f"the checkpoint {name} cannot be read: {error.strerror or error}",
-            where=place,
-            todo=ANOTHER,
+        raise _damaged(
+            f"the checkpoint {name} cannot be read: {error.strerror or error}", where=place
         ) from error
     if len(data) > MAX_MANIFEST_BYTES:
         raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
@@ -297,28 +297,25 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
     for name, tensor in manifest.tensors.items():
         for number, piece in enumerate(tensor.pieces):
             if piece.file not in runs_of:
-                raise DamagedError(
+                raise _damaged(
                     f"tensors.{name}.pieces[{number}].file is {piece.file!r}",
                     where=where,
                     accepted=f"one of files: {', '.join(list(runs_of)[:3])}",
-                    todo=ANOTHER,
                 )
             runs_of[piece.file].append((piece.offset, tensor.piece_bytes(piece)))
         if is_whole and not covers([piece.bounds for piece in tensor.pieces], tensor.shape):
-            raise DamagedError(
+            raise _damaged(
                 f"tensors.{name}.pieces do not make up the tensor of shape {list(tensor.shape)}",
                 where=where,
                 accepted="pieces that have each element once",
-                todo=ANOTHER,
             )
     for file_name, runs in runs_of.items():
         file = manifest.files[file_name]
         if not _FILE.fullmatch(file_name):
-            raise DamagedError(
+            raise _damaged(
                 f"files has {file_name!r}, no file of a checkpoint",
                 where=where,
                 accepted="names such as rank-00000.safetensors",
-                todo=ANOTHER,
             )
         at = file.header_bytes
         for offset, size in sorted(runs):
@@ -327,12 +324,11 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
             at += size
         if at == file.size_bytes:
             continue
-        raise DamagedError(
+        raise _damaged(
             f"files.{file_name}: its pieces do not make up its bytes {file.header_bytes} to "
             f"{file.size_bytes}",
             where=where,
             accepted="pieces one behind the other, from the header to the end",
-            todo=ANOTHER,
         )
 
 

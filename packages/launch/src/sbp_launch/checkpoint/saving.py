@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, Tensors, dtype_nam
 from sbp_launch.checkpoint.writing import Piece, commit, write_part
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,15 +152,7 @@ def open_together(storage: Storage, name: str, processes: Processes) -> Checkpoi
         ConfigError: the processes open different checkpoints.
         BoxingError: another process has failed, or did not come.
     """
-    opened, problem = None, None
-    try:
-        opened = Checkpoint(storage, name)
-    except DamagedError as error:
-        problem = error
-    if (found := damage_of_any(processes, name, problem)) is not None:
-        raise found
-    assert opened is not None, "else there is a problem"
-    return opened
+    return _together(processes, name, lambda: Checkpoint(storage, name))
 
 
 def verify_together(checkpoint: Checkpoint, processes: Processes) -> None:
@@ -167,15 +162,25 @@ def verify_together(checkpoint: Checkpoint, processes: Processes) -> None:
         DamagedError: something of it is damaged.
         BoxingError: another process has failed, or did not come.
     """
-    problem = None
-    try:
+    share = processes.ranks.index(processes.rank), len(processes.ranks)
+
+    def verify() -> None:
         with checkpoint:
-            share = processes.ranks.index(processes.rank), len(processes.ranks)
             checkpoint.verify(share=share)
+
+    _together(processes, checkpoint.name, verify)
+
+
+def _together(processes: Processes, name: str, action: Callable[[], T]) -> T:
+    """Do something with a checkpoint in every process; raises as `open_together`."""
+    made, problem = [], None
+    try:
+        made.append(action())
     except DamagedError as error:
         problem = error
-    if (found := damage_of_any(processes, checkpoint.name, problem)) is not None:
+    if (found := damage_of_any(processes, name, problem)) is not None:
         raise found
+    return made[0]
 
 
 def damage_of_any(

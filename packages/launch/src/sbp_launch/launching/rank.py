@@ -24,11 +24,11 @@ from typing import TextIO
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
-from sbp_core.plugins import blame, discover
+from sbp_core.plugins import discover
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
 from sbp_launch.run.folder import LOGS, load_run
 from sbp_launch.run.status import outlive_status_signals
-from sbp_launch.settings.check import check, close_mesh, in_use
+from sbp_launch.settings.check import blaming, check, close_mesh
 from sbp_launch.world import MPIEXEC, World
 
 #: How messages of `logging` are written: to a log, and by rank 0 to the terminal.
@@ -184,16 +184,8 @@ def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
     log.note(f"settings: {hash_of(asdict(config))}\n")  # equal in the logs of all ranks
     if world.launcher == MPIEXEC:  # which gives its ranks a terminal of its own
         width = width or FILE_WIDTH
-    try:
+    with blaming(composed, registry, first=traceback.print_exc):
         train(config, registry, folder, world, make_console(width))
-    except SbpError:
-        raise
-    except Exception as error:
-        guilty = blame(error, in_use(composed, registry))
-        if guilty is None:
-            raise
-        traceback.print_exc()
-        raise guilty from error
 
 
 def _original_traceback(error: SbpError) -> str:

@@ -12,7 +12,7 @@ So a run that a launcher starts again, with fewer or more processes, is planned 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -122,7 +122,8 @@ def _check_together(
         if not isinstance(config, ChecksOthers):
             continue
         try:
-            config.check_beside({kind: one for kind, one in configs.items() if kind != group})
+            with blaming(composed, registry):
+                config.check_beside({kind: one for kind, one in configs.items() if kind != group})
         except ConfigError as error:
             told = f"{error.what} {error.accepted} {error.todo}"
             asking = group.partition(".")[0]
@@ -131,13 +132,6 @@ def _check_together(
             said = [line for one in about for line in composed.overrides_of(one)]
             where = (*error.where, *files, *said)
             raise error.replaced(ConfigError, where=where) from error
-        except SbpError:
-            raise
-        except Exception as error:
-            guilty = blame(error, in_use(composed, registry))
-            if guilty is None:
-                raise
-            raise guilty from error
 
 
 def refuse_unknown(
@@ -299,6 +293,34 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
         value = said[0].partition("=")[2] if said else ""
         todo = folder or meant(unknown[1], same or settings, value) or error.todo
         raise error.replaced(ConfigError, todo=todo) from error
+
+
+@contextmanager
+def blaming(
+    composed: ComposedConfig,
+    registry: PluginRegistry,
+    first: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Blame the plugin whose code fails in the `with` block, if that is known.
+
+    Args:
+        composed: Names the plugins that are in use.
+        registry: The plugins.
+        first: Is called before a plugin is blamed, while its error is handled.
+
+    Raises:
+        PluginError: a plugin has raised an error that is not one of ours.
+    """
+    try:
+        yield
+    except SbpError:
+        raise
+    except Exception as error:
+        guilty = blame(error, in_use(composed, registry))
+        if guilty is None:
+            raise
+        first()
+        raise guilty from error
 
 
 def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:

@@ -184,29 +184,62 @@ def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
 _ARGUMENT = re.compile(r" {4}(?P<name>\w+): (?P<meaning>.*)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallbackSetting:
-    """One setting of a callback.
-
-    Args:
-        name: Of the field.
-        default: Its default; `...` if it has to be given.
-        takes: What values it takes, in words.
-        meaning: What the docstring says of it, or `""`.
-    """
-
-    name: str
-    default: object
-    takes: str
-    meaning: str
-
-
 def callbacks_of(registry: PluginRegistry) -> list[PluginEntry]:
     """Return the callbacks that there are, by name."""
     return [one for one in registry.entries if one.kind == "callback" and one.factory is not None]
 
 
-def settings_of(entry: PluginEntry) -> Iterator[CallbackSetting]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRow:
+    """One setting as it is told of: what its file or docstring says, and what values it takes.
+
+    Args:
+        key: Of the setting; of a callback the name of the field.
+        value: That it has; `...` if it has to be given, `{}` of a heading.
+        comment: What is said of it, or `""`.
+        takes: What values it takes, in words.
+        is_heading: Whether its settings have rows of their own, below.
+    """
+
+    key: str
+    value: object
+    comment: str
+    takes: str = ""
+    is_heading: bool = False
+
+
+def setting_rows(
+    values: Mapping[str, object],
+    config: type | None,
+    comments: Mapping[str, str],
+    group: str,
+    prefix: str = "",
+) -> Iterator[SettingRow]:
+    """Yield the settings of a group, and those inside them.
+
+    Args:
+        values: By name.
+        config: The dataclass of the settings, if it is known.
+        comments: What the file says of them, by key without the group.
+        group: Its name.
+        prefix: Of the keys in it.
+    """
+    nested, takes = (nested_configs(config), takes_of(config)) if config else ({}, {})
+    for name, value in values.items():
+        inner, key = nested.get(name), f"{prefix}{name}"
+        is_heading = inner is not None and isinstance(value, Mapping)
+        yield SettingRow(
+            key=f"{group}.{key}",
+            value={} if is_heading else value,
+            comment=comments.get(key, ""),
+            takes=takes.get(name, ""),
+            is_heading=is_heading,
+        )
+        if is_heading and isinstance(value, Mapping):
+            yield from setting_rows(value, inner, comments, group, f"{key}.")
+
+
+def settings_of(entry: PluginEntry) -> Iterator[SettingRow]:
     """Yield the settings of a callback, in their order."""
     assert entry.factory is not None, "an entry of a kind has a factory"
     config = entry.factory.config
@@ -215,12 +248,9 @@ def settings_of(entry: PluginEntry) -> Iterator[CallbackSetting]:
         default = ... if field.default is MISSING else field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        yield CallbackSetting(
-            name=field.name,
-            default=default,
-            takes=takes.get(field.name, ""),
-            meaning=meanings.get(field.name, ""),
-        )
+        name = field.name
+        comment = meanings.get(name, "")
+        yield SettingRow(key=name, value=default, comment=comment, takes=takes.get(name, ""))
 
 
 def _meanings(config: type) -> dict[str, str]:

@@ -45,13 +45,13 @@ def convert(options: Namespace) -> int:
     )
     with open_tensors(found) as tensors:
         # Here and not above: what is refused takes no torch.
-        from sbp_launch.checkpoint.tensors import Chosen, Told, size_bytes
+        from sbp_launch.checkpoint.tensors import Chosen, size_bytes
 
         names = _names(tensors, options)
         chosen = Chosen(tensors, renamed(without(names, options.drop), renames))
         total = sum(size_bytes(chosen.like(name)) for name in chosen)
         with reading("converting", total) as tell:
-            files = write(Told(chosen, tell))
+            files = write(Chosen(tensors, chosen.sources, tell))
         dropped = len(names) - len(chosen)
         left_out = 0 if options.all else len(tensors) - len(model_names(tensors))
     result = {

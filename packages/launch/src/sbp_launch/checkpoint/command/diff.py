@@ -98,7 +98,7 @@ def diff(options: Namespace) -> int:
     """Compare what lies at two paths. Returns the exit code: 1 if they differ."""
     renames = parse_renames(options.rename)
     # Here and not above: what only looks takes no torch.
-    from sbp_launch.checkpoint.tensors import Chosen, Told, size_bytes
+    from sbp_launch.checkpoint.tensors import Chosen, size_bytes
 
     one, other = look(options.one), look(options.other)
     with open_tensors(one) as firsts, open_tensors(other) as seconds:
@@ -106,7 +106,7 @@ def diff(options: Namespace) -> int:
         own = Chosen(firsts, renamed(names, renames))
         with reading("comparing", sum(size_bytes(own.like(name)) for name in own)) as tell:
             others = Chosen(seconds, {name: name for name in _wanted(seconds, options)})
-            result = compare(Told(own, tell), others)
+            result = compare(Chosen(firsts, own.sources, tell), others)
     settings = _settings(one, other)
     if options.json:
         print_json({"one": one.place, "other": other.place, **result.as_json(settings)})

@@ -15,13 +15,12 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -65,9 +64,12 @@ def write_safetensors(path: Path, tensors: Tensors, names: Iterable[str] | None 
     header: dict[str, object] = {"__metadata__": _NOTES}
     end = 0
     for name in order:
+        if (dtype := dtype_name(metas[name])) not in CODES:
+            what = f"{name!r} is {dtype}, which safetensors does not have"
+            raise ConfigError(what, accepted=", ".join(CODES))
         begin, end = end, end + size_bytes(metas[name])
         header[name] = {
-            "dtype": _code(name, metas[name]),
+            "dtype": CODES[dtype],
             "shape": list(metas[name].shape),
             "data_offsets": [begin, end],
         }
@@ -105,7 +107,15 @@ def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[
         ConfigError: one has a dtype that the format does not have.
         RunError: they cannot be written.
     """
-    shards = _shards(tensors, max_shard_bytes)
+    sizes = {name: size_bytes(tensors.like(name)) for name in tensors}
+    shards: list[list[str]] = [[]]  # one shard without tensors if there are none
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
     files = [SHARD.format(number, len(shards)) for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [SINGLE]
@@ -116,9 +126,23 @@ def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[
         for file, names in zip(files, shards, strict=True):
             write_safetensors(aside / file, tensors, names)
         if len(shards) > 1:
-            _write_index(aside / INDEX, tensors, dict(zip(files, shards, strict=True)))
+            homes = {
+                name: file for file, names in zip(files, shards, strict=True) for name in names
+            }
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": homes}
+            with writing_aside(aside / INDEX) as opened:
+                opened.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
             files.append(INDEX)
-        _replace_weights(folder, aside, files)
+        # What says that all are there, the one file or the index, goes first and comes last.
+        for name in (INDEX, SINGLE):
+            (folder / name).unlink(missing_ok=True)
+        for old in folder.iterdir():
+            if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
+                old.unlink()
+        sync(folder)
+        for name in files:
+            (aside / name).replace(folder / name)
+            sync(folder)
     except OSError as error:
         raise RunError(
             f"{folder} cannot be written: {error.strerror or error}", todo="name another place"
@@ -126,54 +150,6 @@ def write_sharded(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return files
-
-
-def _write_index(path: Path, tensors: Tensors, shards: Mapping[str, list[str]]) -> None:
-    index = {
-        "metadata": {"total_size": sum(size_bytes(tensors.like(name)) for name in tensors)},
-        "weight_map": {name: file for file, names in shards.items() for name in names},
-    }
-    with writing_aside(path) as file:
-        file.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-
-
-def _replace_weights(folder: Path, aside: Path, files: list[str]) -> None:
-    """Put files into the place of all weights of a folder.
-
-    What says that all are there, the one file or the index, goes first and comes last.
-    """
-    for name in (INDEX, SINGLE):
-        (folder / name).unlink(missing_ok=True)
-    for old in folder.iterdir():
-        if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
-            old.unlink()
-    sync(folder)
-    for name in files:
-        (aside / name).replace(folder / name)
-        sync(folder)
-
-
-def _shards(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
-    """Return the names of each shard's tensors; one shard without tensors if there are none."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in tensors:
-        size = size_bytes(tensors.like(name))
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def _code(name: str, meta: Tensor) -> str:
-    dtype = dtype_name(meta)
-    if dtype not in CODES:
-        raise ConfigError(
-            f"{name!r} is {dtype}, which safetensors does not have", accepted=", ".join(CODES)
-        )
-    return CODES[dtype]
 
 
 def write_distributed_checkpoint(folder: Path, tensors: Tensors) -> None:
@@ -236,9 +212,20 @@ class _Planner(DefaultSavePlanner):
         self._tensors = tensors
 
     def create_local_plan(self) -> SavePlan:
-        """Cut what PyTorch would write as one into chunks."""
-        plan = super().create_local_plan()
-        self.plan = replace(plan, items=[part for item in plan.items for part in _chunks(item)])
+        """Cut what PyTorch would write as one into chunks, each one run of its bytes."""
+        plan, parts = super().create_local_plan(), []
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None, "there are tensors only"
+            for bounds in cut(data.size, data.properties.dtype.itemsize, PART_BYTES):
+                offsets = torch.Size(start for start, _ in bounds)
+                sizes = torch.Size(stop - start for start, stop in bounds)
+                chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+                index = replace(item.index, offset=offsets)
+                of_chunk = replace(data, chunk=chunk)
+                kind = WriteItemType.SHARD
+                parts.append(replace(item, index=index, type=kind, tensor_data=of_chunk))
+        self.plan = replace(plan, items=parts)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -248,19 +235,4 @@ class _Planner(DefaultSavePlanner):
         chunk = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
         return self._tensors.part(
             write_item.index.fqn, [(start, start + size) for start, size in chunk]
-        )
-
-
-def _chunks(item: WriteItem) -> Iterator[WriteItem]:
-    """Yield the chunks of a tensor, each one run of its bytes."""
-    data = item.tensor_data
-    assert data is not None, "there are tensors only"
-    for bounds in cut(data.size, data.properties.dtype.itemsize, PART_BYTES):
-        offsets = torch.Size(start for start, _ in bounds)
-        sizes = torch.Size(stop - start for start, stop in bounds)
-        yield replace(
-            item,
-            index=replace(item.index, offset=offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=replace(data, chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes)),
         )
