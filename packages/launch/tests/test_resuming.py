@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import discover
-from sbp_launch.apps.resuming import expand_resume
+from sbp_launch.apps.train import expand_resume
 from sbp_launch.run.folder import resume_command, save_run
 from sbp_launch.settings.catalog import PRIMARY, Catalog
 from sbp_launch.settings.compose import compose, read

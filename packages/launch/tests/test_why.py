@@ -10,7 +10,7 @@ from test_alternatives import replan
 from test_rows import found_plan
 
 from sbp_core.errors import ConfigError
-from sbp_launch.explaining.figures import figures_of
+from sbp_launch.explaining.compare import figures_of
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.reasons import percent, reason
 from sbp_launch.explaining.why import MOST_PLANNING_S, Asked, why_lines

@@ -64,13 +64,13 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
     Args:
         rows: Cells, as many in each row. The last column is as long as it is.
-        left: So many columns, and the last one, are aligned to the left.
+        left: So many columns, and with any of them the last one, are aligned to the left.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if at < left or at == len(row) - 1 else cell.rjust(width)
+            cell.ljust(width) if at < left or (left and at == len(row) - 1) else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append(_GAP.join(cells).rstrip())
@@ -89,6 +89,11 @@ def change_text(before: float, after: float) -> str:
     return f"{change:+.0f}%" if abs(change) >= 10 else f"{change:+.2g}%"
 
 
+def plain_table() -> Table:
+    """Return a table without lines, whose heads are bold."""
+    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+
+
 def show_table(
     console: Console, heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
 ) -> None:
@@ -100,7 +105,7 @@ def show_table(
         rows: Texts.
         right: The heads of columns that are flush right.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = plain_table()
     for number, head in enumerate(heads):
         is_first, is_last = number == 0, number + 1 == len(heads)
         table.add_column(
@@ -127,10 +132,6 @@ _SMALL_BYTES = 128 * 2**20
 @contextmanager
 def reading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show how many bytes are read in the block, on the standard error if that is a terminal.
-
-    Args:
-        what: Is read.
-        total_bytes: That will be read.
 
     Yields:
         What is to be told of every part how many bytes it has.

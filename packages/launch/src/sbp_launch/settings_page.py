@@ -62,7 +62,11 @@ def page(catalog: Catalog) -> str:
     for group in GROUPS:
         parts.append(f"## {group}\n")
         for option in catalog.options(group):
-            parts += _option(catalog, group, option)
+            config = f"{group}/{option}"
+            text = " ".join(line.strip() for line in catalog.about(config))
+            owners = " ".join(catalog.owners(config))
+            parts += [f"### {group}={option}\n", f"{text} *{owners}*\n"]
+            parts += _table(_rows(catalog, group, option))
     parts.append("## callbacks\n")
     # They have no option files.
     example = "`{name: early_stop, patience: 5}`"
@@ -100,15 +104,6 @@ def catalog_of(registry: PluginRegistry, distributions: Collection[str]) -> Cata
         folders=tuple(one for one in registry.folders if one.distribution in distributions),
     )
     return make_catalog(chosen if distributions else registry)
-
-
-def _option(catalog: Catalog, group: str, option: str) -> Iterator[str]:
-    """Yield the part of one option."""
-    config = f"{group}/{option}"
-    yield f"### {group}={option}\n"
-    text = " ".join(line.strip() for line in catalog.about(config))
-    yield f"{text} *{' '.join(catalog.owners(config))}*\n"
-    yield from _table(_rows(catalog, group, option))
 
 
 def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:

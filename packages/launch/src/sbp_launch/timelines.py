@@ -31,6 +31,8 @@ from rich.text import Text
 
 from sbp_core.timeline import Bar, Lane, Timeline
 
+__all__ = ["ENDINGS", "page", "show", "svg", "terminal_lines", "write_drawings"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -115,7 +117,13 @@ def svg(timeline: Timeline) -> str:
     pixels_per_s = _pixels_per_s(timeline)
     length = timeline.end_s * pixels_per_s
     height = len(timeline.lanes) * (_ROW + _GAP)
-    legend, legend_width = _svg_legend(looks, margin, height + 48)
+    legend, legend_width, y = [], margin, height + 48
+    for look in looks.values():
+        legend.append(
+            f'<rect x="{legend_width:.1f}" y="{y - 10}" width="12" height="12" fill="{look.fill}"/>'
+            f'<text x="{legend_width + 17:.1f}" y="{y}">{escape(look.name)}</text>'
+        )
+        legend_width += 17 + _LETTER * len(look.name) + 18
     width = max(margin + length + 60, legend_width, _LEAST_WIDTH)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" '
@@ -130,12 +138,21 @@ def svg(timeline: Timeline) -> str:
             f'<text x="{margin - 8:.1f}" y="{top + 17}" text-anchor="end">'
             f"{escape(lane.name)}</text>"
         )
-        parts += [
-            _svg_bar(
-                bar, faded(looks[bar.kind], bar.chunk), margin, pixels_per_s, top, timeline.unit
+        for bar in lane.bars:
+            look, left = faded(looks[bar.kind], bar.chunk), margin + bar.start_s * pixels_per_s
+            size = (bar.end_s - bar.start_s) * pixels_per_s
+            span = f"{short(bar.start_s)} to {short(bar.end_s)} {timeline.unit}"
+            label = ""
+            if size >= _LETTER * len(bar.label):
+                label = (
+                    f'<text x="{left + size / 2:.2f}" y="{top + 17}" text-anchor="middle" '
+                    f'fill="{look.ink}">{escape(bar.label)}</text>'
+                )
+            parts.append(
+                f"<g><title>{escape(f'{bar.detail or look.name}: {span}'.strip())}</title>"
+                f'<rect x="{left:.2f}" y="{top}" width="{size:.2f}" height="{_ROW}" '
+                f'fill="{look.fill}" stroke="#ffffff" stroke-width="0.6"/>{label}</g>'
             )
-            for bar in lane.bars
-        ]
     return "\n".join([*parts, *legend, "</svg>\n"])
 
 
@@ -152,22 +169,6 @@ def _pixels_per_s(timeline: Timeline) -> float:
     )
     least, most = (pixels / timeline.end_s for pixels in (_LEAST_WIDTH, _MOST_WIDTH))
     return min(max(needed, least), most)
-
-
-def _svg_bar(bar: Bar, look: Look, margin: float, pixels_per_s: float, top: int, unit: str) -> str:
-    left = margin + bar.start_s * pixels_per_s
-    width = (bar.end_s - bar.start_s) * pixels_per_s
-    told = f"{bar.detail or look.name}: {short(bar.start_s)} to {short(bar.end_s)} {unit}".strip()
-    label = ""
-    if width >= _LETTER * len(bar.label):
-        label = (
-            f'<text x="{left + width / 2:.2f}" y="{top + 17}" text-anchor="middle" '
-            f'fill="{look.ink}">{escape(bar.label)}</text>'
-        )
-    return (
-        f'<g><title>{escape(told)}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" '
-        f'height="{_ROW}" fill="{look.fill}" stroke="#ffffff" stroke-width="0.6"/>{label}</g>'
-    )
 
 
 def _svg_axis(timeline: Timeline, margin: float, pixels_per_s: float, height: int) -> list[str]:
@@ -189,18 +190,6 @@ def _svg_axis(timeline: Timeline, margin: float, pixels_per_s: float, height: in
             f'fill-opacity="0.7">{named}</text>'
         )
     return lines
-
-
-def _svg_legend(looks: Mapping[str, Look], margin: float, y: int) -> tuple[list[str], float]:
-    """Draw what the colours mean; return that, and where it ends."""
-    parts, x = [], margin
-    for look in looks.values():
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y - 10}" width="12" height="12" fill="{look.fill}"/>'
-            f'<text x="{x + 17:.1f}" y="{y}">{escape(look.name)}</text>'
-        )
-        x += 17 + _LETTER * len(look.name) + 18
-    return parts, x
 
 
 _MOST_BANDS = 12
@@ -234,15 +223,19 @@ def terminal_lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Te
     lines: list[Text] = []
     for band in range(num_bands):
         first, last = band * columns, min(total, (band + 1) * columns)
-        lines.append(
-            _terminal_axis(
-                first / columns_per_s, last / columns_per_s, margin, last - first, timeline.unit
-            )
-        )
+        left = f"{short(first / columns_per_s)} "
+        right = f" {short(last / columns_per_s)} {timeline.unit}".rstrip()
+        line = "─" * max(0, last - first - len(left) - len(right))
+        lines.append(Text(f"{'':<{margin}}  {left}{line}{right}", style="dim"))
         for lane, row in zip(timeline.lanes, rows, strict=True):
             name = lane.name if cell_len(lane.name) <= margin else f"{lane.name[: margin - 1]}…"
             lines.append(Text(f"{name:<{margin}} │") + row[first:last])
-    legend = _terminal_legend(looks, coloured=coloured)
+    legend = Text()
+    for kind, look in looks.items():
+        style = Style(color=look.ink, bgcolor=look.fill) if coloured else Style()
+        legend.append(f" {kind[:1]} " if coloured else kind[:1], style)
+        legend.append(f" {look.name}  ")
+    legend.rstrip()
     if any(bar.chunk for bar in bars):
         legend.append("  paler: further chunks" if coloured else "  lower case: further chunks")
     return [*lines, legend]
@@ -289,22 +282,6 @@ def _terminal_row(
         row.append(f"{label:{fill}<{last - first}}", style)
     row.append(" " * (total - len(row)))
     return row
-
-
-def _terminal_axis(first_s: float, last_s: float, margin: int, columns: int, unit: str) -> Text:
-    left, right = f"{short(first_s)} ", f" {short(last_s)} {unit}".rstrip()
-    line = "─" * max(0, columns - len(left) - len(right))
-    return Text(f"{'':<{margin}}  {left}{line}{right}", style="dim")
-
-
-def _terminal_legend(looks: Mapping[str, Look], *, coloured: bool) -> Text:
-    legend = Text()
-    for kind, look in looks.items():
-        sign = f" {kind[:1]} " if coloured else f"{kind[:1]}"
-        legend.append(sign, Style(color=look.ink, bgcolor=look.fill) if coloured else Style())
-        legend.append(f" {look.name}  ")
-    legend.rstrip()
-    return legend
 
 
 _PAGE = Template("""\

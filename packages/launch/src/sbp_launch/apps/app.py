@@ -13,8 +13,8 @@ import sys
 import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,14 @@ def _run(app: Application[ConfigT]) -> int:
             folder = tempfile.TemporaryDirectory(prefix=".sweep-", dir=sweep)
             notes = SweepNotes(Path(stack.enter_context(folder)))
         try:
-            with _restoring(before), searching(registry.config_folders()):
+            with searching(registry.config_folders()):
                 hydra.main(
                     config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
                 )(_job(app, catalog, notes))()
+        except SystemExit as error:
+            if error.code == BAD_CONFIG and before is not None:
+                before.restore()  # nothing is left of a run that is refused
+            raise
         finally:
             if notes is not None and (jobs := notes.read()):
                 print_sweep(jobs, make_console())
@@ -234,27 +238,10 @@ def _check_name(folder: Path, where: str) -> None:
         )
 
 
-@contextmanager
-def _restoring(before: FolderBefore | None) -> Iterator[None]:
-    """Leave nothing of a run that is refused in the block."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code == BAD_CONFIG and before is not None:
-            before.restore()
-        raise
-
-
 def _job(
     app: Application[ConfigT], catalog: Catalog, notes: SweepNotes | None
 ) -> Callable[[DictConfig], float | None]:
-    """Return what Hydra calls for each job.
-
-    Args:
-        app: The app.
-        catalog: What one can choose from.
-        notes: Takes the jobs of a sweep that goes on when one has failed; None of all else.
-    """
+    """Return what Hydra calls for each job; `notes` takes those of a sweep that goes on."""
 
     def run_one(config: DictConfig, folder: Path) -> None:
         # Hydra prints a traceback for what a job raises; what a user can mend needs none.
@@ -281,12 +268,8 @@ def _job(
         # Whatever happens, a job returns: launchers of plugins, which run it in another process,
         # would end the sweep with what it raises.
         overrides = tuple(map(str, node.overrides.task))
-        begun = SweepJob(
-            number=int(node.job.num),
-            overrides=overrides,
-            folder=folder.absolute(),
-            failure=_UNTOLD,
-        )
+        number, place = int(node.job.num), folder.absolute()
+        begun = SweepJob(number=number, overrides=overrides, folder=place, failure=_UNTOLD)
         notes.write(begun)
         failure = "it was stopped"
         try:

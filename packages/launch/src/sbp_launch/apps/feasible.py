@@ -34,7 +34,7 @@ from sbp_core.memory import MemoryKind, MemoryReport
 from sbp_core.passes import least_recompute_budget
 from sbp_core.plugins import PluginRegistry
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.figures import fullest
+from sbp_launch.explaining.compare import fullest
 from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.compose import compose, read
@@ -124,7 +124,13 @@ class Search:
     def found(self) -> list[Attempt]:
         """What fits: what changes least first, then what is fastest."""
         fits = [one for one in self.attempts if one.fits]
-        return sorted(fits, key=lambda one: (len(_keys(one.overrides)), one.step_s))
+
+        def cost(one: Attempt) -> tuple[int, float]:
+            # A planner with its settings is one change.
+            groups = {text.partition("=")[0].partition(".")[0] for text in one.overrides}
+            return len(groups), one.step_s
+
+        return sorted(fits, key=cost)
 
     @property
     def is_over(self) -> bool:
@@ -216,11 +222,6 @@ def _budget_bytes(planned: Planned, setup: Setup) -> float:
     return budget if possible else 0
 
 
-def _keys(overrides: Sequence[str]) -> set[str]:
-    """Return the groups that overrides change: a planner with its settings is one change."""
-    return {text.partition("=")[0].partition(".")[0] for text in overrides}
-
-
 def feasible_lines(search: Search) -> Iterator[str]:
     """Yield what was found, and what was not enough."""
     found = search.found
@@ -285,14 +286,7 @@ def recomposing(
     registry: PluginRegistry,
     overrides: Sequence[str],
 ) -> Recompose:
-    """Return what composes the command line anew; called inside a job of Hydra.
-
-    Args:
-        app: The command.
-        check: Returns the run of a composed config.
-        registry: The plugins.
-        overrides: What the command line said.
-    """
+    """Return what composes the command line anew; called inside a job of Hydra."""
     sources = HydraConfig.get().runtime.config_sources
     own = next((one.path for one in sources if one.provider == "command-line"), None)
     catalog = make_catalog(registry, own)

@@ -137,12 +137,7 @@ def check_plan(composed: ComposedConfig, registry: PluginRegistry) -> PlanRun:
 
 
 def next_command(path: str, overrides: Sequence[str]) -> str:
-    """Return the command that trains by a strategy, with the other settings as they were.
-
-    Args:
-        path: File of the strategy.
-        overrides: What the command line of `sbp-plan` said.
-    """
+    """Return the command that trains by a strategy, with the other settings as they were."""
     own = ("planner", *_OWN)
     kept = [text for text in overrides if key_of(text).partition(".")[0] not in own]
     return shlex.join(["sbp-train", "planner=file", f"planner.path={path}", *kept])

@@ -11,18 +11,17 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
-from sbp_launch.console import make_console
+from sbp_launch.console import make_console, plain_table
 from sbp_launch.exit_codes import BAD_CONFIG, INTERRUPTED
 from sbp_launch.run.folder import LOGS
 from sbp_launch.run.status import ask
@@ -98,7 +97,7 @@ def _number(path: Path) -> int:
 
 def picture(sockets: Iterable[Path]) -> RenderableType:
     """Return a table of what the processes at some sockets say, and the registers that are full."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("rank", justify="right", no_wrap=True)
     for name in ("at", "of the step", "does", "registers"):
         table.add_column(name, overflow="fold", no_wrap=name in ("of the step", "registers"))
@@ -121,7 +120,11 @@ def picture(sockets: Iterable[Path]) -> RenderableType:
         # What is not of a thread, such as how many steps are done.
         whole = [line for line in lines if not line.startswith(("rank ", " "))]
         heads.append(Text(" · ".join((head, *whole)), style="dim"))
-        for start, inside in _threads(lines):
+        # The first line of each thread, and those below it.
+        starts = [(at, one) for at, one in enumerate(map(_HEAD.fullmatch, lines)) if one]
+        ends = [at for at, _ in starts[1:]] + [len(lines)] * bool(starts)
+        for (index, start), end in zip(starts, ends, strict=True):
+            inside = lines[index + 1 : end]
             thread = "" if start["thread"] == "compute" else f", {start['thread']}"
             at = _AT.fullmatch(start["rest"])
             counts = [one["count"] for line in inside if (one := _COUNT.fullmatch(line))]
@@ -133,28 +136,18 @@ def picture(sockets: Iterable[Path]) -> RenderableType:
                 inside[0].strip() if at and inside else "",
                 "".join(f"{count} full" for count in counts),
             )
-            full += [Text(f"  rank {start['rank']}: {one}") for one in _full(inside)]
+            # Registers of several places: one place is full whenever it is used.
+            found = [one for line in inside if (one := _REGISTER.fullmatch(line))]
+            found = [one for one in found if int(one["alive"]) >= int(one["quota"]) > 1]
+            told = [
+                f"{one['name']} {one['alive']}/{one['quota']} > {one['user']}"
+                for one in found[:_MOST]
+            ]
+            told += [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
+            full += [Text(f"  rank {start['rank']}: {one}") for one in told]
     if full:
         full.insert(0, Text("full, alive/quota > who reads last:", style="bold"))
     return Group(*heads, *([table] if table.row_count else []), *full)
-
-
-def _threads(lines: Sequence[str]) -> Iterator[tuple[re.Match[str], Sequence[str]]]:
-    """Yield the first line of each thread, and those below it."""
-    starts = [(index, one) for index, line in enumerate(lines) if (one := _HEAD.fullmatch(line))]
-    ends = [index for index, _ in starts[1:]] + [len(lines)] * bool(starts)
-    for (index, start), end in zip(starts, ends, strict=True):
-        yield start, lines[index + 1 : end]
-
-
-def _full(inside: Iterable[str]) -> Iterator[str]:
-    """Yield the full registers of several places: one place is full whenever it is used."""
-    found = [register for line in inside if (register := _REGISTER.fullmatch(line))]
-    full = [one for one in found if int(one["alive"]) >= int(one["quota"]) > 1]
-    for one in full[:_MOST]:
-        yield f"{one['name']} {one['alive']}/{one['quota']} > {one['user']}"
-    if len(full) > _MOST:
-        yield f"and {len(full) - _MOST} more"
 
 
 if __name__ == "__main__":

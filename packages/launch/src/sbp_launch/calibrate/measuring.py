@@ -23,6 +23,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, prod
 from statistics import median
 
@@ -66,52 +67,38 @@ def measure_rates(
         ready: Waits until all ranks have come here; called before each measurement.
         at_most_s: Seconds that the repetitions of each measurement may take; three are made anyway.
     """
+
+    def median_s(work: Callable[[], object]) -> float:
+        """Return the median time of some work, which was done before."""
+        times: list[float] = []
+        while len(times) < _RATE_REPETITIONS and (len(times) < 3 or sum(times) < at_most_s):
+            times.append(_once_s(device, work))
+        return median(times)
+
     rates: dict[str, float] = {}
-    for dtype in _GPU_DTYPES if device.type == "cuda" else _DTYPES:
+    for name in _GPU_DTYPES if device.type == "cuda" else _DTYPES:
         ready()
-        rates[dtype] = _matmul_flop_per_s(device, getattr(torch, dtype), at_most_s)
+        side, time_s = 128, 0.0
+        while time_s < _AT_LEAST_S and side < _LARGEST_SIDE:
+            side *= 2
+            dtype = getattr(torch, name)
+            a, b = (torch.rand(side, side, device=device).to(dtype) for _ in range(2))
+            torch.mm(a, b)
+            time_s = _once_s(device, partial(torch.mm, a, b))
+        rates[name] = 2 * side**3 / median_s(partial(torch.mm, a, b))
     ready()
-    copy_rate = _copy_bytes_per_s(device, at_most_s)
-    ready()
-    launch_s = _launch_s(device, at_most_s)
-    return Rates(flop_per_s=rates, memory_bytes_per_s=copy_rate, launch_s=launch_s)
-
-
-def _matmul_flop_per_s(device: torch.device, dtype: torch.dtype, at_most_s: float) -> float:
-    side = 256
-    while True:
-        a = torch.rand(side, side, device=device).to(dtype)
-        b = torch.rand(side, side, device=device).to(dtype)
-        torch.mm(a, b)
-        time_s = _once_s(device, lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
-        if time_s >= _AT_LEAST_S or side >= _LARGEST_SIDE:
-            break
-        side *= 2
-    return 2 * side**3 / _median_s(device, lambda: torch.mm(a, b), at_most_s)
-
-
-def _copy_bytes_per_s(device: torch.device, at_most_s: float) -> float:
     source = torch.ones(_COPY_BYTES // 4, device=device)
     target = torch.zeros_like(source).fill_(2)
-    return 2 * _COPY_BYTES / _median_s(device, lambda: target.copy_(source), at_most_s)
-
-
-def _launch_s(device: torch.device, at_most_s: float) -> float:
-    a, b = torch.ones(8, device=device), torch.ones(8, device=device)
+    copy_rate = 2 * _COPY_BYTES / median_s(lambda: target.copy_(source))
+    ready()
+    one, other = torch.ones(8, device=device), torch.ones(8, device=device)
 
     def launch() -> None:
         for _ in range(_LAUNCHES):
-            torch.add(a, b)
+            torch.add(one, other)
 
-    return _median_s(device, launch, at_most_s) / _LAUNCHES
-
-
-def _median_s(device: torch.device, work: Callable[[], object], at_most_s: float) -> float:
-    """Return the median time of some work, which was done before."""
-    times: list[float] = []
-    while len(times) < _RATE_REPETITIONS and (len(times) < 3 or sum(times) < at_most_s):
-        times.append(_once_s(device, work))
-    return median(times)
+    launch_s = median_s(launch) / _LAUNCHES
+    return Rates(flop_per_s=rates, memory_bytes_per_s=copy_rate, launch_s=launch_s)
 
 
 def _once_s(device: torch.device, work: Callable[[], object]) -> float:
@@ -167,7 +154,8 @@ class Stopwatch:
         if self._everyone.size == 1 or not values:
             return list(values)
         given = torch.tensor(values, dtype=torch.float64, device=self._device)
-        step = self._reduction((len(values),), "float64", "max")
+        largest_of = (self._everyone, NdSbp.parse("P(max)")), (self._everyone, NdSbp.parse("B"))
+        step = route((len(values),), "float64", *largest_of).steps[0]
         result = self._run(step, given, _CONNECT_S)
         assert result is not None, "every rank has a part in what all agree on"
         largest: list[float] = result.tolist()
@@ -219,11 +207,6 @@ class Stopwatch:
         if rank in step.target[0]:
             result = communicator.receive(step, shard, tag=tag, deadline_s=deadline_s)
         return result
-
-    def _reduction(self, shape: tuple[int, ...], dtype: str, how: str) -> BoxingStep:
-        source = (self._everyone, NdSbp.parse(f"P({how})"))
-        target = (self._everyone, NdSbp.parse("B"))
-        return route(shape, dtype, source, target).steps[0]
 
 
 class CalibrationShards:
@@ -350,7 +333,11 @@ class RankMeasurer:
         spans_s: list[tuple[float, float]] = []
         for done, index in enumerate(order):
             what = f"round {self.rounds + 1} of {self._job.settings.repetitions}"
-            self._report_progress(what, done, len(order), left_s=self._left_s(done / len(order)))
+            left_s = self._time_s - (time.monotonic() - self._began)
+            rounds = self._job.settings.repetitions - self.rounds - done / len(order)
+            left_s = max(0.0, min(rounds * self._round_s, left_s))
+            self._least_left_s = min(self._least_left_s, left_s)  # it never grows
+            self._report_progress(what, done, len(order), left_s=self._least_left_s)
             step = self._calls[index].step
             # Once more just before it is timed: so that it finds caches and memory as a call of its
             # own size leaves them, as in the steps of a training, and not as any other does.
@@ -373,14 +360,6 @@ class RankMeasurer:
         """Return the seconds of a round of calls that take so many each; it makes each twice."""
         return sum((2 * call_s + self._barrier_s) * self._repeats(call_s) for call_s in first_s)
 
-    def _left_s(self, part: float) -> float:
-        """Return the seconds until the end, a part of this round being done; they never grow."""
-        time_s = self._time_s - (time.monotonic() - self._began)
-        rounds = self._job.settings.repetitions - self.rounds - part
-        left_s = max(0.0, min(rounds * self._round_s, time_s))
-        self._least_left_s = min(self._least_left_s, left_s)
-        return self._least_left_s
-
     def _report_progress(self, what: str, done: int, of: int, left_s: float = 0.0) -> None:
         now = time.monotonic()
         if now - self._reported_s >= _REPORT_INTERVAL_S or not done:
@@ -401,13 +380,7 @@ _LONGER = 2.0
 
 
 def measure_busy(communicator: Communicator, watch: Stopwatch, num_ranks: int) -> float:
-    """Return the part of a call in which its rank cannot compute, in [0, 1]; equal on all ranks.
-
-    Args:
-        communicator: Of this rank.
-        watch: Of this rank.
-        num_ranks: Of the run, all of which call this.
-    """
+    """Return the part of a call in which its rank cannot compute, in [0, 1]; equal on all ranks."""
     case = MeasuredCase(kind="all-reduce", group_size=num_ranks)
     step = make_call(case, _CALL_BYTES, num_ranks).step
     shard, a, b = torch.ones(step.shape), torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.boxing.supervision import Line, supervise
-from sbp_core.calibration import Calibration, Curve, HeldOut, MeasuredCase, cross_validate
+from sbp_core.calibration import Calibration, Curve, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.plugins import PluginRegistry
@@ -60,9 +61,9 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
         RunError: a rank ended badly.
     """
     console = make_console()
-    settings = run.settings
+    settings, among = run.settings, _among(run.settings.ranks)
     console.print(
-        f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
+        f"measuring boxing={run.boxing.name} {among} on this machine: about "
         f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions; "
         "starting the ranks, a small model and the fit come on top",
         soft_wrap=True,
@@ -114,9 +115,9 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
         RunError: a rank ended badly.
     """
     console = make_console()
-    settings = run.settings
+    settings, among = run.settings, _among(run.settings.ranks)
     console.print(
-        f"measuring the calls of {settings.ops[0]} {_among(settings.ranks)} on this machine: about "
+        f"measuring the calls of {settings.ops[0]} {among} on this machine: about "
         f"{format_seconds(settings.time_s)} at most",
         soft_wrap=True,
     )
@@ -153,19 +154,13 @@ def measure(
 ) -> T:
     """Start the ranks, and return what they found.
 
-    Args:
-        run: What was asked for.
-        registry: Of the backends.
-        console: Shows how far they are.
-        load: Reads what they left in their folder.
-
     Raises:
         RunError: a rank ended badly, or they took far too long.
     """
     settings = run.settings
     backend = cast(BoxingBackend, registry.make("boxing", run.boxing.name, run.boxing.settings))
     limit = free_memory_bytes() // (_COPIES * settings.ranks)
-    with tempfile.TemporaryDirectory(prefix="sbp-calibrate-") as name, _Show(console) as show:
+    with tempfile.TemporaryDirectory(prefix="sbp-calibrate-") as name, _shown(console) as show:
         folder = Path(name)
         job = Job(
             boxing=run.boxing,
@@ -179,7 +174,7 @@ def measure(
         command = [sys.executable, "-m", "sbp_launch.calibrate", str(folder)]
         ended = supervise(
             backend.launch_specs(settings.ranks, command),
-            on_line=show.line,
+            on_line=show,
             timeout_s=_BESIDE_S + 3 * settings.time_s,
         )
         error = ended.error(quote=False)
@@ -188,59 +183,43 @@ def measure(
         return load(folder)
 
 
-class _Show:
-    """Shows how far the ranks are: a bar on a terminal, plain lines elsewhere."""
+@contextmanager
+def _shown(console: Console) -> Iterator[Callable[[Line], None]]:
+    """Show how far the ranks are: a bar on a terminal, plain lines elsewhere.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._what = ""
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[left]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting the ranks", total=None, left="")
+    Yields:
+        What takes a line that a process wrote.
+    """
+    bar = Bar(
+        *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}")),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task, before = bar.add_task("starting the ranks", total=None, left=""), ""
 
-    def __enter__(self) -> _Show:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.stop()
-
-    def line(self, line: Line) -> None:
-        """Take a line that a process wrote."""
-        progress = Progress.of_line(line.text)
-        if progress is None:
-            self._console.print(str(line), soft_wrap=True)
+    def show(line: Line) -> None:
+        nonlocal before
+        at = Progress.of_line(line.text)
+        if at is None:
+            console.print(str(line), soft_wrap=True)
             return
-        left = f"{progress.left_s:.0f} s left" if progress.left_s >= 0.5 else ""
-        if self._console.is_terminal:
-            self._bar.update(
-                self._task,
-                description=progress.what,
-                completed=progress.done,
-                total=progress.of or None,
-                left=left,
-            )
-        elif progress.what != self._what:
-            text = f"{progress.what}: {left}" if left else progress.what
-            self._console.print(text)
-        self._what = progress.what
+        left = f"{at.left_s:.0f} s left" if at.left_s >= 0.5 else ""
+        if console.is_terminal:
+            total = at.of or None
+            bar.update(task, description=at.what, completed=at.done, total=total, left=left)
+        elif at.what != before:
+            console.print(f"{at.what}: {left}" if left else at.what)
+        before = at.what
+
+    with bar:
+        yield show
 
 
 def make_cluster(
     run: CalibrateRun, found: CalibrationResult
 ) -> tuple[Cluster, tuple[HeldOut, ...]]:
-    """Return the measured machine, and the predictions behind the errors of its calibration.
-
-    Args:
-        run: What was asked for.
-        found: What was measured.
-    """
+    """Return the measured machine, and the predictions behind the errors of its calibration."""
     settings, name = run.settings, run.boxing.name
     calibrations = dict(run.kept.calibrations)
     held_out: tuple[HeldOut, ...] = ()
@@ -364,6 +343,9 @@ def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
     for name in ("ranks", "at once", "latency", "bandwidth", "largest", "took", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for case, curve in calibration.curves.items():
+        of_case = [one for one in held_out if one.way == "size" and one.sample.case == case]
+        doubts = [sample.doubt for sample in calibration.samples if sample.case == case]
+        mark = "?" if median(doubts) > _DISTURBED else ""
         largest = max(
             (sample for sample in calibration.samples if sample.case == case),
             key=lambda sample: sample.shared_bytes,
@@ -376,7 +358,7 @@ def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
             bandwidth(curve),
             format_bytes(largest.shared_bytes),
             format_seconds(largest.median_s),
-            _error(case, calibration, held_out),
+            f"{median(one.error for one in of_case):.0%}{mark}" if of_case else "-",
         )
     return table
 
@@ -385,15 +367,6 @@ def bandwidth(curve: Curve) -> str:
     """Return the rate of a curve's last segment; `-` if no memory could be so fast."""
     rate = curve.s_per_byte[-1]
     return f"{plain(1e-9 / rate)} GB/s" if rate > _NO_COPY_S_PER_BYTE else "-"
-
-
-def _error(case: MeasuredCase, calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
-    errors = [
-        entry.error for entry in held_out if entry.way == "size" and entry.sample.case == case
-    ]
-    doubts = [sample.doubt for sample in calibration.samples if sample.case == case]
-    mark = "?" if median(doubts) > _DISTURBED else ""
-    return f"{median(errors):.0%}{mark}" if errors else "-"
 
 
 def error_lines(calibration: Calibration) -> Iterator[str]:

@@ -211,18 +211,18 @@ MANIFEST = Document(
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the whole file of a manifest, with its checksum."""
+    dumps = partial(json.dumps, allow_nan=False)
+
+    def lines(value: Any) -> str:
+        """Return JSON with a line for each entry of a mapping."""
+        if not isinstance(value, dict):
+            return dumps(value)
+        parts = [f"{json.dumps(key)}: {dumps(one)}" for key, one in value.items()]
+        return "{\n" + ",\n".join(parts) + "\n}" if parts else "{}"
+
     value = MANIFEST.dump(manifest)
-    lines = [f"{json.dumps(key)}: {_lines(part)}" for key, part in value.items()]
-    body = ("{" + ",\n".join(lines)).encode()
-    return body + f',\n"xxh3_128": "{xxh3_128_hexdigest(body)}"}}\n'.encode()
-
-
-def _lines(value: Any) -> str:
-    """Return JSON with a line for each entry of a mapping."""
-    if not isinstance(value, dict):
-        return json.dumps(value, allow_nan=False)
-    parts = [f"{json.dumps(key)}: {json.dumps(one, allow_nan=False)}" for key, one in value.items()]
-    return "{\n" + ",\n".join(parts) + "\n}" if parts else "{}"
+    body = "{" + ",\n".join(f"{json.dumps(key)}: {lines(part)}" for key, part in value.items())
+    return f'{body},\n"xxh3_128": "{xxh3_128_hexdigest(body.encode())}"}}\n'.encode()
 
 
 def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifest:
@@ -236,21 +236,14 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
     Raises:
         DamagedError: it was changed, is of another version, or says what cannot be.
     """
-    last = _LAST_LINE.search(data, max(0, len(data) - 64))
+    last, accepted = _LAST_LINE.search(data, max(0, len(data) - 64)), "a manifest as it was written"
     if last is None or last.end() != len(data):
-        raise _damaged(
-            "the manifest does not end in its checksum",
-            where=where,
-            accepted="a manifest as it was written",
-        )
+        raise _damaged("the manifest does not end in its checksum", where=where, accepted=accepted)
     body = data[: last.start()]
     found = xxh3_128_hexdigest(body)
     if found != last[1].decode():
-        raise _damaged(
-            f"the manifest is damaged: its xxh3_128 is {found}, not {last[1].decode()}",
-            where=where,
-            accepted="a manifest as it was written",
-        )
+        what = f"the manifest is damaged: its xxh3_128 is {found}, not {last[1].decode()}"
+        raise _damaged(what, where=where, accepted=accepted)
     try:
         text = f"{body.decode()}}}"
     except UnicodeDecodeError as error:

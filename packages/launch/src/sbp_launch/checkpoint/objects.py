@@ -92,10 +92,9 @@ class FsspecStorage:
 
     def sizes(self, name: str) -> Mapping[str, int]:
         """Return the bytes of each file."""
-        entries = self.files.ls(self._committed(name), detail=True)
         return {
             str(entry["name"]).rpartition("/")[2]: int(entry["size"])
-            for entry in entries
+            for entry in self.files.ls(self._committed(name), detail=True)
             if entry["type"] == "file"
         }
 

@@ -6,7 +6,7 @@ the tensors lie, without torch; `open_tensors` reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,8 +70,18 @@ def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
     Raises:
         ConfigError: there is none.
     """
-    if "://" in str(place):
-        return _find_objects(str(place))
+    if "://" in (url := str(place)):
+        parent, _, name = url.rstrip("/").rpartition("/")
+        is_one = step_of(name) is not None
+        objects = FsspecStorage(parent if is_one else url)
+        names = [one for one in newest_first(objects) if not is_one or one == name]
+        if not names:
+            raise ConfigError(
+                f"there is no checkpoint at {url}",
+                accepted="the address of a folder of checkpoints, or of one",
+                todo="leave file:// out of the path of anything else" * url.startswith("file://"),
+            )
+        return objects, names
     path = user_path(place)
     try:
         is_one = (path / MANIFEST_FILE).is_file()
@@ -91,23 +101,6 @@ def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
         accepted="the folder of a run, of checkpoints, or of one: runs/RUN, "
         f"runs/RUN/{FOLDER}, runs/RUN/{FOLDER}/{step_name(100)}",
     )
-
-
-def _find_objects(url: str) -> tuple[Storage, list[str]]:
-    parent, _, name = url.rstrip("/").rpartition("/")
-    if step_of(name) is None:
-        storage = FsspecStorage(url)
-        names = newest_first(storage)
-    else:
-        storage = FsspecStorage(parent)
-        names = [name] if name in newest_first(storage) else []
-    if not names:
-        raise ConfigError(
-            f"there is no checkpoint at {url}",
-            accepted="the address of a folder of checkpoints, or of one",
-            todo="leave file:// out of the path of anything else" * url.startswith("file://"),
-        )
-    return storage, names
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -167,8 +160,13 @@ def look(place: str | Path) -> Found:
     Raises:
         ConfigError: nothing that is known lies there.
     """
+
+    def newest(place: str | Path) -> Found:
+        storage, (name, *others) = find_checkpoints(place)
+        return replace(found_in(storage, name), others=tuple(others))
+
     if "://" in str(place):
-        return _checkpoint(*find_checkpoints(str(place)))
+        return newest(str(place))
     if "\0" not in str(place):  # which is named below, as it is no text for people
         place = user_path(place)
     path = Path(place)
@@ -191,29 +189,39 @@ def look(place: str | Path) -> Found:
         if not S_ISREG(mode):
             raise ConfigError(f"{path} is neither a file nor a folder", accepted=ACCEPTED)
         if path.name == MANIFEST_FILE:
-            return _checkpoint(*find_checkpoints(path.parent))
+            return newest(path.parent)
         if path.name == INDEX:
             return Found(format="hf", place=str(path.parent))
         if path.name.endswith(_PICKLES):
             raise _pickled(path)
         return Found(format="safetensors", place=str(path))
     if (path / MANIFEST_FILE).is_file() or checkpoints_of(path) is not None:
-        return _checkpoint(*find_checkpoints(path))
+        return newest(path)
     if is_distributed_checkpoint(path):
         return Found(format="dcp", place=str(path))
     if is_hugging_face(path):
         return Found(format="hf", place=str(path))
-    raise _unknown(path)
+    # What is like it is said of a folder that holds nothing known.
+    names = sorted(entry.name for entry in path.iterdir())
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
+        raise _pickled(path / pickles[0])
+    if (path / FOLDER).is_dir():
+        raise ConfigError(
+            f"no checkpoint of {path} was finished", where=str(path / FOLDER), accepted=ACCEPTED
+        )
+    files = [name for name in names if name.endswith(".safetensors")]
+    folders = (name for name in names if (path / name).is_dir())
+    alike = [*files, *(name for name in folders if checkpoints_of(path / name))][:3]
+    raise ConfigError(
+        f"{path} holds no checkpoint",
+        accepted=ACCEPTED,
+        todo=f"did you mean {' or '.join(str(path / name) for name in alike)}?" if alike else "",
+    )
 
 
 def found_in(storage: Storage, name: str) -> Found:
     """Return a checkpoint of a storage."""
     return Found(format=FORMAT, place=storage.place(name), storage=storage, name=name)
-
-
-def _checkpoint(storage: Storage, names: Sequence[str]) -> Found:
-    newest, *others = names
-    return replace(found_in(storage, newest), others=tuple(others))
 
 
 def checkpoints_of(place: str | Path) -> Storage | None:
@@ -252,21 +260,18 @@ def manifest_of(found: Found) -> Manifest:
 
 def manifest_index(manifest: Manifest, found: Found) -> TensorIndex:
     """Return where the tensors of a checkpoint lie."""
-    return TensorIndex(
-        path=Path(found.place),
-        folder=Path(found.place),
-        tensors={
-            name: StoredTensor(
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                pieces=tuple(
-                    StoredPiece(file=piece.file, offset=piece.offset, bounds=piece.bounds)
-                    for piece in tensor.pieces
-                ),
-            )
-            for name, tensor in manifest.tensors.items()
-        },
-    )
+    tensors = {
+        name: StoredTensor(
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            pieces=tuple(
+                StoredPiece(file=one.file, offset=one.offset, bounds=one.bounds)
+                for one in tensor.pieces
+            ),
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+    return TensorIndex(path=Path(found.place), folder=Path(found.place), tensors=tensors)
 
 
 @contextmanager
@@ -294,26 +299,6 @@ def _pickled(path: Path) -> ConfigError:
         accepted=ACCEPTED,
         todo="if you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), "
         "'weights.safetensors')",
-    )
-
-
-def _unknown(path: Path) -> ConfigError:
-    """Return the error for a folder that holds nothing known; says what is like it."""
-    there = sorted(entry.name for entry in path.iterdir())
-    pickles = [name for name in there if name.endswith(_PICKLES)]
-    if pickles:
-        return _pickled(path / pickles[0])
-    if (path / FOLDER).is_dir():
-        return ConfigError(
-            f"no checkpoint of {path} was finished", where=str(path / FOLDER), accepted=ACCEPTED
-        )
-    files = [name for name in there if name.endswith(".safetensors")]
-    folders = [name for name in there if (path / name).is_dir()]
-    near = [*files, *(n for n in folders if checkpoints_of(path / n))][:3]
-    return ConfigError(
-        f"{path} holds no checkpoint",
-        accepted=ACCEPTED,
-        todo=f"did you mean {' or '.join(str(path / name) for name in near)}?" if near else "",
     )
 
 

@@ -58,8 +58,21 @@ class Checkpoint(StoredTensors):
         self._buffer = bytearray()
         self.manifest: Manifest = read_manifest(storage, name)
         self.stored = self.manifest.tensors
+        try:
+            sizes = storage.sizes(name)
+        except OSError as error:
+            what = f"its files cannot be listed: {error.strerror or error}"
+            raise self._damaged("", what) from error
         with self:
-            self._check_files()
+            for file, saved in self.manifest.files.items():
+                if file not in sizes:
+                    raise self._damaged(file, "the file is missing")
+                if (size := sizes[file]) != saved.size_bytes:
+                    what = f"the file has {size:,} bytes, not {saved.size_bytes:,}"
+                    raise self._damaged(file, what)
+                header = bytearray(saved.header_bytes)
+                self._fill(file, 0, memoryview(header))
+                self._compare(file, "its header", header, saved.xxh3_128)
 
     def read(self, name: str, piece: SavedPiece, bounds: Bounds, target: Tensor) -> None:
         """Read a part of a piece into a tensor; `bounds` are those within the piece.
@@ -116,29 +129,6 @@ class Checkpoint(StoredTensors):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_files(self) -> None:
-        """See that all files are there, each of its size and with its header.
-
-        Raises:
-            DamagedError: one is not.
-        """
-        try:
-            sizes = self._storage.sizes(self.name)
-        except OSError as error:
-            raise self._damaged(
-                "", f"its files cannot be listed: {error.strerror or error}"
-            ) from error
-        for file, saved in self.manifest.files.items():
-            if file not in sizes:
-                raise self._damaged(file, "the file is missing")
-            if sizes[file] != saved.size_bytes:
-                raise self._damaged(
-                    file, f"the file has {sizes[file]:,} bytes, not {saved.size_bytes:,}"
-                )
-            header = bytearray(saved.header_bytes)
-            self._fill(file, 0, memoryview(header))
-            self._compare(file, "its header", header, saved.xxh3_128)
 
     def _held(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
         """Return a whole piece, in the buffer of this checkpoint."""

@@ -188,11 +188,6 @@ def damage_of_any(
 ) -> DamagedError | None:
     """Return what is damaged, here or for another process; None if nothing is. All call this.
 
-    Args:
-        processes: All of them.
-        read: What this one has read.
-        problem: What it has found damaged in that, if anything.
-
     Raises:
         ConfigError: the processes have read different checkpoints.
         BoxingError: another process has failed, or did not come.
@@ -233,11 +228,7 @@ class ReadTogether(Tensors):
         return self._tensors.names
 
     def call(self, own: Collection[str]) -> None:
-        """Call the states as a step does, of which other modules may be wrapped.
-
-        Args:
-            own: The names of the step's states.
-        """
+        """Call the states as a step does, of which other modules may be wrapped."""
         self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:

@@ -25,7 +25,6 @@ from threading import Condition, Thread
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,8 +48,12 @@ class LocalPart:
 
     def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
         own = {name: part for name, part in batch_parts(plan, ranks).items() if part.shape}
-        rows = {name: _rows(part.samples) for name, part in own.items()}
-        self.rows = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))
+        none = np.empty(0, np.int64)
+        rows = {
+            name: np.concatenate([none, *(np.arange(one.start, one.stop) for one in part.samples)])
+            for name, part in own.items()
+        }
+        self.rows = np.unique(np.concatenate([none, *rows.values()]))
         #: Where the rows of each tensor are among `rows`; None if they are all of them.
         self._cuts: dict[str, Tensor | None] = {
             name: None
@@ -66,11 +69,6 @@ class LocalPart:
             if name in loaded:  # what is not there is told by the session
                 found[name] = loaded[name] if cut is None else loaded[name][cut]
         return found
-
-
-def _rows(spans: Iterable[range]) -> npt.NDArray[np.int64]:
-    parts = [np.arange(span.start, span.stop, dtype=np.int64) for span in spans]
-    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 logger = logging.getLogger(__name__)

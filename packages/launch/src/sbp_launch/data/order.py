@@ -211,10 +211,6 @@ class DataCursor:
     def check_same_data(self, order: SampleOrder, *, where: str = "") -> None:
         """Refuse to go on in other data, or in another order of them.
 
-        Args:
-            order: Of the data that there are.
-            where: Where this cursor was kept, for messages.
-
         Raises:
             ConfigError: the next position is not of the sample that it was.
         """

@@ -84,9 +84,6 @@ _ENDINGS = (".yaml", ".yml", ".json")
 def strategy_of(place: str) -> Path:
     """Return the file of the strategy that `compare=` names.
 
-    Args:
-        place: A strategy file, or the folder of a run.
-
     Raises:
         ConfigError: there is none.
     """

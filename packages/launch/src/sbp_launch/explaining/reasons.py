@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from sbp_core.errors import SbpError
 from sbp_core.memory import peak_text
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.figures import Figures
+from sbp_launch.explaining.compare import Figures
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
 from sbp_launch.planning.table import groups_of, layers_name, move_text
@@ -44,12 +44,7 @@ class MovedModule:
 
 
 def appears(before: Sequence[ModuleRow], after: Sequence[ModuleRow]) -> list[MovedModule]:
-    """Return what travels after a change and did not before it, what takes longest first.
-
-    Args:
-        before: The rows of one plan.
-        after: Those of another one of the same model.
-    """
+    """Return what travels after a change and did not before it, what takes longest first."""
     had = Counter((row.stage, row.module, move) for row in before for move in row.moves)
     rows = []
     for row in after:

@@ -118,12 +118,10 @@ class Torchrun:
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
         """See `Launcher.launch_specs`."""
         options = ("--standalone", f"--nproc-per-node={request.num_ranks}", "--no-python")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *options)
         return (
             LaunchSpec(
-                command=(
-                    *(sys.executable, "-m", "torch.distributed.run", *options),
-                    *request.command,
-                ),
+                command=(*torchrun, *request.command),
                 ranks=tuple(range(request.num_ranks)),
                 defaults=thread_share(request.num_ranks),
                 failure_patterns=_TORCHRUN_FAILURES,
@@ -158,18 +156,10 @@ class Slurm:
         if find_spec("submitit") is None:
             raise ConfigError("launcher=slurm needs submitit, which is missing", todo=_SUBMITIT)
         settings = json.dumps({"num_ranks": request.num_ranks, **asdict(self.config)})
+        module = (sys.executable, "-m", "sbp_launch.launching.slurm_job")
         return (
             LaunchSpec(
-                command=(
-                    *(
-                        sys.executable,
-                        "-m",
-                        "sbp_launch.launching.slurm_job",
-                        str(request.folder),
-                        settings,
-                    ),
-                    *request.command,
-                ),
+                command=(*module, str(request.folder), settings, *request.command),
                 ranks=tuple(range(request.num_ranks)),
                 forwards_signals=True,
                 # It would send SIGUSR2, which asks ranks what they are at, when time is almost up.
@@ -188,19 +178,18 @@ def _refusing() -> Iterator[None]:
         raise error.replaced(ConfigError) from error
 
 
-def build_threads(config: ThreadsConfig) -> Threads:
+def build_threads(config: ThreadsConfig | AutoConfig) -> Threads:
     """Return the launcher `threads`."""
     return Threads()
+
+
+#: What `auto` stands for where nothing is known of boxing: `choose_launcher` decides.
+build_auto = build_threads
 
 
 def build_spawn(config: ProcessesConfig) -> Spawn:
     """Return the launcher `spawn`."""
     return Spawn()
-
-
-def build_auto(config: AutoConfig) -> Threads:
-    """Return what `auto` stands for where nothing is known of boxing: `choice` decides."""
-    return Threads()
 
 
 def build_torchrun(config: ProcessesConfig) -> Torchrun:
@@ -213,6 +202,5 @@ def build_mpiexec(config: ProcessesConfig) -> Mpiexec:
     return Mpiexec()
 
 
-def build_slurm(config: SlurmConfig) -> Slurm:
-    """Return the launcher `slurm`."""
-    return Slurm(config)
+#: The launcher `slurm`.
+build_slurm = Slurm

@@ -21,13 +21,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import cast
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, supervise
+from sbp_core.boxing.supervision import LaunchSpec, Line, supervise
 from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
 from sbp_core.serialize import open_file
@@ -67,6 +69,9 @@ def choose_launcher(
         ConfigError: the launcher does not fit boxing, the mesh, or who started this process.
     """
     boxing, asked = config.boxing.name, config.launcher.name
+    groups = ("launcher", "boxing", "cluster")
+    said = [line for group in groups for line in composed.overrides_of(group)]
+    refusal = partial(ConfigError, where=said)
     is_between = _spans_processes(registry, "boxing", config.boxing)
     started = f"{world.launcher} has started {world.size} processes"
     name = asked
@@ -76,20 +81,43 @@ def choose_launcher(
     elif asked == AUTO:
         name = world.launcher
     elif world.size > 1 and asked != world.launcher:
-        raise _refusal(
-            composed,
+        raise refusal(
             f"launcher={asked} starts the ranks itself, and {started} already",
             accepted=f"launcher={world.launcher}, or none",
             todo=f"leave out launcher={asked}, or start sbp-train without {world.launcher}",
         )
     choice = config.launcher if name == asked else PluginChoice(name=name)
-    has_processes = _spans_processes(registry, "launcher", choice)
-    if has_processes != is_between:
-        raise _unlike(composed, boxing, name, started if world.size > 1 else "")
+    if _spans_processes(registry, "launcher", choice) != is_between:
+        # One of the two has processes, the other threads.
+        if world.size == 1 and name == THREADS:
+            raise refusal(
+                f"boxing={boxing} connects one process a rank, and launcher={name} runs all ranks "
+                "in one process",
+                accepted="launcher=spawn, torchrun, mpiexec or slurm beside it; or boxing=local",
+                todo=f"leave out launcher={name}, or say launcher=spawn",
+            )
+        starts = started if world.size > 1 else f"launcher={name} starts one process a rank"
+        instead = "start one process: sbp-train ..."
+        if world.size == 1:
+            instead = f"leave out launcher={name}"
+        raise refusal(
+            f"{starts}, and boxing={boxing} connects the threads of one",
+            accepted="boxing=torch or boxing=mpi, between processes",
+            todo=f"add boxing={'mpi' if name == MPIEXEC else 'torch'}, or {instead}",
+        )
+    ranks = prod(config.mesh)
     # One process of Slurm may well submit a job of many.
     may_start = name == SLURM and world.size == 1
-    if name == world.launcher != THREADS and world.size != prod(config.mesh) and not may_start:
-        raise _wrong_size(composed, config, world)
+    if name == world.launcher != THREADS and world.size != ranks and not may_start:
+        shape = ", ".join(map(str, config.mesh))
+        example = f'"cluster.mesh=[{world.size}]" "cluster.axes=[data]"'
+        raise refusal(
+            f"{world.launcher} has started {world.size} process{'es' * (world.size != 1)}, and "
+            f"cluster.mesh=[{shape}] has {ranks} rank{'s' * (ranks != 1)}",
+            accepted="one process a rank",
+            todo=f"{_COMMANDS[world.launcher].format(ranks)}, or a mesh of {world.size}, such as "
+            f"{example}",
+        )
     return replace(config, launcher=choice)
 
 
@@ -106,50 +134,6 @@ def has_threads(config: RunConfig, registry: PluginRegistry) -> bool:
 def _spans_processes(registry: PluginRegistry, kind: str, choice: PluginChoice) -> bool:
     config = registry.configure(kind, choice.name, choice.settings)
     return bool(getattr(config, "spans_processes", False))
-
-
-def _unlike(composed: ComposedConfig, boxing: str, launcher: str, started: str) -> ConfigError:
-    """Make the error of a launcher and a boxing of which one has processes, the other threads."""
-    if started or launcher != THREADS:
-        other = "mpi" if launcher == MPIEXEC else "torch"
-        return _refusal(
-            composed,
-            f"{started or f'launcher={launcher} starts one process a rank'}, and boxing={boxing} "
-            "connects the threads of one",
-            accepted="boxing=torch or boxing=mpi, between processes",
-            todo=f"add boxing={other}, or start one process: sbp-train ..."
-            if started
-            else f"add boxing={other}, or leave out launcher={launcher}",
-        )
-    return _refusal(
-        composed,
-        f"boxing={boxing} connects one process a rank, and launcher={launcher} runs all ranks in "
-        "one process",
-        accepted="launcher=spawn, torchrun, mpiexec or slurm beside it; or boxing=local",
-        todo=f"leave out launcher={launcher}, or say launcher=spawn",
-    )
-
-
-def _wrong_size(composed: ComposedConfig, config: RunConfig, world: World) -> ConfigError:
-    """Make the error of a number of processes that is not that of ranks."""
-    shape = ", ".join(map(str, config.mesh))
-    ranks = prod(config.mesh)
-    example = f'"cluster.mesh=[{world.size}]" "cluster.axes=[data]"'
-    return _refusal(
-        composed,
-        f"{world.launcher} has started {world.size} "
-        f"{'process' if world.size == 1 else 'processes'}, and cluster.mesh=[{shape}] has {ranks} "
-        f"{'rank' if ranks == 1 else 'ranks'}",
-        accepted="one process a rank",
-        todo=f"{_COMMANDS[world.launcher].format(ranks)}, or a mesh of {world.size}, such as "
-        f"{example}",
-    )
-
-
-def _refusal(composed: ComposedConfig, what: str, *, accepted: str, todo: str) -> ConfigError:
-    groups = ("launcher", "boxing", "cluster")
-    said = [line for group in groups for line in composed.overrides_of(group)]
-    return ConfigError(what, where=said, accepted=accepted, todo=todo)
 
 
 #: Seconds that ranks get to end by themselves when one has failed: those that wait for it are told
@@ -215,24 +199,6 @@ def follow(meeting: Meeting, world: World) -> int:
     return told.code or failed
 
 
-def rank_command(folder: Path) -> tuple[str, ...]:
-    """Return the command of every rank of the run in a folder.
-
-    It finds the modules that this process finds: the working folder only where this one does.
-    """
-    finds_here = "" in sys.path or str(Path.cwd()) in sys.path
-    options = () if finds_here else ("-P",)
-    width = str(make_console().width)
-    return (
-        sys.executable,
-        *options,
-        "-m",
-        "sbp_launch.launching.rank",
-        str(folder.absolute()),
-        width,
-    )
-
-
 def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """Start the ranks, and wait for them.
 
@@ -243,8 +209,11 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """
     num_ranks = prod(config.mesh)
     boxing, choice = config.boxing, config.launcher
+    # It finds the modules that this process finds: the working folder only where this one does.
+    finds_here = "" in sys.path or str(Path.cwd()) in sys.path
+    python = (sys.executable, *([] if finds_here else ["-P"]), "-m", "sbp_launch.launching.rank")
     request = LaunchRequest(
-        command=rank_command(folder),
+        command=(*python, str(folder.absolute()), str(make_console().width)),
         num_ranks=num_ranks,
         backend=cast(BoxingBackend, registry.make("boxing", boxing.name, boxing.settings)),
         folder=folder.absolute(),
@@ -273,8 +242,31 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     if any(end.code == BAD_CONFIG for end in report.exits if 0 in end.spec.ranks):
         raise SystemExit(BAD_CONFIG)  # a setting, of which rank 0 has told
     error = report.error(quote=False)
-    if error is not None:
-        raise _with_checkpoint(_with_logs(error, report, folder), config, registry, folder)
+    if error is None:
+        return
+    if (cause := report.cause) is not None:
+        # What the rank that failed first has written last is quoted.
+        rank = cause.spec.ranks[0]
+        if len(cause.spec.ranks) > 1 and cause.root_cause is not None:
+            rank = int(cause.root_cause[0])
+        path = log_path(folder, rank)
+        with suppress(OSError), open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
+            lines = file.read(_SHOWN_BYTES).decode("utf-8", "replace").splitlines()
+            quoted = (f"    {line}" for line in lines[-_SHOWN_LINES:])
+            text = "\n".join([f"{path}, which ends so:", *quoted])
+            error = error.replaced(RunError, where=(*error.where, text))
+    from sbp_launch.checkpoint import (
+        newest_first,  # here: it takes a while, and only failures need it
+    )
+
+    with suppress(SbpError):  # what has failed matters more
+        storage = config.storage
+        make = cast(StorageFactory, registry.make("storage", storage.name, storage.settings))
+        if names := newest_first(make(folder)):
+            resume = f"to go on from {names[0]}: {resume_command(folder)}"
+            error = error.replaced(RunError, todo=f"{error.todo}\n  {resume}")
+    raise error
 
 
 class _Output:
@@ -302,43 +294,3 @@ class _Output:
     def more_grace_s(self) -> float:
         """Return how much longer the others get when a rank has failed."""
         return {STARTING: _STEP_S, SAVING: _SAVE_S}.get(self._at, 0.0)
-
-
-def _with_checkpoint(
-    error: RunError, config: RunConfig, registry: PluginRegistry, folder: Path
-) -> RunError:
-    """Return an error that says how to go on from the newest checkpoint, if there is one."""
-    from sbp_launch.checkpoint import (
-        newest_first,  # here: it takes a while, and only failures need it
-    )
-
-    try:
-        choice = config.storage
-        make = cast(StorageFactory, registry.make("storage", choice.name, choice.settings))
-        names = newest_first(make(folder))
-    except SbpError:
-        return error  # which matters more
-    if not names:
-        return error
-    return error.replaced(
-        RunError, todo=f"{error.todo}\n  to go on from {names[0]}: {resume_command(folder)}"
-    )
-
-
-def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:
-    """Return an error that quotes what the rank that failed first has written last."""
-    cause = report.cause
-    if cause is None:
-        return error
-    rank = cause.spec.ranks[0]
-    if len(cause.spec.ranks) > 1 and cause.root_cause is not None:
-        rank = int(cause.root_cause[0])
-    path = log_path(folder, rank)
-    try:
-        with open_file(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
-            lines = file.read(_SHOWN_BYTES).decode("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
-    except OSError:
-        return error
-    quoted = "\n".join([f"{path}, which ends so:", *(f"    {line}" for line in lines)])
-    return error.replaced(RunError, where=(*error.where, quoted))

@@ -150,7 +150,11 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
         try:
             _train(folder, world, width, log)
         except SbpError as error:
-            log.note(_original_traceback(error))
+            # The traceback of what it comes from, if that is none of ours.
+            cause: BaseException | None = error
+            while isinstance(cause, SbpError):
+                cause = cause.__cause__
+            log.note("".join(traceback.format_exception(cause)) if cause is not None else "")
             log.last_words(f"{_speaker(world)}: {error}")
             return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
         except KeyboardInterrupt:
@@ -186,14 +190,6 @@ def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
         width = width or FILE_WIDTH
     with blaming(composed, registry, first=traceback.print_exc):
         train(config, registry, folder, world, make_console(width))
-
-
-def _original_traceback(error: SbpError) -> str:
-    """Return the traceback of what an error comes from, if that is none of ours; else ""."""
-    cause: BaseException | None = error
-    while isinstance(cause, SbpError):
-        cause = cause.__cause__
-    return "" if cause is None else "".join(traceback.format_exception(cause))
 
 
 def _speaker(world: World) -> str:

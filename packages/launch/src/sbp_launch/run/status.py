@@ -122,14 +122,14 @@ def outlive_status_signals() -> None:
 
     Who asks a run may do so when some of its processes have not come to their step yet.
     """
+
+    def not_begun(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            os.write(2, b"sbp-train: there is nothing to tell yet, or no more\n")
+
     for number in status_signals():
         if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _not_begun)
-
-
-def _not_begun(number: int, frame: FrameType | None) -> None:
-    with suppress(OSError):
-        os.write(2, b"sbp-train: there is nothing to tell yet, or no more\n")
+            signal.signal(number, not_begun)
 
 
 class StatusSignal:

@@ -262,12 +262,7 @@ class Catalog:
         return comments(self.text(config))
 
     def config(self, group: str, name: object) -> type | None:
-        """Return the dataclass of a group's settings, or None if it is not known.
-
-        Args:
-            group: Its name.
-            name: Name of the plugin that its option is for.
-        """
+        """Return the dataclass of a group's settings, or None if it is not known."""
         if group in CORE_CONFIGS:
             return CORE_CONFIGS[group]
         found = (one for one in self.registry.entries if (one.kind, one.name) == (group, name))

@@ -69,35 +69,22 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
     for name in compile_config.plugins:
         with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
             registry.factory("pass", name)
-    callbacks = _callbacks(composed, registry, trainer)
-    _check_together(composed, registry, callbacks, {**configs, "trainer": trainer})
-    return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
-
-
-def _callbacks(
-    composed: ComposedConfig, registry: PluginRegistry, trainer: TrainerConfig
-) -> dict[str, object]:
-    """Return the checked configs of the callbacks, by key.
-
-    Raises:
-        ConfigError: one is unknown or twice there, or a setting of one is not known or refused.
-    """
-    found: dict[str, object] = {}
+    callbacks: dict[str, object] = {}
+    file = composed.files.get("trainer", "")
     with _naming_overrides(composed, "trainer"):
         try:
-            choices = trainer.callback_choices
+            named = trainer.callback_choices
         except ConfigError as error:
             what = f"trainer.{error.what}"
-            where = (composed.files.get("trainer", ""),)
-            raise error.replaced(ConfigError, what=what, where=where) from None
-    for index, choice in enumerate(choices):
+            raise error.replaced(ConfigError, what=what, where=(file,)) from None
+    for index, choice in enumerate(named):
         key = f"trainer.callbacks[{index}]"
         with _naming_overrides(composed, "trainer", f"{key} is {choice.name!r}"):
-            file = composed.files.get("trainer", "")
-            found[key] = registry.configure(
+            callbacks[key] = registry.configure(
                 "callback", choice.name, choice.settings, key=key, where=file
             )
-    return found
+    _check_together(composed, registry, callbacks, {**configs, "trainer": trainer})
+    return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
 
 def _check_together(
@@ -200,12 +187,6 @@ def _of_a_folder(
     """Say how a file takes the settings of an option in a folder of its group, or `""`.
 
     With `defaults: [manual/zero]`, Hydra puts them into `planner.manual`.
-
-    Args:
-        composed: The config.
-        registry: The plugins.
-        group: Whose settings are looked through.
-        name: Of the folder; empty for any.
     """
     value = composed.values.get(group)
     for key, below in value.items() if isinstance(value, Mapping) else ():
@@ -248,13 +229,7 @@ def _settings(composed: ComposedConfig, group: str) -> dict[str, object]:
 
 @contextmanager
 def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> Iterator[None]:
-    """Name the overrides that an error in the `with` block is about.
-
-    Args:
-        composed: The config.
-        group: Whose settings are checked.
-        asked: What asks for a plugin that may not be known.
-    """
+    """Name the overrides that an error in the `with` block is about."""
     try:
         yield
     except (ConfigError, SbpLookupError) as error:

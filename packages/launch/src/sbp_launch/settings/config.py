@@ -23,16 +23,8 @@ from sbp_torch.update_options import UpdateOptions
 
 #: Config groups whose options name a plugin, in the order of a run.
 PLUGIN_GROUPS = (
-    "model",
-    "data",
-    "cluster",
-    "boxing",
-    "runtime",
-    "planner",
-    "optimizer",
-    "logger",
-    "storage",
-    "launcher",
+    *("model", "data", "cluster", "boxing", "runtime", "planner", "optimizer", "logger"),
+    *("storage", "launcher"),
 )
 
 #: All config groups.
@@ -296,23 +288,9 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """All choices of one run, checked.
+    """All choices of one run, checked: of each kind of plugin, of the trainer, and of compiling.
 
-    Args:
-        model: Kind `model`.
-        data: Kind `data`.
-        cluster: Kind `cluster`.
-        boxing: Kind `boxing`.
-        runtime: Kind `runtime`.
-        planner: Kind `planner`.
-        optimizer: Kind `optimizer`.
-        logger: Kind `logger`.
-        trainer: How long and how it trains.
-        compile: How a step becomes a plan.
-        mesh: Ranks along each mesh axis, from the cluster's config.
-        axes: Name of each mesh axis, from the cluster's config.
-        launcher: Kind `launcher`.
-        storage: Kind `storage`.
+    `mesh` and `axes` are the ranks along each mesh axis and its name, from the cluster's config.
     """
 
     model: PluginChoice
@@ -360,13 +338,13 @@ class ComposedConfig:
             f"the command line: {text}"
             for text in self.overrides
             if (key := key_of(text)).partition(".")[0] == group
-            and (not what or _names(what, key) or key.startswith(f"{unknown}."))
+            # Whether it has the last part of the key, as a word of its own.
+            and (
+                not what
+                or re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", what)
+                or key.startswith(f"{unknown}.")
+            )
         ]
-
-
-def _names(what: str, key: str) -> bool:
-    """Whether a text has the last part of a key, as a word of its own."""
-    return re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", what) is not None
 
 
 def key_of(override: str) -> str:

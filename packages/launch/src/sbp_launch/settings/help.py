@@ -75,13 +75,7 @@ def overrides_of(topics: Sequence[str], catalog: Catalog) -> list[str]:
 
 
 def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalog) -> str:
-    """Return the help of an app: groups, options, flags.
-
-    Args:
-        app: The app.
-        composed: Its config with the overrides of the command line.
-        catalog: What one can choose from; plugins with problems are listed.
-    """
+    """Return the help of an app: groups, options, flags."""
     width = _columns()
     lines = [f"{app.name}: {app.about}", ""]
     usage = ("[GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]", *app.usage)
@@ -195,11 +189,25 @@ def render_topics(
     callbacks = callbacks_of(catalog.registry) if "trainer" in composed.files else []
     rows = [row for group in ("", *composed.values) for row in _rows(app, composed, catalog, group)]
     for topic in topics:
-        key = _group_of(topic, catalog) or topic.partition("=")[0]
+        # The group of a topic that is one, or an option of one.
+        key = topic.partition("=")[0]
+        owners = [group for group in catalog.groups() if topic in catalog.options(group)]
+        if key not in catalog.groups() and len(owners) == 1:
+            key = owners[0]
         found = [row for row in rows if row.key == key or row.key.endswith(f".{key}")]
         below = [row for row in rows if row.key.startswith(f"{key}.")]
         if key in composed.files:
-            lines += [*_about(composed, catalog, key), ""]
+            # The heading: the chosen option, whose it is, the others.
+            option = _option(composed, catalog, key)
+            owner = " ".join(catalog.owners(f"{key}/{option}"))
+            lines.append(f"{key}={option}, of {owner}: {composed.files[key]}")
+            lines += [f"  {line}" for line in catalog.about(f"{key}/{option}")]
+            if others := [one for one in catalog.options(key) if one != option]:
+                text, indent = f"other options: {', '.join(others)}", "  "
+                lines += textwrap.wrap(
+                    text, width - 2, initial_indent=indent, subsequent_indent=indent
+                )
+            lines.append("")
             lines += [line for row in below for line in _lines(row, width)] or ["  no settings"]
         elif found or below:
             for row in found or below:
@@ -220,19 +228,6 @@ def _callback(entry: PluginEntry, width: int) -> Iterator[str]:
     yield f"callback {entry.name}, of {entry.distribution}: {entry.summary}"
     for one in settings_of(entry):
         yield from _lines(one, width, whole=True)
-
-
-def _about(composed: ComposedConfig, catalog: Catalog, group: str) -> list[str]:
-    """Return the heading of a group's settings: the chosen option, whose it is, the others."""
-    file, option = composed.files[group], _option(composed, catalog, group)
-    owner = " ".join(catalog.owners(f"{group}/{option}"))
-    lines = [f"{group}={option}, of {owner}: {file}"]
-    lines += [f"  {line}" for line in catalog.about(f"{group}/{option}")]
-    others = [one for one in catalog.options(group) if one != option]
-    if others:
-        text = f"other options: {', '.join(others)}"
-        lines += textwrap.wrap(text, _columns() - 2, initial_indent="  ", subsequent_indent="  ")
-    return lines
 
 
 def _rows(
@@ -260,20 +255,18 @@ def _option(composed: ComposedConfig, catalog: Catalog, group: str) -> str:
     return next(one for one in catalog.options(group) if catalog.file(f"{group}/{one}") == file)
 
 
-def _group_of(topic: str, catalog: Catalog) -> str:
-    """Return the group of a topic that is one, or an option of one, or `""`."""
-    name = topic.partition("=")[0]
-    if name in catalog.groups():
-        return name
-    owners = [group for group in catalog.groups() if topic in catalog.options(group)]
-    return owners[0] if len(owners) == 1 else ""
-
-
 def _unknown(
     topic: str, rows: Sequence[SettingRow], catalog: Catalog, composed: ComposedConfig
 ) -> ConfigError:
     groups = [group for group in GROUPS if group in composed.files]
-    others = _takers(topic, composed, catalog)
+    # Options that take it, where none that is chosen does.
+    settings = known_settings(composed, catalog.registry)
+    takers = (one for one in settings if topic in (one.key, one.leaf))
+    others: dict[str, None] = {}
+    for choice in (choice for setting in takers for choice in setting.options):
+        group, _, name = choice.partition("=")
+        names = [one for one in catalog.options(group) if f"{one}/".startswith(f"{name}/")]
+        others |= dict.fromkeys(f"{group}={one}" for one in names[:1])
     options = [f"{group}={one}" for group in groups for one in catalog.options(group)]
     leaves = {row.key.rpartition(".")[2] for row in rows}
     near = nearest(topic, [*composed.files, *(row.key for row in rows), *options, *leaves])
@@ -290,19 +283,6 @@ def _unknown(
         accepted=f"one of the groups {', '.join(groups)}; GROUP=OPTION; a key",
         todo=f"did you mean --help {near}?" if near else "--help alone lists the options",
     )
-
-
-def _takers(topic: str, composed: ComposedConfig, catalog: Catalog) -> list[str]:
-    """Return the options that take a setting, where none that is chosen does."""
-    found: dict[str, None] = {}
-    for setting in known_settings(composed, catalog.registry):
-        if topic not in (setting.key, setting.leaf):
-            continue
-        for choice in setting.options:
-            group, _, name = choice.partition("=")
-            names = [one for one in catalog.options(group) if f"{one}/".startswith(f"{name}/")]
-            found |= dict.fromkeys(f"{group}={one}" for one in names[:1])
-    return list(found)
 
 
 def _columns() -> int:

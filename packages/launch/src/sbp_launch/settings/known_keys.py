@@ -19,38 +19,29 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
 #: What other trainers call our settings.
-OTHER_NAMES: Mapping[str, str] = {
-    "accumulate_grad_batches": "trainer.micro_batches",
-    "batch": "trainer.batch_size",
-    "data_path": "data.path",
-    "devices": "cluster.mesh",
-    "eval_batches": "trainer.evaluate.batches",
-    "eval_every": "trainer.evaluate.every",
-    "eval_steps": "trainer.evaluate.every",
-    "global_batch_size": "trainer.batch_size",
-    "grad_clip": "trainer.update.clip_norm",
-    "gradient_accumulation_steps": "trainer.micro_batches",
-    "gradient_clip_val": "trainer.update.clip_norm",
-    "gradient_clipping": "trainer.update.clip_norm",
-    "learning_rate": "optimizer.lr",
-    "local_batch_size": "trainer.batch_size",
-    "limit_val_batches": "trainer.evaluate.batches",
-    "max_epochs": "trainer.epochs",
-    "max_grad_norm": "trainer.update.clip_norm",
-    "max_norm": "trainer.update.clip_norm",
-    "max_steps": "trainer.steps",
-    "max_time": "trainer.hours",
-    "mixed_precision": "compile.autocast",
-    "n_layer": "model.num_layers",
-    "nproc_per_node": "cluster.mesh",
-    "num_epochs": "trainer.epochs",
-    "num_steps": "trainer.steps",
-    "num_train_epochs": "trainer.epochs",
-    "precision": "compile.autocast",
-    "seq_len": "model.context",
-    "val_check_interval": "trainer.evaluate.every",
-    "warmup": "trainer.schedule.warmup_steps",
+_CALLED = {
+    "cluster.mesh": "devices nproc_per_node",
+    "compile.autocast": "mixed_precision precision",
+    "data.path": "data_path",
+    "model.context": "seq_len",
+    "model.num_layers": "n_layer",
+    "optimizer.lr": "learning_rate",
+    "trainer.batch_size": "batch global_batch_size local_batch_size",
+    "trainer.epochs": "max_epochs num_epochs num_train_epochs",
+    "trainer.evaluate.batches": "eval_batches limit_val_batches",
+    "trainer.evaluate.every": "eval_every eval_steps val_check_interval",
+    "trainer.hours": "max_time",
+    "trainer.micro_batches": "accumulate_grad_batches gradient_accumulation_steps",
+    "trainer.schedule.warmup_steps": "warmup",
+    "trainer.steps": "max_steps num_steps",
+    "trainer.update.clip_norm": "grad_clip gradient_clip_val gradient_clipping max_grad_norm "
+    "max_norm",
 }
+
+#: Our key of each of these names, in the order of the names.
+OTHER_NAMES: Mapping[str, str] = dict(
+    sorted((name, ours) for ours, names in _CALLED.items() for name in names.split())
+)
 
 #: How much alike a slip of the pen and what was meant are, at least.
 _ALIKE = 0.6

@@ -24,6 +24,7 @@ from sbp_core.operators import MeasuredOperator
 from sbp_core.runtime import Span, SpanKind
 from sbp_core.serialize import Document
 from sbp_core.units import format_seconds
+from sbp_launch.console import columns
 
 #: How a span begins to say that it waits for the end of boxing that was begun before.
 END_OF = "the end of "
@@ -53,12 +54,7 @@ class Late:
 
 
 def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]:
-    """Return for each boxing call, and wait for the end of one, what it waited for.
-
-    Args:
-        plan: What ran.
-        spans: Of all ranks.
-    """
+    """Return for each boxing call, and wait for the end of one, what it waited for."""
     senders: dict[tuple[int, str], list[tuple[int, str]]] = defaultdict(list)
     for link in plan.links:
         senders[link.receiver].append(link.sender)
@@ -188,11 +184,9 @@ def time_table(plan: PhysicalPlan, spans: Sequence[Span], file: str = "the trace
         for column in range(len(_HEADS))
         if any(row[column] not in ("", "-") for row in rows[1:])
     ]
-    widths = [max(len(row[column]) for row in rows[: _MOST_RANKS + 1]) for column in shown]
+    printed = [[row[column] for column in shown] for row in rows[: _MOST_RANKS + 1]]
     lines = [f"where the time of a step went (mean of {which})"]
-    for row in rows[: _MOST_RANKS + 1]:
-        cells = [row[column].rjust(width) for column, width in zip(shown, widths, strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"  {line}" for line in columns(printed, left=0)]
     if len(rows) > _MOST_RANKS + 1:
         lines.append(f"  and {len(rows) - 1 - _MOST_RANKS} more in {file}")
     return lines

@@ -111,9 +111,6 @@ def gather_parts(backend: BoxingBackend, ranks: Sequence[int], own: Part) -> lis
 def with_one_clock(parts: Sequence[Part]) -> tuple[list[Part], float]:
     """Return the parts with all times by the clock of the first one's host, and the error.
 
-    Args:
-        parts: Of all processes.
-
     Returns:
         The parts, and by how much clocks may still differ, in seconds; 0.0 on one host.
     """

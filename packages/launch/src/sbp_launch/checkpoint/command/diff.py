@@ -117,16 +117,16 @@ def diff(options: Namespace) -> int:
 
 def compare(ones: Tensors, others: Tensors) -> Comparison:
     """Compare tensors of the same names, in parts of at most 64 MiB."""
-    from sbp_launch.checkpoint.tensors import PART_BYTES
+    from sbp_launch.checkpoint.tensors import PART_BYTES, dtype_name
 
     forms: dict[str, tuple[str, str]] = {}
     values: dict[str, Deviation] = {}
     common = [name for name in ones if name in others]
     for name in common:
         likes = ones.like(name), others.like(name)
-        pair = _form(likes[0]), _form(likes[1])
-        if pair[0] != pair[1]:
-            forms[name] = pair
+        one, other = (f"{dtype_name(like)} {list(like.shape)}" for like in likes)
+        if one != other:
+            forms[name] = one, other
         if likes[0].shape == likes[1].shape:
             blocks = cut(likes[0].shape, max(like.element_size() for like in likes), PART_BYTES)
             found = deviation((ones.part(name, at), others.part(name, at)) for at in blocks)
@@ -172,10 +172,6 @@ def deviation(parts: Iterable[tuple[Tensor, Tensor]]) -> Deviation:
 
 def _wanted(tensors: Tensors, options: Namespace) -> list[str]:
     return list(tensors) if options.all else model_names(tensors)
-
-
-def _form(like: Tensor) -> str:
-    return f"{str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
 
 
 def _settings(one: Found, other: Found) -> dict[str, tuple[Any, Any]]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-
-from rich.console import Console
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.plugins import Storage
@@ -58,8 +55,13 @@ def verify(options: Namespace) -> int:
         if problem is not None:
             code = FAILED
             results[-1]["what"] = problem.what
-        if not options.json:
-            _show(console, one.place, what, size, seconds, problem)
+        if options.json:
+            continue
+        lines = [f"{one.place}: {what}: {format_bytes(size)} in {format_seconds(seconds)}"]
+        if problem is not None:
+            inside = (f"  in {at}" for at in problem.where)
+            lines = [f"{one.place}: damaged", f"  {problem.what}", *inside]
+        say(console, lines)
     if options.json:
         print_json({"checkpoints": results})
     return code
@@ -68,17 +70,6 @@ def verify(options: Namespace) -> int:
 def is_whole(found: Found) -> bool:
     """Return whether a checkpoint is what was written."""
     return _verified(found)[2] is None
-
-
-def _show(
-    console: Console, place: str, what: str, size: int, seconds: float, problem: ConfigError | None
-) -> None:
-    if problem is None:
-        say(console, [f"{place}: {what}: {format_bytes(size)} in {format_seconds(seconds)}"])
-        return
-    say(
-        console, [f"{place}: damaged", f"  {problem.what}", *(f"  in {at}" for at in problem.where)]
-    )
 
 
 def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
@@ -94,24 +85,17 @@ def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
         index = read_index(found)
         if found.format == "dcp":
             with reading("verifying", index.size_bytes) as tell:
-                _verify_chunks(Path(found.place), tell)
+                folder = Path(found.place)
+                for name, file, offset, length in chunk_places(folder):
+                    path = inner_path(folder, file, folder)
+                    if damaged_record(path, offset, length, f"{path}, {name!r}"):
+                        what = f"{name!r} is damaged: its CRC-32 is another"
+                        raise DamagedError(what, where=str(path))
+                    tell(length)
             return "whole, by the CRC-32 of every chunk", index.size_bytes, None
         return _UNCHECKED, index.size_bytes, None
     except ConfigError as error:
         return "", 0, error
-
-
-def _verify_chunks(folder: Path, tell: Callable[[int], None]) -> None:
-    """Read all chunks of a `torch.distributed.checkpoint`.
-
-    Raises:
-        DamagedError: one is not what was written.
-    """
-    for name, file, offset, length in chunk_places(folder):
-        path = inner_path(folder, file, folder)
-        if damaged_record(path, offset, length, f"{path}, {name!r}"):
-            raise DamagedError(f"{name!r} is damaged: its CRC-32 is another", where=str(path))
-        tell(length)
 
 
 def prune(options: Namespace) -> int:
@@ -146,7 +130,11 @@ def prune(options: Namespace) -> int:
     if options.yes and removed:
         with storage.claim():
             for name in removed:
-                _remove(storage, name)
+                try:
+                    storage.remove(name)
+                except OSError as error:
+                    what = f"{storage.place(name)} cannot be removed: {error.strerror or error}"
+                    raise RunError(what) from error
     if options.json:
         print_json(
             {
@@ -195,12 +183,3 @@ def best_of(storage: Storage, newest: str) -> str:
     trainer = manifest_of(found_in(storage, newest)).metadata.trainer
     step = trainer.get("best_step") if isinstance(trainer, dict) else None
     return step_name(step) if isinstance(step, int) else ""
-
-
-def _remove(storage: Storage, name: str) -> None:
-    try:
-        storage.remove(name)
-    except OSError as error:
-        raise RunError(
-            f"{storage.place(name)} cannot be removed: {error.strerror or error}"
-        ) from error

@@ -7,8 +7,8 @@
     memory      over that step, by kind, of the fullest rank of each stage
     traffic     bytes by collective and link
 
-`page` puts these together, each made in a module of its own; `colours` and `ticks` are shared. The
-page is whole without its script, which opens, filters and enlarges.
+`page` puts these together, with `model` and `charts`. The page is whole without its script, which
+opens, filters and enlarges.
 
 Stability: internal.
 """

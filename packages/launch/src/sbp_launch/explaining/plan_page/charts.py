@@ -139,13 +139,7 @@ def tick_times_s(profile: MemoryProfile, simulation: Simulation) -> list[float]:
 
 
 def peaks_of(times_s: Sequence[float], total: Sequence[int], end_s: float) -> list[int]:
-    """Return the ticks that are drawn, in order: of moments that are too near, the fullest one.
-
-    Args:
-        times_s: When each tick is.
-        total: Bytes alive at each.
-        end_s: When the step is over.
-    """
+    """Return the ticks that are drawn, in order: of moments that are too near, the fullest one."""
     fullest: dict[int, int] = {}
     for tick, time_s in enumerate(times_s):
         part = min(_MOST_MOMENTS - 1, int(_MOST_MOMENTS * time_s / end_s)) if end_s else 0
@@ -227,14 +221,7 @@ def timeline_chart(timeline: Timeline) -> str:
 
 
 def _tick(time_s: float, end_s: float, height: int, also: str) -> str:
-    """Return a line at a time, and the time below it.
-
-    Args:
-        time_s: Which.
-        end_s: Of the step.
-        height: Of the lanes, in pixels.
-        also: Classes beside its own; ` fine` shows it where the drawing is enlarged.
-    """
+    """Return a line at a time, and the time below it; of class ` fine` where it is enlarged."""
     at = _percent(time_s, end_s)
     return (
         f'<line class="grid{also}" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'

@@ -33,10 +33,10 @@ from types import MappingProxyType
 from sbp_core.cluster import Cluster
 from sbp_core.memory import MemoryKind
 from sbp_core.placement import Placement
-from sbp_core.sbp import Broadcast, NdSbp, Partial, Sbp, Split
+from sbp_core.sbp import Broadcast, NdSbp, Split
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.planning.moves import ranks_text
-from sbp_launch.planning.rows import ModuleMove, ModuleRow
+from sbp_launch.planning.rows import ModuleRow
 from sbp_launch.planning.table import Group, groups_of, move_text
 
 #: By the dim that is split; further dims share the last one.
@@ -62,16 +62,6 @@ MEMORY: Mapping[MemoryKind, str] = MappingProxyType(
 STAGES = ("#bcd9ef", "#f7d9a4", "#bfe3cf", "#d9caf0", "#f5c6d6", "#dfe5a8", "#c9e7ec", "#e8d3c0")
 
 
-def sbp_class(entry: Sbp) -> str:
-    """Return the class of the style sheet that an SBP of one axis has."""
-    if isinstance(entry, Broadcast):
-        return "b"
-    if isinstance(entry, Partial):
-        return "p"
-    assert isinstance(entry, Split), "an entry is S, B or P"
-    return _SPLITS[min(entry.dim, len(_SPLITS) - 1)]
-
-
 def chips(text: str, axes: tuple[str, ...]) -> str:
     """Return an nd-SBP as coloured chips, one for each mesh axis.
 
@@ -82,20 +72,25 @@ def chips(text: str, axes: tuple[str, ...]) -> str:
     if not text:
         return ""
     entries = NdSbp.parse(text[1:-1] if text.startswith("(") else text)
+    # The class of the style sheet that an SBP of one axis has.
+    classes = [
+        _SPLITS[min(entry.dim, len(_SPLITS) - 1)]
+        if isinstance(entry, Split)
+        else "b"
+        if isinstance(entry, Broadcast)
+        else "p"
+        for entry in entries
+    ]
     made = "".join(
-        f'<span class="sbp {sbp_class(entry)}" title="{escape(axis)}: {escape(str(entry))}">'
+        f'<span class="sbp {style}" title="{escape(axis)}: {escape(str(entry))}">'
         f"{escape(str(entry))}</span>"
-        for axis, entry in zip(axes, entries, strict=True)
+        for axis, entry, style in zip(axes, entries, classes, strict=True)
     )
     return f'<span class="chips">{made}</span>'
 
 
 def legend(entries: Mapping[str, str]) -> str:
-    """Return a legend: a square of each colour, and what it is.
-
-    Args:
-        entries: Colour by name.
-    """
+    """Return a legend: a square of each colour, and what it is."""
     made = "".join(
         f'<li><span class="swatch" style="background:{colour}"></span>{escape(name)}</li>'
         for name, colour in entries.items()
@@ -224,12 +219,7 @@ class _Branch:
 
 
 def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
-    """Return the tree.
-
-    Args:
-        rows: A row for each module and stage.
-        stages: Placement of each stage.
-    """
+    """Return the tree."""
     axes = stages[0].axes
     groups = groups_of(rows)  # of all stages, so that layers of one are told by their numbers
     roots = [_tree_of(groups, stage) for stage in range(len(stages))]
@@ -244,7 +234,8 @@ def model_tree(rows: Sequence[ModuleRow], stages: Sequence[Placement]) -> str:
     ]
     for stage, root in enumerate(roots):
         if len(stages) == 1:
-            parts += _inner(root, axes, most, 0, opens)
+            for one in root.inner.values():
+                parts += _branch(one, axes, most, 0, opens)
             continue
         root.name = f"stage {stage} ({ranks_text(stages[stage])})"
         parts += _branch(root, axes, most, 0, opens)
@@ -275,13 +266,6 @@ def _num_rows(branch: _Branch, open_depth: int) -> int:
     )
 
 
-def _inner(
-    branch: _Branch, axes: tuple[str, ...], most: float, depth: int, opens: int
-) -> Iterator[str]:
-    for one in branch.inner.values():
-        yield from _branch(one, axes, most, depth, opens)
-
-
 def _branch(
     branch: _Branch, axes: tuple[str, ...], most: float, depth: int, opens: int
 ) -> Iterator[str]:
@@ -301,8 +285,16 @@ def _branch(
         return
     is_open = " open" if branch.inner and depth <= opens else ""
     yield f'<details{is_open}><summary class="row" style="--depth:{depth}">{row}</summary>'
-    yield from (_move(move, depth + 1) for move in moves)
-    yield from _inner(branch, axes, most, depth + 1, opens)
+    for move in moves:
+        text = move_text(move).replace("\N{NO-BREAK SPACE}", " ")
+        text = escape(text.replace("->", "\N{RIGHTWARDS ARROW}"))
+        figures = f"{format_bytes(move.bytes_of_a_rank)}, {format_seconds(move.time_s)}"
+        yield (
+            f'<div class="row move" style="--depth:{depth + 1}"><span class="name">{text}</span>'
+            f'<span class="figure">{figures}</span></div>'
+        )
+    for one in branch.inner.values():
+        yield from _branch(one, axes, most, depth + 1, opens)
     yield "</details>"
 
 
@@ -310,7 +302,16 @@ def _row(branch: _Branch, axes: tuple[str, ...], most: float, depth: int) -> str
     count = f' <span class="count">&times; {branch.count}</span>' if branch.count > 1 else ""
     cells = ["", ""]
     if branch.row is not None:
-        cells = [_parameters(branch.row, axes), chips(branch.row.output, axes)]
+        # Parameters that are stored alike stand together.
+        alike: dict[str, list[str]] = {}
+        for name, sbp in branch.row.parameters:
+            alike.setdefault(sbp, []).append(name)
+        stored = (
+            f'<span class="stored">{chips(sbp, axes)} <small>{escape(", ".join(names))}</small>'
+            "</span>"
+            for sbp, names in alike.items()
+        )
+        cells = ["".join(stored), chips(branch.row.output, axes)]
     size = branch.bytes_of_a_rank
     share = 100 * size / most if most else 0.0
     bar = f'<i style="width:{share:.1f}%"></i>' if size else ""
@@ -319,24 +320,4 @@ def _row(branch: _Branch, axes: tuple[str, ...], most: float, depth: int) -> str
         f'<span class="name">{escape(branch.name)}{count}</span>'
         f'<span class="cell">{cells[0]}</span><span class="cell">{cells[1]}</span>'
         f'<span class="figure">{sent}</span>'
-    )
-
-
-def _parameters(row: ModuleRow, axes: tuple[str, ...]) -> str:
-    """Return how the parameters of a module are stored; those that are stored alike together."""
-    found: dict[str, list[str]] = {}
-    for name, sbp in row.parameters:
-        found.setdefault(sbp, []).append(name)
-    return "".join(
-        f'<span class="stored">{chips(sbp, axes)} <small>{escape(", ".join(names))}</small></span>'
-        for sbp, names in found.items()
-    )
-
-
-def _move(move: ModuleMove, depth: int) -> str:
-    text = move_text(move).replace("\N{NO-BREAK SPACE}", " ").replace("->", "\N{RIGHTWARDS ARROW}")
-    return (
-        f'<div class="row move" style="--depth:{depth}"><span class="name">{escape(text)}</span>'
-        f'<span class="figure">{format_bytes(move.bytes_of_a_rank)}, '
-        f"{format_seconds(move.time_s)}</span></div>"
     )

@@ -10,8 +10,7 @@ from string import Template
 from sbp_core.cluster import Cluster
 from sbp_core.memory import MemoryProfile, call_layouts, lifetimes, memory_profile
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.compare import changed_rows, figure_rows, plan_text
-from sbp_launch.explaining.figures import Figures, figures_of
+from sbp_launch.explaining.compare import Figures, changed_rows, figure_rows, figures_of, plan_text
 from sbp_launch.explaining.plan_page.charts import memory_chart, memory_legend, timeline_chart
 from sbp_launch.explaining.plan_page.model import chips, mesh_drawing, mesh_text, model_tree
 from sbp_launch.planning.flow import Planned
@@ -67,13 +66,7 @@ _ZOOM = (
 
 
 def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = None) -> str:
-    """Return the page of a plan.
-
-    Args:
-        planned: The plan.
-        model: What the model is called.
-        other: A plan that is put beside it, and what that is called; None for none.
-    """
+    """Return the page of a plan."""
     figures, stages = figures_of(planned), planned.strategy.stages
     cluster = planned.settings.cluster
     parts = {
@@ -285,13 +278,7 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def beside(this: Planned, other: Planned, name: str) -> str:
-    """Return the comparison of the plan of the page with another one of the same model.
-
-    Args:
-        this: The plan of the page.
-        other: The other one.
-        name: What the other one is called.
-    """
+    """Return the comparison of the plan of the page with another one of the same model."""
     said, *changed = changed_rows(this, other, name)
     figures = _table(
         ("", *_figures("this plan", name, "change")),
