@@ -15,9 +15,9 @@ from fractions import Fraction
 
 from sbp_core.errors import ConfigError, SbpError, nearest
 from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate
+from sbp_launch.checks import check_writable
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG
-from sbp_launch.output import check_writable
 from sbp_launch.timelines import ENDINGS, show, write_drawings
 
 _ABOUT = {

@@ -27,8 +27,8 @@ from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
 from sbp_launch.apps.pipeline import is_asked, run_pipeline
+from sbp_launch.checks import check_writable
 from sbp_launch.explaining.question import Question, strategy_of
-from sbp_launch.output import check_writable
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
 from sbp_launch.settings.resumed import quoted

@@ -8,18 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import inf, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, ClusterFactory
-
-if TYPE_CHECKING:
-    from sbp_core.cluster import Cluster
-    from sbp_core.plugins import ClusterFactory
-
+from sbp_launch.checks import check_least
 
 #: What to say in place of a mesh that is no list.
 MESH_TODO = "give the ranks along each axis: cluster.mesh=[4], or 'cluster.mesh=[2, 2]'"
@@ -111,10 +108,8 @@ class LocalConfig:
         object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
         if self.device not in RATES:
             raise ConfigError(f"device={self.device!r}", accepted=" or ".join(RATES))
-        if self.cores is not None and self.cores < 1:
-            raise ConfigError(
-                f"cores={self.cores}", accepted="1 or more, or null for all that there are"
-            )
+        accepted = "1 or more, or null for all that there are"
+        check_least(self, 1, "cores", accepted=accepted, why="")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value is None:
@@ -260,9 +255,6 @@ def load(config: MeasuredConfig, num_devices: int) -> Cluster:
     Raises:
         ConfigError: the file cannot be read, knows no such backend, or has too few ranks.
     """
-    # Here and not above: hook modules are imported for every command, and this one takes a while.
-    from sbp_core.cluster import Cluster
-
     cluster = Cluster.load(Path(config.file))
     if config.backend and config.backend not in cluster.calibrations:
         raise ConfigError(
@@ -298,8 +290,4 @@ def _ranks(number: int) -> str:
 
 def build_measured(config: MeasuredConfig) -> ClusterFactory:
     """Return a maker of the measured cluster."""
-
-    def make(num_devices: int) -> Cluster:
-        return load(config, num_devices)
-
-    return make
+    return partial(load, config)

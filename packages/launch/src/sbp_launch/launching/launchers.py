@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs, thread_share
 from sbp_core.errors import BoxingError, ConfigError
 from sbp_core.plugins import LaunchRequest
+from sbp_launch.checks import check_least
 from sbp_launch.world import FORGET_LAUNCHER
 
 #: How torchrun names the first process that failed.
@@ -75,13 +76,9 @@ class SlurmConfig:
     cluster: Literal["slurm", "local"] = "slurm"
 
     def __post_init__(self) -> None:
-        for name, low in (("nodes", 1), ("cpus_per_rank", 1), ("gpus_per_rank", 0)):
-            if getattr(self, name) < low:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is too small", accepted=f"an integer >= {low}"
-                )
-        if self.timeout_min < 1:
-            raise ConfigError(f"timeout_min={self.timeout_min}", accepted="minutes >= 1")
+        check_least(self, 1, "nodes", "cpus_per_rank")
+        check_least(self, 0, "gpus_per_rank")
+        check_least(self, 1, "timeout_min", accepted="minutes >= 1", why="")
         if self.cluster == "local" and self.nodes > 1:
             raise ConfigError(
                 f"nodes={self.nodes} with cluster=local, which is this machine",

@@ -119,12 +119,13 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
 
 def _left(folder: Path) -> list[str]:
     """Return the files that a run has left, and the folders with something that is not hidden."""
-    paths = {name: folder / name for name in RUN_FILES}
-    return [
-        name
-        for name, path in paths.items()
-        if (path.exists() and not path.is_dir()) or any(path.glob("[!.]*"))
-    ]
+
+    def is_left(path: Path) -> bool:
+        if path.is_dir():
+            return any(not inside.name.startswith(".") for inside in path.iterdir())
+        return path.exists()
+
+    return [name for name in RUN_FILES if is_left(folder / name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

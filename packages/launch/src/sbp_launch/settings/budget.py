@@ -12,6 +12,7 @@ from typing import Literal
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import TrainerState
+from sbp_launch.checks import check_least
 
 #: What a budget may count.
 Unit = Literal["steps", "epochs", "tokens", "hours"]
@@ -128,10 +129,7 @@ class ScheduleConfig:
     decay_ratio: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps} is too small", accepted="an integer >= 0"
-            )
+        check_least(self, 0, "warmup_steps")
         if not 0.0 <= self.final <= 1.0:
             raise ConfigError(f"final={self.final!r} is out of range", accepted="0 to 1")
         if not 0.0 < self.decay_ratio <= 1.0:

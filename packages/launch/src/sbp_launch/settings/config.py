@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, PluginRegistry
 from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.checks import check_least
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.data.order import Order
 from sbp_launch.settings.budget import DEFAULT_STEPS, Budget, ScheduleConfig, Unit
@@ -39,18 +40,6 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = ("seed", "compare_steps", "sample_tokens", "plan_rows", "prefetch")
 
 
-def _check_least(config: object, low: int, names: tuple[str, ...]) -> None:
-    """Check settings that are whole numbers, those that are set.
-
-    Raises:
-        ConfigError: one is below `low`.
-    """
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, int) and value < low:
-            raise ConfigError(f"{name}={value} is too small", accepted=f"an integer >= {low}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig:
     """When and on how much held-out data a run is evaluated.
@@ -64,8 +53,8 @@ class EvaluateConfig:
     batches: int = 4
 
     def __post_init__(self) -> None:
-        _check_least(self, 1, ("every",))
-        _check_least(self, 0, ("batches",))
+        check_least(self, 1, "every")
+        check_least(self, 0, "batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +154,8 @@ class TrainerConfig:
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 
     def __post_init__(self) -> None:
-        _check_least(self, 1, _AT_LEAST_ONE)
-        _check_least(self, 0, _AT_LEAST_ZERO)
+        check_least(self, 1, *_AT_LEAST_ONE)
+        check_least(self, 0, *_AT_LEAST_ZERO)
         self._check_budget()
         if self.micro_batches == "auto" and self.loss == "each_micro_batch":
             raise ConfigError(

@@ -104,7 +104,8 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor
         is_new = str(found.of) == _TENSOR_OF_DTYPE
         if len(found.args) > 6 + is_new and found.args[6 + is_new]:
             raise ConfigError("the tensor saved here is conjugated or negated", where=where)
-        match storage.key if isinstance(storage, Stored) else None:
+        key_of = storage.key if isinstance(storage, Stored) else None
+        match key_of if isinstance(key_of, tuple) else None:
             case ("storage", Named() as kind, str(key), _, _):
                 dtype = _STORAGES.get(str(kind), "uint8")
             case _:
