@@ -31,7 +31,7 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import discover
 from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
 from sbp_launch.console import make_console
-from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS, ended_by
 from sbp_launch.run.folder import (
     FolderBefore,
     check_unused,
@@ -86,8 +86,7 @@ def run(app: Application[ConfigT]) -> int:
 def _report(app: Application[Any], error: SbpError) -> int:
     if os.environ.get(FULL_ERROR) == "1" and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
-    sys.stderr.write(f"{app.name}: {error}\n")
-    return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    return ended_by(error, app.name)
 
 
 def _run(app: Application[ConfigT]) -> int:

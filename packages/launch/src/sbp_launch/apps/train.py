@@ -30,7 +30,7 @@ from sbp_core.plugins import PluginRegistry
 from sbp_core.user_paths import user_path
 from sbp_launch.apps.app import run
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints, look
-from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, ended_by
 from sbp_launch.launching.launching import choose_launcher, follow, launch
 from sbp_launch.launching.meeting import Meeting, Told, meet
 from sbp_launch.run.folder import RUN_FILE, load_run
@@ -216,9 +216,8 @@ def main() -> None:
         code = _run(world) if world.size == 1 else _run_among(world)
     except SbpError as error:
         # Once, where all ranks say the same; of a failure each has its own to say.
-        if not world.rank or not isinstance(error, ConfigError):
-            sys.stderr.write(f"{_NAME}: {error}\n")
-        code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+        is_said = not world.rank or not isinstance(error, ConfigError)
+        code = ended_by(error, _NAME) if is_said else BAD_CONFIG
     except KeyboardInterrupt:  # while it met the others, or waited for the next run
         code = INTERRUPTED
     sys.exit(code)

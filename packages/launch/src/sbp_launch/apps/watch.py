@@ -22,7 +22,7 @@ from rich.text import Text
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
 from sbp_launch.console import make_console, plain_table
-from sbp_launch.exit_codes import BAD_CONFIG, INTERRUPTED
+from sbp_launch.exit_codes import INTERRUPTED, ended_by
 from sbp_launch.run.folder import LOGS
 from sbp_launch.run.status import ask
 
@@ -57,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _watch(given.run, given.every, is_once=given.once)
     except SbpError as error:
-        sys.stderr.write(f"sbp-watch: {error}\n")
-        sys.exit(BAD_CONFIG)
+        sys.exit(ended_by(error, "sbp-watch"))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
