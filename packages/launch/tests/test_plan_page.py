@@ -22,15 +22,15 @@ from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_launch.apps.answers import draw_page
 from sbp_launch.apps.plan import PlanConfig
 from sbp_launch.explaining.compare import figure_rows
-from sbp_launch.explaining.plan_page import plan_page
-from sbp_launch.explaining.plan_page.charts import (
+from sbp_launch.explaining.page_charts import (
     memory_chart,
     peaks_of,
     round_ticks,
     tick_times_s,
     timeline_chart,
 )
-from sbp_launch.explaining.plan_page.model import MEMORY, STAGES, chips, mesh_drawing, model_tree
+from sbp_launch.explaining.page_model import MEMORY, STAGES, chips, mesh_drawing, model_tree
+from sbp_launch.explaining.plan_page import plan_page
 from sbp_launch.planning.table import groups_of
 from sbp_launch.timelines import looks_of
 

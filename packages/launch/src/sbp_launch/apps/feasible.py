@@ -170,9 +170,14 @@ class Search:
 
     def _try_budget(self, also: tuple[str, ...], planned: Planned | None) -> Attempt | None:
         """Try to recompute beside what was not enough."""
-        budget_bytes = _budget_bytes(planned, self.setup) if planned is not None else 0
-        if planned is None or not budget_bytes:
+        rank = fullest(planned.memory) if planned is not None else None
+        if planned is None or rank is None:
             return None
+        active = rank.kinds.get(MemoryKind.ACTIVATIONS, 0)
+        room = self.setup.limit_bytes - (rank.peak - active)
+        budget_bytes = len(planned.plan.ranks) * room
+        if not 0 < room < active or budget_bytes < least_recompute_budget(planned.graph):
+            return None  # none would make it fit
         # Tenths of a megabyte, rounded down.
         budget = f"{int(budget_bytes / 1e5) / 10:.1f}MB"
         return self._try((*also, f"compile.passes.recompute.memory_bytes={budget}"))
@@ -208,18 +213,6 @@ def _more_micro_batches(setup: Setup) -> list[int]:
     counts = (n for n in range(setup.micro_batches + 1, setup.batch_size + 1))
     divisors = [n for n in counts if setup.batch_size % n == 0 and n % setup.micro_batches == 0]
     return divisors[:_MOST_COUNTS]
-
-
-def _budget_bytes(planned: Planned, setup: Setup) -> float:
-    """Return the budget of recomputation that would make a plan fit; 0 if none does."""
-    rank = fullest(planned.memory)
-    if rank is None:
-        return 0
-    active = rank.kinds.get(MemoryKind.ACTIVATIONS, 0)
-    room = setup.limit_bytes - (rank.peak - active)
-    budget = len(planned.plan.ranks) * room
-    possible = 0 < room < active and budget >= least_recompute_budget(planned.graph)
-    return budget if possible else 0
 
 
 def feasible_lines(search: Search) -> Iterator[str]:

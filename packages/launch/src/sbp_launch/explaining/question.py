@@ -40,7 +40,15 @@ class Question:
         if found["value"] is None:
             return cls(pattern=found["pattern"])
         value = found["value"].strip()
-        pin: PinValue = _by_axis(value) if value.startswith("{") else value
+        pin: PinValue = value
+        if value.startswith("{"):
+            by_axis = {}
+            for part in value.removeprefix("{").removesuffix("}").split(","):
+                axis, colon, entry = part.partition(":")
+                if not colon or not value.endswith("}"):
+                    raise ConfigError(f"why: {value!r} is no mapping", accepted=_EXAMPLE)
+                by_axis[axis.strip().strip("'\"")] = entry.strip().strip("'\"")
+            pin = by_axis
         try:
             check_pin(found["pattern"], pin)
         except ConfigError as error:
@@ -63,17 +71,6 @@ def value_text(value: PinValue) -> str:
     if isinstance(value, str):
         return value
     return "{" + ", ".join(f"{axis}: {entry}" for axis, entry in value.items()) + "}"
-
-
-def _by_axis(text: str) -> dict[str, str]:
-    """Read `{axis: SBP, ...}`."""
-    found = {}
-    for part in text.removeprefix("{").removesuffix("}").split(","):
-        axis, colon, entry = part.partition(":")
-        if not colon or not text.endswith("}"):
-            raise ConfigError(f"why: {text!r} is no mapping", accepted=_EXAMPLE)
-        found[axis.strip().strip("'\"")] = entry.strip().strip("'\"")
-    return found
 
 
 #: What a run leaves of its plan, and what `sbp-plan out=` writes.

@@ -1,4 +1,18 @@
-"""Put the page of a plan together, with its tables: bytes by collective, and another plan."""
+"""A plan as one page: an HTML file that needs no other file, no network and no server.
+
+    summary     time, bytes, memory, why
+    mesh        ranks, stages, nodes
+    model       a tree of modules, with the SBP of parameters and outputs by mesh axis
+    timeline    the simulated step
+    memory      over that step, by kind, of the fullest rank of each stage
+    traffic     bytes by collective and link
+    beside      another plan, if one is compared
+
+This puts them together, with `page_model` and `page_charts`, and makes the tables. The page is
+whole without its script (`page.js`), which opens, filters and enlarges.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +25,15 @@ from sbp_core.cluster import Cluster
 from sbp_core.memory import MemoryProfile, call_layouts, lifetimes, memory_profile
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.explaining.compare import Figures, changed_rows, figure_rows, figures_of, plan_text
-from sbp_launch.explaining.plan_page.charts import memory_chart, memory_legend, timeline_chart
-from sbp_launch.explaining.plan_page.model import chips, mesh_drawing, mesh_text, model_tree
+from sbp_launch.explaining.page_charts import memory_chart, memory_legend, timeline_chart
+from sbp_launch.explaining.page_model import chips, mesh_drawing, mesh_text, model_tree
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import arithmetic_lines, period_lines
 from sbp_launch.planning.timeline import coarse, plan_timeline
 from sbp_launch.planning.utilization import speed_line
 from sbp_launch.timelines import looks_of
+
+__all__ = ["plan_page"]
 
 #: Bars, lanes and drawings of memory: more make a page that is large and no clearer.
 _MOST_BARS, _MOST_LANES, _MOST_CHARTS = 6_000, 64, 16
@@ -81,7 +97,7 @@ def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = 
         name, beside_it = other
         parts["beside"] = ("Beside another plan", beside(planned, beside_it, name))
     ranks = len(planned.plan.ranks)
-    here = files("sbp_launch.explaining.plan_page")
+    here = files("sbp_launch.explaining")
     return _PAGE.substitute(
         title=f"{escape(model)} on {ranks} rank{'s' * (ranks > 1)}",
         lead=escape(f"{plan_text(planned.strategy)}; {mesh_text(stages, cluster)}"),

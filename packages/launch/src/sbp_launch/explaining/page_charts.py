@@ -21,7 +21,7 @@ from sbp_core.memory import MemoryKind, MemoryProfile
 from sbp_core.simulate import Simulation
 from sbp_core.timeline import Bar, Timeline
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.plan_page.model import MEMORY, legend
+from sbp_launch.explaining.page_model import MEMORY, legend
 from sbp_launch.timelines import Look, faded, looks_of
 
 
