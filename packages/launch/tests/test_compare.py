@@ -13,9 +13,9 @@ from trainable import row, run_config, run_of
 from sbp_core import strategy_yaml
 from sbp_core.errors import ConfigError
 from sbp_launch.apps.plan import PlanConfig
-from sbp_launch.explaining.columns import change_text, columns
+from sbp_launch.console import change_text, columns
 from sbp_launch.explaining.compare import changes, compare_lines
-from sbp_launch.explaining.other_plan import read_strategy, strategy_of
+from sbp_launch.explaining.question import read_strategy, strategy_of
 from sbp_launch.run.run import Run
 from sbp_launch.step.planning import StepPlanner
 from sbp_launch.trainer.other_plan import planned_as

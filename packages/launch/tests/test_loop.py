@@ -24,8 +24,8 @@ from sbp_core.plugins import (
 from sbp_core.plugins.registry import PluginEntry
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.run.result import read_result
+from sbp_launch.settings.budget import ScheduleConfig
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
-from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import phases, trainer
 from sbp_launch.trainer.callbacks import together
 from sbp_launch.trainer.checkpoints import RunCheckpoints

@@ -31,8 +31,8 @@ from sbp_launch.checkpoint.places import find_checkpoints, newest_first
 from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.checkpoint.steps import step_name
+from sbp_launch.settings.budget import ScheduleConfig
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
-from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import loop, trainer
 from sbp_launch.trainer.resume import Resume
 from sbp_torch.update_options import UpdateOptions

@@ -14,9 +14,9 @@ from sbp_launch.data import SampleOrder
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import regathering
 from sbp_launch.planning.one_device import EagerReference
+from sbp_launch.settings.budget import ScheduleConfig
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.patterns import check_patterns
-from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.step.forward import Mode, plan_forward
 from sbp_launch.team import DEADLINE_S, vote_deadline_s
 from sbp_launch.trainer import planned, trainer

@@ -1,29 +1,39 @@
-"""Put the page of a plan together."""
+"""A plan as one page: an HTML file that needs no other file, no network and no server.
+
+    summary     time, bytes, memory, why
+    mesh        ranks, stages, nodes
+    model       a tree of modules, with the SBP of parameters and outputs by mesh axis
+    timeline    the simulated step
+    memory      over that step, by kind, of the fullest rank of each stage
+    traffic     bytes by collective and link
+    beside      another plan, if one is compared
+
+This puts them together, with `page_model` and `page_charts`, and makes the tables. The page is
+whole without its script (`page.js`), which opens, filters and enlarges.
+
+Stability: internal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 
+from sbp_core.cluster import Cluster
 from sbp_core.memory import MemoryProfile, call_layouts, lifetimes, memory_profile
-from sbp_core.placement import Placement
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.compare import plan_text
-from sbp_launch.explaining.figures import Figures, figures_of
-from sbp_launch.explaining.plan_page.beside import beside
-from sbp_launch.explaining.plan_page.colours import chips
-from sbp_launch.explaining.plan_page.memory_chart import memory_chart, memory_legend
-from sbp_launch.explaining.plan_page.mesh import mesh_drawing, mesh_text
-from sbp_launch.explaining.plan_page.timeline_chart import timeline_chart
-from sbp_launch.explaining.plan_page.traffic_chart import traffic_chart
-from sbp_launch.explaining.plan_page.tree import model_tree
+from sbp_launch.explaining.compare import Figures, changed_rows, figure_rows, figures_of, plan_text
+from sbp_launch.explaining.page_charts import memory_chart, memory_legend, timeline_chart
+from sbp_launch.explaining.page_model import chips, mesh_drawing, mesh_text, model_tree
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.report import arithmetic_lines, period_lines
 from sbp_launch.planning.timeline import coarse, plan_timeline
 from sbp_launch.planning.utilization import speed_line
-from sbp_launch.timelines.style import looks_of
+from sbp_launch.timelines import looks_of
+
+__all__ = ["plan_page"]
 
 #: Bars, lanes and drawings of memory: more make a page that is large and no clearer.
 _MOST_BARS, _MOST_LANES, _MOST_CHARTS = 6_000, 64, 16
@@ -72,18 +82,12 @@ _ZOOM = (
 
 
 def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = None) -> str:
-    """Return the page of a plan.
-
-    Args:
-        planned: The plan.
-        model: What the model is called.
-        other: A plan that is put beside it, and what that is called; None for none.
-    """
+    """Return the page of a plan."""
     figures, stages = figures_of(planned), planned.strategy.stages
     cluster = planned.settings.cluster
     parts = {
         "why": ("Why", _why(planned)),
-        "mesh": ("Mesh", _mesh(planned)),
+        "mesh": ("Mesh", mesh_drawing(stages, cluster)),
         "model": ("Model", _model(planned)),
         "timeline": ("Timeline", _timeline(planned)),
         "memory": ("Memory over time", _memory(planned)),
@@ -93,7 +97,7 @@ def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = 
         name, beside_it = other
         parts["beside"] = ("Beside another plan", beside(planned, beside_it, name))
     ranks = len(planned.plan.ranks)
-    here = files("sbp_launch.explaining.plan_page")
+    here = files("sbp_launch.explaining")
     return _PAGE.substitute(
         title=f"{escape(model)} on {ranks} rank{'s' * (ranks > 1)}",
         lead=escape(f"{plan_text(planned.strategy)}; {mesh_text(stages, cluster)}"),
@@ -110,81 +114,46 @@ def plan_page(planned: Planned, model: str, other: tuple[str, Planned] | None = 
 
 def _tiles(planned: Planned, figures: Figures) -> str:
     """Return the figures on top of the page."""
-    step_s = figures.step_s
+    step_s, cluster, num_ranks = figures.step_s, planned.settings.cluster, len(planned.plan.ranks)
+    # Where ranks box on a thread of its own, the shares are no parts of the step.
     together = any(len(part.orders) > 1 for part in planned.plan.ranks)
-    tiles = [
-        (
-            "predicted step",
-            format_seconds(step_s),
-            _share_bar(figures, together=together) + _speed(planned, step_s),
-        ),
-        (
-            "a rank sends in a step",
-            format_bytes(figures.sent_bytes / figures.num_ranks),
-            f"in {sum(one.num_calls for one in figures.traffic)} collectives and transfers",
-        ),
-    ]
-    if figures.fullest is not None:
-        share = figures.fullest.peak / figures.limit_bytes
-        tiles.append(
-            (
-                "memory of the fullest rank",
-                format_bytes(figures.fullest.peak),
-                f"{100 * share:.3g}% of {format_bytes(figures.limit_bytes)}, on rank "
-                f"{figures.fullest.rank}",
-            )
+    shares = ""
+    if step_s:
+        computing, boxing = figures.computing_s / step_s, figures.boxing_s / step_s
+        parts = {looks_of(["F"])["F"].fill: computing, "#f2994a": 0.0 if together else boxing}
+        bar = "".join(
+            f'<i style="width:{100 * share:.2f}%;background:{colour}"></i>'
+            for colour, share in parts.items()
         )
-    tiles += _bound_tiles(planned.strategy.report)
+        told = f"{100 * computing:.0f}% computing, {100 * boxing:.0f}% boxing"
+        waiting = f", {100 * max(0.0, 1 - computing - boxing):.0f}% waiting"
+        told += " at the same time" if together else waiting
+        shares = f'<span class="shares">{bar}</span>{escape(told)}: the mean of all ranks'
+        if speed := speed_line(planned.graph, cluster, num_ranks, step_s):
+            shares += f'<span class="speed">{escape(speed.partition(" (")[0])}</span>'
+    calls = sum(one.num_calls for one in figures.traffic)
+    sent = format_bytes(figures.sent_bytes / figures.num_ranks)
+    tiles = [
+        ("predicted step", format_seconds(step_s), shares),
+        ("a rank sends in a step", sent, f"in {calls} collectives and transfers"),
+    ]
+    if (fullest := figures.fullest) is not None:
+        share = f"{100 * fullest.peak / figures.limit_bytes:.3g}%"
+        note = f"{share} of {format_bytes(figures.limit_bytes)}, on rank {fullest.rank}"
+        tiles.append(("memory of the fullest rank", format_bytes(fullest.peak), note))
+    bound_s, gap = (planned.strategy.report.get(name) for name in ("bound_s", "gap"))
+    if isinstance(bound_s, int | float):
+        note = "without overlap: the planner's bound"
+        tiles.append(("no plan takes less than", format_seconds(bound_s), note))
+    if isinstance(gap, int | float):
+        note = "so much faster a plan may be, at most"
+        tiles.append(("gap to the bound", f"{100 * gap:.2g}%", note))
     made = "".join(
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="note">'
         f"{note if note.startswith('<') else escape(note)}</dd></div>"
         for name, value, note in tiles
     )
     return f'<dl class="tiles">{made}</dl>'
-
-
-def _speed(planned: Planned, step_s: float) -> str:
-    """Return samples a second and MFU, as a line of their own."""
-    cluster, num_ranks = planned.settings.cluster, len(planned.plan.ranks)
-    told = speed_line(planned.graph, cluster, num_ranks, step_s) if step_s else ""
-    return f'<span class="speed">{escape(told.partition(" (")[0])}</span>' if told else ""
-
-
-def _share_bar(figures: Figures, *, together: bool) -> str:
-    """Return which shares of the step a rank computes, boxes and waits, as a bar and in words.
-
-    Args:
-        figures: Of the plan.
-        together: Whether ranks box on a thread of its own, so that the shares are no parts.
-    """
-    step_s = figures.step_s
-    if not step_s:
-        return ""
-    computing, boxing = figures.computing_s / step_s, figures.boxing_s / step_s
-    parts = {looks_of(["F"])["F"].fill: computing, "#f2994a": 0.0 if together else boxing}
-    bar = "".join(
-        f'<i style="width:{100 * share:.2f}%;background:{colour}"></i>'
-        for colour, share in parts.items()
-    )
-    told = f"{100 * computing:.0f}% computing, {100 * boxing:.0f}% boxing"
-    if together:
-        told += " at the same time"
-    else:
-        told += f", {100 * max(0.0, 1 - computing - boxing):.0f}% waiting"
-    return f'<span class="shares">{bar}</span>{escape(told)}: the mean of all ranks'
-
-
-def _bound_tiles(report: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
-    """Yield how far the plan may be from the best, if its planner says so."""
-    bound_s, gap = report.get("bound_s"), report.get("gap")
-    if isinstance(bound_s, int | float):
-        yield (
-            "no plan takes less than",
-            format_seconds(bound_s),
-            "without overlap: the planner's bound",
-        )
-    if isinstance(gap, int | float):
-        yield "gap to the bound", f"{100 * gap:.2g}%", "so much faster a plan may be, at most"
 
 
 def _why(planned: Planned) -> str:
@@ -210,11 +179,6 @@ def _why(planned: Planned) -> str:
         f'<div class="why"><ul>{said}</ul><details><summary>{escape(period)}</summary>'
         f"<ul>{waits}</ul></details></div>"
     )
-
-
-def _mesh(planned: Planned) -> str:
-    stages = planned.strategy.stages
-    return mesh_drawing(stages, planned.settings.cluster)
 
 
 def _model(planned: Planned) -> str:
@@ -254,7 +218,9 @@ def _memory(planned: Planned) -> str:
     if isinstance(planned.memory, str):
         return f"<p>Memory is not known: {escape(planned.memory)}</p>"
     found = lifetimes(planned.plan, call_layouts())
-    sets = _rank_sets(planned.strategy.stages)
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for number, stage in enumerate(planned.strategy.stages):
+        sets.setdefault(stage.rank_list, []).append(number)
     profiles: list[tuple[str, MemoryProfile]] = []
     for ranks, held in list(sets.items())[:_MOST_CHARTS]:
         memory = planned.memory.ranks
@@ -273,9 +239,76 @@ def _memory(planned: Planned) -> str:
     return memory_legend([profile for _, profile in profiles]) + charts + more
 
 
-def _rank_sets(stages: Sequence[Placement]) -> dict[tuple[int, ...], list[int]]:
-    """Return the stages that lie on each set of ranks."""
-    sets: dict[tuple[int, ...], list[int]] = {}
-    for number, stage in enumerate(stages):
-        sets.setdefault(stage.rank_list, []).append(number)
-    return sets
+#: Of levels of links, innermost first; further ones have the last.
+_LEVEL_COLOURS = ("#a9cfee", "#f3b46b", "#e07b6a", "#a569bd")
+
+
+def traffic_chart(figures: Figures, cluster: Cluster) -> str:
+    """Return a table of what a rank sends, by collective and level of links."""
+    if not figures.traffic:
+        return "<p>Nothing is sent between ranks.</p>"
+    most = max(one.sent_bytes for one in figures.traffic)
+    rows = []
+    for one in sorted(figures.traffic, key=lambda one: -one.sent_bytes):
+        level = cluster.levels[one.level]
+        colour = _LEVEL_COLOURS[min(one.level, len(_LEVEL_COLOURS) - 1)]
+        bar = f'<i style="width:{100 * one.sent_bytes / most:.1f}%;background:{colour}"></i>'
+        sent, time = format_bytes(one.sent_bytes / figures.num_ranks), format_seconds(one.time_s)
+        told = (f"{level.name} of {level.num_ranks}", f".bar {bar}")
+        rows.append([one.kind.value, *told, *_figures(sent, one.num_calls, time)])
+    total = format_bytes(sum(one.sent_bytes for one in figures.traffic) / figures.num_ranks)
+    time = format_seconds(sum(one.time_s for one in figures.traffic))
+    calls = sum(one.num_calls for one in figures.traffic)
+    rows.append([".total all", "", ".bar ", *_figures(total, calls, time)])
+    heads = ("collective", "within a", "", *_figures("a rank sends", "calls", "time"))
+    return _table(heads, rows)
+
+
+def _figures(*texts: object) -> Iterator[str]:
+    return (f".figure {text}" for text in texts)
+
+
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; the first cell of a row is its head, indented if its text is.
+
+    `.figure TEXT` and `.bar HTML` are cells of these classes, and `.total TEXT` is the head of a
+    row of that class.
+    """
+
+    def cell(tag: str, text: str, also: str = "") -> str:
+        style, _, inner = text.partition(" ") if text.startswith(".") else ("", "", text)
+        named = f' class="{style[1:]}"' if style in (".figure", ".bar") else ""
+        return f"<{tag}{also}{named}>{inner if style == '.bar' else escape(inner)}</{tag}>"
+
+    made = []
+    for head, *cells in rows:
+        name = head.removeprefix(".total ")
+        indent = ' style="padding-left:1.2rem"' * name.startswith(" ")
+        total = ' class="total"' * (name != head)
+        first = cell("th", name.strip(), f' scope="row"{indent}')
+        made.append(f"<tr{total}>{first}{''.join(cell('td', one) for one in cells)}</tr>")
+    return (
+        f'<table class="traffic"><thead><tr>{"".join(cell("th", one) for one in heads)}</tr>'
+        f"</thead><tbody>{''.join(made)}</tbody></table>"
+    )
+
+
+def beside(this: Planned, other: Planned, name: str) -> str:
+    """Return the comparison of the plan of the page with another one of the same model."""
+    said, *changed = changed_rows(this, other, name)
+    figures = _table(
+        ("", *_figures("this plan", name, "change")),
+        ([head, *_figures(*cells)] for head, *cells in figure_rows(this, other)),
+    )
+    modules = _table(
+        ("module", "what", f"this plan \u2192 {name}"),
+        ([head, what, _arrow(text)] for head, what, text in changed),
+    )
+    return (
+        f"<p>{escape(name)}: {escape(plan_text(other.strategy))}</p>{figures}"
+        f"<p>{escape(_arrow(said[0]))}</p>{modules if changed else ''}"
+    )
+
+
+def _arrow(text: str) -> str:
+    return text.replace("->", "\N{RIGHTWARDS ARROW}")

@@ -1,10 +1,21 @@
-"""How long calls of a communicator take, on one rank among all.
+"""How fast one rank among all computes, copies and starts operators, and how long its calls take.
 
-Everything is repeated in rounds, each in another order, so that what slows the machine down for a
-while does not look like the curve of one size. A repetition begins at a moment that the ranks have
-agreed on, awake; its time is from the last one's beginning to the last one's end, by the clock that
-all processes of a machine share. All ranks do the same in the same order, and agree on what they
-leave out.
+Calls of a communicator are repeated in rounds, each in another order, so that what slows the
+machine down for a while does not look like the curve of one size. A repetition begins at a moment
+that the ranks have agreed on, awake; its time is from the last one's beginning to the last one's
+end, by the clock that all processes of a machine share. All ranks do the same in the same order,
+and agree on what they leave out.
+
+`measure_busy` tells how much of a call a rank cannot compute in, though it has begun the call and
+goes on:
+
+    call         | ------- call ------- |
+    compute      | ---------------- products ---------------- |
+    both         | begin | products ..., progress between them, wait ... |
+
+What both take beyond the products, over what the call takes alone, is the part that overlap does
+not hide: 0 where another processor moves the data, 1 where all of it is done by the rank itself, or
+by a thread that shares its core.
 """
 
 from __future__ import annotations
@@ -12,18 +23,91 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, prod
+from statistics import median
 
 import torch
 
 from sbp_core.boxing import BoxingStep, Communicator, StepKind, route
-from sbp_core.calibration import Measurement
+from sbp_core.calibration import MeasuredCase, Measurement
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_shape
 from sbp_core.units import format_bytes
-from sbp_launch.calibrate.calls import CalibrationCall, calls_of, cases_of
-from sbp_launch.calibrate.device import synchronize
-from sbp_launch.calibrate.job import Job, Progress
+from sbp_launch.calibrate.calls import CalibrationCall, calls_of, cases_of, make_call
+from sbp_launch.calibrate.job import Job, Progress, Rates
+
+#: Dtypes whose matrix multiplications are timed; half precision is that of GPUs.
+_DTYPES = ("float32", "float64", "bfloat16")
+_GPU_DTYPES = (*_DTYPES, "float16")
+
+#: Seconds that one multiplication or copy takes at least, for the clock and the caches to matter
+#: little, and most that all repetitions of it take where there is time.
+_AT_LEAST_S, _AT_MOST_S = 0.02, 1.0
+
+_LARGEST_SIDE = 16_384
+_COPY_BYTES = 64 * 2**20
+_LAUNCHES = 2_000
+_RATE_REPETITIONS = 7
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_rates(
+    device: torch.device, ready: Callable[[], None], at_most_s: float = _AT_MOST_S
+) -> Rates:
+    """Measure one rank.
+
+    Args:
+        device: What it computes with.
+        ready: Waits until all ranks have come here; called before each measurement.
+        at_most_s: Seconds that the repetitions of each measurement may take; three are made anyway.
+    """
+
+    def median_s(work: Callable[[], object]) -> float:
+        """Return the median time of some work, which was done before."""
+        times: list[float] = []
+        while len(times) < _RATE_REPETITIONS and (len(times) < 3 or sum(times) < at_most_s):
+            times.append(_once_s(device, work))
+        return median(times)
+
+    rates: dict[str, float] = {}
+    for name in _GPU_DTYPES if device.type == "cuda" else _DTYPES:
+        ready()
+        side, time_s = 128, 0.0
+        while time_s < _AT_LEAST_S and side < _LARGEST_SIDE:
+            side *= 2
+            dtype = getattr(torch, name)
+            a, b = (torch.rand(side, side, device=device).to(dtype) for _ in range(2))
+            torch.mm(a, b)
+            time_s = _once_s(device, partial(torch.mm, a, b))
+        rates[name] = 2 * side**3 / median_s(partial(torch.mm, a, b))
+    ready()
+    source = torch.ones(_COPY_BYTES // 4, device=device)
+    target = torch.zeros_like(source).fill_(2)
+    copy_rate = 2 * _COPY_BYTES / median_s(lambda: target.copy_(source))
+    ready()
+    one, other = torch.ones(8, device=device), torch.ones(8, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            torch.add(one, other)
+
+    launch_s = median_s(launch) / _LAUNCHES
+    return Rates(flop_per_s=rates, memory_bytes_per_s=copy_rate, launch_s=launch_s)
+
+
+def _once_s(device: torch.device, work: Callable[[], object]) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
 
 #: Seconds that the first call of each kind may take: it connects the ranks.
 _CONNECT_S = 300.0
@@ -70,7 +154,8 @@ class Stopwatch:
         if self._everyone.size == 1 or not values:
             return list(values)
         given = torch.tensor(values, dtype=torch.float64, device=self._device)
-        step = self._reduction((len(values),), "float64", "max")
+        largest_of = (self._everyone, NdSbp.parse("P(max)")), (self._everyone, NdSbp.parse("B"))
+        step = route((len(values),), "float64", *largest_of).steps[0]
         result = self._run(step, given, _CONNECT_S)
         assert result is not None, "every rank has a part in what all agree on"
         largest: list[float] = result.tolist()
@@ -122,11 +207,6 @@ class Stopwatch:
         if rank in step.target[0]:
             result = communicator.receive(step, shard, tag=tag, deadline_s=deadline_s)
         return result
-
-    def _reduction(self, shape: tuple[int, ...], dtype: str, how: str) -> BoxingStep:
-        source = (self._everyone, NdSbp.parse(f"P({how})"))
-        target = (self._everyone, NdSbp.parse("B"))
-        return route(shape, dtype, source, target).steps[0]
 
 
 class CalibrationShards:
@@ -253,7 +333,11 @@ class RankMeasurer:
         spans_s: list[tuple[float, float]] = []
         for done, index in enumerate(order):
             what = f"round {self.rounds + 1} of {self._job.settings.repetitions}"
-            self._report_progress(what, done, len(order), left_s=self._left_s(done / len(order)))
+            left_s = self._time_s - (time.monotonic() - self._began)
+            rounds = self._job.settings.repetitions - self.rounds - done / len(order)
+            left_s = max(0.0, min(rounds * self._round_s, left_s))
+            self._least_left_s = min(self._least_left_s, left_s)  # it never grows
+            self._report_progress(what, done, len(order), left_s=self._least_left_s)
             step = self._calls[index].step
             # Once more just before it is timed: so that it finds caches and memory as a call of its
             # own size leaves them, as in the steps of a training, and not as any other does.
@@ -276,16 +360,68 @@ class RankMeasurer:
         """Return the seconds of a round of calls that take so many each; it makes each twice."""
         return sum((2 * call_s + self._barrier_s) * self._repeats(call_s) for call_s in first_s)
 
-    def _left_s(self, part: float) -> float:
-        """Return the seconds until the end, a part of this round being done; they never grow."""
-        time_s = self._time_s - (time.monotonic() - self._began)
-        rounds = self._job.settings.repetitions - self.rounds - part
-        left_s = max(0.0, min(rounds * self._round_s, time_s))
-        self._least_left_s = min(self._least_left_s, left_s)
-        return self._least_left_s
-
     def _report_progress(self, what: str, done: int, of: int, left_s: float = 0.0) -> None:
         now = time.monotonic()
         if now - self._reported_s >= _REPORT_INTERVAL_S or not done:
             self._reported_s = now
             self._report(Progress(what=what, done=done, of=of, left_s=left_s))
+
+
+#: Of the call, an all-reduce.
+_CALL_BYTES = 4 * 2**20
+
+#: Of the matrices that are multiplied while it is under way: a product takes about a millisecond.
+_SIDE = 384
+
+_BUSY_WARM_UP, _BUSY_REPETITIONS, _DEADLINE_S = 2, 24, 60.0
+
+#: So many times as long as the call the products take.
+_LONGER = 2.0
+
+
+def measure_busy(communicator: Communicator, watch: Stopwatch, num_ranks: int) -> float:
+    """Return the part of a call in which its rank cannot compute, in [0, 1]; equal on all ranks."""
+    case = MeasuredCase(kind="all-reduce", group_size=num_ranks)
+    step = make_call(case, _CALL_BYTES, num_ranks).step
+    shard, a, b = torch.ones(step.shape), torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+    number = 0
+
+    def tag() -> str:
+        nonlocal number
+        number += 1
+        return f"calibrate-busy-{number}"
+
+    def call() -> None:
+        communicator.collective(step, shard, tag=tag(), deadline_s=_DEADLINE_S)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, b)
+            communicator.progress()
+
+    def both(count: int) -> None:
+        begun = communicator.begin(step, shard, tag=tag(), deadline_s=_DEADLINE_S)
+        compute(count)
+        begun.wait()
+
+    (product_s,) = _times_s(watch, [lambda: compute(1)])
+    (call_s,) = _times_s(watch, [call])
+    count = max(1, round(_LONGER * call_s / product_s))
+    works = [call, lambda: compute(count), lambda: both(count)]
+    call_s, compute_s, both_s = _times_s(watch, works)
+    return min(1.0, max(0.0, (both_s - compute_s) / call_s))
+
+
+def _times_s(watch: Stopwatch, works: Sequence[Callable[[], None]]) -> list[float]:
+    """Return the first quartile of the times of each work, in turns, on the slowest rank."""
+    times_s: list[float] = []
+    for _ in range(_BUSY_WARM_UP + _BUSY_REPETITIONS):
+        for work in works:
+            watch.barrier()
+            began = time.perf_counter()
+            work()
+            times_s.append(time.perf_counter() - began)
+    number = len(works)
+    slowest_s = watch.slowest(times_s[_BUSY_WARM_UP * number :])
+    by_work = [sorted(slowest_s[at::number]) for at in range(number)]
+    return [of[(len(of) - 1) // 4] for of in by_work]

@@ -1,4 +1,4 @@
-"""Files that a command writes at its end, checked before it begins."""
+"""What is checked of settings: their least numbers, and files that a command writes at its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ import tempfile
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
+
+
+def check_least(
+    config: object, low: int, *names: str, accepted: str = "", why: str = " is too small"
+) -> None:
+    """Check settings that are whole numbers, those that are set.
+
+    Args:
+        config: Has them.
+        low: The least that is accepted.
+        names: Of the settings.
+        accepted: What is accepted, in words; `an integer >= low` if left out.
+        why: What is said of one that is less.
+
+    Raises:
+        ConfigError: one is below `low`.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, int) and value < low:
+            what = f"{name}={value}{why}"
+            raise ConfigError(what, accepted=accepted or f"an integer >= {low}")
 
 
 def check_writable(key: str, path: str, example: str) -> None:

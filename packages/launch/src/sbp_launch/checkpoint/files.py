@@ -1,11 +1,14 @@
-"""Files that go from memory to the disk, without a copy in the page cache of the system.
+"""Files that last: whole whenever they are there, and written past the page cache of the system.
+
+`writing_aside` writes a file aside, syncs it, and then renames it. `DirectFile` goes from memory to
+the disk, without a copy in the page cache:
 
     given       |   piece   |      piece      |  piece  |    the end
     gathered    |     4 MiB     |     4 MiB     |  rest  |
     disk             direct          direct     through the page cache
 
 What a run saves it seldom reads again, and to fill the page cache and to empty it takes the
-processor several times as long as a copy in memory: time that steps beside it lack. The disk takes
+processor several times as long as a copy in memory: time that steps next to it lack. The disk takes
 whole blocks only, from memory that begins at one: what is written is gathered into such.
 """
 
@@ -15,14 +18,20 @@ import errno
 import fcntl
 import mmap
 import os
-from io import FileIO
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sbp_core.errors import RunError
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
 
 #: Bytes that are written at a time: many blocks of any disk.
 GATHERED_BYTES = 4 * 2**20
@@ -89,3 +98,52 @@ class DirectFile(FileIO):
         except OSError:
             is_direct = False
         self._is_direct = is_direct
+
+
+def sync(path: Path) -> None:
+    """Wait until the names in a folder would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fresh_path(path: Path) -> Path:
+    """Return a path beside another that nobody could have foreseen; it is to be made, not opened.
+
+    What had a name that is known beforehand would be written to, and a link to a file followed.
+    """
+    return path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
+
+
+@contextmanager
+def writing_aside(path: Path) -> Iterator[BufferedWriter]:
+    """Open a file beside `path`, which takes its place at the end of the block.
+
+    Its folder is made if it is not there.
+
+    Whatever fails in between, `path` is what it was, and nothing else is left behind.
+
+    Raises:
+        RunError: it cannot be written, such as on a full disk.
+    """
+    aside = fresh_path(path)
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror or error}",
+            todo="make room, or name another place",
+        ) from error
