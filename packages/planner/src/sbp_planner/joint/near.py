@@ -26,7 +26,7 @@ from sbp_core.sbp import Partial
 from sbp_core.signatures import Signature1d
 from sbp_planner.joint.group_bound import GroupBound
 from sbp_planner.joint.layers import repeated, tie, untied
-from sbp_planner.joint.prove import prove
+from sbp_planner.choice.prove import prove
 
 #: Of the largest table of one value with its users.
 MAX_DIRECT_ENTRIES = 1 << 20

@@ -49,7 +49,7 @@ from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_b
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
-from sbp_planner.joint.prove import prove
+from sbp_planner.choice.prove import prove
 
 #: Limits that are tried, each with a choice problem solved and a plan compiled; of large steps,
 #: whose plans take long to compile, fewer.

@@ -15,7 +15,7 @@ from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.equal_layers import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
-from sbp_core.infer.minsum import Factor, minimise, total_cost
+from sbp_core.infer.minsum import Buckets, Factor, minimise, total_cost
 from sbp_core.infer.nearby import Nearby, infer_nearby
 from sbp_core.infer.one_axis import infer_axis
 from sbp_core.infer.pins import (
@@ -46,6 +46,7 @@ __all__ = [
     "FORBIDDEN_S",
     "PINS",
     "PIPE_AXIS",
+    "Buckets",
     "Conversion",
     "ConversionGroup",
     "CostTables",
