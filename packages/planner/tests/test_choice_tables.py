@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_planner.choice.tables import Arcs, FlatTables, first_least, ragged
+from sbp_planner.choice.compact import Arcs, FlatTables, first_least, ragged
 
 
 @st.composite

@@ -23,7 +23,7 @@ from math import inf
 from pathlib import Path
 
 from sbp_core.errors import SbpError
-from sbp_planner.choice.iopddl import Rounding, read_problem, write_assignment
+from sbp_planner.choice.iopddl.instance import Rounding, read_problem, write_assignment
 from sbp_planner.choice.problem import ChoiceProblem, whole_cost
 from sbp_planner.choice.record import ChoiceSolution
 from sbp_planner.choice.solver import solve

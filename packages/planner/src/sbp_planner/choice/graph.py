@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints
-from sbp_planner.choice.rows import memory_rows
+from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints, memory_rows
 
 Indices = NDArray[np.intp]
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sbp_planner.choice.compact import compacted
+from sbp_planner.choice.compact import Mask, compacted
 from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
 from sbp_planner.choice.reduce import reduce_further
@@ -18,8 +17,6 @@ from sbp_planner.choice.reduce import reduce_further
 #: Part of the time, and most seconds, that are kept to finish.
 _RESERVE_PART = 0.06
 _RESERVE_S = 4.0
-
-Mask = NDArray[np.bool_]
 
 #: Told (cost of the best assignment so far, lower bound so far, seconds since the start).
 Progress = Callable[[float, float, float], None]

@@ -65,6 +65,8 @@ class Paid:
     ) -> None:
         self.costs, self.variables = costs, variables
         self.maps = [classes, *users]
+        #: The set of all users, one bit each.
+        self.users = (1 << len(users)) - 1
         self.potentials = [np.zeros(len(of)) for of in self.maps]
         self._compact()
 
@@ -101,17 +103,14 @@ class Paid:
 
     def minima(self, place: int) -> Table:
         """Return the least of the term for each value of a variable."""
-        if place:
-            least = self._of_user(place - 1)
-        else:
-            least = self._best((1 << (len(self.maps) - 1)) - 1)
+        least = self._of_user(place - 1) if place else self._best(self.users)
         found: Table = least[self.maps[place]] + self.potentials[place]
         return found
 
     @property
     def least(self) -> float:
         """The least of the term."""
-        return float((self._best((1 << (len(self.maps) - 1)) - 1) + self._least[0]).min())
+        return float((self._best(self.users) + self._least[0]).min())
 
     def restrict(self, kept: Mapping[int, Numbers]) -> None:
         """Strike out all other values of some variables, by their places."""
@@ -150,7 +149,7 @@ class Paid:
 
     def _of_user(self, user: int) -> Table:
         """Return, for each target of a user, the least that the others make of it."""
-        others = ((1 << (len(self.maps) - 1)) - 1) ^ (1 << user)
+        others = self.users ^ (1 << user)
         found: Table = np.full(self.costs.shape[1], inf)
         part = others
         while True:

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from sbp_core.infer import ConversionGroup, CostTables, LeastPrices, StepProblem
 from sbp_core.sbp import Partial
 from sbp_core.signatures import Signature1d
+from sbp_planner.choice.prove import prove
 from sbp_planner.joint.group_bound import GroupBound
 from sbp_planner.joint.layers import repeated, tie, untied
-from sbp_planner.choice.prove import prove
 
 #: Of the largest table of one value with its users.
 MAX_DIRECT_ENTRIES = 1 << 20

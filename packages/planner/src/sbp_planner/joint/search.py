@@ -43,13 +43,13 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
+from sbp_planner.choice.prove import prove
 from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated, tie, untied
 from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
-from sbp_planner.choice.prove import prove
 
 #: Limits that are tried, each with a choice problem solved and a plan compiled; of large steps,
 #: whose plans take long to compile, fewer.

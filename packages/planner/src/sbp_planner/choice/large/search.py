@@ -30,16 +30,15 @@ from math import inf
 
 import numpy as np
 
-from sbp_planner.choice.consistent import consistent
-from sbp_planner.choice.core import Core, near
-from sbp_planner.choice.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.neighbourhood import Neighbourhoods, Proposal
+from sbp_planner.choice.large.consistent import consistent
+from sbp_planner.choice.large.dual import DualAscent, ReducedCosts
+from sbp_planner.choice.large.moves import TreeMoves, near
+from sbp_planner.choice.large.neighbourhood import Neighbourhoods, Proposal
+from sbp_planner.choice.large.worker import Bound, Task, Values, Worker
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
-from sbp_planner.choice.pruning import masks, room_for
 from sbp_planner.choice.record import Part, Record
-from sbp_planner.choice.worker import Bound, Task, Values, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Search:
         self.usual = usual / (capacity.mean() if len(capacity) else 1.0)
         self.random = np.random.default_rng(0)
         # All strategies; those that trees move in now, and which part of all these are.
-        self.whole = Core(part.compact, self.near.forbidden, self.usual)
+        self.whole = TreeMoves(part.compact, self.near.forbidden, self.usual)
         self.core = self.whole
         self.core_part = 1.0
         # Cost a second that neighbourhoods, annealing, and oscillation have brought of late.
@@ -209,7 +208,7 @@ class Search:
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             now, seconds = time.monotonic(), 2 * seconds
         # What rose at early prices would stand in the way of better ones.
-        self.whole.penalties.penalty = np.zeros_like(self.whole.penalties.penalty)
+        self.whole.penalty = np.zeros_like(self.whole.penalty)
 
     def _search_near(self, until: float) -> None:
         """Search by trees, then by neighbourhoods or annealing, once or more."""
@@ -348,7 +347,7 @@ class Search:
         self.core = self._drawn_core(self.near.values)
         self._settled = None
 
-    def _drawn_core(self, values: Ints) -> Core:
+    def _drawn_core(self, values: Ints) -> TreeMoves:
         """Return the strategies that the guide has best, and those of an assignment."""
         if self.near.guide is None or self.core_part >= 1:
             return self.whole
@@ -357,11 +356,11 @@ class Search:
         if kept is None:
             return self.whole
         seed = int(self.random.integers(1 << 31))
-        core = Core(compact, self.near.forbidden, self.usual, seed, kept)
-        core.penalties.penalty = self.core.penalties.penalty
+        core = TreeMoves(compact, self.near.forbidden, self.usual, seed, kept)
+        core.penalty = self.core.penalty
         return core
 
-    def _moves(self, values: Ints) -> Core:
+    def _moves(self, values: Ints) -> TreeMoves:
         """Return what moves an assignment: the present core, or one with its strategies."""
         if not self.core.holds(values):
             self.core = self._drawn_core(values)
@@ -376,7 +375,20 @@ class Search:
             return
         if not running and self.blocks > 0:
             self.blocks -= 1
-            self._begin_block()
+            proposal = self.near.propose(_LARGER)
+            if proposal is not None:
+                left = max(self.record.deadline - time.monotonic(), 0.0)
+                self._submit(
+                    Task(
+                        compact=proposal.part,
+                        seconds=min(_BLOCK_S, left),
+                        gap=1e-5,
+                        start=proposal.start,
+                        elastic=proposal.elastic,
+                        rows=tuple(proposal.rows),
+                    )
+                )
+                self.worker_block, self.worker_part = proposal, None
             return
         if running and self.worker_below >= self.record.cost < inf:
             return
@@ -384,31 +396,16 @@ class Search:
             # Nothing was left to choose: more may be left.
             self.pairs *= 2.0
 
-    def _begin_block(self) -> None:
-        proposal = self.near.propose(_LARGER)
-        if proposal is None:
-            return
-        task = Task(
-            compact=proposal.part,
-            seconds=max(min(_BLOCK_S, self.record.deadline - time.monotonic()), 0.0),
-            gap=1e-5,
-            start=proposal.start,
-            elastic=proposal.elastic,
-            rows=tuple(proposal.rows),
-        )
-        self._submit(task)
-        self.worker_block, self.worker_part = proposal, None
-
     def _begin_program(self, guide: ReducedCosts, running: bool) -> bool:
         """Begin a program unless a running one is as good; False if reductions solved it."""
-        below, room, count = room_for(guide, self.record.cost, int(self.pairs))
+        below, room, count = guide.room_for(self.record.cost, int(self.pairs))
         if running and self.worker_part is not None:
             smaller = count <= _MUCH_SMALLER * self.worker_part.num_pairs
             if not smaller or below <= min(self.worker_below, self.record.cost * (1 - 1e-9)):
                 return True
         try:
             part = self.part.pruned(
-                *masks(self.part.compact, guide, room, self.near.values),
+                *guide.left(self.part.compact, room, self.near.values),
                 self.record.after(_PRUNE_PART),
             )
         except NothingAllowedError:

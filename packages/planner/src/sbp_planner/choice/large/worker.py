@@ -66,7 +66,7 @@ class Worker:
         # The child finds the packages that the parent has found, however it did.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sbp_planner.choice.worker"],
+            [sys.executable, "-m", "sbp_planner.choice.large.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -171,6 +171,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Pickles name the classes of the module by its own name, not of `__main__`.
-    from sbp_planner.choice import worker
+    from sbp_planner.choice.large import worker
 
     worker.main()
