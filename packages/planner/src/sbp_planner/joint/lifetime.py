@@ -160,14 +160,17 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
     )
 
 
-def _stored_by_stage(problem: StepProblem, values: Sequence[int]) -> list[int]:
+def _stored_by_stage(problem: StepProblem, values: Sequence[int] | None = None) -> list[int]:
+    """Return what the states of an assignment take; of any one at least, if none is given."""
     work = problem.work
     by_stage = [0] * len(work.placements)
     for entry in work.inputs:
         if entry.kind in _STATES and entry.name not in work.offloaded:
-            stage = work.stages.inputs[entry.name]
-            sbp = problem.storage_entries[entry.name][values[problem.storage_variable[entry.name]]]
-            by_stage[stage] += _bytes(work.graph.tensor(entry.name), sbp, work.mesh_shape(stage))
+            stage, options = work.stages.inputs[entry.name], problem.storage_entries[entry.name]
+            if values is not None:
+                options = (options[values[problem.storage_variable[entry.name]]],)
+            tensor, mesh_shape = work.graph.tensor(entry.name), work.mesh_shape(stage)
+            by_stage[stage] += min(_bytes(tensor, sbp, mesh_shape) for sbp in options)
     return by_stage
 
 
@@ -238,16 +241,7 @@ def least_stored_bytes(problem: StepProblem) -> int:
     Args:
         problem: The step.
     """
-    work = problem.work
-    by_stage = [0] * len(work.placements)
-    for entry in work.inputs:
-        if entry.kind in _STATES and entry.name not in work.offloaded:
-            stage, tensor = work.stages.inputs[entry.name], work.graph.tensor(entry.name)
-            by_stage[stage] += min(
-                _bytes(tensor, sbp, work.mesh_shape(stage))
-                for sbp in problem.storage_entries[entry.name]
-            )
-    return max(by_stage)
+    return max(_stored_by_stage(problem))
 
 
 def _last_uses(problem: StepProblem, place: dict[str, int]) -> dict[str, int]:

@@ -50,16 +50,15 @@ import numpy.typing as npt
 
 from sbp_core.errors import SbpValueError
 from sbp_core.units import format_bytes
-from sbp_planner.stages.evaluate import evaluate
 from sbp_planner.stages.graph import BlockGraph
 from sbp_planner.stages.ideals import Ideals, order_ideals
-from sbp_planner.stages.minmax import minmax_product
 from sbp_planner.stages.pipeline import (
     Evaluation,
     Infeasible,
     Level,
     Stage,
     WeightVersions,
+    evaluate,
     num_devices,
     ring_factor,
 )
@@ -70,8 +69,9 @@ _WORK = 2e10
 #: Of the ideals, never fewer and never more than these are looked at.
 _FEWEST_IDEALS, _MOST_IDEALS = 300, 4000
 
-#: Rows at a time, where a table is not kept.
-_ROWS = 32
+#: Rows at a time, where a table is not kept, and of the right matrix of a product, so that what is
+#: worked on stays in the processor's cache.
+_ROWS, _PRODUCT_ROWS = 32, 64
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -276,9 +276,9 @@ class _Search:
             for k in range(len(problem.levels))
         ]
         self._bounds = [bound * (1 + 1e-9) * own for own in copies]
-        self._compute = _differences(ideals, ideals.compute_s)
-        self._parameters = _differences(ideals, ideals.parameter_bytes)
-        self._activations = _differences(ideals, ideals.activation_bytes)
+        self._compute = ideals.inside(ideals.compute_s)
+        self._parameters = ideals.inside(ideals.parameter_bytes)
+        self._activations = ideals.inside(ideals.activation_bytes)
         # Devices behind count only where memory does.
         self._counts_after = least_memory or problem.memory_bytes is not None
         self._tables: dict[tuple[int, int], Floats] = {}
@@ -453,6 +453,26 @@ class _Search:
         return range(used, 0, -1) if self._problem.replicate else (1,)
 
 
-def _differences(ideals: Ideals, inside: Floats) -> Floats:
-    """Return what segments hold, float (S, S); infinite where i is not below j."""
-    return np.where(ideals.below, inside[None, :] - inside[:, None], inf)
+def minmax_product(left: Floats, right: Floats) -> Floats:
+    """Return out[i, j] = min over k of max(left[i, k], right[k, j]): stages one after the other.
+
+    Args:
+        left: Float (S, S), infinite on and below the diagonal.
+        right: Float (S, S), infinite on and below the diagonal.
+
+    Returns:
+        Float (S, S), infinite on and below the diagonal.
+    """
+    size = len(left)
+    out = np.full((size, size), np.inf)
+    finite = right < np.inf
+    # One beyond the last finite column of each row; 0 if there is none.
+    ends = np.where(finite.any(axis=1), size - finite[:, ::-1].argmax(axis=1), 0)
+    for i in range(size):
+        ks = np.flatnonzero((left[i] < np.inf) & (ends > 0))
+        for start in range(0, len(ks), _PRODUCT_ROWS):
+            rows = ks[start : start + _PRODUCT_ROWS]
+            columns = slice(rows[0] + 1, ends[rows].max())  # right[k] is infinite up to k
+            worst = np.maximum(left[i, rows, None], right[rows, columns])
+            np.minimum(out[i, columns], worst.min(axis=0), out=out[i, columns])
+    return out

@@ -38,7 +38,13 @@ from sbp_core.infer.solve import (
     stage_placements,
     strategy_of,
 )
-from sbp_core.infer.stages import StageMap, StagePatterns, assign_stages, forward_blocks
+from sbp_core.infer.stages import (
+    StageMap,
+    StagePatterns,
+    assign_stages,
+    forward_blocks,
+    moving_nodes,
+)
 from sbp_core.infer.tables import Costed, CostTables
 from sbp_core.infer.work import Decision, Kept, SharedTables, StepWork
 
@@ -81,6 +87,7 @@ __all__ = [
     "is_pin_word",
     "joint_problem",
     "minimise",
+    "moving_nodes",
     "node_colours",
     "one_forward_one_backward",
     "pipelined",

@@ -187,7 +187,7 @@ class CostTables:
         num_states = len(costs)
         num_users = sum((asks.any(axis=0) for asks in asked.values()), np.zeros(costs.shape[1]))
         between = (num_users > 1) & costs.any(axis=0)
-        for variable, asks in asked.items():
+        for asks in asked.values():
             if num_states * len(asks) > self.max_entries:
                 between |= asks.any(axis=0) & costs.any(axis=0)
         for variable, asks in asked.items():
