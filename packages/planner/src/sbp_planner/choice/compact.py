@@ -90,15 +90,13 @@ class FlatTables:
         return order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Arcs:
+class Arcs(NamedTuple):
     """The allowed pairs of all edges, each edge twice: from its first node to its second, and back.
 
     Direction `e` of m edges goes from the first node of edge e, direction `m + e` back. A strategy
     of a receiver that no strategy of the sender allows has one arc, which costs `forbidden`.
 
     Args:
-        sender, receiver: Nodes of each direction.
         strategy: Of each arc the sender's, int32; sorted by direction, strategy of the receiver,
             strategy of the sender.
         cost: Its cost.
@@ -108,8 +106,6 @@ class Arcs:
         forbidden: More than any assignment costs against another.
     """
 
-    sender: Ints
-    receiver: Ints
     strategy: NDArray[np.int32]
     cost: Floats
     first: Ints
@@ -132,36 +128,9 @@ class Arcs:
         before = np.concatenate([[0], np.cumsum(kept)])
         counts = before[begins + lengths] - before[begins]
         counts_first = np.concatenate([[0], np.cumsum(np.concatenate([widths, rows]))])
-        arcs = np.concatenate([[0], np.cumsum(counts)])
-        return cls(
-            sender=flat.ends.T.ravel(),
-            receiver=flat.ends.T[::-1].ravel(),
-            strategy=ragged(np.zeros_like(lengths), lengths)[kept].astype(np.int32),
-            cost=cost[kept],
-            first=arcs[counts_first],
-            counts=counts,
-            counts_first=counts_first,
-            forbidden=forbidden,
-        )
-
-    def gather(self, directions: Ints, sizes: Ints) -> tuple[NDArray[np.int32], Floats, Ints]:
-        """Return the arcs of some directions.
-
-        Args:
-            directions: Which.
-            sizes: Strategies of each node.
-
-        Returns:
-            Of each arc the place of its sender's strategy among those of all senders, one after the
-            other, and its cost; and where the arcs of each strategy of a receiver begin.
-        """
-        lengths = self.first[directions + 1] - self.first[directions]
-        arcs = ragged(self.first[directions], lengths)
-        sent = sizes[self.sender[directions]]
-        place = np.repeat(np.cumsum(sent) - sent, lengths) + self.strategy[arcs]
-        received = sizes[self.receiver[directions]]
-        counts = self.counts[ragged(self.counts_first[directions], received)]
-        return place.astype(np.int32), self.cost[arcs], np.cumsum(counts) - counts
+        first = np.concatenate([[0], np.cumsum(counts)])[counts_first]
+        strategy = ragged(np.zeros_like(lengths), lengths)[kept].astype(np.int32)
+        return cls(strategy, cost[kept], first, counts, counts_first, forbidden)
 
 
 class Messages(NamedTuple):
@@ -169,7 +138,9 @@ class Messages(NamedTuple):
 
     Args:
         from_column: Columns of the senders, edge by edge.
-        arc_from, arc_cost, arc_first: The allowed pairs; see `Arcs.gather`.
+        arc_from, arc_cost: Of each allowed pair the place of its sender's strategy in
+            `from_column`, sorted as `Arcs` are, and its cost.
+        arc_first: Where the pairs of each strategy of a receiver begin.
         to_column: Columns of the receivers, edge by edge.
     """
 
@@ -289,14 +260,20 @@ class Compact:
             edges: Which.
             from_second: Of each whether it is from the second end.
         """
-        directions = edges + from_second * len(self.edges)
-        ends = self.flat.ends[edges]
-        sender = np.where(from_second, ends[:, 1], ends[:, 0])
-        receiver = np.where(from_second, ends[:, 0], ends[:, 1])
+        arcs, directions = self.arcs, edges + from_second * len(self.edges)
+        ends = np.where(from_second, self.flat.ends[edges].T[::-1], self.flat.ends[edges].T)
+        sender, receiver = ends
+        sent, received = self.sizes[sender], self.sizes[receiver]
+        lengths = arcs.first[directions + 1] - arcs.first[directions]
+        which = ragged(arcs.first[directions], lengths)
+        counts = arcs.counts[ragged(arcs.counts_first[directions], received)]
+        place = np.repeat(np.cumsum(sent) - sent, lengths) + arcs.strategy[which]
         return Messages(
-            ragged(self.first[sender], self.sizes[sender]),
-            *self.arcs.gather(directions, self.sizes),
-            ragged(self.first[receiver], self.sizes[receiver]),
+            from_column=ragged(self.first[sender], sent),
+            arc_from=place.astype(np.int32),
+            arc_cost=arcs.cost[which],
+            arc_first=np.cumsum(counts) - counts,
+            to_column=ragged(self.first[receiver], received),
         )
 
     def beside(self, edges: Ints, second: Mask) -> Beside:

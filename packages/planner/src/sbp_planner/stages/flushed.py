@@ -33,7 +33,7 @@ import numpy.typing as npt
 from sbp_core.errors import SbpValueError
 from sbp_planner.stages.graph import BlockGraph
 from sbp_planner.stages.ideals import Ideals, order_ideals
-from sbp_planner.stages.pipeline import Level, num_devices, ring_factor
+from sbp_planner.stages.pipeline import Level, StagePrice, num_devices, ring_factor
 from sbp_planner.stages.table import InFlight, TableProblem, cut_table
 
 Floats = npt.NDArray[np.float64]
@@ -77,28 +77,18 @@ class FlushedProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedStage:
+class FlushedStage(StagePrice):
     """What some devices compute, and what that costs for one micro-batch.
+
+    Its `compute_s` is c / r, and its `sync_s` is s / m.
 
     Args:
         blocks: Names, in dependency order.
         devices: How many; they follow those of the stage before.
-        compute_s: c / r.
-        sync_s: s / m.
-        boundary_bytes: a of the cut behind it.
-        transfer_s: At that cut.
-        in_flight: n.
-        memory_bytes: Of a device.
     """
 
     blocks: tuple[str, ...]
     devices: int
-    compute_s: float
-    sync_s: float
-    boundary_bytes: float
-    transfer_s: float
-    in_flight: int
-    memory_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -279,6 +279,11 @@ class _Search:
         self._compute = ideals.inside(ideals.compute_s)
         self._parameters = ideals.inside(ideals.parameter_bytes)
         self._activations = ideals.inside(ideals.activation_bytes)
+        # The time of a value and its gradient across each ideal, on one link; (S,) by level.
+        self._transfers = [
+            2 * (0.0 if least_memory else 1.0) * ideals.crossing_bytes / level.bytes_per_s
+            for level in self.levels
+        ]
         # Devices behind count only where memory does.
         self._counts_after = least_memory or problem.memory_bytes is not None
         self._tables: dict[tuple[int, int], Floats] = {}
@@ -351,7 +356,7 @@ class _Search:
             infinite for m = 0. Int (n + 1, S), components of the first segment, and where it ends.
         """
         total = self.levels[level].components
-        transfer = self._transfer(level)
+        transfer = self._transfers[level]
         shape = total + 1, len(self._ideals.masks)
         best = np.full(shape, inf)
         counts, stops = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -393,7 +398,7 @@ class _Search:
         if (level, after) in self._tables:
             return self._tables[level, after]
         total = self.levels[level].components
-        transfer = self._transfer(level)
+        transfer = self._transfers[level]
         shape = (len(self._ideals.masks),) * 2
         suffixes: list[Floats] = []
         for used in range(1, total + 1):
@@ -421,32 +426,20 @@ class _Search:
         if level:
             inside = self._table(level - 1, ceil(later / count))[window]
         else:
-            inside = self._device(count, later, window)
+            inside = self._compute[window]
+        if not level and self._counts_after:
+            in_flight = ceil((count + later) / count)
+            versions = self._problem.versions.count(in_flight)
+            memory = versions * self._parameters[window] + in_flight * self._activations[window]
+            limit = self._problem.memory_bytes
+            is_enough = memory <= (inf if limit is None else limit)
+            inside = memory if self._least_memory else np.where(is_enough, inside, inf)
         if self._least_memory:
             return inside
         factor = ring_factor(count) / self.levels[level].bytes_per_s
         if not factor:
             return inside / count
         return np.maximum(inside, factor * self._parameters[window]) / count
-
-    def _device(self, count: int, later: int, window: _Window) -> Floats:
-        """Return what segments on one device take; infinite where memory is not enough."""
-        if not self._counts_after:
-            return self._compute[window]
-        in_flight = ceil((count + later) / count)
-        versions = self._problem.versions.count(in_flight)
-        memory = versions * self._parameters[window] + in_flight * self._activations[window]
-        if self._least_memory:
-            return memory
-        limit = self._problem.memory_bytes
-        return np.where(memory <= (inf if limit is None else limit), self._compute[window], inf)
-
-    def _transfer(self, level: int) -> Floats:
-        """Return the time of a value and its gradient across each ideal, on one link; (S,)."""
-        crossing = self._ideals.crossing_bytes
-        if self._least_memory:
-            return np.zeros_like(crossing)
-        return 2 * crossing / self.levels[level].bytes_per_s
 
     def _replica_counts(self, used: int) -> Sequence[int]:
         # Of equally fast pipelines the one with fewer stages is kept: whole segments come first.
