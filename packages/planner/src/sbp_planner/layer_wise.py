@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import inf, prod
 from typing import NamedTuple
 
@@ -255,17 +255,14 @@ class LayerWise:
 
     def _words(self, layers: Sequence[tuple[int, Way, Program]]) -> str:
         """Return the runs of layers of one way: `blocks.0 ... blocks.3 as DP 4, head as TP 4`."""
-        runs: list[tuple[Way, list[str]]] = []
-        for layer, way, _ in layers:
-            if not runs or runs[-1][0] != way:
-                runs.append((way, []))
-            runs[-1][1].extend(self.segments.groups[layer])
-        if len(runs) == 1:
-            return "" if self.devices == 1 else str(runs[0][0])
-        return ", ".join(
-            f"{names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} {way}"
-            for way, names in runs
-        )
+        words = []
+        for way, run in groupby(layers, key=lambda one: one[1]):
+            names = [name for layer, _, _ in run for name in self.segments.groups[layer]]
+            more = f" ... {names[-1]}" if len(names) > 1 else ""
+            words.append(f"{names[0]}{more} {way}")
+        if len(words) == 1:
+            return "" if self.devices == 1 else str(layers[0][1])
+        return ", ".join(words)
 
     def meshes(self, programs: Sequence[StageProgram]) -> StageMeshes:
         """Return the programs on meshes whose axes are those that any way tells apart.

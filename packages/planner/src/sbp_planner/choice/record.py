@@ -133,13 +133,10 @@ class Record:
 
     def solution(self) -> ChoiceSolution:
         """Return what was found."""
-        bound = min(self.bound, self.cost)
-        if self.proved and self.best is None:
-            bound = inf
         return ChoiceSolution(
             assignment=None if self.best is None else tuple(self.best),
             cost=self.cost,
-            bound=bound,
+            bound=inf if self.proved and self.best is None else min(self.bound, self.cost),
             proved=self.proved,
             seconds=time.monotonic() - self.began,
         )
@@ -163,9 +160,7 @@ class Part:
 
     def projected(self, assignment: Sequence[int] | None) -> Ints | None:
         """Return an assignment on what is left, if all its strategies are left and fit."""
-        if assignment is None:
-            return None
-        values = self.graph.project(assignment)
+        values = {} if assignment is None else self.graph.project(assignment)
         if any(node not in values for node in self.nodes):
             return None
         found = np.array([values[node] for node in self.nodes], dtype=np.int64)

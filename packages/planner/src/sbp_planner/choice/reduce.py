@@ -215,16 +215,12 @@ class _Reduction:
             graph.tables[node][other], graph.tables[other][node] = table, table.T
             graph.changed[other].discard(node)
             strategies = _decided(table)
-            back = _decided(table.T)
-            if strategies is not None and back is not None:
-                # Either may follow: the one with fewer edges to move does.
-                if len(graph.tables[node]) <= len(graph.tables[other]):
-                    back = None
-                else:
-                    strategies = None
-            if strategies is not None:
+            is_back = _decided(table.T) is not None
+            # If either may follow, the one with fewer edges to move does.
+            is_fewer = len(graph.tables[node]) <= len(graph.tables[other])
+            if strategies is not None and (is_fewer or not is_back):
                 leader = other, strategies
-            elif back is not None:
+            elif is_back:
                 # The other end follows, when its turn comes.
                 graph.changed[other].add(node)
                 self.push(other)
@@ -266,10 +262,8 @@ class _Reduction:
         for other, table in tables.items():
             # Beside one strategy of the neighbour, t may save as much as s costs there at most.
             saved = np.where(table < np.inf, table, -np.inf).max(axis=1) - table.min()
-            near |= (
-                own + sum(low for beside, low in least.items() if beside != other)
-                <= (saved[:, None])
-            )
+            rest = own + sum(low for beside, low in least.items() if beside != other)
+            near |= rest <= saved[:, None]
         places = np.nonzero(fits & near)
         if not self._is_small(places, tables):
             return

@@ -78,34 +78,23 @@ def solve(
     record = Record(problem, time_limit_s, gap, progress, keep)
     if start is not None:
         record.offer([int(strategy) for strategy in start])
-    _run(record, start)
-    return record.solution()
-
-
-def _run(record: Record, start: Sequence[int] | None) -> None:
-    """Reduce, solve, and leave what was found in the record."""
     try:
-        part = Part(reduce_problem(record.problem, record.after(_REDUCE_PART)), record)
+        part = Part(reduce_problem(problem, record.after(_REDUCE_PART)), record)
     except NothingAllowedError:
         record.prove()
-        return
-    if not part.nodes:
-        part.offer(np.zeros(0, dtype=np.int64))
-        record.prove()
-        return
-    begin = part.projected(start)
-    values = eliminated(part.compact)
+        return record.solution()
+    values = eliminated(part.compact) if part.nodes else np.zeros(0, dtype=np.int64)
     if values is not None:
         part.offer(values)
         record.prove()
-        return
-    search = Search(record, part, begin)
+        return record.solution()
+    search = Search(record, part, part.projected(start))
     if part.num_pairs <= _FEW_PAIRS:
         # An assignment first: the program may find its own late.
         now = time.monotonic()
         search.begin(min(now + _BEGIN_S * part.num_pairs, record.after(_BEGIN_PART)))
         if record.done:
-            return
+            return record.solution()
         result = solve_program(
             part.compact,
             min(record.after(_FIRST_PART), time.monotonic() + _FIRST_S),
@@ -121,6 +110,7 @@ def _run(record: Record, start: Sequence[int] | None) -> None:
         record.proved = record.proved or result.optimal
     if not record.done:
         search.run()
+    return record.solution()
 
 
 def eliminated(compact: Compact) -> Ints | None:

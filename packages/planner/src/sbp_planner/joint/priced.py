@@ -25,7 +25,7 @@ the constrained shortest path problem", Networks 10 (1980).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,7 @@ _MAX_ROUNDS = 3
 _LEAST_GAIN = 2e-4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Found(NamedTuple):
     """An assignment that is the cheapest at some price.
 
     Args:

@@ -1,7 +1,7 @@
 """The search over all mesh axes at once, under the exact memory of compiled plans.
 
 1. Without memory: elimination (`sbp_core.infer.minimise`), begun from what was found axis by axis;
-   a proof by moved costs (`joint.prove`); where that leaves a gap, an integer program
+   a proof by moved costs (`choice.prove`); where that leaves a gap, an integer program
    (`sbp_planner.choice`). If the compiled plan of that fits, done.
 2. Else with memory over time (`joint.lifetime`), by an integer program, or by a price on memory
    where that would be too large (`joint.priced`). The limit is corrected by what the compiled plan

@@ -171,10 +171,7 @@ def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Fl
             return compute / own
         return np.maximum(compute / own, factor * parameters / problem.micro_batches)
 
-    def seconds(own: int, behind: int) -> Floats:
-        return priced(own, _sync_factor(problem.levels, own, behind))
-
-    return seconds
+    return lambda own, behind: priced(own, _sync_factor(problem.levels, own, behind))
 
 
 def _sync_factor(levels: Sequence[Level], own: int, behind: int) -> float:

@@ -213,18 +213,11 @@ class Neighbourhoods:
             return None
         part, kept = self._part(free, self.kinds[number].room)
         # A node in the part has lost the strategies that held nodes forbid; so may have its own.
-        start = [
-            np.flatnonzero(own == self.values[node]) for node, own in zip(free, kept, strict=True)
-        ]
-        return Proposal(
-            part=part,
-            free=free,
-            kept=kept,
-            start=np.array([int(at[0]) for at in start]) if all(map(len, start)) else None,
-            elastic=self.merit.excess > 0,
-            rows=self.rows.tolist(),
-            kind=number,
-        )
+        places = zip(free, kept, strict=True)
+        start = [np.flatnonzero(own == self.values[node]) for node, own in places]
+        found = np.array([int(at[0]) for at in start]) if all(map(len, start)) else None
+        elastic = self.merit.excess > 0
+        return Proposal(part, free, kept, found, elastic, self.rows.tolist(), number)
 
     def accept(self, proposal: Proposal, result: ProgramResult, took_s: float) -> bool:
         """Take a result over, if the assignment becomes better by it; return whether it did."""
@@ -269,14 +262,13 @@ class Neighbourhoods:
 
     def _drawn_node(self) -> int:
         """Draw a node, one whose strategy puts the bound up more often than others."""
-        count = self.compact.num_nodes
-        if self.guide is None or self.random.random() < 0.3:
-            return int(self.random.integers(count))
-        above = np.maximum(self.guide.nodes[self.compact.first[:-1] + self.values], 0.0)
-        above[~np.isfinite(above)] = 0.0
+        above = np.zeros(self.compact.num_nodes)
+        if self.guide is not None and self.random.random() >= 0.3:
+            above = np.maximum(self.guide.nodes[self.compact.first[:-1] + self.values], 0.0)
+            above[~np.isfinite(above)] = 0.0
         if not above.sum() > 0:
-            return int(self.random.integers(count))
-        return int(self.random.choice(count, p=above / above.sum()))
+            return int(self.random.integers(len(above)))
+        return int(self.random.choice(len(above), p=above / above.sum()))
 
     def _sharing_memory(self) -> list[int]:
         compact = self.compact
