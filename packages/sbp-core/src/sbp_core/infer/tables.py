@@ -13,7 +13,7 @@ of two dims that forbid what a user asks for beyond them:
 
     few targets    one variable, the set of targets that are made:   s -- set -- u,  set -- v, ..
     many           one variable for each target, made or not:        s -- made -- u, made -- v, ..
-                   what one user alone asks for needs none:          s -- u
+                   in pairs, what one user alone asks for:           s -- u
 
 More targets cost no less, so the best of these have what is asked for, and no more.
 """
@@ -89,6 +89,7 @@ class CostTables:
         self.max_entries = max_entries
         self.max_users = 1 if in_pairs else _MAX_DIRECT_USERS
         self.max_set_targets = 0 if in_pairs else _MAX_SET_TARGETS
+        self.most_alone = int(in_pairs)
         #: Of variables between that are single targets, what they are.
         self.made: dict[int, MadeTarget] = {}
         #: Number of values of each variable: those of the step, then those between.
@@ -186,10 +187,7 @@ class CostTables:
         costs = np.where(own, 0.0, group.costs)
         num_states = len(costs)
         num_users = sum((asks.any(axis=0) for asks in asked.values()), np.zeros(costs.shape[1]))
-        between = (num_users > 1) & costs.any(axis=0)
-        for asks in asked.values():
-            if num_states * len(asks) > self.max_entries:
-                between |= asks.any(axis=0) & costs.any(axis=0)
+        between = (num_users > self.most_alone) & costs.any(axis=0)
         for variable, asks in asked.items():
             alone = costs[:, ~between] @ asks[:, ~between].T
             if alone.any():
