@@ -112,8 +112,16 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     began = time.monotonic() if began is None else began
     options = _options(arguments)
     best = _Best(options.out, began)
+
+    def stop() -> None:
+        """Write and say what there is, and end; the second process sees that, and ends, too."""
+        best.write()
+        best.say()
+        sys.stdout.flush()
+        os._exit(0 if best.assignment is not None else 1)
+
     try:
-        with _stopped_by_signals(lambda: _stop(best)):
+        with _stopped_by_signals(stop):
             best.problem = read_problem(options.instance, best.rounding)
             took = time.monotonic() - began
             left = options.time_limit - took
@@ -171,14 +179,6 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
         done.set()
         thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _stop(best: _Best) -> None:
-    """Write and say what there is, and end; the second process sees that, and ends, too."""
-    best.write()
-    best.say()
-    sys.stdout.flush()
-    os._exit(0 if best.assignment is not None else 1)
 
 
 def _number(value: float) -> str:

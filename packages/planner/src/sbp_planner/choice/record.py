@@ -174,6 +174,6 @@ class Part:
             NothingAllowedError: If nothing is allowed any more.
         """
         by_node = dict(zip(self.nodes, strategies, strict=True))
-        edges = [(self.nodes[u], self.nodes[v]) for u, v in self.compact.edges]
+        edges = ((self.nodes[u], self.nodes[v]) for u, v in self.compact.edges)
         by_edge = dict(zip(edges, pairs, strict=True))
         return Part(reduce_further(self.graph, by_node, by_edge, deadline), self.record)

@@ -22,6 +22,7 @@ beyond `MAX_USERS` are put in terms of their own, each of which pays its share o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from time import monotonic
@@ -177,15 +178,12 @@ class GroupBound(MovedCosts):
             paid = np.where(own, group.costs, 0.0).sum(axis=1)
             unary[group.source] = unary[group.source] + np.where(paid >= FORBIDDEN_S, inf, paid)
             terms += _terms(group, np.where(own, 0.0, group.costs))
-        places: list[list[tuple[Term, int]]] = [[] for _ in unary]
+        count = Counter(v for term in terms for v in term.variables)
         for term in terms:
-            for place, variable in enumerate(term.variables):
-                places[variable].append((term, place))
-        for variable, table in enumerate(unary):
-            for term, place in places[variable]:
-                term.add(place, table / len(places[variable]))
-            if not places[variable]:
-                terms.append(TableTerm(Factor((variable,), table)))
+            for place, v in enumerate(term.variables):
+                term.add(place, unary[v] / count[v])
+        alone = [Factor((v,), table) for v, table in enumerate(unary) if not count[v]]
+        terms += map(TableTerm, alone)
         super().__init__(list(map(len, unary)), terms)
 
     def raised(self, above: float, *, deadline: float = inf) -> float:

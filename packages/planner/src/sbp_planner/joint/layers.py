@@ -43,17 +43,13 @@ def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
         group = found.setdefault(key, [])
         if variable not in group:
             group.append(variable)
-    return tuple(tuple(group) for group in _disjoint(list(found.values())) if len(group) > 1)
-
-
-def _disjoint(groups: list[list[int]]) -> list[list[int]]:
-    """Join groups that share a variable, such as those of a parameter and of its states."""
+    # Groups that share a variable are one, such as those of a parameter and of its states.
     of: dict[int, list[int]] = {}
-    for group in groups:
+    for group in found.values():
         joined = list(dict.fromkeys(m for variable in group for m in of.get(variable, [variable])))
-        for variable in joined:
-            of[variable] = joined
-    return list({id(group): group for group in of.values()}.values())
+        of.update(dict.fromkeys(joined, joined))
+    disjoint = {id(group): group for group in of.values()}.values()
+    return tuple(tuple(group) for group in disjoint if len(group) > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
