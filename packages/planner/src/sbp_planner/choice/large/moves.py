@@ -139,11 +139,15 @@ class TreeMoves:
 
     def inner(self, values: Ints) -> Ints:
         """Return an assignment of the whole problem in terms of the core."""
+        if self.part is self.compact:
+            return values
         inner: Ints = self._place[self.compact.first[:-1] + values] - self.part.first[:-1]
         return inner
 
     def whole(self, values: Ints) -> Ints:
         """Return an assignment of the core in terms of the whole problem."""
+        if self.part is self.compact:
+            return values
         whole: Ints = self._column[self.part.first[:-1] + values] - self.compact.first[:-1]
         return whole
 
