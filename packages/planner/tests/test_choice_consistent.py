@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from sbp_planner.choice import ChoiceProblem
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.consistent import consistent
 from sbp_planner.choice.graph import NothingAllowedError
+from sbp_planner.choice.large.consistent import consistent
 from sbp_planner.choice.reduce import reduce_problem
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.core import Core, near, restricted
-from sbp_planner.choice.dual import DualAscent
-from sbp_planner.choice.planted import Shape, planted_problem
+from sbp_planner.choice.iopddl.planted import Shape, planted_problem
+from sbp_planner.choice.large.dual import DualAscent
+from sbp_planner.choice.large.moves import TreeMoves, near, restricted
 from sbp_planner.choice.reduce import reduce_problem
 
 
@@ -35,7 +35,7 @@ def some_values(compact, seed=0):
 def test_the_core_holds_the_present_strategies_and_the_best_of_each_node(
     compact, reduced, monkeypatch
 ):
-    monkeypatch.setattr("sbp_planner.choice.core._MANY_ARCS", 0)
+    monkeypatch.setattr("sbp_planner.choice.large.moves._MANY_PAIRS", 0)
     values = some_values(compact)
 
     kept = near(compact, values, reduced, 0.1)
@@ -56,12 +56,12 @@ def test_with_few_pairs_or_all_strategies_there_is_no_core(compact, reduced):
 
 def test_costs_and_bytes_in_a_core_are_those_of_the_whole_problem(compact, reduced):
     values = some_values(compact)
-    core = Core(compact, 1e9, 1.0, kept=near(compact, values, reduced, 0.2))
+    core = TreeMoves(compact, 1e9, 1.0, kept=near(compact, values, reduced, 0.2))
 
-    inner = core._inner(values)
+    inner = core.inner(values)
 
     assert core.holds(values)
-    assert (core._whole(inner) == values).all()
+    assert (core.whole(inner) == values).all()
     assert core.part.total(inner) == compact.total(values)
     assert (core.part.excess(inner) == compact.excess(values)).all()
     assert len(core.part.flat.entries) < 0.5 * len(compact.flat.entries)
@@ -69,7 +69,7 @@ def test_costs_and_bytes_in_a_core_are_those_of_the_whole_problem(compact, reduc
 
 def test_moves_in_a_core_make_assignments_fit_and_better(compact, reduced):
     values = some_values(compact)
-    core = Core(compact, 1e9, 1.0, kept=near(compact, values, reduced, 0.3))
+    core = TreeMoves(compact, 1e9, 1.0, kept=near(compact, values, reduced, 0.3))
     prices = np.zeros(len(compact.capacity))
 
     fitted = core.fitted(values, prices, inf)
@@ -92,4 +92,4 @@ def test_an_assignment_with_other_strategies_is_not_in_the_core(compact, reduced
     values = some_values(compact)
     values[node] = out - compact.first[node]
 
-    assert not Core(compact, 1e9, 1.0, kept=kept).holds(values)
+    assert not TreeMoves(compact, 1e9, 1.0, kept=kept).holds(values)

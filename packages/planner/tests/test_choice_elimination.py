@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from sbp_planner.choice import ChoiceProblem, evaluate, solve
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.elimination import eliminated
 from sbp_planner.choice.program import solve_program
 from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.solver import eliminated
 
 
 def grid(height, width, strategies=3, **more):

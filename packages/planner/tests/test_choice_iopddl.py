@@ -20,8 +20,8 @@ import pytest
 from sbp_core.errors import SbpValueError
 from sbp_planner.choice import ChoiceProblem, evaluate, solve
 from sbp_planner.choice.__main__ import main
-from sbp_planner.choice.iopddl import read_problem, write_assignment, write_problem
-from sbp_planner.choice.synthetic import transformer_problem
+from sbp_planner.choice.iopddl.instance import read_problem, write_assignment, write_problem
+from sbp_planner.choice.iopddl.synthetic import transformer_problem
 
 #: `example.json` of google/iopddl (Apache-2.0), with the optimum 445.
 EXAMPLE = {

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from sbp_planner.choice import ChoiceProblem
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.forest import Forests
 from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.moves import TreeMoves
-from sbp_planner.choice.neighbourhood import Neighbourhoods
+from sbp_planner.choice.large.forest import Forests
+from sbp_planner.choice.large.moves import TreeMoves
+from sbp_planner.choice.large.neighbourhood import Neighbourhoods
 from sbp_planner.choice.reduce import reduce_problem
 
 
@@ -47,7 +47,7 @@ def test_no_row_exceeds_more_and_what_fits_costs_no_more(problem, seed, price):
     random = np.random.default_rng(seed)
     values = random.integers(0, compact.sizes)
     prices = np.full(len(compact.capacity), price)
-    trees = TreeMoves(compact, 1000.0, seed)
+    trees = TreeMoves(compact, 1000.0, seed=seed)
 
     for way in (trees.improve, lambda *start: trees.drawn(*start, temperature=3.0)):
         better = way(values, prices)
@@ -89,9 +89,12 @@ def test_drawn_trees_vary_with_the_temperature():
     compact = left(path(30))
     start = np.zeros(30, dtype=np.int64)
 
-    cold = {tuple(TreeMoves(compact, 1e3, s).drawn(start, np.zeros(0), 1e-9)) for s in range(5)}
+    cold = {
+        tuple(TreeMoves(compact, 1e3, seed=s).drawn(start, np.zeros(0), 1e-9)) for s in range(5)
+    }
     hot = [
-        compact.total(TreeMoves(compact, 1e3, s).drawn(start, np.zeros(0), 50)) for s in range(5)
+        compact.total(TreeMoves(compact, 1e3, seed=s).drawn(start, np.zeros(0), 50))
+        for s in range(5)
     ]
 
     assert len(cold) == 1

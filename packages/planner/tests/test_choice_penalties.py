@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from sbp_planner.choice import FAMILIES, ChoiceProblem, Shape, planted_problem
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.moves import TreeMoves
-from sbp_planner.choice.penalties import Penalties
+from sbp_planner.choice.large.moves import TreeMoves
 from sbp_planner.choice.reduce import reduce_problem
 
 
@@ -23,7 +22,7 @@ def left(problem):
 
 
 def penalties(compact, seed=0):
-    return Penalties(compact, TreeMoves(compact, 1e9, seed), usual=1e-3, seed=seed)
+    return TreeMoves(compact, 1e9, usual=1e-3, seed=seed)
 
 
 def test_what_is_cheap_and_too_large_is_made_to_fit():

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.dual import DualAscent
-from sbp_planner.choice.planted import Shape, planted_problem
-from sbp_planner.choice.pruning import masks, room_for
+from sbp_planner.choice.iopddl.planted import Shape, planted_problem
+from sbp_planner.choice.large.dual import DualAscent
 from sbp_planner.choice.reduce import reduce_problem
 
 
@@ -35,21 +34,21 @@ def guide(compact):
 def test_fewer_pairs_are_for_a_lower_cost(guide):
     every = int((guide.pairs < inf).sum())
 
-    below, room, count = room_for(guide, inf, every // 3)
+    below, room, count = guide.room_for(inf, every // 3)
 
     assert count <= every // 3 + 2
     assert below == pytest.approx(guide.bound + room)
-    assert room_for(guide, below, every)[0] == below
+    assert guide.room_for(below, every)[0] == below
 
 
 def test_all_assignments_below_the_cost_are_left(compact, guide):
     every = [np.array(chosen) for chosen in product(*(range(int(size)) for size in compact.sizes))]
     fitting = [values for values in every if compact.fits(values)]
     cost = sorted(map(compact.total, fitting))[20]
-    below, room, _ = room_for(guide, cost, int((guide.pairs < inf).sum()))
+    below, room, _ = guide.room_for(cost, int((guide.pairs < inf).sum()))
     present = np.zeros(compact.num_nodes, dtype=np.int64)
 
-    nodes, pairs = masks(compact, guide, room, present)
+    nodes, pairs = guide.left(compact, room, present)
 
     assert below == cost
     for values in fitting:

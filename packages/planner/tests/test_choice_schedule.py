@@ -7,12 +7,12 @@ from math import inf
 import numpy as np
 import pytest
 
-from sbp_planner.choice import schedule as module
 from sbp_planner.choice.compact import compacted
-from sbp_planner.choice.dual import DualAscent
+from sbp_planner.choice.iopddl.synthetic import transformer_problem
+from sbp_planner.choice.large import dual as module
+from sbp_planner.choice.large.dual import DualAscent
 from sbp_planner.choice.program import solve_program
 from sbp_planner.choice.reduce import reduce_problem
-from sbp_planner.choice.synthetic import transformer_problem
 
 
 def some_compact():
@@ -33,8 +33,8 @@ def test_every_edge_has_one_step_each_way_and_senders_come_first(monkeypatch, fe
         heard: set[int] = set()
         for step in steps:
             # What a step tells a node, no earlier step may have needed.
-            heard |= set(step.from_column.tolist())
-            assert not heard & set(step.to_column.tolist())
+            heard |= set(step.messages.from_column.tolist())
+            assert not heard & set(step.messages.to_column.tolist())
     assert sorted(node for level in plan.levels for node in level.nodes) == list(
         range(compact.num_nodes)
     )

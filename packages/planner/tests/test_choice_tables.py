@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_planner.choice.tables import Arcs, FlatTables, first_least, ragged
+from sbp_planner.choice.compact import Compact, FlatTables, first_least, ragged
 
 
 @st.composite
@@ -47,23 +47,41 @@ def test_chosen_entries_and_columns_are_those_of_the_tables(graph):
 
 @settings(max_examples=50, deadline=None)
 @given(graphs())
-def test_arcs_give_the_least_over_the_sender_for_each_strategy_of_the_receiver(graph):
+def test_messages_are_the_least_over_the_sender_for_each_strategy_of_the_receiver(graph):
     sizes, edges, tables, random = graph
     if not edges:
         return
-    arcs = Arcs.of(FlatTables.of(edges, tables), forbidden=500.0)
-    directions = random.permutation(2 * len(edges))[: 1 + len(edges)]
-    costs = [random.integers(0, 9, sizes[node]) for node in arcs.sender[directions]]
+    nothing = np.zeros(0, dtype=np.int64)
+    compact = Compact(
+        cost=np.full(sizes.sum(), 20.0),
+        first=np.concatenate([[0], np.cumsum(sizes)]),
+        edges=edges,
+        tables=tables,
+        capacity=nothing,
+        held_column=nothing,
+        held_first=nothing,
+        held_end=nothing,
+        held_bytes=nothing,
+    )
+    chosen = random.permutation(2 * len(edges))[: 1 + len(edges)]
+    own = random.integers(0, 9, len(compact.cost)).astype(float)
 
-    place, cost, first = arcs.gather(directions, sizes)
-    least = np.minimum.reduceat(np.concatenate(costs)[place] + cost, first)
+    messages = compact.messages(chosen % len(edges), chosen >= len(edges))
+    least = messages.least(own[messages.from_column])
 
-    expected = []
-    for direction, own in zip(directions.tolist(), costs, strict=True):
+    expected, columns = [], []
+    for direction in chosen.tolist():
         back, edge = divmod(direction, len(edges))
         table = tables[edge].T if back else tables[edge]
-        expected += (own[:, None] + table).min(axis=0).tolist()
-    assert all(e == a or (e == inf and a >= 500) for e, a in zip(expected, least, strict=True))
+        sender, receiver = edges[edge][::-1] if back else edges[edge]
+        sent = own[compact.first[sender] : compact.first[sender + 1]]
+        expected += (sent[:, None] + table).min(axis=0).tolist()
+        columns += range(compact.first[receiver], compact.first[receiver + 1])
+    forbidden = compact.arcs.forbidden
+    assert all(
+        e == a or (e == inf and a >= forbidden) for e, a in zip(expected, least, strict=True)
+    )
+    assert messages.to_column.tolist() == columns
 
 
 def test_ragged_ranges_follow_one_another():

@@ -8,10 +8,10 @@ from math import inf
 import pytest
 
 from sbp_planner.choice.compact import compacted
+from sbp_planner.choice.iopddl.synthetic import transformer_problem
+from sbp_planner.choice.large.worker import Task, Worker
 from sbp_planner.choice.program import ProgramResult, solve_program
 from sbp_planner.choice.reduce import reduce_problem
-from sbp_planner.choice.synthetic import transformer_problem
-from sbp_planner.choice.worker import Task, Worker
 
 
 def result_of(worker: Worker) -> ProgramResult:

@@ -16,8 +16,9 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.choice import evaluate
+from sbp_planner.choice.moved_costs import MovedCosts, TableTerm
+from sbp_planner.choice.prove import MiniBuckets
 from sbp_planner.joint import search
-from sbp_planner.joint.bound import DualBound
 from sbp_planner.joint.layers import repeated, tie
 from sbp_planner.joint.lifetime import held
 from sbp_planner.joint.lower import lower_step
@@ -105,7 +106,7 @@ def cheapest(sizes, factors):
 
 
 def scoped(factors):
-    return [(f.variables, np.where(f.table >= FORBIDDEN_S, np.inf, f.table)) for f in factors]
+    return [Factor(f.variables, np.where(f.table >= FORBIDDEN_S, np.inf, f.table)) for f in factors]
 
 
 @settings(max_examples=40)
@@ -113,13 +114,15 @@ def scoped(factors):
 def test_no_assignment_costs_less_than_the_bound(seed, max_entries):
     sizes, factors = random_tables(seed)
     least = cheapest(sizes, factors)
-    dual = DualBound(sizes, scoped(factors))
+    terms = [TableTerm(factor) for factor in scoped(factors)]
+    dual = MovedCosts(sizes, terms)
     before = dual.bound
 
     for _ in range(5):
         dual.sweep()
     climbed = dual.bound
-    eliminated = dual.eliminated(max_entries)
+    moved = [Factor(term.variables, term.table) for term in terms]
+    eliminated = MiniBuckets(sizes, moved).bounded(max_entries)
 
     bound = least if least < FORBIDDEN_S else float("inf")
     assert before - 1e-9 <= climbed <= bound + 1e-9

@@ -11,7 +11,7 @@ from sbp_core.infer import LeastPrices, StepProblem, joint_problem
 from sbp_core.sbp import P
 from sbp_planner import ilp
 from sbp_planner.joint import near as nearness
-from sbp_planner.joint.layers import untied
+from sbp_planner.joint.layers import tie
 from sbp_planner.joint.near import least_s, limited, near, recentred, with_prices
 from sbp_planner.search_configs import IlpConfig
 
@@ -102,7 +102,7 @@ def test_conversions_that_are_priced_cost_what_they_do_and_others_the_least_they
         prices=LeastPrices(whole.work.placements, whole.work.cluster),
     )
 
-    step = untied(least, with_prices(least, problem))
+    step = tie(least, with_prices(least, problem), tied=False)
 
     random = Random(0)
     for _ in range(50):

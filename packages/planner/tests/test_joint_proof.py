@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.infer import FORBIDDEN_S, Factor, total_cost
-from sbp_planner.joint import prove as proofs
-from sbp_planner.joint.bound import DualBound
-from sbp_planner.joint.buckets import Buckets
-from sbp_planner.joint.prove import prove
+from sbp_planner.choice import prove as proofs
+from sbp_planner.choice.moved_costs import MovedCosts, TableTerm
+from sbp_planner.choice.prove import StruckBuckets, prove
 
 
 def tables(seed, num_variables=6, num_tables=9):
@@ -32,7 +31,7 @@ def cheapest(sizes, factors):
 
 
 def scoped(factors):
-    return [(f.variables, np.where(f.table >= FORBIDDEN_S, np.inf, f.table)) for f in factors]
+    return [Factor(f.variables, np.where(f.table >= FORBIDDEN_S, np.inf, f.table)) for f in factors]
 
 
 @settings(max_examples=60)
@@ -67,17 +66,17 @@ def test_without_time_there_is_a_bound_all_the_same():
 @given(st.integers(0, 10**6), st.integers(1, 40))
 def test_what_is_struck_out_is_in_no_cheap_assignment(seed, max_entries):
     sizes, factors = tables(seed)
-    buckets = Buckets(sizes, scoped(factors))
+    buckets = StruckBuckets(sizes, scoped(factors))
     limit = float(np.median([total_cost(factors, v) for v in product(*map(range, sizes))]))
 
-    buckets.eliminate(max_entries)
-    dual = DualBound(buckets.sizes, buckets.merged())
-    dual.sweep()
-    kept = dual.kept(limit - buckets.constant)
+    buckets.eliminate_small(max_entries)
+    costs = MovedCosts(buckets.sizes, [TableTerm(factor) for factor in buckets.merged()])
+    costs.sweep()
+    is_left = costs.strike(limit - buckets.constant)
 
     cheap = [v for v in product(*map(range, sizes)) if total_cost(factors, v) < limit]
-    if limit < FORBIDDEN_S and kept is not None:
-        allowed = {v: set(kept[v].tolist()) for v in buckets.variables}
+    if limit < FORBIDDEN_S and is_left:
+        allowed = {v: set(costs.kept[v].tolist()) for v in buckets.left}
         assert all(values[v] in allowed[v] for values in cheap for v in allowed)
     elif limit < FORBIDDEN_S:
         assert not cheap
@@ -87,17 +86,15 @@ def test_what_is_struck_out_is_in_no_cheap_assignment(seed, max_entries):
 @given(st.integers(0, 10**6), st.integers(1, 40))
 def test_merged_and_eliminated_tables_cost_what_they_did(seed, max_entries):
     sizes, factors = tables(seed)
-    buckets = Buckets(sizes, scoped(factors))
+    buckets = StruckBuckets(sizes, scoped(factors))
 
-    buckets.eliminate(max_entries)
-    buckets.replace(buckets.merged())
+    buckets.eliminate_small(max_entries)
+    buckets.strike([np.arange(size) for size in buckets.sizes], buckets.merged())
 
     least = cheapest(sizes, factors)
-    left = [range(size) if v in buckets.variables else (0,) for v, size in enumerate(sizes)]
+    left = [range(size) if v in buckets.left else (0,) for v, size in enumerate(sizes)]
     found = {
-        values: buckets.constant
-        + sum(float(table[tuple(values[v] for v in scope)]) for scope, table in buckets.tables)
-        for values in product(*left)
+        values: buckets.constant + total_cost(buckets.factors, values) for values in product(*left)
     }
     if least < FORBIDDEN_S:
         best = min(found, key=found.__getitem__)

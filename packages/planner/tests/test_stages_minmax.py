@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_planner.stages.minmax import minmax_product
+from sbp_planner.stages.hierarchy import minmax_product
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

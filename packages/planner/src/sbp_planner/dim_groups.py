@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
+from typing import NamedTuple
 
 from sbp_core.graph import InputKind, LogicalGraph, Node, Phase
 from sbp_core.sbp import Partial, Sbp, Split
@@ -149,7 +150,21 @@ def label_splits(
         num_before: Over how many samples are split before; see `dim_groups`.
         samples: Dims of values that samples lead, which are split before.
     """
-    behind = list(_behind(call, num_before, samples))
+    behind: list[Signature1d] = []
+    if num_before > 1:
+        # What can be split after samples, if each rank has one of them.
+        found = derivation(call)
+        leading = {
+            signature.label
+            for signature in found.legal
+            if any(dim in samples for dim in _split_dims(call.tensor_names, signature.inputs))
+        }
+        behind = [
+            signature
+            for signature in found.behind
+            if {label for label, _ in signature.follows} <= leading
+            and prod(extent for _, extent in signature.follows) == num_before
+        ]
     # What the axes before have split down to one element is not split again.
     seen = {label for signature in behind for label, _ in signature.follows} | {""}
     for signature in (*derive(call, num_ranks), *behind):
@@ -159,24 +174,7 @@ def label_splits(
             yield signature
 
 
-def _behind(call: OpCall, num_before: int, samples: Collection[TensorDim]) -> Iterator[Signature1d]:
-    """Yield what can be split behind samples, if each rank has one of them."""
-    if num_before == 1:
-        return
-    found = derivation(call)
-    leading = {
-        signature.label
-        for signature in found.legal
-        if any(dim in samples for dim in _split_dims(call.tensor_names, signature.inputs))
-    }
-    for signature in found.behind:
-        labels = {label for label, _ in signature.follows}
-        if labels <= leading and prod(extent for _, extent in signature.follows) == num_before:
-            yield signature
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LabelSplit:
+class _LabelSplit(NamedTuple):
     """A signature that splits one label: the dims that it splits, and where."""
 
     dims: tuple[TensorDim, ...]
@@ -222,8 +220,21 @@ class _Groups:
     def add(self, node: Node) -> None:
         """Join the dims of one operator, and note what parameters do in it."""
         call = OpCall.of(self.graph, node)
-        self._pass_on(node, call.tensor_names)
-        self._lead_on(node, call)
+        names = call.tensor_names
+        # Results hang on the batch, or else are made of parameters.
+        activations = tuple(name for name in names if name in self.of_batch)
+        if activations:
+            self.of_batch.update(node.outputs)
+        else:
+            made_of = dict.fromkeys(one for name in names for one in self.made_of.get(name, ()))
+            self.made_of.update(dict.fromkeys(node.outputs, tuple(made_of)))
+        # Samples lead the dims of results that would be split as they are.
+        seen = {""}
+        for signature in derivation(call).legal:
+            if signature.label not in seen:
+                seen.add(signature.label)
+                if self.samples.intersection(_split_dims(names, signature.inputs)):
+                    self.samples.update(_split_dims(node.outputs, signature.outputs))
         splits = list(self._splits(call, node.outputs))
         for split in splits:
             first = self.root(split.dims[0])
@@ -232,28 +243,11 @@ class _Groups:
             if split.reduction == "max":
                 self.reduced.append(first)
         joined = {dim for split in splits for dim in split.dims}
-        for name in call.tensor_names:
+        for name in names:
             dims = ((name, dim) for dim in range(len(self.graph.tensor(name).shape)))
             self.ends += [dim for dim in dims if dim not in joined and dim in self.parent]
-        self._note_uses(node, call, splits)
-
-    def _pass_on(self, node: Node, arguments: Sequence[str]) -> None:
-        """Note whether results hang on the batch, or else of which parameters they are made."""
-        if self.of_batch.intersection(arguments):
-            self.of_batch.update(node.outputs)
-            return
-        found = dict.fromkeys(one for name in arguments for one in self.made_of.get(name, ()))
-        self.made_of.update(dict.fromkeys(node.outputs, tuple(found)))
-
-    def _lead_on(self, node: Node, call: OpCall) -> None:
-        """Note which dims of results samples lead: those that would be split as they are."""
-        seen: set[str] = set()
-        for signature in derivation(call).legal:
-            if not signature.label or signature.label in seen:
-                continue
-            seen.add(signature.label)
-            if self.samples.intersection(_split_dims(call.tensor_names, signature.inputs)):
-                self.samples.update(_split_dims(node.outputs, signature.outputs))
+        if activations:
+            self._note_uses(node, call, splits, activations)
 
     def _splits(self, call: OpCall, outputs: Sequence[str]) -> Iterator[_LabelSplit]:
         for signature in label_splits(call, self.num_ranks, self.num_before, self.samples):
@@ -266,24 +260,28 @@ class _Groups:
             yield _LabelSplit(
                 dims=(*taken, *made),
                 parameters=tuple(
-                    name for name in names if self.made_of.get(name) and self._is_matrix(name)
+                    name
+                    for name in names
+                    if self.made_of.get(name) and len(self.graph.tensor(name).shape) > 1
                 ),
                 activations=tuple(name for name in names if name in self.of_batch),
                 in_result=bool(made),
                 reduction=partial[0].reduction if partial else "",
             )
 
-    def _is_matrix(self, name: str) -> bool:
-        return len(self.graph.tensor(name).shape) > 1
-
-    def _note_uses(self, node: Node, call: OpCall, splits: Sequence[_LabelSplit]) -> None:
-        activations = tuple(name for name in call.tensor_names if name in self.of_batch)
+    def _note_uses(
+        self,
+        node: Node,
+        call: OpCall,
+        splits: Sequence[_LabelSplit],
+        activations: tuple[str, ...],
+    ) -> None:
         is_product = any(
             split.parameters and split.activations and split.reduction and not split.in_result
             for split in splits
         )
         for split in splits:
-            if not activations or not split.parameters:
+            if not split.parameters:
                 continue
             if not split.in_result and not split.activations:
                 part = Part.LOOKS_UP
@@ -305,21 +303,19 @@ class _Groups:
 
     def groups(self) -> Iterator[DimGroup]:
         """Yield the groups of several dims, or of one dim of a parameter that is used."""
-        dims: dict[TensorDim, list[TensorDim]] = {}
+        found: dict[TensorDim, tuple[list[TensorDim], list[Use], dict[str, None]]] = {}
         for dim in list(self.parent):
-            dims.setdefault(self.root(dim), []).append(dim)
-        uses: dict[TensorDim, list[Use]] = {}
+            found.setdefault(self.root(dim), ([], [], {}))[0].append(dim)
         for dim, use in self.uses:
-            uses.setdefault(self.root(dim), []).append(use)
-        ends: dict[TensorDim, dict[str, None]] = {}
+            found[self.root(dim)][1].append(use)
         for dim in self.ends:
-            ends.setdefault(self.root(dim), {})[dim[0]] = None
+            found[self.root(dim)][2][dim[0]] = None
         reduced = {self.root(dim) for dim in self.reduced}
-        for root, members in dims.items():
+        for root, (dims, uses, ends) in found.items():
             yield DimGroup(
-                dims=tuple(members),
-                uses=tuple(uses.get(root, ())),
-                ends=tuple(ends.get(root, ())),
+                dims=tuple(dims),
+                uses=tuple(uses),
+                ends=tuple(ends),
                 is_reduced=root in reduced,
             )
 

@@ -139,7 +139,11 @@ class LayerSearch(SegmentSearch):
         super().__init__(segments, segment, ranks, pins)
         self.way = way
         for name in segment.elsewhere:
-            self._bound(name)
+            # It comes or goes as all ways of this kind have it, as near as it can be.
+            entries = self.problem.storage_entries[name]
+            wanted = way.boundary(segment.graph, segment.value_of(name))
+            alike = [sum(a == b for a, b in zip(of, wanted, strict=True)) for of in entries]
+            self._allow(self.problem.storage_variable[name], [n == max(alike) for n in alike])
         tensor_axes = [
             at
             for at, (kind, size) in enumerate(zip(way.kinds, way.sizes, strict=True))
@@ -151,13 +155,6 @@ class LayerSearch(SegmentSearch):
             if table[self.problem.start[variable]] >= FORBIDDEN_S:
                 self.problem.start[variable] = int(table.argmin())
         self.step = tie(self.problem)
-
-    def _bound(self, name: str) -> None:
-        """Let a value come or go as all ways of this kind have it, as near as it can be."""
-        entries = self.problem.storage_entries[name]
-        wanted = self.way.boundary(self.segment.graph, self.segment.value_of(name))
-        alike = [sum(a == b for a, b in zip(of, wanted, strict=True)) for of in entries]
-        self._allow(self.problem.storage_variable[name], [n == max(alike) for n in alike])
 
     def _split_matrices(self, axes: Sequence[int]) -> None:
         """Forbid that an operator takes a matrix, or a view of one, whole on some axes.

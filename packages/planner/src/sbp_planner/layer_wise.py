@@ -16,10 +16,11 @@ and ways).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,25 @@ class LayersProgram(StageProgram):
     """
 
     layers: tuple[tuple[int, Way, Program], ...] = ()
+
+
+class _Crossing(NamedTuple):
+    """A value that crosses between two layers.
+
+    Args:
+        name: Of the value.
+        tensor: Its type.
+        first, last: The layers between which it is needed.
+        is_forward: Whether it comes from the first.
+        times: How often in a step.
+    """
+
+    name: str
+    tensor: TensorType
+    first: int
+    last: int
+    is_forward: bool
+    times: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -189,9 +209,20 @@ class LayerWise:
 
     def _crossing_at(self, layer: int) -> list[_Crossing]:
         """Return the values that cross from before a layer to it and those behind, or back."""
-        if layer not in self._crossing:
-            self._crossing[layer] = list(_crossing(self.segments, layer))
-        return self._crossing[layer]
+        if layer in self._crossing:
+            return self._crossing[layer]
+        graph, blocks = self.segments.graph, self.segments.blocks
+        found = self._crossing[layer] = []
+        for node in (node for node in graph.nodes if not node.is_host):
+            home = blocks.nodes[node.name]
+            for value in node.outputs:
+                users = [blocks.nodes[user.name] for user in graph.users[value] if not user.is_host]
+                first, last = min([home, *users]), max([home, *users])
+                if graph.is_tensor(value) and first < layer <= last:
+                    times = graph.repetitions[graph.rate_of(value)]
+                    tensor, is_forward = graph.tensor(value), home < layer
+                    found.append(_Crossing(value, tensor, first, last, is_forward, times))
+        return found
 
     def _boundary(self, way: Way, value: str) -> NdSbp:
         outer, inner = way.boundary(self.segments.graph, value)
@@ -224,17 +255,14 @@ class LayerWise:
 
     def _words(self, layers: Sequence[tuple[int, Way, Program]]) -> str:
         """Return the runs of layers of one way: `blocks.0 ... blocks.3 as DP 4, head as TP 4`."""
-        runs: list[tuple[Way, list[str]]] = []
-        for layer, way, _ in layers:
-            if not runs or runs[-1][0] != way:
-                runs.append((way, []))
-            runs[-1][1].extend(self.segments.groups[layer])
-        if len(runs) == 1:
-            return "" if self.devices == 1 else str(runs[0][0])
-        return ", ".join(
-            f"{names[0]}{f' ... {names[-1]}' if len(names) > 1 else ''} {way}"
-            for way, names in runs
-        )
+        words = []
+        for way, run in groupby(layers, key=lambda one: one[1]):
+            names = [name for layer, _, _ in run for name in self.segments.groups[layer]]
+            more = f" ... {names[-1]}" if len(names) > 1 else ""
+            words.append(f"{names[0]}{more} {way}")
+        if len(words) == 1:
+            return "" if self.devices == 1 else str(layers[0][1])
+        return ", ".join(words)
 
     def meshes(self, programs: Sequence[StageProgram]) -> StageMeshes:
         """Return the programs on meshes whose axes are those that any way tells apart.
@@ -280,47 +308,6 @@ def _held(program: Program | None, in_flight: int) -> tuple[int, int]:
         return 0, 0
     steady = int(program.fixed_bytes.min()) + in_flight * int(program.waiting_bytes.max())
     return steady, max(program.memory_bytes(in_flight) - steady, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Crossing:
-    """A value that crosses between two layers.
-
-    Args:
-        name: Of the value.
-        tensor: Its type.
-        first, last: The layers between which it is needed.
-        is_forward: Whether it comes from the first.
-        times: How often in a step.
-    """
-
-    name: str
-    tensor: TensorType
-    first: int
-    last: int
-    is_forward: bool
-    times: int
-
-
-def _crossing(segments: StepSegments, layer: int) -> Iterator[_Crossing]:
-    """Yield the values that cross to a layer, and those behind, from layers before, or back."""
-    graph, blocks = segments.graph, segments.blocks
-    for node in graph.nodes:
-        if node.is_host:
-            continue
-        home = blocks.nodes[node.name]
-        for value in node.outputs:
-            users = [blocks.nodes[user.name] for user in graph.users[value] if not user.is_host]
-            first, last = min([home, *users]), max([home, *users])
-            if graph.is_tensor(value) and first < layer <= last:
-                yield _Crossing(
-                    name=value,
-                    tensor=graph.tensor(value),
-                    first=first,
-                    last=last,
-                    is_forward=home < layer,
-                    times=graph.repetitions[graph.rate_of(value)],
-                )
 
 
 def on_each(

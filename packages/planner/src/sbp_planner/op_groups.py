@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from sbp_core.cluster import Cluster
 from sbp_core.cost import op_time_s
 from sbp_core.graph import InputKind, LogicalGraph, Node, Phase, TensorType, block_of
+from sbp_core.infer import moving_nodes
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp
 from sbp_core.signatures import OpCall
@@ -86,9 +88,8 @@ def op_groups(graph: LogicalGraph, cluster: Cluster, max_groups: int = 32) -> Op
         cluster: Whose devices run it.
         max_groups: Neighbours in chains are joined while there are more.
     """
-    nodes = [n for n in graph.nodes if n.phase is Phase.FORWARD and not n.is_host]
-    inner = _moving(graph, nodes)
-    of = {node.name: block_of(node.module) or node.name for node in nodes if node.name in inner}
+    # Nodes that depend on a batch input; others go where they are used.
+    of = {node.name: block_of(node.module) or node.name for node in moving_nodes(graph)}
     times = _times(graph, cluster, of)
     while True:
         # One after the other, as each changes what the next is about.
@@ -102,17 +103,6 @@ def op_groups(graph: LogicalGraph, cluster: Cluster, max_groups: int = 32) -> Op
         of = {node: kept if group == gone else group for node, group in of.items()}
         times[kept] = tuple(a + b for a, b in zip(times[kept], times.pop(gone), strict=True))
     return _made(graph, of, times)
-
-
-def _moving(graph: LogicalGraph, nodes: Sequence[Node]) -> set[str]:
-    """Return the nodes that depend on a batch input; others go where they are used."""
-    values = {entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH}
-    found: set[str] = set()
-    for node in nodes:
-        if values.intersection(node.inputs()):
-            values.update(node.outputs)
-            found.add(node.name)
-    return found
 
 
 def _times(
@@ -141,9 +131,7 @@ def _times(
 def _owners(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, str]:
     """Return the group that uses each parameter first, through views and casts too."""
     found: dict[str, str] = {}
-    for entry in graph.inputs:
-        if entry.kind is not InputKind.PARAMETER:
-            continue
+    for entry in (entry for entry in graph.inputs if entry.kind is InputKind.PARAMETER):
         todo, seen = [entry.name], set[str]()
         while todo and entry.name not in found:
             value = todo.pop(0)
@@ -165,31 +153,19 @@ def _seconds(graph: LogicalGraph, node: Node, cluster: Cluster) -> float:
 def _edges(graph: LogicalGraph, of: Mapping[str, str]) -> dict[str, dict[str, None]]:
     """Return the groups that use what each makes, all groups in the order of their first node."""
     edges: dict[str, dict[str, None]] = {group: {} for group in of.values()}
-    for node in graph.nodes:
-        for value in node.outputs if node.name in of else ():
-            for user in graph.users[value]:
-                if user.name in of and of[user.name] != of[node.name]:
-                    edges[of[node.name]][of[user.name]] = None
+    for node in (node for node in graph.nodes if node.name in of):
+        users = (of.get(user.name) for value in node.outputs for user in graph.users[value])
+        edges[of[node.name]] |= {user: None for user in users if user not in (None, of[node.name])}
     return edges
 
 
 def _cycle(edges: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
     """Return two groups that need each other, if there are any."""
-    state: dict[str, int] = {}  # 1 on the path, 2 done
-
-    def visit(group: str) -> tuple[str, str] | None:
-        state[group] = 1
-        for user in edges[group]:
-            if state.get(user) == 1:
-                return (user, group)
-            if user not in state and (found := visit(user)):
-                return found
-        state[group] = 2
-        return None
-
-    for group in edges:
-        if group not in state and (found := visit(group)):
-            return found
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        kept, gone = sorted(error.args[1][:2], key=list(edges).index)
+        return kept, gone
     return None
 
 
@@ -227,7 +203,11 @@ def _shortest_link(
 def _made(
     graph: LogicalGraph, of: Mapping[str, str], times: Mapping[str, tuple[float, ...]]
 ) -> OpGroups:
-    order = _sorted(_edges(graph, of))
+    # Each follows those that it uses; of several that could be next, the first.
+    edges, order = _edges(graph, of), list[str]()
+    makers = _before(edges)
+    while len(order) < len(edges):
+        order.append(next(g for g in edges if g not in order and set(makers[g]) <= set(order)))
     at = {group: index for index, group in enumerate(order)}
     owners = _owners(graph, of)
     nodes: dict[str, list[str]] = {group: [] for group in order}
@@ -270,18 +250,6 @@ def _made(
     )
 
 
-def _sorted(edges: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the groups so that each follows those that it uses; of several, the first first."""
-    missing = {group: len(makers) for group, makers in _before(edges).items()}
-    order: list[str] = []
-    while len(order) < len(missing):
-        group = next(g for g, count in missing.items() if count == 0 and g not in order)
-        order.append(group)
-        for user in edges[group]:
-            missing[user] -= 1
-    return order
-
-
 def stages_on(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return the stages as (place, groups): groups on the same ranks are one where nobody waits.
 
@@ -299,21 +267,15 @@ def stages_on(groups: OpGroups, chosen: Sequence[int]) -> list[tuple[int, list[i
     stages: list[tuple[int, list[int]]] = []
     stage_of: dict[int, int] = {}
 
-    def sends(stage: int) -> bool:
-        place, members = stages[stage]
-        return any(chosen[user] != place for member in members for user in users[member])
-
     def joins(stage: int, group: int) -> bool:
-        if stages[stage][0] != chosen[group] or any(
-            chosen[maker] != chosen[group] for maker in makers[group]
-        ):
+        place, members = stages[stage]
+        if {place, *(chosen[maker] for maker in makers[group])} != {chosen[group]}:
             return False
         if len(makers[group]) == 1 and users[next(iter(makers[group]))] == {group}:
             return True
-        # Behind it, a stage that it waits for would wait for it, too.
-        behind = {stage_of[user] for member in stages[stage][1] for user in users[member]
-                  if user in stage_of} - {stage}  # fmt: skip
-        return not sends(stage) and not behind
+        # It sends nothing to others; and after it, a stage that it waits for would wait for it.
+        used_by = {user for member in members for user in users[member]}
+        return all(chosen[user] == place and stage_of.get(user, stage) == stage for user in used_by)
 
     for group, place in enumerate(chosen):
         last = max((stage_of[maker] for maker in makers[group]), default=len(stages) - 1)

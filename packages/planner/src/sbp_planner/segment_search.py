@@ -11,7 +11,6 @@ by what the compiled plan holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,8 +33,7 @@ from sbp_core.infer import (
     minimise,
 )
 from sbp_core.sbp import NdSbp, Sbp, Split
-from sbp_core.signatures import Signature1d
-from sbp_core.strategy import Signature
+from sbp_core.signatures import Signature1d, combine
 from sbp_planner.choice import solve
 from sbp_planner.joint.layers import repeated, tie
 from sbp_planner.joint.lifetime import Held, held
@@ -85,22 +83,9 @@ class Program:
     def kept(self, segment: Segment) -> Kept:
         """Return the decisions by the names of a segment that has the key of the one solved."""
         return Kept(
-            nodes={
-                name: _signature(parts)
-                for name, parts in zip(segment.nodes, self.nodes, strict=True)
-            },
-            storage={
-                name: NdSbp(*entries)
-                for name, entries in zip(segment.inputs, self.inputs, strict=True)
-            },
+            nodes=dict(zip(segment.nodes, map(combine, self.nodes), strict=True)),
+            storage=dict(zip(segment.inputs, (NdSbp(*of) for of in self.inputs), strict=True)),
         )
-
-
-def _signature(parts: tuple[Signature1d, ...]) -> Signature:
-    return Signature(
-        tuple(NdSbp(*entries) for entries in zip(*(part.inputs for part in parts), strict=True)),
-        tuple(NdSbp(*entries) for entries in zip(*(part.outputs for part in parts), strict=True)),
-    )
 
 
 class SegmentSearch:
@@ -149,27 +134,19 @@ class SegmentSearch:
         for axis in range(axes):
             decide_axis(work, decision, axis, pins, layers=layers)
         self.problem = StepProblem(work, decision, range(axes), pins, layers=layers)
-        #: Whether only what is near the choice axis by axis is looked at.
-        self.is_limited = self._limited(away)
+        #: Whether only what is near the choice axis by axis is looked at, as there is very much.
+        self.is_limited = self.problem.num_prices > self.max_prices
+        if self.is_limited:
+            kept = near(self.problem, repeated(self.problem))
+            for name in away:
+                # Of what crosses to other stages all ways to store it stay.
+                variable = self.problem.storage_variable[name]
+                kept[variable] = np.arange(self.problem.sizes[variable])
+            self.problem.restrict(kept)
         for name in away:
             self._send_in_parts(name)
         self.step = tie(self.problem)
         self._held: dict[int, Held] = {}
-
-    def _limited(self, away: Iterable[str]) -> bool:
-        """Leave out signatures far from the choice axis by axis, if there is very much to price.
-
-        Of what crosses to other stages all ways to store it stay.
-        """
-        problem = self.problem
-        if problem.num_prices <= self.max_prices:
-            return False
-        kept = near(problem, repeated(problem))
-        for name in away:
-            variable = problem.storage_variable[name]
-            kept[variable] = np.arange(problem.sizes[variable])
-        problem.restrict(kept)
-        return True
 
     def _send_in_parts(self, name: str) -> None:
         """Count of what crosses to another stage only what is beyond the cheapest way to send it.
@@ -252,11 +229,8 @@ class SegmentSearch:
 
     def held(self, in_flight: int) -> Held:
         """Return what values hold; what stands for other segments is no state of this one."""
-        if in_flight not in self._held:
-            self._held[in_flight] = self._counted(in_flight)
-        return self._held[in_flight]
-
-    def _counted(self, in_flight: int) -> Held:
+        if in_flight in self._held:
+            return self._held[in_flight]
         segment, problem = self.segment, self.problem
         found = held(problem, float("inf"), (in_flight,) * len(problem.work.placements))
         usages, intervals = list(found.usages), list(found.intervals)
@@ -268,4 +242,5 @@ class SegmentSearch:
             elif is_saved(segment, name, self.segments.graph):
                 usages[own] = usages[own] * in_flight
             intervals[own] = whole
-        return replace(found, usages=tuple(usages), intervals=tuple(intervals))
+        self._held[in_flight] = replace(found, usages=tuple(usages), intervals=tuple(intervals))
+        return self._held[in_flight]

@@ -23,7 +23,7 @@ from math import inf
 from pathlib import Path
 
 from sbp_core.errors import SbpError
-from sbp_planner.choice.iopddl import Rounding, read_problem, write_assignment
+from sbp_planner.choice.iopddl.instance import Rounding, read_problem, write_assignment
 from sbp_planner.choice.problem import ChoiceProblem, whole_cost
 from sbp_planner.choice.record import ChoiceSolution
 from sbp_planner.choice.solver import solve
@@ -77,24 +77,29 @@ class _Best:
         sys.stderr.write(f"{time.monotonic() - self.began:8.2f} s  {words}\n")
         sys.stderr.flush()
 
-    def solution(self) -> ChoiceSolution:
-        """Return what is known, of a search that does not end."""
-        return ChoiceSolution(
+    def say(self, solution: ChoiceSolution | None = None) -> None:
+        """Print what was found; of a search that does not end what is known."""
+        seconds = time.monotonic() - self.began
+        found = solution or ChoiceSolution(
             assignment=self.assignment,
             cost=self.cost,
             bound=self.bound,
             proved=False,
-            seconds=time.monotonic() - self.began,
+            seconds=seconds,
         )
-
-    def whole_cost(self, solution: ChoiceSolution) -> int | None:
-        """Return the cost with all digits that the file has, None if costs have fractions."""
-        if self.problem is None or solution.assignment is None:
-            return None
-        whole = whole_cost(self.problem, solution.assignment)
-        if whole is None:
-            return None
-        return whole + self.rounding.of(self.problem, solution.assignment)
+        cost = "infeasible" if found.proved else "nothing found"
+        bound, lines = _number(found.bound), [f"seconds {seconds:.2f}"]
+        if found.assignment is not None:
+            cost = _number(found.cost)
+            if self.problem is not None:
+                # With all digits that the file has; None if costs have fractions.
+                whole = whole_cost(self.problem, found.assignment)
+                if whole is not None:
+                    cost = str(whole + self.rounding.of(self.problem, found.assignment))
+            bound = cost if found.bound >= found.cost else bound
+            proved = "yes" if found.proved else "no"
+            lines = [f"gap {found.gap:.6g}", *lines, f"proved {proved}"]
+        sys.stdout.write("\n".join([f"cost {cost}", f"bound {bound}", *lines]) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None, began: float | None = None) -> int:
@@ -107,8 +112,16 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     began = time.monotonic() if began is None else began
     options = _options(arguments)
     best = _Best(options.out, began)
+
+    def stop() -> None:
+        """Write and say what there is, and end; the second process sees that, and ends, too."""
+        best.write()
+        best.say()
+        sys.stdout.flush()
+        os._exit(0 if best.assignment is not None else 1)
+
     try:
-        with _stopped_by_signals(lambda: _stop(best)):
+        with _stopped_by_signals(stop):
             best.problem = read_problem(options.instance, best.rounding)
             took = time.monotonic() - began
             left = options.time_limit - took
@@ -124,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, began: float | None = None) -> 
     except SbpError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    _say(best, solution)
+    best.say(solution)
     return 0 if solution.assignment is not None else 1
 
 
@@ -166,34 +179,6 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
         done.set()
         thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _stop(best: _Best) -> None:
-    """Write and say what there is, and end; the second process sees that, and ends, too."""
-    best.write()
-    _say(best, best.solution())
-    sys.stdout.flush()
-    os._exit(0 if best.assignment is not None else 1)
-
-
-def _say(best: _Best, solution: ChoiceSolution) -> None:
-    whole = best.whole_cost(solution)
-    seconds = time.monotonic() - best.began
-    sys.stdout.write("\n".join(_lines(solution, whole, seconds)) + "\n")
-
-
-def _lines(solution: ChoiceSolution, whole: int | None, seconds: float) -> list[str]:
-    if solution.assignment is None:
-        found = "infeasible" if solution.proved else "nothing found"
-        return [f"cost {found}", f"bound {_number(solution.bound)}", f"seconds {seconds:.2f}"]
-    cost = _number(solution.cost) if whole is None else str(whole)
-    return [
-        f"cost {cost}",
-        f"bound {cost if solution.bound >= solution.cost else _number(solution.bound)}",
-        f"gap {solution.gap:.6g}",
-        f"seconds {seconds:.2f}",
-        f"proved {'yes' if solution.proved else 'no'}",
-    ]
 
 
 def _number(value: float) -> str:

@@ -13,6 +13,10 @@ are kept; a step adds one node to all of them at once:
          |        o     x              |  more than the limit leaves for the nodes to come
          +----------------|-- bytes
 
+Without edges it is a knapsack, of which one set of pairs is kept for all strategies. A pair is
+dropped, too, when even the best ratio of cost to bytes among the nodes to come could not bring it
+to fit at less cost than a greedy choice has.
+
 Bytes are exact integers: nothing is rounded. Takes O(n · k² · p log p) for n nodes, k strategies
 and p kept pairs; p is at most the number of different sums of bytes, so that it stays small if
 nodes are alike.
@@ -27,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf, isfinite
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,16 +54,8 @@ class ChainSolution:
     usage: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Front:
-    """The kept pairs of one node, strategy by strategy: bytes rise, costs fall within each.
-
-    Args:
-        usage: int64 of shape (pairs,).
-        cost: float64 of shape (pairs,).
-        strategy: Of this node, int64 of shape (pairs,).
-        before: Which pair of the node before it came from, int64 of shape (pairs,).
-    """
+class _Front(NamedTuple):
+    """The kept pairs of one node: bytes, cost, its strategy, and the pair before it came from."""
 
     usage: Ints
     cost: Floats
@@ -66,10 +63,18 @@ class _Front:
     before: Ints
 
 
+class _Rest(NamedTuple):
+    """What nodes without edges add: the cheapest of them, and the least cost of a byte saved."""
+
+    cost: float
+    usage: int
+    ratio: float
+
+
 def solve_chain(
     costs: Sequence[Floats],
     usages: Sequence[Ints],
-    edge_costs: Sequence[Floats],
+    edge_costs: Sequence[Floats] | None,
     usage_limit: float | None = None,
 ) -> ChainSolution | None:
     """Return the cheapest strategies that fit; among equals those with the fewest bytes.
@@ -78,7 +83,7 @@ def solve_chain(
         costs: For each node the cost of each strategy, float64; `inf` forbids.
         usages: For each node the bytes of each strategy, >= 0, int64.
         edge_costs: For each node but the last its costs with the next, float64 of shape
-            (strategies, strategies of the next); `inf` forbids.
+            (strategies, strategies of the next); `inf` forbids. None for a knapsack.
         usage_limit: Bytes; None for no limit.
 
     Returns:
@@ -90,34 +95,63 @@ def solve_chain(
     """
     costs = [np.asarray(cost, dtype=np.float64) for cost in costs]
     usages = [np.asarray(usage) for usage in usages]
-    edge_costs = [np.asarray(table, dtype=np.float64) for table in edge_costs]
-    _check(costs, usages, edge_costs)
+    tables = None if edge_costs is None else [np.asarray(t, dtype=np.float64) for t in edge_costs]
+    _check(costs, usages, tables)
     # More than all nodes can hold is no limit; with that, bytes of any size are exact.
     most = sum(int(usage.max()) for usage in usages)
     limited = usage_limit is not None and isfinite(usage_limit)
     limit = min(floor(usage_limit), most) if limited and usage_limit is not None else most
     if usage_limit == -inf:
         limit = -1
+    if limit < 0 or any(cost.min() == inf for cost in costs):
+        return None
     # What the nodes to come hold at least.
     later = [0]
     for usage in reversed(usages):
         later.append(later[-1] + int(usage.min()))
-    later.reverse()
-    fronts: list[_Front] = []
+    rests, dearest = _rests(costs, usages, limit) if tables is None else ([], inf)
+    nothing = np.zeros(1, dtype=np.int64)
+    fronts = [_Front(nothing, np.zeros(1), nothing, nothing)]
     for node, (cost, usage) in enumerate(zip(costs, usages, strict=True)):
-        previous = fronts[-1] if fronts else None
-        table = edge_costs[node - 1] if node else None
-        front = _extended(previous, table, cost, usage, limit - later[node + 1])
-        if not len(front.cost):
+        previous, found = fronts[-1], []
+        table = tables[node - 1][previous.strategy] if tables is not None and node else 0.0
+        every = np.arange(len(cost))
+        for own in every[None, :] if tables is None else every[:, None]:
+            between = table if isinstance(table, float) else table[:, own]
+            held = (previous.usage[:, None] + usage[own]).ravel()
+            total = (previous.cost[:, None] + between + cost[own]).ravel()
+            good = (held <= limit - later[len(costs) - node - 1]) & (total < inf)
+            if rests:
+                rest = rests[node]
+                over = np.maximum(held + rest.usage - limit, 0)
+                needed = np.where(over > 0, over * rest.ratio if rest.ratio < inf else inf, 0.0)
+                good &= total + rest.cost + needed <= dearest
+            place = np.flatnonzero(good)
+            kept = place[_undominated(held[place], total[place])]
+            found.append((held[kept], total[kept], own[kept % len(own)], kept // len(own)))
+        fronts.append(_Front(*(np.concatenate(arrays) for arrays in zip(*found, strict=True))))
+        if not len(fronts[-1].cost):
             return None
-        fronts.append(front)
-    return _read_back(fronts, limit)
+    last = fronts[-1]
+    place_of = best = int(np.lexsort((last.usage, last.cost))[0])
+    assignment = []
+    for front in reversed(fronts[1:]):
+        assignment.append(int(front.strategy[place_of]))
+        place_of = int(front.before[place_of])
+    return ChainSolution(
+        assignment=tuple(reversed(assignment)),
+        cost=float(last.cost[best]),
+        usage=int(last.usage[best]),
+    )
 
 
-def _check(costs: Sequence[Floats], usages: Sequence[Ints], edge_costs: Sequence[Floats]) -> None:
-    if len(usages) != len(costs) or len(edge_costs) != max(len(costs) - 1, 0):
+def _check(
+    costs: Sequence[Floats], usages: Sequence[Ints], tables: Sequence[Floats] | None
+) -> None:
+    edges = max(len(costs) - 1, 0) if tables is None else len(tables)
+    if len(usages) != len(costs) or edges != max(len(costs) - 1, 0):
         raise SbpValueError(
-            f"{len(costs)} costs, {len(usages)} usages and {len(edge_costs)} edge_costs",
+            f"{len(costs)} costs, {len(usages)} usages and {edges} edge_costs",
             accepted="as many usages as costs, and one edge less",
         )
     for node, (cost, usage) in enumerate(zip(costs, usages, strict=True)):
@@ -128,36 +162,16 @@ def _check(costs: Sequence[Floats], usages: Sequence[Ints], edge_costs: Sequence
             )
         if usage.dtype.kind not in "iu" or usage.min() < 0:
             raise SbpValueError(f"usages[{node}] is {usage}", accepted="whole bytes >= 0")
-    for name, tables in (("costs", costs), ("edge_costs", edge_costs)):
-        for node, table in enumerate(tables):
+    for name, of in (("costs", costs), ("edge_costs", tables or ())):
+        for node, table in enumerate(of):
             if table.size and not table.min() > -inf:
                 raise SbpValueError(f"{name}[{node}] has NaN or -inf", accepted="numbers, or inf")
-    for node, table in enumerate(edge_costs):
+    for node, table in enumerate(tables or ()):
         accepted = len(costs[node]), len(costs[node + 1])
         if table.shape != accepted:
             raise SbpValueError(
                 f"edge_costs[{node}] has shape {table.shape}", accepted=f"shape {accepted}"
             )
-
-
-def _extended(
-    previous: _Front | None, table: Floats | None, cost: Floats, usage: Ints, limit: int
-) -> _Front:
-    """Add a node to all kept pairs, and keep what is best for each of its strategies."""
-    found: list[tuple[Ints, Floats, Ints, Ints]] = []
-    for strategy, (own_cost, own_usage) in enumerate(
-        zip(cost.tolist(), usage.tolist(), strict=True)
-    ):
-        if previous is None or table is None:
-            bytes_held = np.array([own_usage], dtype=np.int64)
-            total = np.array([own_cost])
-        else:
-            bytes_held = previous.usage + own_usage
-            total = previous.cost + table[previous.strategy, strategy] + own_cost
-        place = np.flatnonzero((bytes_held <= limit) & (total < inf))
-        kept = place[_undominated(bytes_held[place], total[place])]
-        found.append((bytes_held[kept], total[kept], np.full(len(kept), strategy), kept))
-    return _Front(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
 
 def _undominated(usage: Ints, cost: Floats) -> Ints:
@@ -170,17 +184,38 @@ def _undominated(usage: Ints, cost: Floats) -> Ints:
     return result
 
 
-def _read_back(fronts: Sequence[_Front], limit: int) -> ChainSolution | None:
-    if not fronts:
-        return ChainSolution(assignment=(), cost=0.0, usage=0) if limit >= 0 else None
-    last = fronts[-1]
-    place = best = int(np.lexsort((last.usage, last.cost))[0])
-    assignment = []
-    for front in reversed(fronts):
-        assignment.append(int(front.strategy[place]))
-        place = int(front.before[place])
-    return ChainSolution(
-        assignment=tuple(reversed(assignment)),
-        cost=float(last.cost[best]),
-        usage=int(last.usage[best]),
-    )
+def _rests(
+    costs: Sequence[Floats], usages: Sequence[Ints], limit: int
+) -> tuple[list[_Rest], float]:
+    """Return what the nodes after each node add, and the cost of a greedy choice that fits.
+
+    It takes the cheapest strategies, then changes by rising ratio of cost to bytes; of one node, a
+    later change takes the place of an earlier one.
+    """
+    changes: list[tuple[float, int, int, float]] = []
+    rests, rest = [], _Rest(0.0, 0, inf)
+    for node in reversed(range(len(costs))):
+        rests.append(rest)
+        cost, usage = costs[node], usages[node]
+        cheapest = np.lexsort((usage, cost))[0]
+        saved, added = int(usage[cheapest]) - usage, cost - cost[cheapest]
+        own = [
+            (float(added[k]) / int(saved[k]), node, int(saved[k]), float(added[k]))
+            for k in np.flatnonzero((saved > 0) & (cost < inf))
+        ]
+        changes += own
+        rest = _Rest(
+            cost=rest.cost + float(cost[cheapest]),
+            usage=rest.usage + int(usage[cheapest]),
+            ratio=min([rest.ratio, *(change[0] for change in own)]),
+        )
+    taken: dict[int, tuple[int, float]] = {}
+    over = rest.usage - limit
+    for _, node, saves, adds in sorted(changes):
+        before = taken.get(node, (0, 0.0))[0]
+        if over > 0 and saves > before:
+            taken[node] = saves, adds
+            over -= saves - before
+    total = inf if over > 0 else rest.cost + sum(adds for _, adds in taken.values())
+    # Sums in another order may differ in their last digits.
+    return rests[::-1], total + 1e-9 * abs(total) if total < inf else inf

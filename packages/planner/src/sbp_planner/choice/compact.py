@@ -1,19 +1,188 @@
-"""What reductions leave of a problem: numbered from 0, in flat arrays, as solvers want it."""
+"""What reductions leave of a problem: numbered from 0, in flat arrays, as solvers want it.
+
+The tables of all edges are one array, so that a whole assignment is read at once:
+
+    edge 0 (2 x 3)      edge 1 (2 x 2)
+    a b c | d e f       g h | i j             `entries`; row by row, `inf` where forbidden
+    0                   6            10       `first`
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TypeVar
+from math import inf
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import Floats, Ints
-from sbp_planner.choice.tables import Arcs, FlatTables, allowed
 
 Array = TypeVar("Array", Floats, Ints)
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatTables:
+    """Tables of edges, one after the other.
+
+    Args:
+        ends: Nodes of each edge, int64 of shape (edges, 2).
+        entries: Costs of all pairs, float64.
+        first: Of each edge its first entry, and at the end their number, int64.
+        widths: Of each edge the strategies of its second node, int64.
+    """
+
+    ends: Ints
+    entries: Floats
+    first: Ints
+    widths: Ints
+
+    @classmethod
+    def of(cls, edges: tuple[tuple[int, int], ...], tables: tuple[Floats, ...]) -> FlatTables:
+        """Return the tables of edges."""
+        sizes = [table.size for table in tables]
+        return cls(
+            ends=np.array(edges, dtype=np.int64).reshape(-1, 2),
+            entries=np.concatenate([table.ravel() for table in tables] or [np.zeros(0)]),
+            first=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
+            widths=np.array([table.shape[1] for table in tables], dtype=np.int64),
+        )
+
+    def chosen(self, values: Ints) -> Ints:
+        """Return the entry of each edge that an assignment takes, int64 of shape (edges,)."""
+        chosen: Ints = self.first[:-1] + values[self.ends[:, 0]] * self.widths
+        return chosen + values[self.ends[:, 1]]
+
+    @property
+    def rows(self) -> Ints:
+        """Of each edge the strategies of its first node."""
+        rows: Ints = np.diff(self.first) // np.maximum(self.widths, 1)
+        return rows
+
+    def places(self, end: int) -> Ints:
+        """Return of each entry the strategy of one end (0 or 1) of its edge."""
+        sizes = np.diff(self.first)
+        place, widths = ragged(np.zeros_like(sizes), sizes), np.repeat(self.widths, sizes)
+        found: Ints = place % widths if end else place // widths
+        return found
+
+    def columns(self, first: Ints, end: int) -> Ints:
+        """Return of each entry the column of its strategy of one end (0 or 1) of the edge.
+
+        Args:
+            first: Of each node its first column.
+            end: Which end.
+        """
+        return self.places(end) + np.repeat(first[self.ends[:, end]], np.diff(self.first))
+
+    def transposed(self) -> Ints:
+        """Return the entries in the order of transposed tables, as places in `entries`."""
+        lengths = np.repeat(self.rows, self.widths)
+        base = ragged(self.first[:-1], self.widths)
+        inner = ragged(np.zeros_like(lengths), lengths)
+        order: Ints = np.repeat(base, lengths) + inner * np.repeat(
+            np.repeat(self.widths, self.widths), lengths
+        )
+        return order
+
+
+class Arcs(NamedTuple):
+    """The allowed pairs of all edges, each edge twice: from its first node to its second, and back.
+
+    Direction `e` of m edges goes from the first node of edge e, direction `m + e` back. A strategy
+    of a receiver that no strategy of the sender allows has one arc, which costs `forbidden`.
+
+    Args:
+        strategy: Of each arc the sender's, int32; sorted by direction, strategy of the receiver,
+            strategy of the sender.
+        cost: Its cost.
+        first: Of each direction its first arc, and at the end their number.
+        counts: Arcs of each strategy of the receiver, direction by direction.
+        counts_first: Of each direction its first count, and at the end their number.
+        forbidden: More than any assignment costs against another.
+    """
+
+    strategy: NDArray[np.int32]
+    cost: Floats
+    first: Ints
+    counts: Ints
+    counts_first: Ints
+    forbidden: float
+
+    @classmethod
+    def of(cls, flat: FlatTables, forbidden: float) -> Arcs:
+        """Return the arcs of tables."""
+        rows, widths = flat.rows, flat.widths
+        order = np.concatenate([flat.transposed(), np.arange(len(flat.entries))])
+        cost = flat.entries[order]
+        lengths = np.concatenate([np.repeat(rows, widths), np.repeat(widths, rows)])
+        begins = np.cumsum(lengths) - lengths
+        kept = cost < inf
+        if len(cost):
+            none = ~np.logical_or.reduceat(kept, begins)
+            cost[begins[none]], kept[begins[none]] = forbidden, True
+        before = np.concatenate([[0], np.cumsum(kept)])
+        counts = before[begins + lengths] - before[begins]
+        counts_first = np.concatenate([[0], np.cumsum(np.concatenate([widths, rows]))])
+        first = np.concatenate([[0], np.cumsum(counts)])[counts_first]
+        strategy = ragged(np.zeros_like(lengths), lengths)[kept].astype(np.int32)
+        return cls(strategy, cost[kept], first, counts, counts_first, forbidden)
+
+
+class Messages(NamedTuple):
+    """Messages over some edges, one way: for each strategy of a receiver the least of its sender's.
+
+    Args:
+        from_column: Columns of the senders, edge by edge.
+        arc_from, arc_cost: Of each allowed pair the place of its sender's strategy in
+            `from_column`, sorted as `Arcs` are, and its cost.
+        arc_first: Where the pairs of each strategy of a receiver begin.
+        to_column: Columns of the receivers, edge by edge.
+    """
+
+    from_column: Ints
+    arc_from: NDArray[np.int32]
+    arc_cost: Floats
+    arc_first: Ints
+    to_column: Ints
+
+    def least(self, sent: Floats) -> Floats:
+        """Return the message to each of `to_column`.
+
+        Args:
+            sent: Costs of `from_column`.
+        """
+        least: Floats = np.minimum.reduceat(sent[self.arc_from] + self.arc_cost, self.arc_first)
+        return least
+
+
+class Beside(NamedTuple):
+    """Columns of one end of some edges, and their costs beside what the other end takes.
+
+    Args:
+        other: The node of the other end of each column.
+        column: The columns, edge by edge.
+        entry, stride: The entry of the flat tables for strategy 0 of the other end, and the way to
+            the entry of its next strategy.
+    """
+
+    other: Ints
+    column: Ints
+    entry: Ints
+    stride: Ints
+
+    def costs(self, entries: Floats, values: Ints) -> Floats:
+        """Return the cost of each column.
+
+        Args:
+            entries: Of the flat tables.
+            values: The strategy of each node.
+        """
+        return entries[self.entry + values[self.other] * self.stride]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is derived is cached
@@ -56,7 +225,7 @@ class Compact:
     @property
     def num_arcs(self) -> int:
         """Number of allowed pairs of strategies, over all edges."""
-        return int(allowed(self.flat.entries).sum())
+        return int((self.flat.entries < inf).sum())
 
     @cached_property
     def flat(self) -> FlatTables:
@@ -66,14 +235,78 @@ class Compact:
     @cached_property
     def arcs(self) -> Arcs:
         """The allowed pairs, by direction of their edges."""
-        finite = np.abs(self.flat.entries[allowed(self.flat.entries)])
+        finite = np.abs(self.flat.entries[self.flat.entries < inf])
         spread = float(np.ptp(self.cost)) if len(self.cost) else 0.0
         return Arcs.of(self.flat, forbidden=2 * (spread + float(finite.sum())) + 1)
+
+    @cached_property
+    def edges_of(self) -> list[list[int]]:
+        """The edges of each node."""
+        found: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for number, (u, v) in enumerate(self.edges):
+            found[u].append(number)
+            found[v].append(number)
+        return found
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what is derived."""
         names = {field.name for field in fields(self)}
         return {name: value for name, value in self.__dict__.items() if name in names}
+
+    def messages(self, edges: Ints, from_second: Mask) -> Messages:
+        """Return the messages over some edges.
+
+        Args:
+            edges: Which.
+            from_second: Of each whether it is from the second end.
+        """
+        arcs, directions = self.arcs, edges + from_second * len(self.edges)
+        ends = np.where(from_second, self.flat.ends[edges].T[::-1], self.flat.ends[edges].T)
+        sender, receiver = ends
+        sent, received = self.sizes[sender], self.sizes[receiver]
+        lengths = arcs.first[directions + 1] - arcs.first[directions]
+        which = ragged(arcs.first[directions], lengths)
+        counts = arcs.counts[ragged(arcs.counts_first[directions], received)]
+        place = np.repeat(np.cumsum(sent) - sent, lengths) + arcs.strategy[which]
+        return Messages(
+            from_column=ragged(self.first[sender], sent),
+            arc_from=place.astype(np.int32),
+            arc_cost=arcs.cost[which],
+            arc_first=np.cumsum(counts) - counts,
+            to_column=ragged(self.first[receiver], received),
+        )
+
+    def beside(self, edges: Ints, second: Mask) -> Beside:
+        """Return the costs of the columns of one end of some edges.
+
+        Args:
+            edges: Which.
+            second: Of each whether these are of the second end.
+        """
+        flat, ends = self.flat, self.flat.ends[edges]
+        node = np.where(second, ends[:, 1], ends[:, 0])
+        sizes, widths = self.sizes[node], flat.widths[edges]
+        place = ragged(np.zeros_like(sizes), sizes)
+        # Along strategies of the second end an entry is the next one, along the first a row on.
+        step = np.repeat(np.where(second, 1, widths), sizes)
+        return Beside(
+            other=np.repeat(np.where(second, ends[:, 0], ends[:, 1]), sizes),
+            column=ragged(self.first[node], sizes),
+            entry=np.repeat(flat.first[edges], sizes) + place * step,
+            stride=np.repeat(np.where(second, widths, 1), sizes),
+        )
+
+    def priced(self, prices: Floats) -> Floats:
+        """Return the costs of all columns with their bytes at a price of each memory row."""
+        if not len(prices):
+            return self.cost
+        before = np.concatenate([[0.0], np.cumsum(prices)])
+        paid = self.held_bytes * (before[self.held_end] - before[self.held_first])
+        return self.cost + np.bincount(self.held_column, paid, len(self.cost)).astype(np.float64)
+
+    def least(self, of_column: Floats) -> Floats:
+        """Return the least of each node's columns, for each of these."""
+        return np.repeat(np.minimum.reduceat(of_column, self.first[:-1]), self.sizes)
 
     def profile(self, weight: Array) -> Array:
         """Return the bytes held at each memory row, of the dtype of the weights.
@@ -109,6 +342,38 @@ class Compact:
         """Return whether no memory row is above its capacity."""
         return not len(self.capacity) or bool(self.excess(values).max() <= 0)
 
+    def split(self, of_column: Mask, of_entry: Mask) -> tuple[list[Mask], list[Mask]]:
+        """Return what is said of all columns and all pairs, node by node and edge by edge."""
+        pairs = np.split(of_entry, self.flat.first[1:-1])
+        return (
+            np.split(of_column, self.first[1:-1]),
+            [own.reshape(t.shape) for own, t in zip(pairs, self.tables, strict=False)],
+        )
+
+    def restricted(
+        self, kept: Mask, edges: Sequence[tuple[int, int]], tables: Sequence[Floats]
+    ) -> Compact:
+        """Return the problem with some columns only, and the nodes that have any.
+
+        Args:
+            kept: Of each column whether it is left.
+            edges: Those between nodes that are left, by their new numbers.
+            tables: Their costs.
+        """
+        counts = np.add.reduceat(kept, self.first[:-1], dtype=np.int64)
+        some = kept[self.held_column]
+        return replace(
+            self,
+            cost=self.cost[kept],
+            first=np.concatenate([[0], np.cumsum(counts[counts > 0])]),
+            edges=tuple(edges),
+            tables=tuple(tables),
+            held_column=(np.cumsum(kept) - 1)[self.held_column[some]],
+            held_first=self.held_first[some],
+            held_end=self.held_end[some],
+            held_bytes=self.held_bytes[some],
+        )
+
 
 def compacted(graph: Graph) -> tuple[Compact, list[int]]:
     """Return what is left of a graph, and which of its nodes these are."""
@@ -116,15 +381,14 @@ def compacted(graph: Graph) -> tuple[Compact, list[int]]:
     place = {node: at for at, node in enumerate(nodes)}
     first = np.concatenate([[0], np.cumsum([len(graph.cost[n]) for n in nodes], dtype=np.int64)])
     edges, tables = [], []
+    held: list[tuple[int, int, int, int]] = []
     for node in nodes:
         for other, table in graph.tables[node].items():
             if place[node] < place[other]:
                 edges.append((place[node], place[other]))
                 tables.append(table)
-    held: list[tuple[int, int, int, int]] = []
-    for node in nodes:
+        column = int(first[place[node]])
         for (start, end), usage in graph.spans[node].items():
-            column = int(first[place[node]])
             held += [(column + int(s), start, end, int(usage[s])) for s in np.flatnonzero(usage)]
     columns = np.array(held, dtype=np.int64).reshape(-1, 4).T
     base = np.cumsum(graph.base)[:-1]
@@ -160,20 +424,27 @@ def _without_equal_rows(compact: Compact) -> Compact:
     place = np.concatenate([[0], np.cumsum(kept)])
     first, end = place[compact.held_first], place[compact.held_end]
     some = first < end
-    return Compact(
-        cost=compact.cost,
-        first=compact.first,
-        edges=compact.edges,
-        tables=compact.tables,
+    return replace(
+        compact,
         capacity=compact.capacity[kept],
         held_column=compact.held_column[some],
         held_first=first[some],
         held_end=end[some],
         held_bytes=compact.held_bytes[some],
-        constant=compact.constant,
     )
 
 
-def as_values(strategies: Sequence[int]) -> Ints:
-    """Return strategies as the array that `Compact` works on."""
-    return np.asarray(strategies, dtype=np.int64)
+def ragged(starts: Ints, lengths: Ints) -> Ints:
+    """Return the ranges that start there and are so long, one after the other, int64."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    result: Ints = np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+    return result
+
+
+def first_least(values: Floats, starts: Ints, lengths: Ints) -> Ints:
+    """Return the place of the first least entry of each stretch of `values`, none empty."""
+    least = np.repeat(np.minimum.reduceat(values, starts), lengths)
+    place = np.where(values == least, np.arange(len(values)), len(values))
+    found: Ints = np.minimum.reduceat(place, starts) - starts
+    return found

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints
-from sbp_planner.choice.rows import memory_rows
+from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints, memory_rows
 
 Indices = NDArray[np.intp]
 
@@ -27,17 +26,8 @@ class NothingAllowedError(Exception):
     """No assignment is allowed: a node lost its last strategy, or memory is too small for any."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The strategies of a node were cut down to `kept`."""
-
-    node: int
-    kept: Indices
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A node takes `table[strategies of others]`."""
+class _Step(NamedTuple):
+    """A node takes `table[strategies of others]`; of itself, if its strategies were cut down."""
 
     node: int
     others: tuple[int, ...]
@@ -61,14 +51,13 @@ class Graph:
     """
 
     def __init__(self, problem: ChoiceProblem) -> None:
-        count = problem.num_nodes
         self.cost: list[Floats] = [cost.copy() for cost in problem.costs]
-        self.tables: list[dict[int, Floats]] = [{} for _ in range(count)]
-        self.spans: list[Spans] = [{} for _ in range(count)]
-        self.changed: list[set[int]] = [set() for _ in range(count)]
-        self.alive = [True] * count
+        self.tables: list[dict[int, Floats]] = [{} for _ in self.cost]
+        self.spans: list[Spans] = [{} for _ in self.cost]
+        self.changed: list[set[int]] = [set() for _ in self.cost]
+        self.alive = [True] * len(self.cost)
         self.constant = 0.0
-        self._steps: list[_Kept | _Read] = []
+        self._steps: list[_Step] = []
         for (u, v), table in zip(problem.edges, problem.edge_costs, strict=True):
             if u == v:
                 self.cost[u] = self.cost[u] + np.diagonal(table)
@@ -120,7 +109,7 @@ class Graph:
         """Cut the strategies of a node down to some."""
         if not len(kept):
             raise NothingAllowedError
-        self._steps.append(_Kept(node, kept))
+        self._steps.append(_Step(node, (node,), kept))
         self.cost[node] = self.cost[node][kept]
         for other, table in self.tables[node].items():
             self.set_edge(node, other, table[kept])
@@ -130,7 +119,7 @@ class Graph:
 
     def follow(self, node: int, leader: int, strategies: Indices) -> None:
         """Let a node take `strategies[strategy of leader]`, and put it into the leader."""
-        self._steps.append(_Read(node, (leader,), strategies))
+        self._steps.append(_Step(node, (leader,), strategies))
         cost = self.cost[leader] + self.cost[node][strategies]
         tables, spans = self.tables[node], self.spans[node]
         if leader in tables:
@@ -156,7 +145,7 @@ class Graph:
             shape[axis + 1] = table.shape[1]
             total = total + table.reshape(shape)
         least = total.min(axis=0)
-        self._steps.append(_Read(node, others, np.asarray(total.argmin(axis=0))))
+        self._steps.append(_Step(node, others, np.asarray(total.argmin(axis=0))))
         self._remove(node)
         if len(others) == 2:
             self.add_edge(*others, least)
@@ -243,14 +232,9 @@ class Graph:
 
     def extend(self, strategies: dict[int, int]) -> list[int]:
         """Return the strategy of every node from those of the nodes that are left."""
-        values = [0] * len(self.cost)
-        for node, strategy in strategies.items():
-            values[node] = strategy
-        for step in reversed(self._steps):
-            if isinstance(step, _Kept):
-                values[step.node] = int(step.kept[values[step.node]])
-            else:
-                values[step.node] = int(step.table[tuple(values[v] for v in step.others)])
+        values = [strategies.get(node, 0) for node in range(len(self.cost))]
+        for node, others, table in reversed(self._steps):
+            values[node] = int(table[tuple(values[v] for v in others)])
         return values
 
     def project(self, assignment: Sequence[int]) -> dict[int, int]:
@@ -259,13 +243,12 @@ class Graph:
         A node of which the strategy was taken away is left out.
         """
         values = dict(enumerate(assignment))
-        for step in self._steps:
-            if isinstance(step, _Read):
-                values.pop(step.node, None)
-            elif step.node in values:
-                place = np.flatnonzero(step.kept == values.pop(step.node))
+        for node, others, kept in self._steps:
+            strategy = values.pop(node, None)
+            if strategy is not None and others == (node,):
+                place = np.flatnonzero(kept == strategy)
                 if len(place):
-                    values[step.node] = int(place[0])
+                    values[node] = int(place[0])
         return values
 
 

@@ -15,7 +15,7 @@ Distributed Deep Learning", from which the words node, strategy, usage and inter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, inf, isinf, isnan
 from typing import Any
@@ -64,27 +64,52 @@ class ChoiceProblem:
     name: str = "choice problem"
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(
-            self, "costs", tuple(self._table(f"costs[{i}]", c, 1) for i, c in enumerate(self.costs))
-        )
-        sizes = self.sizes
-        for i, size in enumerate(sizes):
+        def put(name: str, values: object) -> None:
+            object.__setattr__(self, name, values)
+
+        count = len(self.costs)
+        put("costs", tuple(self._table(f"costs[{i}]", c, 1) for i, c in enumerate(self.costs)))
+        for i, size in enumerate(self.sizes):
             if size == 0:
                 raise self._error(f"node {i} has no strategy", "one or more strategies a node")
-        put(self, "edges", tuple(self._pair(n, pair) for n, pair in enumerate(self.edges)))
         if len(self.edges) != len(self.edge_costs):
-            raise self._error(
-                f"{len(self.edges)} edges and {len(self.edge_costs)} edge_costs", "as many of both"
-            )
-        put(
-            self, "edge_costs", tuple(self._edge_table(n, c) for n, c in enumerate(self.edge_costs))
-        )
-        put(self, "intervals", self._checked_intervals())
-        limit, usages = self._checked_usages()
-        put(self, "usage_limit", limit)
-        put(self, "usages", usages)
-        put(self, "ties", tuple(self._tie(n, tie) for n, tie in enumerate(self.ties)))
+            what = f"{len(self.edges)} edges and {len(self.edge_costs)} edge_costs"
+            raise self._error(what, "as many of both")
+        tables = []
+        for n, (pair, values) in enumerate(zip(self.edges, self.edge_costs, strict=True)):
+            if len(pair) != 2 or not all(0 <= node < count for node in pair):
+                accepted = f"two nodes, each from 0 to {count - 1}"
+                raise self._error(f"edges[{n}] is {pair!r}", accepted)
+            table, (u, v) = self._table(f"edge_costs[{n}]", values, 2), pair
+            shape = len(self.costs[u]), len(self.costs[v])
+            if table.shape != shape:
+                raise self._error(
+                    f"edge_costs[{n}], of edge {(u, v)}, has shape {table.shape}",
+                    f"shape {shape}: strategies of the two nodes",
+                )
+            tables.append(table)
+        put("edges", tuple((int(u), int(v)) for u, v in self.edges))
+        put("edge_costs", tuple(tables))
+        for name, of in (("intervals", self.intervals), ("usages", self.usages)):
+            if of is not None and len(of) != count:
+                raise self._error(f"{len(of)} {name} and {count} nodes", "as many of both")
+        intervals = []
+        for i, interval in enumerate(self.intervals or [(0, 1)] * count):
+            if len(interval) != 2 or min(interval) < 0 or max(interval) > _LATEST:
+                accepted = f"a pair (start, end) of times from 0 to {_LATEST}"
+                raise self._error(f"intervals[{i}] is {interval!r}", accepted)
+            start, end = int(interval[0]), int(interval[1])
+            intervals.append((start, end) if start < end else (0, 0))
+        put("intervals", tuple(intervals))
+        self._put_usages(put)
+        for n, tie in enumerate(self.ties):
+            if not all(0 <= node < count for node in tie):
+                raise self._error(f"ties[{n}] is {tie!r}", f"nodes from 0 to {count - 1}")
+            counts = [len(self.costs[node]) for node in tie]
+            if len(set(counts)) > 1:
+                what = f"the nodes of ties[{n}], {tuple(tie)}, have {counts} strategies"
+                raise self._error(what, "equally many strategies")
+        put("ties", tuple(tuple(int(node) for node in tie) for tie in self.ties))
 
     @property
     def num_nodes(self) -> int:
@@ -111,66 +136,43 @@ class ChoiceProblem:
             raise self._error(f"{key} has the cost NaN or -inf", "finite numbers, or inf to forbid")
         return table
 
-    def _pair(self, n: int, pair: Sequence[int]) -> tuple[int, int]:
-        if len(pair) != 2 or not all(0 <= node < len(self.costs) for node in pair):
-            raise self._error(
-                f"edges[{n}] is {pair!r}", f"two nodes, each from 0 to {len(self.costs) - 1}"
-            )
-        return int(pair[0]), int(pair[1])
-
-    def _edge_table(self, n: int, values: Any) -> Floats:
-        table = self._table(f"edge_costs[{n}]", values, 2)
-        u, v = self.edges[n]
-        accepted = (len(self.costs[u]), len(self.costs[v]))
-        if table.shape != accepted:
-            raise self._error(
-                f"edge_costs[{n}], of edge {(u, v)}, has shape {table.shape}",
-                f"shape {accepted}: strategies of the two nodes",
-            )
-        return table
-
-    def _checked_intervals(self) -> tuple[tuple[int, int], ...]:
-        if self.intervals is None:
-            return ((0, 1),) * len(self.costs)
-        if len(self.intervals) != len(self.costs):
-            raise self._error(
-                f"{len(self.intervals)} intervals and {len(self.costs)} nodes", "as many of both"
-            )
-        found = []
-        for i, interval in enumerate(self.intervals):
-            if len(interval) != 2 or min(interval) < 0 or max(interval) > _LATEST:
-                accepted = f"a pair (start, end) of times from 0 to {_LATEST}"
-                raise self._error(f"intervals[{i}] is {interval!r}", accepted)
-            start, end = int(interval[0]), int(interval[1])
-            found.append((start, end) if start < end else (0, 0))
-        return tuple(found)
-
-    def _checked_usages(self) -> tuple[float | None, tuple[Ints, ...] | None]:
+    def _put_usages(self, put: Callable[[str, object], None]) -> None:
+        """Check the usages, and make all sums of them, and the limit to go with them, fit int64."""
         limit = self.usage_limit
         if limit is not None and isnan(limit):
             raise self._error("usage_limit is NaN", "bytes, or None for no limit")
         if self.usages is None:
-            return (None if limit is None or limit >= 0 else limit), None
-        if len(self.usages) != len(self.costs):
-            raise self._error(
-                f"{len(self.usages)} usages and {len(self.costs)} nodes", "as many of both"
-            )
-        whole = None if limit is None or limit == inf else -1 if limit == -inf else floor(limit)
-        found: list[Ints] = []
-        for i, own in enumerate(self.usages):
-            if len(own) != len(self.costs[i]):
-                raise self._error(
-                    f"usages[{i}] has {len(own)} entries and costs[{i}] has {len(self.costs[i])}",
-                    "as many of both",
-                )
-            found.append(self._usage(i, own))
-        if whole is not None:
-            whole = self._bounded(found, whole)
-        return whole, tuple(found)
+            put("usage_limit", None if limit is None or limit >= 0 else limit)
+            return
+        usages = [self._usage(i, own) for i, own in enumerate(self.usages)]
+        if limit is None or limit == inf:
+            put("usage_limit", None)
+            put("usages", tuple(usages))
+            return
+        whole = -1 if limit == -inf else floor(limit)
+        total = sum(int(own.max()) for own in usages)
+        if total > _MAX_TOTAL_USAGE:
+            # More than the limit is as bad as any more.
+            most = min(max(whole, 0) + 1, _MAX_TOTAL_USAGE)
+            usages = [np.minimum(own, most) for own in usages]
+            total = sum(int(own.max()) for own in usages)
+        whole = min(whole, total)
+        if total > _MAX_TOTAL_USAGE:
+            # Exabytes: low bits are dropped, usages up and the limit down.
+            bits = total.bit_length() - _MAX_TOTAL_USAGE.bit_length() + 1
+            usages = [-(-own >> bits) for own in usages]
+            whole >>= bits
+        put("usage_limit", whole)
+        put("usages", tuple(usages))
 
     def _usage(self, i: int, own: Any) -> Ints:
+        if len(own) != len(self.costs[i]):
+            raise self._error(
+                f"usages[{i}] has {len(own)} entries and costs[{i}] has {len(self.costs[i])}",
+                "as many of both",
+            )
         array = np.asarray(own)
-        if array.dtype.kind not in "iu" or (array.size and int(array.max()) > _MAX_TOTAL_USAGE):
+        if array.dtype.kind not in "iu" or int(array.max()) > _MAX_TOTAL_USAGE:
             try:
                 # What is beyond is all the same: no limit that can bind is so large.
                 whole = [int(min(value, _MAX_TOTAL_USAGE)) for value in own]
@@ -181,34 +183,9 @@ class ChoiceProblem:
             if odd:
                 raise self._error(f"usages[{i}] has {odd[0]!r}", "whole numbers of bytes")
             array = np.asarray(whole, dtype=np.int64)
-        if array.size and array.min() < 0:
+        if array.min() < 0:
             raise self._error(f"usages[{i}] has {array.min()}", "bytes >= 0")
         return array.astype(np.int64, copy=False)
-
-    def _bounded(self, usages: list[Ints], limit: int) -> int:
-        """Make all sums fit int64, usages in place, and return the limit to go with them."""
-        total = sum(int(own.max()) for own in usages)
-        if total > _MAX_TOTAL_USAGE:
-            # More than the limit is as bad as any more.
-            most = min(max(limit, 0) + 1, _MAX_TOTAL_USAGE)
-            usages[:] = [np.minimum(own, most) for own in usages]
-            total = sum(int(own.max()) for own in usages)
-        limit = min(limit, total)
-        bits = max(total.bit_length() - _MAX_TOTAL_USAGE.bit_length() + 1, 0)
-        if total > _MAX_TOTAL_USAGE and bits:
-            # Exabytes: low bits are dropped, usages up and the limit down.
-            usages[:] = [-(-own >> bits) for own in usages]
-            limit >>= bits
-        return limit
-
-    def _tie(self, n: int, tie: Sequence[int]) -> tuple[int, ...]:
-        if not all(0 <= node < len(self.costs) for node in tie):
-            raise self._error(f"ties[{n}] is {tie!r}", f"nodes from 0 to {len(self.costs) - 1}")
-        if len({len(self.costs[node]) for node in tie}) > 1:
-            counts = [len(self.costs[node]) for node in tie]
-            what = f"the nodes of ties[{n}], {tuple(tie)}, have {counts} strategies"
-            raise self._error(what, "equally many strategies")
-        return tuple(int(node) for node in tie)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,19 +221,14 @@ def evaluate(problem: ChoiceProblem, assignment: Sequence[int]) -> Evaluation:
     Raises:
         SbpValueError: If the assignment is not one strategy for each node.
     """
+    what, accepted = "", ""
     if len(assignment) != problem.num_nodes:
-        raise SbpValueError(
-            f"the assignment has {len(assignment)} entries",
-            where=problem.name,
-            accepted=f"{problem.num_nodes}, one for each node",
-        )
-    for i, (s, size) in enumerate(zip(assignment, problem.sizes, strict=True)):
-        if not 0 <= s < size:
-            raise SbpValueError(
-                f"the assignment has strategy {s} for node {i}",
-                where=problem.name,
-                accepted=f"0 to {size - 1}",
-            )
+        what, accepted = f"{len(assignment)} entries", f"{problem.num_nodes}, one for each node"
+    for i, (strategy, size) in enumerate(zip(assignment, problem.sizes, strict=False)):
+        if not 0 <= strategy < size and not what:
+            what, accepted = f"strategy {strategy} for node {i}", f"0 to {size - 1}"
+    if what:
+        raise SbpValueError(f"the assignment has {what}", where=problem.name, accepted=accepted)
     node_cost = sum(float(c[s]) for c, s in zip(problem.costs, assignment, strict=True))
     edge_cost = sum(
         float(c[assignment[u], assignment[v]])
@@ -283,17 +255,10 @@ def whole_cost(problem: ChoiceProblem, assignment: Sequence[int]) -> int | None:
         problem: The problem.
         assignment: A strategy index for each node; nothing forbidden among them.
     """
-    total = 0
-    for cost, strategy in zip(problem.costs, assignment, strict=True):
-        if not cost[strategy].is_integer():
-            return None
-        total += int(cost[strategy])
+    chosen = [cost[strategy] for cost, strategy in zip(problem.costs, assignment, strict=True)]
     for (u, v), table in zip(problem.edges, problem.edge_costs, strict=True):
-        cost_of_pair = table[assignment[u], assignment[v]]
-        if not cost_of_pair.is_integer():
-            return None
-        total += int(cost_of_pair)
-    return total
+        chosen.append(table[assignment[u], assignment[v]])
+    return sum(map(int, chosen)) if all(cost.is_integer() for cost in chosen) else None
 
 
 def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
@@ -315,3 +280,36 @@ def _peak(problem: ChoiceProblem, assignment: Sequence[int]) -> tuple[int, int]:
     level = np.cumsum(change)
     at = int(level.argmax())
     return (int(points[at]), int(level[at])) if level[at] > 0 else (0, 0)
+
+
+def memory_rows(intervals: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """Return the few times at which the limit can bind, and where each interval lies among them.
+
+    Memory is held in intervals, so only what lives together counts:
+
+        node a   =======            times  0 1 2 3 4 5 6
+        node b     =======          a time matters if a node was born there, and one dies before the
+        node c             ===      next is born: of the nodes live at other times, all live at such
+        rows         ^     ^        a time together
+
+    Args:
+        intervals: Half-open lifetimes; empty where start >= end.
+
+    Returns:
+        times: Rising, int64.
+        spans: Of each interval the half-open range of `times` in it, int64 of shape (n, 2).
+    """
+    spans = np.array(intervals, dtype=np.int64).reshape(-1, 2)
+    live = spans[:, 0] < spans[:, 1]
+    starts = np.unique(spans[live, 0])
+    ends = np.unique(spans[live, 1])
+    if not len(starts):
+        return starts, np.zeros_like(spans)
+    # Number of deaths up to each birth; it must rise until the next birth (or the end).
+    before = np.searchsorted(ends, starts, side="right")
+    times = starts[np.diff(before, append=len(ends)) > 0]
+    rows = np.stack(
+        [np.searchsorted(times, spans[:, 0]), np.searchsorted(times, spans[:, 1])], axis=1
+    )
+    rows[~live] = 0
+    return times, rows

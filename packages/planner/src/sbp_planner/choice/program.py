@@ -127,21 +127,34 @@ class _Program:
     def solve(self, start: Ints | None) -> ProgramResult:
         if start is not None:
             self._offer(start)
-        relaxed = self._relax()
-        if relaxed is not None:
-            return relaxed
+        # The linear relaxation first, with the memory rows that it exceeds.
+        while True:
+            status = self._run()
+            if status == highspy.HighsModelStatus.kInfeasible:
+                return self._result(inf)
+            if status != highspy.HighsModelStatus.kOptimal:
+                return self._result(self.bound)
+            self._note_bound(self.model.getInfo().objective_function_value)
+            weight = np.asarray(self.model.getSolution().col_value)[: len(self.compact.cost)]
+            self._offer(self._rounded(weight))
+            excess = self.compact.profile(weight) - self.compact.capacity
+            slack = 1e-6 * np.maximum(self.compact.capacity, 1)
+            if not self._add_rows(np.where(excess > slack, excess, 0)):
+                break
         count = len(self.compact.cost)
         kinds = np.full(count, highspy.HighsVarType.kInteger)
         self.model.changeColsIntegrality(count, np.arange(count, dtype=np.int32), kinds)
         while True:
             if self.best is not None:
                 self._set_start(self.best)
-            status = self._run(integer=True)
+            status = self._run()
             if status == highspy.HighsModelStatus.kInfeasible:
                 return self._result(inf)
             info = self.model.getInfo()
             self._note_bound(info.mip_dual_bound)
-            found = self._read() if info.primal_solution_status == 2 else None
+            found = None
+            if info.primal_solution_status == 2:
+                found = self._rounded(np.asarray(self.model.getSolution().col_value))
             if found is not None:
                 self._offer(found)
             if status != highspy.HighsModelStatus.kOptimal or found is None:
@@ -153,22 +166,6 @@ class _Program:
             if not self._add_rows(self.compact.excess(found)):
                 # Within the tolerance of HiGHS, but not exactly: all rows are there already.
                 return self._result(self.bound)
-
-    def _relax(self) -> ProgramResult | None:
-        """Solve the linear relaxation, adding memory rows; return a result if that ends it."""
-        while True:
-            status = self._run(integer=False)
-            if status == highspy.HighsModelStatus.kInfeasible:
-                return self._result(inf)
-            if status != highspy.HighsModelStatus.kOptimal:
-                return self._result(self.bound)
-            self._note_bound(self.model.getInfo().objective_function_value)
-            weight = np.asarray(self.model.getSolution().col_value)[: len(self.compact.cost)]
-            self._offer(self._rounded(weight))
-            excess = self.compact.profile(weight) - self.compact.capacity
-            slack = 1e-6 * np.maximum(self.compact.capacity, 1)
-            if not self._add_rows(np.where(excess > slack, excess, 0)):
-                return None
 
     def _result(self, bound: float, optimal: bool = False) -> ProgramResult:
         optimal = optimal or (bound == inf and self.best is None)
@@ -199,9 +196,6 @@ class _Program:
             [int(weight[a:b].argmax()) for a, b in pairwise(first.tolist())], dtype=np.int64
         )
 
-    def _read(self) -> Ints:
-        return self._rounded(np.asarray(self.model.getSolution().col_value))
-
     def _set_start(self, values: Ints) -> None:
         solution = highspy.HighsSolution()
         column = np.zeros(self.num_columns)
@@ -215,7 +209,7 @@ class _Program:
         solution.col_value = column
         self.model.setSolution(solution)
 
-    def _run(self, integer: bool) -> Any:
+    def _run(self) -> Any:
         """Run HiGHS until it is done or the time is up, and return the status of the model."""
         left = self.deadline - time.monotonic()
         if left <= 0:
@@ -229,8 +223,10 @@ class _Program:
         over = np.flatnonzero(excess > 0)
         over = over[np.argsort(-excess[over], kind="stable")]
         # Neighbours in time are much alike: of each stretch above capacity, the worst first.
-        worst = [int(row) for row in over if _is_peak(excess, int(row))]
-        chosen = [row for row in dict.fromkeys([*worst, *over.tolist()]) if row not in self.rows]
+        around = np.concatenate([[-inf], excess, [-inf]])
+        is_peak = (around[:-2] <= excess) & (excess > around[2:])
+        worst = [*over[is_peak[over]].tolist(), *over.tolist()]
+        chosen = [row for row in dict.fromkeys(worst) if row not in self.rows]
         for row in chosen[:_ROWS_A_ROUND]:
             self.add_row(row)
         return bool(chosen)
@@ -261,68 +257,35 @@ class _Program:
         self.rows.add(row)
 
     def _model(self, cost: Floats) -> Any:
-        compact = self.compact
-        rows, columns, entries, right = [], [], [], []
-        sizes = compact.sizes
-        count = len(compact.cost)
-        rows.append(np.repeat(np.arange(compact.num_nodes), sizes))
-        columns.append(np.arange(count))
-        entries.append(np.ones(count))
-        right.append(np.ones(compact.num_nodes))
-        row, column = compact.num_nodes, count
+        """Return a HiGHS model of the equations, its columns in [0, 1]."""
+        compact, sizes, count = self.compact, self.compact.sizes, len(self.compact.cost)
+        rows, columns = [np.repeat(np.arange(compact.num_nodes), sizes)], [np.arange(count)]
+        entries, row, column = [np.ones(count)], compact.num_nodes, count
         for (u, v), table in zip(compact.edges, compact.tables, strict=True):
             ours, theirs = np.nonzero(table < inf)
             arcs = np.arange(column, column + len(ours))
             height, width = table.shape
             rows += [row + ours, row + height + theirs, np.arange(row, row + height + width)]
-            columns += [arcs, arcs]
-            columns.append(
-                np.concatenate(
-                    [
-                        np.arange(a, a + n)
-                        for a, n in ((compact.first[u], height), (compact.first[v], width))
-                    ]
-                )
-            )
+            columns += [arcs, arcs, compact.first[u] + np.arange(height)]
+            columns.append(compact.first[v] + np.arange(width))
             entries += [np.ones(2 * len(ours)), -np.ones(height + width)]
-            right.append(np.zeros(height + width))
             row, column = row + height + width, column + len(ours)
-        return _passed(
-            cost,
-            np.concatenate(rows),
-            np.concatenate(columns),
-            np.concatenate(entries),
-            np.concatenate(right),
-            self.gap,
-        )
-
-
-def _is_peak(excess: Floats | Ints, row: int) -> bool:
-    before = excess[row - 1] if row else -inf
-    after = excess[row + 1] if row + 1 < len(excess) else -inf
-    return bool(before <= excess[row] > after)
-
-
-def _passed(
-    cost: Floats, rows: Ints, columns: Ints, entries: Floats, right: Floats, gap: float
-) -> Any:
-    """Return a HiGHS model of equations, its columns in [0, 1]."""
-    order = np.lexsort((rows, columns))
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(cost), len(right)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), np.ones(len(cost))
-    lp.row_lower_ = lp.row_upper_ = right
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    starts = np.searchsorted(columns[order], np.arange(len(cost) + 1))
-    lp.a_matrix_.start_ = starts.astype(np.int32)
-    lp.a_matrix_.index_ = rows[order].astype(np.int32)
-    lp.a_matrix_.value_ = entries[order]
-    model = silent_model()
-    model.setOptionValue("mip_rel_gap", gap)
-    model.setOptionValue("threads", 1)
-    model.setOptionValue("mip_abs_gap", 0.0)
-    model.passModel(lp)
-    return model
+        of_row, of_column = np.concatenate(rows), np.concatenate(columns)
+        order = np.lexsort((of_row, of_column))
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(cost), row
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), np.ones(len(cost))
+        lp.row_lower_ = lp.row_upper_ = (np.arange(row) < compact.num_nodes).astype(np.float64)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        starts = np.searchsorted(of_column[order], np.arange(len(cost) + 1))
+        lp.a_matrix_.start_ = starts.astype(np.int32)
+        lp.a_matrix_.index_ = of_row[order].astype(np.int32)
+        lp.a_matrix_.value_ = np.concatenate(entries)[order]
+        model = silent_model()
+        for option, value in (("mip_rel_gap", self.gap), ("mip_abs_gap", 0.0), ("threads", 1)):
+            model.setOptionValue(option, value)
+        model.passModel(lp)
+        return model
 
 
 def silent_model() -> Any:

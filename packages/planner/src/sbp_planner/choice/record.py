@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sbp_planner.choice.compact import compacted
+from sbp_planner.choice.compact import Mask, compacted
 from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
 from sbp_planner.choice.reduce import reduce_further
@@ -18,8 +17,6 @@ from sbp_planner.choice.reduce import reduce_further
 #: Part of the time, and most seconds, that are kept to finish.
 _RESERVE_PART = 0.06
 _RESERVE_S = 4.0
-
-Mask = NDArray[np.bool_]
 
 #: Told (cost of the best assignment so far, lower bound so far, seconds since the start).
 Progress = Callable[[float, float, float], None]
@@ -136,13 +133,10 @@ class Record:
 
     def solution(self) -> ChoiceSolution:
         """Return what was found."""
-        bound = min(self.bound, self.cost)
-        if self.proved and self.best is None:
-            bound = inf
         return ChoiceSolution(
             assignment=None if self.best is None else tuple(self.best),
             cost=self.cost,
-            bound=bound,
+            bound=inf if self.proved and self.best is None else min(self.bound, self.cost),
             proved=self.proved,
             seconds=time.monotonic() - self.began,
         )
@@ -166,9 +160,7 @@ class Part:
 
     def projected(self, assignment: Sequence[int] | None) -> Ints | None:
         """Return an assignment on what is left, if all its strategies are left and fit."""
-        if assignment is None:
-            return None
-        values = self.graph.project(assignment)
+        values = {} if assignment is None else self.graph.project(assignment)
         if any(node not in values for node in self.nodes):
             return None
         found = np.array([values[node] for node in self.nodes], dtype=np.int64)
@@ -182,6 +174,6 @@ class Part:
             NothingAllowedError: If nothing is allowed any more.
         """
         by_node = dict(zip(self.nodes, strategies, strict=True))
-        edges = [(self.nodes[u], self.nodes[v]) for u, v in self.compact.edges]
+        edges = ((self.nodes[u], self.nodes[v]) for u, v in self.compact.edges)
         by_edge = dict(zip(edges, pairs, strict=True))
         return Part(reduce_further(self.graph, by_node, by_edge, deadline), self.record)

@@ -58,15 +58,23 @@ def reduce_problem(problem: ChoiceProblem, deadline: float) -> Graph:
     Raises:
         NothingAllowedError: If no assignment is allowed.
     """
-    reduction = _Reduction(Graph(problem), deadline)
+    graph = Graph(problem)
+    leaders = list(range(problem.num_nodes))
+
+    def root(node: int) -> int:
+        """Return the node that stands for a tied one."""
+        while leaders[node] != node:
+            node = leaders[node]
+        return node
+
     for tie in problem.ties:
-        leader, *followers = dict.fromkeys(tie) or (0,)
-        for node in followers:
-            leader = reduction.root(leader)
-            if (node := reduction.root(node)) != leader:
-                reduction.tie(node, leader)
-    reduction.run()
-    return reduction.graph
+        for node in tie[1:]:
+            leader, follower = root(tie[0]), root(node)
+            if leader != follower:
+                leaders[follower] = leader
+                graph.follow(follower, leader, np.arange(len(graph.cost[leader])))
+    _Reduction(graph, deadline).run()
+    return graph
 
 
 def reduce_further(
@@ -86,44 +94,30 @@ def reduce_further(
     Raises:
         NothingAllowedError: If no assignment is allowed any more.
     """
-    reduction = _Reduction(graph.copy(), deadline)
+    graph = graph.copy()
     for (u, v), allowed in pairs.items():
-        table = reduction.graph.tables[u][v]
-        reduction.graph.set_edge(u, v, np.where(allowed, table, np.inf))
+        graph.set_edge(u, v, np.where(allowed, graph.tables[u][v], np.inf))
     for node, allowed in strategies.items():
-        cost = reduction.graph.cost[node]
-        reduction.graph.cost[node] = np.where(allowed, cost, np.inf)
-    reduction.run()
-    return reduction.graph
+        graph.cost[node] = np.where(allowed, graph.cost[node], np.inf)
+    _Reduction(graph, deadline).run()
+    return graph
 
 
 class _Reduction:
     def __init__(self, graph: Graph, deadline: float) -> None:
         self.graph = graph
         self.deadline = deadline
-        count = len(graph.cost)
-        self.queue = deque(range(count))
+        self.queue = deque(range(len(graph.cost)))
         self.hubs: deque[int] = deque()
-        self.queued = [True] * count
-        self.leaders = list(range(count))
+        self.queued = [True] * len(graph.cost)
 
-    def root(self, node: int) -> int:
-        """Return the node that stands for a tied one."""
-        while self.leaders[node] != node:
-            node = self.leaders[node]
-        return node
-
-    def tie(self, node: int, leader: int) -> None:
-        """Let a node take the strategy index of another."""
-        self.leaders[node] = leader
-        self.graph.follow(node, leader, np.arange(len(self.graph.cost[leader])))
-
-    def push(self, node: int) -> None:
-        """Have a node looked at again."""
-        if not self.queued[node] and self.graph.alive[node]:
-            self.queued[node] = True
-            small = len(self.graph.tables[node]) <= _HUB
-            (self.queue if small else self.hubs).append(node)
+    def push(self, *nodes: int) -> None:
+        """Have nodes looked at again."""
+        for node in nodes:
+            if not self.queued[node] and self.graph.alive[node]:
+                self.queued[node] = True
+                small = len(self.graph.tables[node]) <= _HUB
+                (self.queue if small else self.hubs).append(node)
 
     def run(self) -> None:
         """Apply the reductions until none applies or time is up."""
@@ -151,8 +145,7 @@ class _Reduction:
         if graph.limit is None:
             return False
         touched = graph.drop_slack_rows()
-        for node in touched:
-            self.push(node)
+        self.push(*touched)
         misfits = graph.misfits()
         for node, kept in misfits:
             self._keep(node, kept)
@@ -160,39 +153,38 @@ class _Reduction:
 
     def _visit(self, node: int) -> None:
         """Apply the first reduction that applies to a node; it is queued again if one did."""
-        graph = self.graph
-        if self._drop_forbidden(node) or self._shift(node):
-            return
-        tables = graph.tables[node]
-        degree = len(tables)
-        if not graph.spans[node] and (degree <= 1 or (degree == 2 and self._pays(node))):
-            neighbours = tuple(tables)
-            graph.eliminate(node)
-            self._push_all(neighbours)
-        elif len(graph.cost[node]) == 1:
-            self._fold(node)
-        elif degree <= _MAX_DEGREE:
-            self._drop_dominated(node)
-
-    def _push_all(self, nodes: tuple[int, ...]) -> None:
-        for node in nodes:
-            self.push(node)
-
-    def _drop_forbidden(self, node: int) -> bool:
-        graph = self.graph
+        graph, tables = self.graph, self.graph.tables[node]
         allowed = graph.cost[node] < np.inf
         for other in graph.changed[node]:
-            table = graph.tables[node].get(other)
-            if table is not None:
-                allowed &= table.min(axis=1) < np.inf
-        if allowed.all():
-            return False
-        self._keep(node, np.flatnonzero(allowed))
-        return True
+            if other in tables:
+                allowed &= tables[other].min(axis=1) < np.inf
+        if not allowed.all():
+            self._keep(node, np.flatnonzero(allowed))
+            return
+        if self._shift(node):
+            return
+        neighbours, size = tuple(tables), len(graph.cost[node])
+        widths = [table.shape[1] for table in tables.values()]
+        # Of a node of degree 2 the table that takes its place is not to be much larger.
+        if not graph.spans[node] and (
+            len(widths) <= 1
+            or (len(widths) == 2 and widths[0] * widths[1] <= 2 * size * (widths[0] + widths[1]))
+        ):
+            graph.eliminate(node)
+            self.push(*neighbours)
+        elif size == 1:
+            # It is put into its neighbours; its memory is in the base already.
+            for other in neighbours:
+                graph.cost[other] = graph.cost[other] + graph.tables[node][other][0]
+                graph.drop_edge(node, other)
+            graph.eliminate(node)
+            self.push(*neighbours)
+        elif len(widths) <= _MAX_DEGREE:
+            self._drop_dominated(node)
 
     def _keep(self, node: int, kept: Indices) -> None:
         self.graph.keep(node, kept)
-        self._push_all((node, *self.graph.tables[node]))
+        self.push(node, *self.graph.tables[node])
 
     def _shift(self, node: int) -> bool:
         """Move costs of changed edges to their nodes; let a node follow if its edge says so."""
@@ -218,21 +210,17 @@ class _Reduction:
                 graph.cost[node] = graph.cost[node] + rows
             if not table.any():
                 graph.drop_edge(node, other)
-                self._push_all((node, other))
+                self.push(node, other)
                 continue
             graph.tables[node][other], graph.tables[other][node] = table, table.T
             graph.changed[other].discard(node)
             strategies = _decided(table)
-            back = _decided(table.T)
-            if strategies is not None and back is not None:
-                # Either may follow: the one with fewer edges to move does.
-                if len(graph.tables[node]) <= len(graph.tables[other]):
-                    back = None
-                else:
-                    strategies = None
-            if strategies is not None:
+            is_back = _decided(table.T) is not None
+            # If either may follow, the one with fewer edges to move does.
+            is_fewer = len(graph.tables[node]) <= len(graph.tables[other])
+            if strategies is not None and (is_fewer or not is_back):
                 leader = other, strategies
-            elif back is not None:
+            elif is_back:
                 # The other end follows, when its turn comes.
                 graph.changed[other].add(node)
                 self.push(other)
@@ -240,23 +228,8 @@ class _Reduction:
             return False
         neighbours = tuple(graph.tables[node])
         graph.follow(node, *leader)
-        self._push_all(neighbours)
+        self.push(*neighbours)
         return True
-
-    def _pays(self, node: int) -> bool:
-        """Return whether eliminating a node of degree 2 makes no much larger table."""
-        first, second = (table.shape[1] for table in self.graph.tables[node].values())
-        return bool(first * second <= 2 * len(self.graph.cost[node]) * (first + second))
-
-    def _fold(self, node: int) -> None:
-        """Put a node with one strategy into its neighbours; its memory is in the base already."""
-        graph = self.graph
-        neighbours = tuple(graph.tables[node])
-        for other in neighbours:
-            graph.cost[other] = graph.cost[other] + graph.tables[node][other][0]
-            graph.drop_edge(node, other)
-        graph.eliminate(node)
-        self._push_all(neighbours)
 
     def _drop_dominated(self, node: int) -> None:
         """Drop dominated strategies of a node; if there are none, forbid dominated pairs."""
@@ -289,10 +262,8 @@ class _Reduction:
         for other, table in tables.items():
             # Beside one strategy of the neighbour, t may save as much as s costs there at most.
             saved = np.where(table < np.inf, table, -np.inf).max(axis=1) - table.min()
-            near |= (
-                own + sum(low for beside, low in least.items() if beside != other)
-                <= (saved[:, None])
-            )
+            rest = own + sum(low for beside, low in least.items() if beside != other)
+            near |= rest <= saved[:, None]
         places = np.nonzero(fits & near)
         if not self._is_small(places, tables):
             return
@@ -307,7 +278,7 @@ class _Reduction:
                 continue
             pairs = _beaten(places, better, size)
             graph.set_edge(node, other, np.where(pairs, np.inf, table))
-            self._push_all((node, other))
+            self.push(node, other)
             return
 
     def _is_small(self, places: Places, tables: dict[int, Floats]) -> bool:

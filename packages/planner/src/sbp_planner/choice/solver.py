@@ -5,7 +5,7 @@
                few pairs left? ──yes──> integer program ──> proved, mostly
                      │ no, or not proved in time
                      v
-                  search: messages, neighbourhoods, pruning, the program beside them
+                  search: messages, neighbourhoods, pruning, the program beside them (`large`)
 
 All find assignments for one record of the best, in terms of the problem as it was given.
 """
@@ -16,15 +16,17 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.choice.elimination import eliminated
+from sbp_core.infer import Buckets, Factor, minimise
+from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.problem import ChoiceProblem
+from sbp_planner.choice.large.search import Search
+from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints
 from sbp_planner.choice.program import solve_program
 from sbp_planner.choice.record import ChoiceSolution, Keep, Part, Progress, Record
 from sbp_planner.choice.reduce import reduce_problem
-from sbp_planner.choice.search import Search
 
 #: With at most so many allowed pairs, the integer program comes first.
 _FEW_PAIRS = 50_000
@@ -34,6 +36,10 @@ _FEW_PAIRS = 50_000
 _REDUCE_PART = 0.4
 _FIRST_PART = 0.4
 _FIRST_S = 20.0
+
+#: Entries of one table of an elimination, and of all, at most: some seconds.
+_MAX_ENTRIES = 1 << 20
+_MAX_TOTAL_ENTRIES = 1 << 25
 
 #: Seconds for each pair, and the part of the time at most, in which an assignment is looked for
 #: before that program.
@@ -72,34 +78,23 @@ def solve(
     record = Record(problem, time_limit_s, gap, progress, keep)
     if start is not None:
         record.offer([int(strategy) for strategy in start])
-    _run(record, start)
-    return record.solution()
-
-
-def _run(record: Record, start: Sequence[int] | None) -> None:
-    """Reduce, solve, and leave what was found in the record."""
     try:
-        part = Part(reduce_problem(record.problem, record.after(_REDUCE_PART)), record)
+        part = Part(reduce_problem(problem, record.after(_REDUCE_PART)), record)
     except NothingAllowedError:
         record.prove()
-        return
-    if not part.nodes:
-        part.offer(np.zeros(0, dtype=np.int64))
-        record.prove()
-        return
-    begin = part.projected(start)
-    values = eliminated(part.compact)
+        return record.solution()
+    values = eliminated(part.compact) if part.nodes else np.zeros(0, dtype=np.int64)
     if values is not None:
         part.offer(values)
         record.prove()
-        return
-    search = Search(record, part, begin)
+        return record.solution()
+    search = Search(record, part, part.projected(start))
     if part.num_pairs <= _FEW_PAIRS:
         # An assignment first: the program may find its own late.
         now = time.monotonic()
         search.begin(min(now + _BEGIN_S * part.num_pairs, record.after(_BEGIN_PART)))
         if record.done:
-            return
+            return record.solution()
         result = solve_program(
             part.compact,
             min(record.after(_FIRST_PART), time.monotonic() + _FIRST_S),
@@ -115,3 +110,48 @@ def _run(record: Record, start: Sequence[int] | None) -> None:
         record.proved = record.proved or result.optimal
     if not record.done:
         search.run()
+    return record.solution()
+
+
+def eliminated(compact: Compact) -> Ints | None:
+    """Return the best strategies, int64; None if there is memory or the graph is too wide.
+
+    Whether it can be done in time is told before: nodes are taken away on paper, the one with the
+    smallest table first, and the entries of all tables counted.
+
+        o--o--o--o        a ladder: each table is over three nodes, whatever the length
+        |  |  |  |
+        o--o--o--o
+    """
+    if len(compact.capacity):
+        return None
+    sizes = compact.sizes.tolist()
+    factors = [
+        Factor((node,), cost)
+        for node, cost in enumerate(np.split(compact.cost, compact.first[1:-1]))
+    ]
+    factors += map(Factor, compact.edges, compact.tables)
+    paper, total = _OnPaper(sizes, factors), 0
+
+    def visit(node: int, entries: int) -> set[int] | None:
+        nonlocal total
+        total += entries
+        is_small = entries <= _MAX_ENTRIES and total <= _MAX_TOTAL_ENTRIES
+        return paper.eliminate(node) if is_small else None
+
+    paper.smallest_first(visit)
+    if paper.left:
+        return None
+    found = minimise(sizes, factors, [0] * len(sizes), max_entries=_MAX_ENTRIES, max_rounds=1)
+    return np.asarray(found.values, dtype=np.int64) if found.exact else None
+
+
+class _OnPaper(Buckets):
+    """An elimination whose tables take no memory, and have no entries that are worth a look."""
+
+    def least(
+        self, factors: Sequence[Factor], order: tuple[int, ...]
+    ) -> tuple[NDArray[np.int32], Floats]:
+        """Return tables of the right shape."""
+        shape = [self.sizes[v] for v in order[:-1]]
+        return np.broadcast_to(np.int32(0), shape), np.broadcast_to(0.0, shape)

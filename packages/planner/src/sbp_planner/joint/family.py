@@ -17,7 +17,7 @@ does not fit.
 
 All of these are serial times of one step of the same samples, so that variants can be compared. The
 better the best plan, the earlier the proof of a bound ends, as only assignments that cost less
-matter to it (`joint.prove`); what fits is searched for as in `joint.search`. Prices and options of
+matter to it (`choice.prove`); what fits is searched for as in `joint.search`. Prices and options of
 operators are shared by all variants.
 
 The bound of the answer is the least of the bounds of all variants that were looked at, solved or

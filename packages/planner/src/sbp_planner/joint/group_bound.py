@@ -2,8 +2,9 @@
 
     cost(x) = sum_v unary_v(x_v) + sum over values of (what is paid for distinct targets, each once)
 
-It is the bound of `joint.bound`, by moved costs; only the terms differ. What is paid for one value
-depends on its source by what it is made as, *a*, and on each user by the target that it asks for:
+It is the bound by moved costs (`choice.moved_costs`); only the terms differ. What is paid for one
+value depends on its source by what it is made as, *a*, and on each user by the target that it asks
+for:
 
     pay(a, t_1 .. t_k) = sum over the distinct t of C[a, t]
 
@@ -17,23 +18,20 @@ block B, and any partition of the users into blocks is an assignment, so
 which is exact, as blocks that happen to have one target only cost more than their union does. The
 partitions are gone through as subsets, so a value with k users takes 2^k passes over C. Users
 beyond `MAX_USERS` are put in terms of their own, each of which pays its share of C.
-
-Source: Kolmogorov, "Convergent tree-reweighted message passing", PAMI 28 (2006); Werner, "A linear
-programming approach to max-sum problem", PAMI 29 (2007), section 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import FORBIDDEN_S, ConversionGroup, Costed
-from sbp_planner.joint.bound import graph_order
+from sbp_core.infer import FORBIDDEN_S, ConversionGroup, Costed, Factor
+from sbp_planner.choice.moved_costs import MovedCosts, TableTerm, Term
 
 Table = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -68,14 +66,9 @@ class Paid:
     ) -> None:
         self.costs, self.variables = costs, variables
         self.maps = [classes, *users]
+        #: The set of all users, one bit each.
+        self.users = (1 << len(users)) - 1
         self.potentials = [np.zeros(len(of)) for of in self.maps]
-        #: The least of the potentials, by class of the source, then by target of each user.
-        self._least: list[Table] = []
-        #: By set of users: what they pay by target if they all ask for it, by class of the source
-        #: then, and by class if they ask for what is best.
-        self._sums: dict[int, Table] = {}
-        self._blocks: dict[int, Table] = {}
-        self._bests: dict[int, Table] = {}
         self._compact()
 
     def _compact(self) -> None:
@@ -86,9 +79,13 @@ class Paid:
         number[asked] = np.arange(len(asked))
         self.maps[1:] = [number[of] for of in self.maps[1:]]
         self.costs = self.costs[np.ix_(rows, asked)]
+        #: The least of the potentials, by class of the source, then by target of each user.
         self._least = [self._reduced(place) for place in range(len(self.maps))]
-        self._sums = {0: np.zeros(len(asked))}
-        self._blocks, self._bests = {}, {0: np.zeros(len(rows))}
+        #: By set of users: what they pay by target if they all ask for it, by class of the source
+        #: then, and by class if they ask for what is best.
+        self._sums: dict[int, Table] = {0: np.zeros(len(asked))}
+        self._blocks: dict[int, Table] = {}
+        self._bests: dict[int, Table] = {0: np.zeros(len(rows))}
 
     def _reduced(self, place: int) -> Table:
         least = np.full(self.costs.shape[min(place, 1)], inf)
@@ -107,27 +104,21 @@ class Paid:
 
     def minima(self, place: int) -> Table:
         """Return the least of the term for each value of a variable."""
-        least = self._of_source() if place == 0 else self._of_user(place - 1)
+        least = self._of_user(place - 1) if place else self._best(self.users)
         found: Table = least[self.maps[place]] + self.potentials[place]
         return found
 
     @property
     def least(self) -> float:
         """The least of the term."""
-        return float((self._of_source() + self._least[0]).min())
+        return float((self._best(self.users) + self._least[0]).min())
 
-    def restrict(self, place: int, kept: Numbers) -> None:
-        """Strike out all other values of a variable; `settle` follows when all are told."""
-        self.maps[place] = self.maps[place][kept]
-        self.potentials[place] = self.potentials[place][kept]
-
-    def settle(self) -> None:
-        """Take note of what was struck out."""
+    def restrict(self, kept: Mapping[int, Numbers]) -> None:
+        """Strike out all other values of some variables, by their places."""
+        for place, values in kept.items():
+            self.maps[place] = self.maps[place][values]
+            self.potentials[place] = self.potentials[place][values]
         self._compact()
-
-    def _of_source(self) -> Table:
-        """Return, for each class of the source, the least that the users make of it."""
-        return self._best((1 << (len(self.maps) - 1)) - 1)
 
     def _sum(self, users: int) -> Table:
         """Return what some users pay by target, if they all ask for it."""
@@ -159,7 +150,7 @@ class Paid:
 
     def _of_user(self, user: int) -> Table:
         """Return, for each target of a user, the least that the others make of it."""
-        others = ((1 << (len(self.maps) - 1)) - 1) ^ (1 << user)
+        others = self.users ^ (1 << user)
         found: Table = np.full(self.costs.shape[1], inf)
         part = others
         while True:
@@ -171,17 +162,8 @@ class Paid:
             part = (part - 1) & others
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A term of a variable: its number, the variable's place there, shares of what is moved."""
-
-    term: Paid
-    place: int
-    share: tuple[float, float]
-
-
-class GroupBound:
-    """Moves costs between the terms of a step, to raise what all minima together come to.
+class GroupBound(MovedCosts):
+    """The terms of a step, between which costs move.
 
     Args:
         step: The step; conversions may be priced too low, which makes the bound lower.
@@ -189,78 +171,20 @@ class GroupBound:
 
     def __init__(self, step: Costed) -> None:
         unary = [np.where(table >= FORBIDDEN_S, inf, table) for table in step.unary]
-        self.terms: list[Paid] = []
+        terms: list[Term] = []
         for group in step.groups:
-            unary[group.source] = unary[group.source] + _own(group, len(unary[group.source]))
-            self.terms += _terms(group)
-        #: The values that are left of each variable.
-        self.kept: list[Numbers] = [np.arange(len(table)) for table in unary]
-        places: list[list[tuple[Paid, int]]] = [[] for _ in unary]
-        for term in self.terms:
-            for place, variable in enumerate(term.variables):
-                places[variable].append((term, place))
-        #: What variables cost that stand with no other.
-        self._alone = {v: table for v, table in enumerate(unary) if not places[v]}
-        scopes = [term.variables for term in self.terms]
-        sizes = [len(table) for table in unary]
-        self.order = [v for v in graph_order(sizes, scopes) if places[v]]
-        position = {variable: at for at, variable in enumerate(self.order)}
-        self._parts = {v: _parts_of(v, places[v], position) for v in self.order}
-        for v in self.order:
-            for part in self._parts[v]:
-                part.term.add(part.place, unary[v] / len(places[v]))
-
-    @property
-    def bound(self) -> float:
-        """What no assignment costs less than."""
-        alone = sum(float(table.min()) for table in self._alone.values())
-        return alone + sum(term.least for term in self.terms)
-
-    def sweep(self, deadline: float = inf) -> None:
-        """Move the costs of each variable once forwards and once backwards.
-
-        Args:
-            deadline: Of `time.monotonic`, at which it ends before it is through.
-        """
-        for backwards in (0, 1):
-            for variable in reversed(self.order) if backwards else self.order:
-                parts = self._parts[variable]
-                if len(parts) > 1 and len(self.kept[variable]) > 1:
-                    _move(parts, backwards)
-            if monotonic() > deadline:
-                return
-
-    def strike(self, above: float) -> bool:
-        """Strike out values that are in no assignment which costs at most that.
-
-        Args:
-            above: What costs more is of no interest.
-
-        Returns:
-            Whether anything is left.
-        """
-        bound = self.bound
-        if bound > above:
-            return False
-        left: dict[int, Numbers] = {}
-        for variable in self.order:
-            more = np.zeros(len(self.kept[variable]))
-            for part in self._parts[variable]:
-                minima = part.term.minima(part.place)
-                more += minima - minima.min()
-            left[variable] = np.flatnonzero(bound + more <= above)
-            if not len(left[variable]):
-                return False
-        touched: dict[int, Paid] = {}
-        for variable, places in left.items():
-            if len(places) < len(self.kept[variable]):
-                self.kept[variable] = self.kept[variable][places]
-                for part in self._parts[variable]:
-                    part.term.restrict(part.place, places)
-                    touched[id(part.term)] = part.term
-        for term in touched.values():
-            term.settle()
-        return True
+            # What the source asks for itself, it pays alone.
+            own = group.own_targets()
+            paid = np.where(own, group.costs, 0.0).sum(axis=1)
+            unary[group.source] = unary[group.source] + np.where(paid >= FORBIDDEN_S, inf, paid)
+            terms += _terms(group, np.where(own, 0.0, group.costs))
+        count = Counter(v for term in terms for v in term.variables)
+        for term in terms:
+            for place, v in enumerate(term.variables):
+                term.add(place, unary[v] / count[v])
+        alone = [Factor((v,), table) for v, table in enumerate(unary) if not count[v]]
+        terms += map(TableTerm, alone)
+        super().__init__(list(map(len, unary)), terms)
 
     def raised(self, above: float, *, deadline: float = inf) -> float:
         """Raise the bound as far as that is worth the time, and return it.
@@ -283,56 +207,16 @@ class GroupBound:
         return min(bound, above)
 
 
-def _move(parts: Sequence[_Part], backwards: int) -> None:
-    """Collect the minima of a variable from its terms, and give them to those further on."""
-    minima = [part.term.minima(part.place) for part in parts]
-    total = sum(minima[1:], minima[0])
-    possible = np.isfinite(total)
-    total = np.where(possible, total, 0.0)
-    for part, least in zip(parts, minima, strict=True):
-        shift = np.where(
-            possible, part.share[backwards] * total - np.where(possible, least, 0.0), inf
-        )
-        part.term.add(part.place, shift)
+def _terms(group: ConversionGroup, costs: Table) -> Iterator[Paid]:
+    """Yield the terms of what is paid for a value by others than its source.
 
-
-def _parts_of(
-    variable: int, places: Sequence[tuple[Paid, int]], position: dict[int, int]
-) -> list[_Part]:
-    here = position[variable]
-    further = [
-        [any((position[v] - here) * way > 0 for v in term.variables) for term, _ in places]
-        for way in (1, -1)
-    ]
-    shares = [
-        [one / sum(of) for one in of] if any(of) else [1 / len(of)] * len(of) for of in further
-    ]
-    return [
-        _Part(term, place, share)
-        for (term, place), share in zip(places, zip(*shares, strict=True), strict=True)
-    ]
-
-
-def _own(group: ConversionGroup, num_values: int) -> Table:
-    """Return what each value of the source pays for what it asks for itself."""
-    asked = _own_targets(group, num_values)
-    paid = np.where(asked, group.costs, 0.0).sum(axis=1)
-    return np.where(paid >= FORBIDDEN_S, inf, paid)
-
-
-def _own_targets(group: ConversionGroup, num_values: int) -> NDArray[np.bool_]:
-    asked = np.zeros((num_values, group.costs.shape[1]), dtype=bool)
-    for request in group.own():
-        asked[np.arange(num_values), np.broadcast_to(request.targets, (num_values,))] = True
-    return asked
-
-
-def _terms(group: ConversionGroup) -> Iterator[Paid]:
-    """Yield the terms of what is paid for a value."""
+    Args:
+        group: The value.
+        costs: Its costs; forbidden ones are told `inf` here.
+    """
     others = group.others()
     if not others:
         return
-    costs = np.where(_own_targets(group, len(group.costs)), 0.0, group.costs)
     costs[costs >= FORBIDDEN_S] = inf
     number: dict[bytes, int] = {}
     classes = np.array([number.setdefault(row.tobytes(), len(number)) for row in costs])

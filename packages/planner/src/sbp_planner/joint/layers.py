@@ -24,6 +24,8 @@ from sbp_core.infer import (
     node_colours,
 )
 
+Table = NDArray[np.float64]
+
 
 def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
     """Return groups of variables that are alike, each of two or more.
@@ -41,17 +43,13 @@ def repeated(problem: StepProblem) -> tuple[tuple[int, ...], ...]:
         group = found.setdefault(key, [])
         if variable not in group:
             group.append(variable)
-    return tuple(tuple(group) for group in _disjoint(list(found.values())) if len(group) > 1)
-
-
-def _disjoint(groups: list[list[int]]) -> list[list[int]]:
-    """Join groups that share a variable, such as those of a parameter and of its states."""
+    # Groups that share a variable are one, such as those of a parameter and of its states.
     of: dict[int, list[int]] = {}
-    for group in groups:
+    for group in found.values():
         joined = list(dict.fromkeys(m for variable in group for m in of.get(variable, [variable])))
-        for variable in joined:
-            of[variable] = joined
-    return list({id(group): group for group in of.values()}.values())
+        of.update(dict.fromkeys(joined, joined))
+    disjoint = {id(group): group for group in of.values()}.values()
+    return tuple(tuple(group) for group in disjoint if len(group) > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +63,7 @@ class TiedStep:
         tied: For each variable of the step, that of this one.
     """
 
-    unary: Sequence[NDArray[np.float64]]
+    unary: Sequence[Table]
     start: Sequence[int]
     groups: Sequence[ConversionGroup]
     tied: tuple[int, ...]
@@ -75,7 +73,9 @@ class TiedStep:
         return tuple(int(values[of]) for of in self.tied)
 
 
-def tie(problem: StepProblem, groups: Sequence[ConversionGroup] | None = None) -> TiedStep:
+def tie(
+    problem: StepProblem, groups: Sequence[ConversionGroup] | None = None, *, tied: bool = True
+) -> TiedStep:
     """Return a step with its equal layers decided alike.
 
     What it starts from is that of the first layer, unless layers that start apart are alike then.
@@ -83,19 +83,23 @@ def tie(problem: StepProblem, groups: Sequence[ConversionGroup] | None = None) -
     Args:
         problem: The step.
         groups: Its conversions, if they are to have other costs.
+        tied: If not, every variable is by itself.
     """
+    groups = problem.groups if groups is None else groups
+    if not tied:
+        alone = tuple(range(len(problem.unary)))
+        return TiedStep(unary=problem.unary, start=problem.start, groups=groups, tied=alone)
     first = list(range(len(problem.unary)))
     for alike in repeated(problem):
         for variable in alike:
             first[variable] = alike[0]
     numbers = {variable: at for at, variable in enumerate(dict.fromkeys(first))}
-    tied = tuple(numbers[variable] for variable in first)
+    found = tuple(numbers[variable] for variable in first)
     unary = [np.zeros(len(problem.unary[variable])) for variable in numbers]
-    for variable, of in enumerate(tied):
+    for variable, of in enumerate(found):
         unary[of] = unary[of] + problem.unary[variable]
-    groups = _summed(problem.groups if groups is None else groups, tied)
     start = [problem.start[variable] for variable in numbers]
-    return TiedStep(unary=unary, start=start, groups=groups, tied=tied)
+    return TiedStep(unary=unary, start=start, groups=_summed(groups, found), tied=found)
 
 
 def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[ConversionGroup]:
@@ -112,55 +116,26 @@ def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[Conv
     """
     # Equal layers share tables and arrays, so that most of them need not be compared.
     arrays: dict[int, tuple[object, ...]] = {}
-    counts: dict[tuple[object, ...], dict[int, int]] = {}
-    alike: dict[tuple[object, ...], list[ConversionGroup]] = {}
+    # Of groups that ask for the same: the requests of the first, and how often each table comes.
+    alike: dict[object, tuple[ConversionGroup, dict[int, tuple[Table, int]]]] = {}
     for group in groups:
-        source = tied[group.source]
-        requests = []
-        for one in group.requests:
-            targets = arrays.get(id(one.targets))
-            if targets is None:
-                targets = one.targets.shape, one.targets.tobytes()
-                arrays[id(one.targets)] = targets
-            requests.append((tied[one.variable] if one.variable >= 0 else one.variable, targets))
-        key = (source, group.costs.shape, *requests)
-        times = counts.setdefault(key, {})
-        if id(group.costs) not in times:
-            alike.setdefault(key, []).append(group)
-        times[id(group.costs)] = times.get(id(group.costs), 0) + 1
-    found = []
-    for key, members in alike.items():
-        first = members[0]
-        own = (
+        requests = tuple(
             Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
-            for one in first.requests
+            for one in group.requests
         )
-        times = counts[key]
-        costs = [
-            one.costs if times[id(one.costs)] == 1 else times[id(one.costs)] * one.costs
-            for one in members
-        ]
-        found.append(
-            replace(
-                first,
-                source=tied[first.source],
-                requests=tuple(own),
-                costs=reduce(np.add, costs),
-            )
+        for one in requests:
+            if id(one.targets) not in arrays:
+                arrays[id(one.targets)] = one.targets.shape, one.targets.tobytes()
+        asked = [(one.variable, arrays[id(one.targets)]) for one in requests]
+        key = (tied[group.source], group.costs.shape, *asked)
+        if key not in alike:
+            alike[key] = replace(group, source=tied[group.source], requests=requests), {}
+        times = alike[key][1]
+        times[id(group.costs)] = group.costs, times.get(id(group.costs), (group.costs, 0))[1] + 1
+    return [
+        replace(
+            first,
+            costs=reduce(np.add, (n * of if n > 1 else of for of, n in times.values())),
         )
-    return found
-
-
-def untied(problem: StepProblem, groups: Sequence[ConversionGroup] | None = None) -> TiedStep:
-    """Return a step with every variable by itself, in the form of `tie`.
-
-    Args:
-        problem: The step.
-        groups: Its conversions, if they are to have other costs.
-    """
-    return TiedStep(
-        unary=problem.unary,
-        start=problem.start,
-        groups=problem.groups if groups is None else groups,
-        tied=tuple(range(len(problem.unary))),
-    )
+        for first, times in alike.values()
+    ]

@@ -12,7 +12,7 @@ flight and the buffers of runtimes are not in it. What a plan holds, its compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 
@@ -23,9 +23,6 @@ from sbp_core.graph import ITEMSIZE, InputKind, Node, Phase, Rate, TensorType
 from sbp_core.infer import StepProblem
 from sbp_core.sbp import NdSbp, Sbp, local_shape
 from sbp_core.signatures import Signature1d
-
-#: The signatures of a node on each axis.
-Parts = Sequence[Sequence[Signature1d]]
 
 #: What is stored from step to step.
 _STATES = (InputKind.PARAMETER, InputKind.OPTIMIZER_STATE)
@@ -107,15 +104,14 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
     known: dict[object, NDArray[np.int64]] = {}
 
     def sizes(
+        alike: object,
         tensor: TensorType,
-        options: Sequence[object],
-        of: Callable[[int], Sequence[Sbp]],
+        options: Iterable[Sequence[Sbp]],
         mesh_shape: tuple[int, ...],
-        *also: int,
     ) -> NDArray[np.int64]:
-        key = id(options), tensor, mesh_shape, *also
+        key = alike, tensor, mesh_shape
         if key not in known:
-            every = [_bytes(tensor, of(at), mesh_shape) for at in range(len(options))]
+            every = [_bytes(tensor, sbp, mesh_shape) for sbp in options]
             known[key] = np.array(every, dtype=np.int64)
         return known[key]
 
@@ -123,16 +119,12 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
         stage = work.stages.nodes[node.name]
         if work.is_free(node):
             continue
-        own = holding(problem.node_variable[node.name])
+        own, parts = holding(problem.node_variable[node.name]), problem.parts[node.name]
         mesh_shape, start = work.mesh_shape(stage), place[node.name]
         for at, value in enumerate(node.outputs):
-            tensor = graph.tensor(value)
-            parts = problem.parts[node.name]
-
-            def made(option: int, at: int = at, parts: Parts = parts) -> list[Sbp]:
-                return [part.outputs[at] for part in parts[option]]
-
-            usages[own] = usages[own] + sizes(tensor, parts, made, mesh_shape, at)
+            made = ([part.outputs[at] for part in option] for option in parts)
+            more = sizes((id(parts), at), graph.tensor(value), made, mesh_shape)
+            usages[own] = usages[own] + more
         end = max((last[value] for value in node.outputs), default=start) + 1
         waits = node.phase is Phase.FORWARD and graph.nodes[end - 1].phase is Phase.BACKWARD
         if waits and in_flight:
@@ -148,7 +140,7 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
             continue
         tensor, mesh_shape = graph.tensor(entry.name), work.mesh_shape(stage)
         entries = problem.storage_entries[entry.name]
-        usages[own] = usages[own] + sizes(tensor, entries, entries.__getitem__, mesh_shape)
+        usages[own] = usages[own] + sizes(id(entries), tensor, entries, mesh_shape)
         intervals[own] = (stage * length, (stage + 1) * length)
     assert num_stages * length >= max(end for _, end in intervals)
     return Held(
@@ -160,14 +152,17 @@ def held(problem: StepProblem, limit_bytes: float, in_flight: Sequence[int] = ()
     )
 
 
-def _stored_by_stage(problem: StepProblem, values: Sequence[int]) -> list[int]:
+def _stored_by_stage(problem: StepProblem, values: Sequence[int] | None = None) -> list[int]:
+    """Return what the states of an assignment take; of any one at least, if none is given."""
     work = problem.work
     by_stage = [0] * len(work.placements)
     for entry in work.inputs:
         if entry.kind in _STATES and entry.name not in work.offloaded:
-            stage = work.stages.inputs[entry.name]
-            sbp = problem.storage_entries[entry.name][values[problem.storage_variable[entry.name]]]
-            by_stage[stage] += _bytes(work.graph.tensor(entry.name), sbp, work.mesh_shape(stage))
+            stage, options = work.stages.inputs[entry.name], problem.storage_entries[entry.name]
+            if values is not None:
+                options = (options[values[problem.storage_variable[entry.name]]],)
+            tensor, mesh_shape = work.graph.tensor(entry.name), work.mesh_shape(stage)
+            by_stage[stage] += min(_bytes(tensor, sbp, mesh_shape) for sbp in options)
     return by_stage
 
 
@@ -238,16 +233,7 @@ def least_stored_bytes(problem: StepProblem) -> int:
     Args:
         problem: The step.
     """
-    work = problem.work
-    by_stage = [0] * len(work.placements)
-    for entry in work.inputs:
-        if entry.kind in _STATES and entry.name not in work.offloaded:
-            stage, tensor = work.stages.inputs[entry.name], work.graph.tensor(entry.name)
-            by_stage[stage] += min(
-                _bytes(tensor, sbp, work.mesh_shape(stage))
-                for sbp in problem.storage_entries[entry.name]
-            )
-    return max(by_stage)
+    return max(_stored_by_stage(problem))
 
 
 def _last_uses(problem: StepProblem, place: dict[str, int]) -> dict[str, int]:

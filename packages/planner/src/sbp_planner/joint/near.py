@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from sbp_core.infer import ConversionGroup, CostTables, LeastPrices, StepProblem
 from sbp_core.sbp import Partial
 from sbp_core.signatures import Signature1d
+from sbp_planner.choice.prove import prove
 from sbp_planner.joint.group_bound import GroupBound
-from sbp_planner.joint.layers import repeated, tie, untied
-from sbp_planner.joint.prove import prove
+from sbp_planner.joint.layers import repeated, tie
 
 #: Of the largest table of one value with its users.
 MAX_DIRECT_ENTRIES = 1 << 20
@@ -91,9 +91,7 @@ def least_s(problem: StepProblem, cost_s: float, *, tied: bool, time_limit_s: fl
         prices=LeastPrices(work.placements, work.cluster),
         layers=problem.layers,
     )
-    priced = with_prices(whole, problem)
-    step = tie(whole, priced) if tied else untied(whole, priced)
-    bound = GroupBound(step)
+    bound = GroupBound(tie(whole, with_prices(whole, problem), tied=tied))
     return bound.raised(cost_s, deadline=monotonic() + time_limit_s)
 
 
@@ -113,7 +111,7 @@ def bound_from_below(
     """
     if problem.num_prices > MAX_PRICES:
         return 0.0
-    tables = CostTables(tie(problem) if tied else untied(problem), max_entries=MAX_DIRECT_ENTRIES)
+    tables = CostTables(tie(problem, tied=tied), max_entries=MAX_DIRECT_ENTRIES)
     deadline, start = monotonic() + time_limit_s, tuple(tables.start)
     return prove(tables.sizes, tables.factors, start, deadline=deadline, cutoff=enough_s).bound
 
@@ -126,39 +124,31 @@ def with_prices(whole: StepProblem, part: StepProblem) -> list[ConversionGroup]:
         part: The same step with some of the signatures.
     """
     places = _places(whole, part)
-    by_users = {_users(group): group for group in part.groups}
+
+    def users(group: ConversionGroup) -> tuple[object, ...]:
+        """Return what tells the conversions of a value for some of its users from others."""
+        return group.value, *(request.variable for request in group.requests)
+
+    by_users = {users(group): group for group in part.groups}
     # Equal layers share tables, and go on to.
-    made: dict[tuple[int, ...], ConversionGroup] = {}
+    made: dict[tuple[int, ...], NDArray[np.float64]] = {}
     found = []
     for group in whole.groups:
-        other = by_users.get(_users(group))
+        other = by_users.get(users(group))
         if other is not None:
-            requests = tuple(id(request.targets) for request in group.requests)
-            key = (id(group.costs), id(other.costs), *requests)
+            key = (id(group.costs), id(other.costs), *(id(one.targets) for one in group.requests))
             if key not in made:
-                made[key] = replace(group, costs=_overlaid(group, other, places))
-            group = replace(group, costs=made[key].costs)
+                # The costs of the group, with those of the part in their places.
+                column = np.zeros(other.costs.shape[1], dtype=np.int64)
+                for request, own in zip(group.requests, other.requests, strict=True):
+                    at = places[request.variable] if request.variable >= 0 else slice(None)
+                    column[own.targets] = request.targets[at]
+                made[key] = group.costs.copy()
+                block = np.ix_(places[group.source], column)
+                made[key][block] = np.maximum(made[key][block], other.costs)
+            group = replace(group, costs=made[key])
         found.append(group)
     return found
-
-
-def _users(group: ConversionGroup) -> tuple[object, ...]:
-    """Return what tells the conversions of a value for some of its users from others."""
-    return group.value, *(request.variable for request in group.requests)
-
-
-def _overlaid(
-    group: ConversionGroup, part: ConversionGroup, places: Sequence[NDArray[np.int64]]
-) -> NDArray[np.float64]:
-    """Return the costs of a group, with those of a part of it in their places."""
-    column = np.zeros(part.costs.shape[1], dtype=np.int64)
-    for request, own in zip(group.requests, part.requests, strict=True):
-        at = places[request.variable] if request.variable >= 0 else slice(None)
-        column[own.targets] = request.targets[at]
-    costs = group.costs.copy()
-    block = np.ix_(places[group.source], column)
-    costs[block] = np.maximum(costs[block], part.costs)
-    return costs
 
 
 def _places(whole: StepProblem, part: StepProblem) -> list[NDArray[np.int64]]:

@@ -25,7 +25,7 @@ the constrained shortest path problem", Networks 10 (1980).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,7 @@ _MAX_ROUNDS = 3
 _LEAST_GAIN = 2e-4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Found(NamedTuple):
     """An assignment that is the cheapest at some price.
 
     Args:
@@ -110,11 +109,19 @@ class PricedMemory:
                 return None
             self._cheapest(self.price)
             self.price *= _RAISE
+
+        def cheapest() -> _Found:
+            fitting = [one for one in self.found if one.peak_bytes <= limit_bytes]
+            return min(fitting, key=lambda one: one.cost_s)
+
         for _ in range(_MAX_PRICES):
-            below = self._best_within(limit_bytes)
+            below = cheapest()
             # The leanest of those that hold too much.
-            over = [one for one in self.found if one.peak_bytes > limit_bytes]
-            over = [one for one in over if one.cost_s < below.cost_s]
+            over = [
+                one
+                for one in self.found
+                if one.peak_bytes > limit_bytes and one.cost_s < below.cost_s
+            ]
             if not over:
                 break
             above = min(over, key=lambda one: (one.priced_bytes, one.cost_s))
@@ -128,15 +135,11 @@ class PricedMemory:
             equal = below.cost_s + price * below.priced_bytes
             if one.values in known or one.cost_s + price * one.priced_bytes >= equal * (1 - 1e-9):
                 break
-        return self._best_within(limit_bytes).values
+        return cheapest().values
 
     def leanest(self) -> tuple[int, ...]:
         """Return the assignment that holds least of those that were found."""
         return min(self.found, key=lambda one: one.peak_bytes).values
-
-    def _best_within(self, limit_bytes: float) -> _Found:
-        fitting = [one for one in self.found if one.peak_bytes <= limit_bytes]
-        return min(fitting, key=lambda one: one.cost_s)
 
     def _priced_bytes(self, free: Sequence[int]) -> tuple[list[float], list[Bytes]]:
         """Return the shares, and for each tied variable the priced bytes of its values."""

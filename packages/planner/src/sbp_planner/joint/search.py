@@ -1,7 +1,7 @@
 """The search over all mesh axes at once, under the exact memory of compiled plans.
 
 1. Without memory: elimination (`sbp_core.infer.minimise`), begun from what was found axis by axis;
-   a proof by moved costs (`joint.prove`); where that leaves a gap, an integer program
+   a proof by moved costs (`choice.prove`); where that leaves a gap, an integer program
    (`sbp_planner.choice`). If the compiled plan of that fits, done.
 2. Else with memory over time (`joint.lifetime`), by an integer program, or by a price on memory
    where that would be too large (`joint.priced`). The limit is corrected by what the compiled plan
@@ -44,12 +44,12 @@ from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
-from sbp_planner.joint.layers import repeated, tie, untied
+from sbp_planner.choice.prove import prove
+from sbp_planner.joint.layers import repeated, tie
 from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
-from sbp_planner.joint.prove import prove
 
 #: Limits that are tried, each with a choice problem solved and a plan compiled; of large steps,
 #: whose plans take long to compile, fewer.
@@ -182,7 +182,7 @@ class JointSearch:
         #: What all signatures together take at least, if some of them are not looked at.
         self.least_s = 0.0
         self.by_axis_s = self.problem.cost(self.problem.start)
-        self.step = tie(self.problem) if settings.tied else untied(self.problem)
+        self.step = tie(self.problem, tied=settings.tied)
         self.compilation = Compilation(request=quiet, limit_bytes=limit_bytes)
         self.plans: dict[Values, Compiled] = {}
         self.least_bytes = inf
@@ -270,7 +270,7 @@ class JointSearch:
                 break
             tied = self.settings.tied
             self.problem = recentred(self.problem, free.values, tied=tied)
-            self.step = tie(self.problem) if tied else untied(self.problem)
+            self.step = tie(self.problem, tied=tied)
             free = self.free()
             if monotonic() > ends:
                 break

@@ -1,18 +1,16 @@
 """Cutting a graph of blocks into pipeline stages.
 
 In this order: `graph` (blocks and what flows between them), `profile` (PipeDream's files), `ideals`
-(where a graph can be cut), `pipeline` (the machine, stages, prices, as values), `evaluate` (what a
-given pipeline costs), `hierarchy` (the best one on a machine of several levels that runs without
-flushes, as PipeDream has it; `minmax` is its arithmetic), `table` (the best one for any prices,
-flushed or not), `lazy` (the same where prices take long to find), `flushed` (the prices of a
-flushed one on a machine of several levels).
+(where a graph can be cut), `pipeline` (the machine, stages, and what they cost), `hierarchy` (the
+best one on a machine of several levels that runs without flushes, as PipeDream has it), `table`
+(the best one for any prices, flushed or not), `lazy` (the same where prices take long to find),
+`flushed` (the prices of a flushed one on a machine of several levels).
 
 Knows no tensors, no SBP and no cluster: whoever has those makes blocks and levels of them.
 
 Stability: provisional.
 """
 
-from sbp_planner.stages.evaluate import data_parallel, evaluate
 from sbp_planner.stages.flushed import (
     FlushedPlan,
     FlushedProblem,
@@ -31,6 +29,8 @@ from sbp_planner.stages.pipeline import (
     Stage,
     StagePrice,
     WeightVersions,
+    data_parallel,
+    evaluate,
 )
 from sbp_planner.stages.profile import Profile, parse_profile, read_profile
 from sbp_planner.stages.table import (

@@ -33,8 +33,8 @@ import numpy.typing as npt
 from sbp_core.errors import SbpValueError
 from sbp_planner.stages.graph import BlockGraph
 from sbp_planner.stages.ideals import Ideals, order_ideals
-from sbp_planner.stages.pipeline import Level, num_devices, ring_factor
-from sbp_planner.stages.table import InFlight, TablePlan, TableProblem, cut_table
+from sbp_planner.stages.pipeline import Level, StagePrice, num_devices, ring_factor
+from sbp_planner.stages.table import InFlight, TableProblem, cut_table
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,28 +77,18 @@ class FlushedProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedStage:
+class FlushedStage(StagePrice):
     """What some devices compute, and what that costs for one micro-batch.
+
+    Its `compute_s` is c / r, and its `sync_s` is s / m.
 
     Args:
         blocks: Names, in dependency order.
         devices: How many; they follow those of the stage before.
-        compute_s: c / r.
-        sync_s: s / m.
-        boundary_bytes: a of the cut behind it.
-        transfer_s: At that cut.
-        in_flight: n.
-        memory_bytes: Of a device.
     """
 
     blocks: tuple[str, ...]
     devices: int
-    compute_s: float
-    sync_s: float
-    boundary_bytes: float
-    transfer_s: float
-    in_flight: int
-    memory_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,47 +115,7 @@ class FlushedPlan:
 def cut_flushed(problem: FlushedProblem) -> FlushedPlan | None:
     """Return the pipeline with the shortest step; None if none fits."""
     ideals = order_ideals(problem.graph, problem.max_ideals)
-    table = flushed_table(problem, ideals)
-    plan: TablePlan | None = cut_table(table)
-    if plan is None:
-        return None
-    return FlushedPlan(
-        stages=tuple(_priced(problem, ideals, table, plan)),
-        step_s=plan.objective_s,
-        slowest_s=plan.slowest_s,
-        complete=ideals.complete,
-        num_ideals=len(ideals.masks),
-        family=ideals.family,
-    )
-
-
-def _priced(
-    problem: FlushedProblem, ideals: Ideals, table: TableProblem, plan: TablePlan
-) -> Iterator[FlushedStage]:
-    behind = table.devices
-    for at, stage in enumerate(plan.stages):
-        behind -= stage.devices
-        start, stop, own = stage.start, stage.stop, stage.devices
-        after = plan.stages[at + 1].devices if behind else 0
-        in_flight = table.held(own, behind, len(plan.stages) - at)
-        parameters = ideals.parameter_bytes[stop] - ideals.parameter_bytes[start]
-        sync_s = _sync_factor(problem.levels, own, behind) * parameters / problem.micro_batches
-        transfers = transfer_s(problem.levels, ideals, own, after, behind) if behind else None
-        yield FlushedStage(
-            blocks=problem.graph.names(ideals.masks[stop] & ~ideals.masks[start]),
-            devices=own,
-            compute_s=float(ideals.compute_s[stop] - ideals.compute_s[start]) / own,
-            sync_s=float(sync_s),
-            boundary_bytes=float(ideals.crossing_bytes[stop]),
-            transfer_s=0.0 if transfers is None else float(transfers[stop]),
-            in_flight=in_flight,
-            memory_bytes=float(_memory(ideals, own, in_flight)[start, stop]),
-        )
-
-
-def flushed_table(problem: FlushedProblem, ideals: Ideals) -> TableProblem:
-    """Return the problem of `table` that has these prices."""
-    return TableProblem(
+    table = TableProblem(
         num_places=len(ideals.masks),
         devices=num_devices(problem.levels),
         seconds=_seconds(problem, ideals),
@@ -177,12 +127,43 @@ def flushed_table(problem: FlushedProblem, ideals: Ideals) -> TableProblem:
         micro_batches=problem.micro_batches,
         num_stages=problem.num_stages,
     )
+    plan = cut_table(table)
+    if plan is None:
+        return None
+    stages = []
+    for stage, behind, count in table.walk(plan.stages):
+        start, stop, own = stage.start, stage.stop, stage.devices
+        in_flight = table.held(own, behind, count)
+        parameters = ideals.parameter_bytes[stop] - ideals.parameter_bytes[start]
+        sync_s = _sync_factor(problem.levels, own, behind) * parameters / problem.micro_batches
+        after = plan.stages[-count + 1].devices
+        transfers = transfer_s(problem.levels, ideals, own, after, behind) if behind else None
+        stages.append(
+            FlushedStage(
+                blocks=problem.graph.names(ideals.masks[stop] & ~ideals.masks[start]),
+                devices=own,
+                compute_s=float(ideals.compute_s[stop] - ideals.compute_s[start]) / own,
+                sync_s=float(sync_s),
+                boundary_bytes=float(ideals.crossing_bytes[stop]),
+                transfer_s=0.0 if transfers is None else float(transfers[stop]),
+                in_flight=in_flight,
+                memory_bytes=float(_memory(ideals, own, in_flight)[start, stop]),
+            )
+        )
+    return FlushedPlan(
+        stages=tuple(stages),
+        step_s=plan.objective_s,
+        slowest_s=plan.slowest_s,
+        complete=ideals.complete,
+        num_ideals=len(ideals.masks),
+        family=ideals.family,
+    )
 
 
 def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Floats]:
     """Return the function that gives times of stages: (their devices, those behind) -> (S, S)."""
-    compute = _inside(ideals, ideals.compute_s)
-    parameters = _inside(ideals, ideals.parameter_bytes)
+    compute = ideals.inside(ideals.compute_s)
+    parameters = ideals.inside(ideals.parameter_bytes)
 
     @lru_cache(maxsize=64)
     def priced(own: int, factor: float) -> Floats:
@@ -190,10 +171,7 @@ def _seconds(problem: FlushedProblem, ideals: Ideals) -> Callable[[int, int], Fl
             return compute / own
         return np.maximum(compute / own, factor * parameters / problem.micro_batches)
 
-    def seconds(own: int, behind: int) -> Floats:
-        return priced(own, _sync_factor(problem.levels, own, behind))
-
-    return seconds
+    return lambda own, behind: priced(own, _sync_factor(problem.levels, own, behind))
 
 
 def _sync_factor(levels: Sequence[Level], own: int, behind: int) -> float:
@@ -226,8 +204,8 @@ def transfer_s(
 
 
 def _memory(ideals: Ideals, own: int, in_flight: int) -> Floats:
-    activations = _inside(ideals, ideals.activation_bytes) / own
-    return _inside(ideals, ideals.parameter_bytes) + in_flight * activations
+    activations = ideals.inside(ideals.activation_bytes) / own
+    return ideals.inside(ideals.parameter_bytes) + in_flight * activations
 
 
 def _touched(levels: Sequence[Level], start: int, stop: int) -> Iterator[int]:
@@ -240,8 +218,3 @@ def _touched(levels: Sequence[Level], start: int, stop: int) -> Iterator[int]:
             for parent in range(start // above * above, stop, above)
         )
         size = above
-
-
-def _inside(ideals: Ideals, sums: Floats) -> Floats:
-    """Return what segments hold, float (S, S); infinite where i is not below j."""
-    return np.where(ideals.below, sums[None, :] - sums[:, None], inf)

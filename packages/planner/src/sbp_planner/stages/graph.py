@@ -97,9 +97,9 @@ class BlockGraph:
     def predecessors(self) -> tuple[int, ...]:
         """For each block, the set of the blocks that it uses, bit i standing for block i."""
         masks = [0] * len(self.blocks)
-        for flow in self.flows:
-            for name in flow.consumers:
-                masks[self.index[name]] |= 1 << self.index[flow.producer]
+        for producer, followers in enumerate(self.successors):
+            for follower in followers:
+                masks[follower] |= 1 << producer
         return tuple(masks)
 
     @cached_property
@@ -161,13 +161,14 @@ class BlockGraph:
     @cached_property
     def _flow_masks(self) -> tuple[tuple[int, int, float], ...]:
         """For each flow its producer and its consumers, as sets, and its bytes."""
-        found = []
-        for flow in self.flows:
-            consumers = 0
-            for name in flow.consumers:
-                consumers |= 1 << self.index[name]
-            found.append((1 << self.index[flow.producer], consumers, flow.num_bytes))
-        return tuple(found)
+        return tuple(
+            (
+                1 << self.index[flow.producer],
+                sum(1 << self.index[name] for name in set(flow.consumers)),
+                flow.num_bytes,
+            )
+            for flow in self.flows
+        )
 
 
 def chain(blocks: Iterable[Block], boundary_bytes: Sequence[float]) -> BlockGraph:

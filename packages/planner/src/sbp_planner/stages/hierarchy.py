@@ -50,16 +50,15 @@ import numpy.typing as npt
 
 from sbp_core.errors import SbpValueError
 from sbp_core.units import format_bytes
-from sbp_planner.stages.evaluate import evaluate
 from sbp_planner.stages.graph import BlockGraph
 from sbp_planner.stages.ideals import Ideals, order_ideals
-from sbp_planner.stages.minmax import minmax_product
 from sbp_planner.stages.pipeline import (
     Evaluation,
     Infeasible,
     Level,
     Stage,
     WeightVersions,
+    evaluate,
     num_devices,
     ring_factor,
 )
@@ -70,8 +69,9 @@ _WORK = 2e10
 #: Of the ideals, never fewer and never more than these are looked at.
 _FEWEST_IDEALS, _MOST_IDEALS = 300, 4000
 
-#: Rows at a time, where a table is not kept.
-_ROWS = 32
+#: Rows at a time, where a table is not kept, and of the right matrix of a product, so that what is
+#: worked on stays in the processor's cache.
+_ROWS, _PRODUCT_ROWS = 32, 64
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -276,9 +276,14 @@ class _Search:
             for k in range(len(problem.levels))
         ]
         self._bounds = [bound * (1 + 1e-9) * own for own in copies]
-        self._compute = _differences(ideals, ideals.compute_s)
-        self._parameters = _differences(ideals, ideals.parameter_bytes)
-        self._activations = _differences(ideals, ideals.activation_bytes)
+        self._compute = ideals.inside(ideals.compute_s)
+        self._parameters = ideals.inside(ideals.parameter_bytes)
+        self._activations = ideals.inside(ideals.activation_bytes)
+        # The time of a value and its gradient across each ideal, on one link; (S,) by level.
+        self._transfers = [
+            2 * (0.0 if least_memory else 1.0) * ideals.crossing_bytes / level.bytes_per_s
+            for level in self.levels
+        ]
         # Devices behind count only where memory does.
         self._counts_after = least_memory or problem.memory_bytes is not None
         self._tables: dict[tuple[int, int], Floats] = {}
@@ -351,7 +356,7 @@ class _Search:
             infinite for m = 0. Int (n + 1, S), components of the first segment, and where it ends.
         """
         total = self.levels[level].components
-        transfer = self._transfer(level)
+        transfer = self._transfers[level]
         shape = total + 1, len(self._ideals.masks)
         best = np.full(shape, inf)
         counts, stops = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -393,7 +398,7 @@ class _Search:
         if (level, after) in self._tables:
             return self._tables[level, after]
         total = self.levels[level].components
-        transfer = self._transfer(level)
+        transfer = self._transfers[level]
         shape = (len(self._ideals.masks),) * 2
         suffixes: list[Floats] = []
         for used in range(1, total + 1):
@@ -421,7 +426,14 @@ class _Search:
         if level:
             inside = self._table(level - 1, ceil(later / count))[window]
         else:
-            inside = self._device(count, later, window)
+            inside = self._compute[window]
+        if not level and self._counts_after:
+            in_flight = ceil((count + later) / count)
+            versions = self._problem.versions.count(in_flight)
+            memory = versions * self._parameters[window] + in_flight * self._activations[window]
+            limit = self._problem.memory_bytes
+            is_enough = memory <= (inf if limit is None else limit)
+            inside = memory if self._least_memory else np.where(is_enough, inside, inf)
         if self._least_memory:
             return inside
         factor = ring_factor(count) / self.levels[level].bytes_per_s
@@ -429,30 +441,31 @@ class _Search:
             return inside / count
         return np.maximum(inside, factor * self._parameters[window]) / count
 
-    def _device(self, count: int, later: int, window: _Window) -> Floats:
-        """Return what segments on one device take; infinite where memory is not enough."""
-        if not self._counts_after:
-            return self._compute[window]
-        in_flight = ceil((count + later) / count)
-        versions = self._problem.versions.count(in_flight)
-        memory = versions * self._parameters[window] + in_flight * self._activations[window]
-        if self._least_memory:
-            return memory
-        limit = self._problem.memory_bytes
-        return np.where(memory <= (inf if limit is None else limit), self._compute[window], inf)
-
-    def _transfer(self, level: int) -> Floats:
-        """Return the time of a value and its gradient across each ideal, on one link; (S,)."""
-        crossing = self._ideals.crossing_bytes
-        if self._least_memory:
-            return np.zeros_like(crossing)
-        return 2 * crossing / self.levels[level].bytes_per_s
-
     def _replica_counts(self, used: int) -> Sequence[int]:
         # Of equally fast pipelines the one with fewer stages is kept: whole segments come first.
         return range(used, 0, -1) if self._problem.replicate else (1,)
 
 
-def _differences(ideals: Ideals, inside: Floats) -> Floats:
-    """Return what segments hold, float (S, S); infinite where i is not below j."""
-    return np.where(ideals.below, inside[None, :] - inside[:, None], inf)
+def minmax_product(left: Floats, right: Floats) -> Floats:
+    """Return out[i, j] = min over k of max(left[i, k], right[k, j]): stages one after the other.
+
+    Args:
+        left: Float (S, S), infinite on and below the diagonal.
+        right: Float (S, S), infinite on and below the diagonal.
+
+    Returns:
+        Float (S, S), infinite on and below the diagonal.
+    """
+    size = len(left)
+    out = np.full((size, size), np.inf)
+    finite = right < np.inf
+    # One beyond the last finite column of each row; 0 if there is none.
+    ends = np.where(finite.any(axis=1), size - finite[:, ::-1].argmax(axis=1), 0)
+    for i in range(size):
+        ks = np.flatnonzero((left[i] < np.inf) & (ends > 0))
+        for start in range(0, len(ks), _PRODUCT_ROWS):
+            rows = ks[start : start + _PRODUCT_ROWS]
+            columns = slice(rows[0] + 1, ends[rows].max())  # right[k] is infinite up to k
+            worst = np.maximum(left[i, rows, None], right[rows, columns])
+            np.minimum(out[i, columns], worst.min(axis=0), out=out[i, columns])
+    return out

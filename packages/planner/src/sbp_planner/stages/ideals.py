@@ -86,6 +86,14 @@ class Ideals:
             below=self.below[np.ix_(chosen, chosen)],
         )
 
+    def inside(self, sums: Floats) -> Floats:
+        """Return what segments hold, float (S, S); infinite where i is not below j.
+
+        Args:
+            sums: Float (S,), of the blocks inside each ideal.
+        """
+        return np.where(self.below, sums[None, :] - sums[:, None], np.inf)
+
 
 def order_ideals(graph: BlockGraph, limit: int) -> Ideals:
     """Return the order ideals of a graph; if there are more than `limit`, a family of about that.

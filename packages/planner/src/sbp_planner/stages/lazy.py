@@ -135,51 +135,31 @@ def cut_lazily(
         else:
             plan = cut_table(asked)
             if plan is None:
-                return None if best is None else _found(best, best.objective_s, prices)
+                bound = inf
+                break
             bound = max(bound, plan.objective_s)
             if best is not None and bound >= best.objective_s * (1 - max(gap, _TOLERANCE)):
-                return _found(best, bound, prices)
+                break
             stages = list(plan.stages)
-        complete = _price_all(
-            problem, prices, price, stages, (lambda: False) if is_first else is_late
-        )
+        takes: list[float] = []
+        for stage, behind, count in problem.walk(stages):
+            key = stage, behind, problem.held(stage.devices, behind, count)
+            if key not in prices.known:
+                if not is_first and is_late():
+                    takes.append(inf)
+                    break
+                prices.add(*key, price(*key))
         is_first = False
-        if complete and _takes(asked, stages) < inf:
+        takes += [
+            float(asked.times(stage.devices, behind, count)[stage.start, stage.stop])
+            for stage, behind, count in problem.walk(stages)
+        ]
+        if max(takes) < inf:
             found = price_table(asked, stages)
             if best is None or found.objective_s < best.objective_s:
                 best = found
         if is_late():
-            return None if best is None else _found(best, bound, prices)
-
-
-def _price_all(
-    problem: TableProblem,
-    prices: _Prices,
-    price: Pricer,
-    stages: Sequence[TableStage],
-    is_late: Callable[[], bool],
-) -> bool:
-    """Price the stages of a pipeline; return whether all are, before it is late."""
-    behind = problem.devices
-    for at, stage in enumerate(stages):
-        behind -= stage.devices
-        in_flight = problem.held(stage.devices, behind, len(stages) - at)
-        if (stage, behind, in_flight) not in prices.known:
-            if is_late():
-                return False
-            prices.add(stage, behind, in_flight, price(stage, behind, in_flight))
-    return True
-
-
-def _takes(problem: TableProblem, stages: Sequence[TableStage]) -> float:
-    """Return what the slowest stage takes; infinite if one cannot be."""
-    behind, slowest = problem.devices, 0.0
-    for at, stage in enumerate(stages):
-        behind -= stage.devices
-        times = problem.times(stage.devices, behind, len(stages) - at)
-        slowest = max(slowest, float(times[stage.start, stage.stop]))
-    return slowest
-
-
-def _found(best: TablePlan, bound: float, prices: _Prices) -> LazyPlan:
+            break
+    if best is None:
+        return None
     return LazyPlan(plan=best, bound_s=min(bound, best.objective_s), num_priced=len(prices.known))

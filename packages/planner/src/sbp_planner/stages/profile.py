@@ -21,7 +21,6 @@ optimizer/optimizer_graph_hierarchical.py (what is left out).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -88,7 +87,10 @@ def parse_profile(text: str, where: str = "profile") -> Profile:
         if not line.strip():
             continue
         if line[0].isspace():
-            edges.append((*_edge(line, place), place))
+            ends = [part.strip() for part in line.strip().split(" -- ")]
+            if len(ends) != 2 or not all(ends):
+                raise SbpValueError(f"no edge: {line.strip()!r}", where=place, accepted=_EDGE_FORM)
+            edges.append((ends[0], ends[1], place))
             continue
         block, description = _node(line, place)
         if block.name in blocks:
@@ -104,35 +106,24 @@ def parse_profile(text: str, where: str = "profile") -> Profile:
                     accepted=_NODE_FORM,
                 )
     pairs = list(dict.fromkeys((source, target) for source, target, _ in edges))
-    dropped = _dropped(descriptions, pairs)
-    graph = _graph(blocks, pairs, dropped, where)
-    return Profile(graph=graph, descriptions=descriptions, dropped=dropped)
-
-
-def _dropped(descriptions: dict[str, str], pairs: list[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the sources that load data, then the sinks that nobody uses."""
+    # Sources that load data are left out, then sinks that nobody uses.
     targets = {target for _, target in pairs}
-    inputs = {
+    inputs = [
         name
         for name, text in descriptions.items()
         if text.startswith("Input") and name not in targets
-    }
+    ]
     used = {source for source, target in pairs if target not in inputs}
-    unused = (
+    unused = [
         name
         for name, text in descriptions.items()
         if text.startswith("__getitem__") and name not in used
-    )
-    return (*(name for name in descriptions if name in inputs), *unused)
-
-
-def _graph(
-    blocks: dict[str, Block], pairs: Iterable[tuple[str, str]], dropped: Iterable[str], where: str
-) -> BlockGraph:
-    gone = set(dropped)
-    consumers: dict[str, list[str]] = {name: [] for name in blocks if name not in gone}
+    ]
+    consumers: dict[str, list[str]] = {
+        name: [] for name in blocks if name not in (*inputs, *unused)
+    }
     for source, target in pairs:
-        if source not in gone and target not in gone:
+        if source in consumers and target in consumers:
             consumers[source].append(target)
     if not consumers:
         raise SbpValueError("the profile has no operators", where=where, accepted=_NODE_FORM)
@@ -142,16 +133,10 @@ def _graph(
         if own
     )
     try:
-        return BlockGraph(blocks=tuple(blocks[name] for name in consumers), flows=flows)
+        graph = BlockGraph(blocks=tuple(blocks[name] for name in consumers), flows=flows)
     except SbpValueError as error:
         raise error.replaced(SbpValueError, where=where) from error
-
-
-def _edge(line: str, place: str) -> tuple[str, str]:
-    ends = [part.strip() for part in line.strip().split(" -- ")]
-    if len(ends) != 2 or not all(ends):
-        raise SbpValueError(f"no edge: {line.strip()!r}", where=place, accepted=_EDGE_FORM)
-    return ends[0], ends[1]
+    return Profile(graph=graph, descriptions=descriptions, dropped=(*inputs, *unused))
 
 
 def _node(line: str, place: str) -> tuple[Block, str]:
@@ -170,8 +155,8 @@ def _node(line: str, place: str) -> tuple[Block, str]:
         name=parts[0].strip(),
         forward_s=forward / 1e3,
         backward_s=backward / 1e3,
-        activation_bytes=_whole(activation),
-        parameter_bytes=_whole(parameter),
+        activation_bytes=activation,
+        parameter_bytes=parameter,
     )
     return block, parts[1].strip()
 
@@ -189,8 +174,4 @@ def _number(key: str, text: str, place: str) -> float:
             where=place,
             accepted="a number >= 0, such as 12.5; several results: [12.5; 3.0]",
         )
-    return value
-
-
-def _whole(value: float) -> float:
     return int(value) if value == int(value) else value

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +129,13 @@ class TableProblem:
             return self.seconds(own, behind)
         return self.held_seconds(own, behind, self.held(own, behind, stages))
 
+    def walk(self, stages: Sequence[TableStage]) -> Iterator[tuple[TableStage, int, int]]:
+        """Yield each stage of a pipeline, all devices behind it, and the stages from it on."""
+        behind = self.devices
+        for at, stage in enumerate(stages):
+            behind -= stage.devices
+            yield stage, behind, len(stages) - at
+
     def held(self, stage: int, behind: int, stages: int) -> int:
         """Return the micro-batches in flight of a stage.
 
@@ -196,14 +203,11 @@ def cut_table(problem: TableProblem) -> TablePlan | None:
 
 
 def _fits(problem: TableProblem, stages: Sequence[TableStage]) -> bool:
-    behind = problem.devices
-    for at, stage in enumerate(stages):
-        behind -= stage.devices
-        if _memory(problem, stage, behind, len(stages) - at) > problem.memory_bytes:
+    for stage, behind, count in problem.walk(stages):
+        if _memory(problem, stage, behind, count) > problem.memory_bytes:
             return False
-        place = stage.start, stage.stop
-        held = problem.times(stage.devices, behind, len(stages) - at)[place]
-        if held > problem.seconds(stage.devices, behind)[place]:
+        held = problem.times(stage.devices, behind, count)[stage.start, stage.stop]
+        if held > problem.seconds(stage.devices, behind)[stage.start, stage.stop]:
             return False
     return True
 
@@ -230,22 +234,21 @@ def price_table(problem: TableProblem, stages: Sequence[TableStage]) -> TablePla
     if problem.num_stages not in (None, len(stages)):
         raise SbpValueError(f"{len(stages)} stages", accepted=f"{problem.num_stages}")
     times: list[float] = []
-    behind = problem.devices
-    for at, stage in enumerate(stages):
-        behind -= stage.devices
-        place = stage.start, stage.stop
-        needed = _memory(problem, stage, behind, len(stages) - at)
+    for stage, behind, count in problem.walk(stages):
+        needed = _memory(problem, stage, behind, count)
         if needed > problem.memory_bytes:
             raise SbpValueError(f"{stage} needs {needed} bytes")
-        times.append(float(problem.times(stage.devices, behind, len(stages) - at)[place]))
-        if problem.transfer_s is not None and at + 1 < len(stages):
-            after = stages[at + 1].devices
+        taken = problem.times(stage.devices, behind, count)[stage.start, stage.stop]
+        times.append(float(taken))
+        if problem.transfer_s is not None and count > 1:
+            after = stages[-count + 1].devices
             times.append(float(problem.transfer_s(stage.devices, after, behind)[stage.stop]))
     if inf in times:
         raise SbpValueError(f"a stage of {stages} cannot be: it takes infinitely long")
     slowest, total = max(times), sum(times)
-    waves = 0 if problem.micro_batches is None else problem.micro_batches - 1
-    objective = slowest if problem.micro_batches is None else waves * slowest + total
+    objective = slowest
+    if problem.micro_batches is not None:
+        objective = (problem.micro_batches - 1) * slowest + total
     return TablePlan(stages=tuple(stages), objective_s=objective, slowest_s=slowest, sum_s=total)
 
 
@@ -253,8 +256,7 @@ def price_table(problem: TableProblem, stages: Sequence[TableStage]) -> TablePla
 _Key: TypeAlias = tuple[int, int, int]
 
 
-@dataclass(kw_only=True)
-class _Suffix:
+class _Suffix(NamedTuple):
     """f(i, d, r) for all i, and the next stage that attains it.
 
     Args:
@@ -289,9 +291,7 @@ class _Pass:
         """Return the best stages of which none, nor a transfer, takes longer; None if none do."""
         found: dict[_Key, _Suffix] = {}
         for key in self._keys():
-            suffix = self._suffix(key, slowest_s, found)
-            if suffix is not None:
-                found[key] = suffix
+            found[key] = self._suffix(key, slowest_s, found)
         devices = self._problem.devices
         wanted = self._problem.num_stages
         whole = [key for key in found if key[1] == devices and wanted in (None, key[0])]
@@ -300,25 +300,32 @@ class _Pass:
             return None
         return list(self._unfold(found, first))
 
-    def _suffix(self, key: _Key, slowest_s: float, found: dict[_Key, _Suffix]) -> _Suffix | None:
-        """Return f of one key; None if there is no such suffix."""
-        stages, devices, own = key
+    def _suffix(self, key: _Key, slowest_s: float, found: dict[_Key, _Suffix]) -> _Suffix:
+        """Return f of one key."""
+        problem, (stages, devices, own) = self._problem, key
         behind = devices - own
-        table = self._stage(stages, devices, own)
-        table = np.where(table <= slowest_s, table, inf)
+        # Infinite where a stage takes too long, or memory is not enough.
+        table = problem.times(own, behind, stages)
+        fits = table <= slowest_s
+        if problem.memory is not None:
+            held = problem.memory(own, problem.held(own, behind, stages))
+            fits &= held <= problem.memory_bytes
+        table = np.where(fits, table, inf)
         size = len(table)
         if not behind:
-            last = np.full(size, size - 1)
-            return _Suffix(seconds=table[:, -1], stop=last, following=np.zeros(size, dtype=int))
+            last, nothing = np.full(size, size - 1), np.zeros(size, dtype=int)
+            return _Suffix(seconds=table[:, -1], stop=last, following=nothing)
         tail, following = np.full(size, inf), np.zeros(size, dtype=int)
         for after in self._counts(behind):
             suffix = found.get((max(stages - 1, 0), behind, after))
-            if suffix is not None:
-                transfer = self._transfer(own, after, behind)
-                transfer = np.where(transfer <= slowest_s, transfer, inf)
-                value = self._combine(transfer, suffix.seconds)
-                following = np.where(value < tail, after, following)
-                tail = np.minimum(tail, value)
+            if suffix is None:
+                continue
+            value = suffix.seconds
+            if problem.transfer_s is not None:
+                transfer = problem.transfer_s(own, after, behind)
+                value = self._combine(np.where(transfer <= slowest_s, transfer, inf), value)
+            following = np.where(value < tail, after, following)
+            tail = np.minimum(tail, value)
         value = self._combine(table, tail[None, :])
         stop = value.argmin(axis=1)
         return _Suffix(seconds=value[np.arange(size), stop], stop=stop, following=following[stop])
@@ -347,17 +354,3 @@ class _Pass:
         counts = self._problem.device_counts
         every = range(1, devices + 1) if counts is None else sorted(set(counts))
         return [count for count in every if 1 <= count <= devices]
-
-    def _stage(self, stages: int, devices: int, own: int) -> Floats:
-        """Return t(i, j), infinite where memory is not enough."""
-        problem, behind = self._problem, devices - own
-        table = problem.times(own, behind, stages)
-        if problem.memory is None:
-            return table
-        memory = problem.memory(own, problem.held(own, behind, stages))
-        return np.where(memory <= problem.memory_bytes, table, inf)
-
-    def _transfer(self, own: int, after: int, behind: int) -> Floats:
-        if self._problem.transfer_s is None:
-            return np.zeros(self._problem.num_places)
-        return self._problem.transfer_s(own, after, behind)

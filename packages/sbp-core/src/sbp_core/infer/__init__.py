@@ -15,7 +15,7 @@ from sbp_core.infer.conversion_group import ConversionGroup, Request
 from sbp_core.infer.equal_layers import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
-from sbp_core.infer.minsum import Factor, minimise, total_cost
+from sbp_core.infer.minsum import Buckets, Factor, minimise, total_cost
 from sbp_core.infer.nearby import Nearby, infer_nearby
 from sbp_core.infer.one_axis import infer_axis
 from sbp_core.infer.pins import (
@@ -38,7 +38,13 @@ from sbp_core.infer.solve import (
     stage_placements,
     strategy_of,
 )
-from sbp_core.infer.stages import StageMap, StagePatterns, assign_stages, forward_blocks
+from sbp_core.infer.stages import (
+    StageMap,
+    StagePatterns,
+    assign_stages,
+    forward_blocks,
+    moving_nodes,
+)
 from sbp_core.infer.tables import Costed, CostTables
 from sbp_core.infer.work import Decision, Kept, SharedTables, StepWork
 
@@ -46,6 +52,7 @@ __all__ = [
     "FORBIDDEN_S",
     "PINS",
     "PIPE_AXIS",
+    "Buckets",
     "Conversion",
     "ConversionGroup",
     "CostTables",
@@ -80,6 +87,7 @@ __all__ = [
     "is_pin_word",
     "joint_problem",
     "minimise",
+    "moving_nodes",
     "node_colours",
     "one_forward_one_backward",
     "pipelined",

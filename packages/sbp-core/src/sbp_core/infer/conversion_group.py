@@ -89,6 +89,17 @@ class ConversionGroup:
         """Return the requests that the source's own variable makes, or none."""
         return tuple(r for r in self.requests if r.variable in (NO_VARIABLE, self.source))
 
+    def own_targets(self) -> NDArray[np.bool_]:
+        """Return which targets each value of the source asks for itself: (values, targets)."""
+        return _asked(self.own(), *self.costs.shape)
+
+    def asked_by_others(self) -> dict[int, NDArray[np.bool_]]:
+        """Return which targets each value of each other variable asks for: (values, targets)."""
+        return {
+            variable: _asked(requests, len(requests[0].targets), self.costs.shape[1])
+            for variable, requests in self.others().items()
+        }
+
     def others(self) -> dict[int, list[Request]]:
         """Return the requests of each other variable."""
         found: dict[int, list[Request]] = {}
@@ -96,3 +107,10 @@ class ConversionGroup:
             if request.variable not in (NO_VARIABLE, self.source):
                 found.setdefault(request.variable, []).append(request)
         return found
+
+
+def _asked(requests: Sequence[Request], num_values: int, num_targets: int) -> NDArray[np.bool_]:
+    found = np.zeros((num_values, num_targets), dtype=bool)
+    for request in requests:
+        found[np.arange(num_values), np.broadcast_to(request.targets, (num_values,))] = True
+    return found

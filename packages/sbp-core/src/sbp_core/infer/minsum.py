@@ -10,6 +10,8 @@ rest: exact given the held ones, so that the total never rises. Rounds hold diff
 until no round gains. Repeated layers of a network bring equal tables, whose sums and minima are
 computed once and shared. Knows nothing of SBP.
 
+`Buckets` is the elimination itself, which also bounds (`sbp_planner.choice.prove`).
+
 Source: Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence
 113 (1999), section 4; Jia et al., "Exploring hidden dimensions in parallelizing convolutional
 neural networks", ICML 2018, section 5 (node elimination).
@@ -18,11 +20,10 @@ neural networks", ICML 2018, section 5 (node elimination).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,18 @@ class Factor:
                 f"a table of shape {self.table.shape} over the variables {self.variables}",
                 accepted="one axis for each of distinct variables",
             )
+
+    def aligned(self, order: Sequence[int]) -> Table:
+        """Return the table with its axes in an order of variables, of extent 1 where it has none.
+
+        Args:
+            order: All of its variables, and others.
+        """
+        place = [order.index(v) for v in self.variables]
+        shape = [1] * len(order)
+        for at, extent in zip(place, self.table.shape, strict=True):
+            shape[at] = extent
+        return self.table.transpose(sorted(range(len(place)), key=place.__getitem__)).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +110,15 @@ def minimise(
     times_held = [0] * len(sizes)
     idle = 0
     shared = _Shared()
-    own = [shared.interned(_without_constants(factor, sizes)) for factor in factors]
+    own = [shared.interned(factor) for factor in factors]
     for _ in range(max_rounds):
-        elimination = _Elimination(sizes, own, best.values, times_held, max_entries, shared)
-        values = elimination.run()
+        holding = _Holding(sizes, own, best.values, times_held, shared)
+        values = holding.solved(max_entries)
         cost = total_cost(factors, values)
-        for variable in elimination.held:
-            times_held[variable] += 1
-        if not elimination.held:
+        if not holding.held:
             return Solution(values=values, cost=cost, exact=True)
+        for variable in holding.held:
+            times_held[variable] += 1
         idle = 0 if cost < best.cost else idle + 1
         if cost < best.cost:
             best = Solution(values=values, cost=cost, exact=False)
@@ -113,6 +126,135 @@ def minimise(
         if idle == 2:
             break
     return best
+
+
+class Buckets:
+    """Cost tables by the variables that they are over; variables are taken away from them.
+
+    Args:
+        sizes: Number of values of each variable; those with one value cost tables no axis.
+        factors: The cost tables.
+
+    Attributes:
+        sizes: Of each variable.
+        left: The variables that are not taken away.
+        constant: What tables cost that are over no variable any more.
+    """
+
+    def __init__(self, sizes: Sequence[int], factors: Iterable[Factor]) -> None:
+        self.sizes = list(sizes)
+        self.left = set(range(len(sizes)))
+        self.constant = 0.0
+        # A bucket has the factors that mention a variable; a factor is in the bucket of each of its
+        # variables, under one number, so that it can be taken out of all of them.
+        self._buckets: list[dict[int, Factor]] = [{} for _ in sizes]
+        self._number = 0
+        # Of each variable that was taken away, in that order: where it is least, by the places of
+        # the variables that it stood with.
+        self._taken: list[tuple[int, tuple[int, ...], Choice]] = []
+        for factor in factors:
+            self.add(factor)
+
+    @property
+    def factors(self) -> list[Factor]:
+        """The tables that are left, in the order in which they came."""
+        found = {number: factor for bucket in self._buckets for number, factor in bucket.items()}
+        return [found[number] for number in sorted(found)]
+
+    def add(self, factor: Factor) -> None:
+        """Add a table, without the axes of variables that have no choice."""
+        kept = tuple(v for v in factor.variables if self.sizes[v] > 1)
+        if kept != factor.variables:
+            factor = Factor(kept, factor.table.reshape([self.sizes[v] for v in kept]))
+        if not kept:
+            self.constant += float(factor.table)
+        for variable in kept:
+            self._buckets[variable][self._number] = factor
+        self._number += 1
+
+    def neighbours(self, variable: int) -> set[int]:
+        """Return the variables of all tables of a variable, itself among them if it has any."""
+        return {v for factor in self._buckets[variable].values() for v in factor.variables}
+
+    def take(self, variable: int) -> list[Factor]:
+        """Remove and return the tables of a variable, in the order in which they came."""
+        taken = list(self._buckets[variable].items())
+        for number, factor in taken:
+            for v in factor.variables:
+                del self._buckets[v][number]
+        return [factor for _, factor in taken]
+
+    def least(self, factors: Sequence[Factor], order: tuple[int, ...]) -> tuple[Choice, Table]:
+        """Return where the sum of some factors is least over the last of `order`, and that least.
+
+        Args:
+            factors: At least one.
+            order: Their variables, all of them.
+        """
+        # The variable that is taken away is the last axis; broadcasting makes the sum.
+        table = reduce(np.add, (factor.aligned(order) for factor in factors))
+        choice = table.argmin(axis=-1)
+        least = np.take_along_axis(table, choice[..., None], axis=-1)[..., 0]
+        # Any number of choices that tables may have fits.
+        return choice.astype(np.int32), least
+
+    def eliminate(self, variable: int) -> set[int]:
+        """Take a variable away, at its best for what is left; return those that it stood with."""
+        self.left.discard(variable)
+        factors = self.take(variable)
+        rest = tuple(sorted({v for f in factors for v in f.variables} - {variable}))
+        if not factors:
+            self._taken.append((variable, (), np.zeros((), dtype=np.int32)))
+            return set()
+        choice, least = self.least(factors, (*rest, variable))
+        self._taken.append((variable, rest, choice))
+        self.add(Factor(rest, least))
+        return set(rest)
+
+    def smallest_first(self, visit: Callable[[int, int], set[int] | None]) -> None:
+        """Visit the variables, that of the smallest table first (the min-weight order).
+
+        Args:
+            visit: Told a variable, and the entries of the table over all that it stands with.
+                Returns the variables whose tables changed; None ends it. A variable that is not
+                taken away then is visited again.
+        """
+
+        # Entries change as neighbours go, and heaps cannot update: stale ones are skipped.
+        def entries(variable: int) -> int:
+            return prod([self.sizes[v] for v in self.neighbours(variable)])
+
+        present = {variable: entries(variable) for variable in self.left}
+        queue = [(count, variable) for variable, count in present.items()]
+        heapq.heapify(queue)
+        while queue:
+            count, variable = heapq.heappop(queue)
+            # Whenever the entries of a variable change, it is queued anew.
+            if variable not in self.left or count != present[variable]:
+                continue
+            touched = visit(variable, count)
+            if touched is None:
+                return
+            # Its entry has left the queue: 0 is never a count, so that it is queued anew below even
+            # if its count is what it was.
+            present[variable] = 0
+            for other in touched & self.left:
+                now = entries(other)
+                if now != present[other]:
+                    present[other] = now
+                    heapq.heappush(queue, (now, other))
+
+    def read_back(self, places: Sequence[int]) -> list[int]:
+        """Return the places of the values of all variables, of those that are gone at their best.
+
+        Args:
+            places: Of the variables that are left; any for others.
+        """
+        # Backwards: where a variable is least depends on others that were taken away after it.
+        found = list(places)
+        for variable, rest, choice in reversed(self._taken):
+            found[variable] = int(choice[tuple(found[v] for v in rest)])
+        return found
 
 
 class _Shared:
@@ -124,35 +266,18 @@ class _Shared:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[tuple[int, ...], bytes], Table] = {}
-        self._minima: dict[object, tuple[Choice, Table]] = {}
+        self.minima: dict[object, tuple[Choice, Table]] = {}
         self._slices: dict[tuple[int, int, int], Table] = {}
 
     def interned(self, factor: Factor) -> Factor:
-        """Return the factor with the first table that was equal to its own, bit by bit."""
-        table = self._tables.setdefault((factor.table.shape, factor.table.tobytes()), factor.table)
-        return Factor(factor.variables, table)
+        """Return the factor with the first table that was equal to its own, bit by bit.
 
-    def minimum(self, factors: Sequence[Factor], order: tuple[int, ...]) -> tuple[Choice, Table]:
-        """Return where the sum of some factors is least over the last of `order`, and that least.
-
-        Args:
-            factors: At least one.
-            order: Their variables, all of them.
+        Variables without a choice are left out: they would only cost axes.
         """
-        place = {variable: at for at, variable in enumerate(order)}
-        # Names of variables do not matter, only which axis of which table is which place of
-        # `order`. Equal tables are one object (`interned`; minima and slices of equal tables are,
-        # too), so ids tell what is equal, and layer after layer finds the minimum of the first.
-        key = tuple((id(f.table), tuple(place[v] for v in f.variables)) for f in factors)
-        found = self._minima.get(key)
-        if found is None:
-            # The variable that is taken away is the last axis; broadcasting makes the sum.
-            table = reduce(np.add, (_align(factor, order) for factor in factors))
-            choice = table.argmin(axis=-1)
-            least = np.take_along_axis(table, choice[..., None], axis=-1)[..., 0]
-            # Any number of choices that tables may have fits.
-            found = self._minima[key] = (choice.astype(np.int32), least)
-        return found
+        table = factor.table
+        kept = tuple(v for v, n in zip(factor.variables, table.shape, strict=True) if n > 1)
+        key = tuple(n for n in table.shape if n > 1), table.tobytes()
+        return Factor(kept, self._tables.setdefault(key, table.reshape(key[0])))
 
     def slice(self, table: Table, axis: int, index: int) -> Table:
         """Return what is left of a table at one index of one axis."""
@@ -162,7 +287,7 @@ class _Shared:
         return self._slices[key]
 
 
-class _Elimination:
+class _Holding(Buckets):
     """One elimination of all variables, holding some at `present` if tables grow too large."""
 
     def __init__(
@@ -171,130 +296,49 @@ class _Elimination:
         factors: Sequence[Factor],
         present: Sequence[int],
         times_held: Sequence[int],
-        max_entries: int,
         shared: _Shared,
     ) -> None:
-        self.sizes = sizes
-        self.shared = shared
-        self.present = present
-        self.times_held = times_held
-        self.max_entries = max_entries
-        self.held: dict[int, int] = {}
-        # A bucket has the factors that mention a variable; a factor is in the bucket of each of its
-        # variables, under one number, so that it can be taken out of all of them.
-        self.buckets: list[dict[int, Factor]] = [{} for _ in sizes]
-        self.made: list[tuple[int, tuple[int, ...], Choice]] = []
-        self.num_factors = 0
-        for factor in factors:
-            self._add(factor)
+        super().__init__(sizes, factors)
+        self.present, self.times_held, self.shared = present, times_held, shared
+        self.held: list[int] = []
 
-    def _add(self, factor: Factor) -> None:
-        if not factor.variables:
-            return
-        for variable in factor.variables:
-            self.buckets[variable][self.num_factors] = factor
-        self.num_factors += 1
+    def least(self, factors: Sequence[Factor], order: tuple[int, ...]) -> tuple[Choice, Table]:
+        """See `Buckets.least`."""
+        place = {variable: at for at, variable in enumerate(order)}
+        # Names of variables do not matter, only which axis of which table is which place of
+        # `order`. Equal tables are one object (`interned`; minima and slices of equal tables are,
+        # too), so ids tell what is equal, and layer after layer finds the minimum of the first.
+        key = tuple((id(f.table), tuple(place[v] for v in f.variables)) for f in factors)
+        found = self.shared.minima.get(key)
+        if found is None:
+            found = self.shared.minima[key] = super().least(factors, order)
+        return found
 
-    def _neighbours(self, variable: int) -> set[int]:
-        return {v for factor in self.buckets[variable].values() for v in factor.variables}
-
-    def _entries(self, variable: int) -> int:
-        return prod([self.sizes[v] for v in self._neighbours(variable)])
-
-    def run(self) -> tuple[int, ...]:
-        # The variable whose table would be smallest goes first (the min-weight order of
-        # elimination). Costs change as neighbours go, and heaps cannot update: stale entries are
-        # skipped.
-        present = [self._entries(v) for v in range(len(self.sizes))]
-        queue = [(entries, v) for v, entries in enumerate(present)]
-        heapq.heapify(queue)
-        done: set[int] = set()
-        while queue:
-            entries, variable = heapq.heappop(queue)
-            # Whenever the entries of a variable change, it is queued anew.
-            if variable in done or entries != present[variable]:
-                continue
-            if entries > self.max_entries:
-                # Even the smallest table is too large. A neighbour is held, which takes an axis
-                # from it, and the variable is tried again. Its entry has left the queue: 0 is never
-                # its count, so that it is queued anew below even if its count is what it was.
-                touched = self._hold(variable)
-                present[variable] = 0
-                done.update(self.held)
-            else:
-                touched = self._eliminate(variable)
-                done.add(variable)
-            for other in touched - done:
-                now = self._entries(other)
-                if now != present[other]:
-                    present[other] = now
-                    heapq.heappush(queue, (now, other))
-        return self._read_back()
-
-    def _take(self, variable: int) -> list[Factor]:
-        """Remove and return the factors of a variable."""
-        taken = list(self.buckets[variable].items())
-        for key, factor in taken:
-            for v in factor.variables:
-                del self.buckets[v][key]
-        return [factor for _, factor in taken]
-
-    def _eliminate(self, variable: int) -> set[int]:
-        factors = self._take(variable)
-        rest = tuple(sorted({v for f in factors for v in f.variables} - {variable}))
-        order = (*rest, variable)
-        if not factors:
-            self.made.append((variable, (), np.zeros((), dtype=np.int32)))
-            return set()
-        choice, least = self.shared.minimum(factors, order)
-        self.made.append((variable, rest, choice))
-        if rest:
-            self._add(Factor(rest, least))
-        return set(rest)
+    def solved(self, max_entries: int) -> tuple[int, ...]:
+        """Return the best values of all variables, given the held ones."""
+        # Even the smallest table may be too large. A neighbour is held then, which takes an axis
+        # from it, and the variable is tried again.
+        self.smallest_first(
+            lambda variable, entries: (
+                self.eliminate(variable) if entries <= max_entries else self._hold(variable)
+            )
+        )
+        return tuple(self.read_back(self.present))
 
     def _hold(self, around: int) -> set[int]:
         """Hold the most connected neighbour of `around` that was held least often so far."""
         chosen = min(
-            self._neighbours(around),
-            key=lambda v: (self.times_held[v], -len(self.buckets[v]), v),
+            self.neighbours(around),
+            key=lambda v: (self.times_held[v], -len(self._buckets[v]), v),
         )
         value = self.present[chosen]
-        self.held[chosen] = value
+        self.held.append(chosen)
+        self.left.discard(chosen)
+        self._taken.append((chosen, (), np.asarray(value, dtype=np.int32)))
         touched: set[int] = set()
-        for factor in self._take(chosen):
+        for factor in self.take(chosen):
             at = factor.variables.index(chosen)
             rest = factor.variables[:at] + factor.variables[at + 1 :]
             touched.update(rest)
-            if rest:
-                self._add(Factor(rest, self.shared.slice(factor.table, at, value)))
+            self.add(Factor(rest, self.shared.slice(factor.table, at, value)))
         return touched
-
-    def _read_back(self) -> tuple[int, ...]:
-        # Backwards: where a variable's minimum is depends on variables that were eliminated after
-        # it (`rest`), or held, and these are known by then.
-        values = list(self.present)
-        for variable, value in self.held.items():
-            values[variable] = value
-        for variable, rest, choice in reversed(self.made):
-            values[variable] = int(choice[tuple(values[v] for v in rest)])
-        return tuple(values)
-
-
-def _without_constants(factor: Factor, sizes: Sequence[int]) -> Factor:
-    """Return the factor over the variables that have a choice; the others would only cost axes."""
-    kept = tuple(variable for variable in factor.variables if sizes[variable] > 1)
-    if kept == factor.variables:
-        return factor
-    return Factor(kept, factor.table.reshape([sizes[variable] for variable in kept]))
-
-
-def _align(factor: Factor, order: tuple[int, ...]) -> Table:
-    """Return the table with its axes in `order`, of extent 1 where it has none."""
-    place = [order.index(v) for v in factor.variables]
-    by_place = sorted(range(len(place)), key=place.__getitem__)
-    table = factor.table.transpose(by_place)
-    index: list[Any] = [None] * len(order)
-    for at in place:
-        index[at] = slice(None)
-    placed: Table = table[tuple(index)]
-    return placed

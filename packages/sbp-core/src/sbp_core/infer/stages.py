@@ -123,16 +123,21 @@ def _covers(pattern: str, module: str) -> bool:
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
-def _moving(graph: LogicalGraph) -> set[str]:
-    """Return the forward nodes that depend on a batch input."""
+def moving_nodes(graph: LogicalGraph) -> list[Node]:
+    """Return the forward nodes that depend on a batch input, in graph order.
+
+    Constants and views of parameters do not move: they have no place of their own in the chain,
+    and are left out where it is cut.
+
+    Args:
+        graph: The training step.
+    """
     values = {entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH}
-    # Constants and views of parameters do not move: they have no place of their own in the chain,
-    # and are left out where it is cut.
-    found: set[str] = set()
+    found = []
     for node in _tensor_nodes(graph, Phase.FORWARD):
         if values.intersection(node.inputs()):
             values.update(node.outputs)
-            found.add(node.name)
+            found.append(node)
     return found
 
 
@@ -177,10 +182,8 @@ def forward_blocks(graph: LogicalGraph) -> list[list[Node]]:
 
 def _runs(graph: LogicalGraph) -> list[list[Node]]:
     """Return the nodes that depend on the batch, in runs of one block each."""
-    moving = _moving(graph)
-    nodes = [node for node in _tensor_nodes(graph, Phase.FORWARD) if node.name in moving]
     runs: list[list[Node]] = []
-    for block, members in groupby(nodes, key=lambda node: block_of(node.module)):
+    for block, members in groupby(moving_nodes(graph), key=lambda node: block_of(node.module)):
         run = list(members)
         if block or not runs:
             runs.append(run)

@@ -13,13 +13,15 @@ of two dims that forbid what a user asks for beyond them:
 
     few targets    one variable, the set of targets that are made:   s -- set -- u,  set -- v, ..
     many           one variable for each target, made or not:        s -- made -- u, made -- v, ..
+                   in pairs, what one user alone asks for:           s -- u
 
 More targets cost no less, so the best of these have what is asked for, and no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
@@ -58,16 +60,38 @@ class Costed(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MadeTarget:
+    """What a variable between a value and its users stands for: one target, made or not.
+
+    Args:
+        group: The conversions of the value.
+        target: Its number.
+        users: The variables that ask for it, and which of their values do.
+    """
+
+    group: ConversionGroup
+    target: int
+    users: tuple[tuple[int, NDArray[np.bool_]], ...]
+
+
 class CostTables:
     """The tables of a step.
 
     Args:
         problem: The step.
         max_entries: Values whose tables would be larger get variables between.
+        in_pairs: Whether tables are over two variables at most, and variables between are single
+            targets.
     """
 
-    def __init__(self, problem: Costed, *, max_entries: int) -> None:
+    def __init__(self, problem: Costed, *, max_entries: float, in_pairs: bool = False) -> None:
         self.max_entries = max_entries
+        self.max_users = 1 if in_pairs else _MAX_DIRECT_USERS
+        self.max_set_targets = 0 if in_pairs else _MAX_SET_TARGETS
+        self.most_alone = int(in_pairs)
+        #: Of variables between that are single targets, what they are.
+        self.made: dict[int, MadeTarget] = {}
         #: Number of values of each variable: those of the step, then those between.
         self.sizes: list[int] = list(map(len, problem.unary))
         #: A value of each.
@@ -83,12 +107,12 @@ class CostTables:
     def _add(self, group: ConversionGroup) -> None:
         others = group.others()
         entries = prod(self.sizes[v] for v in (group.source, *others))
-        if len(others) <= _MAX_DIRECT_USERS and entries <= self.max_entries:
+        if len(others) <= self.max_users and entries <= self.max_entries:
             self.factors.append(Factor((group.source, *others), self._direct(group, others)))
-        elif group.costs.shape[1] <= _MAX_SET_TARGETS:
+        elif group.costs.shape[1] <= self.max_set_targets:
             self._add_set(group, others)
         else:
-            self._add_made(group, others)
+            self._add_made(group)
 
     def _direct(self, group: ConversionGroup, others: dict[int, list[Request]]) -> Table:
         """Return the table over the source and its users."""
@@ -154,36 +178,27 @@ class CostTables:
             table += np.where(made >> target & 1, group.costs[:, target, None], 0.0)
         self.factors.append(Factor((group.source, between), table))
 
-    def _add_made(self, group: ConversionGroup, others: dict[int, list[Request]]) -> None:
+    def _add_made(self, group: ConversionGroup) -> None:
         """Put a variable for each target, made or not, between a value and its users."""
-        num_states, num_targets = group.costs.shape
-        own = np.zeros((num_states, num_targets), dtype=bool)
-        for request in group.own():
-            own[np.arange(num_states), np.broadcast_to(request.targets, (num_states,))] = True
+        own, asked = group.own_targets(), group.asked_by_others()
         if own.any():
             paid = np.where(own, group.costs, 0.0).sum(axis=1)
             self.factors.append(Factor((group.source,), paid))
-        for users, costs in _asked(group, others, own):
-            if not costs.any():
-                continue
+        costs = np.where(own, 0.0, group.costs)
+        num_states = len(costs)
+        num_users = sum((asks.any(axis=0) for asks in asked.values()), np.zeros(costs.shape[1]))
+        between = (num_users > self.most_alone) & costs.any(axis=0)
+        for variable, asks in asked.items():
+            alone = costs[:, ~between] @ asks[:, ~between].T
+            if alone.any():
+                self.factors.append(Factor((group.source, variable), alone))
+        for target in np.flatnonzero(between).tolist():
+            users = [(v, asks[:, target]) for v, asks in asked.items() if asks[:, target].any()]
             present = any(asks[self.start[variable]] for variable, asks in users)
-            between = self._variable(2, int(present))
-            table = np.stack([np.zeros(num_states), costs], axis=1)
-            self.factors.append(Factor((group.source, between), table))
+            made = self._variable(2, int(present))
+            self.made[made] = MadeTarget(group=group, target=target, users=tuple(users))
+            table = np.stack([np.zeros(num_states), costs[:, target]], axis=1)
+            self.factors.append(Factor((group.source, made), table))
             for variable, asks in users:
                 table = np.stack([np.where(asks, FORBIDDEN_S, 0.0), np.zeros(len(asks))])
-                self.factors.append(Factor((between, variable), table))
-
-
-def _asked(
-    group: ConversionGroup, others: dict[int, list[Request]], own: NDArray[np.bool_]
-) -> Iterator[tuple[list[tuple[int, NDArray[np.bool_]]], Table]]:
-    """Yield for each target who asks for it with which values, and what it costs each source."""
-    for target in range(group.costs.shape[1]):
-        users = [
-            (variable, np.any([request.targets == target for request in requests], axis=0))
-            for variable, requests in others.items()
-        ]
-        users = [(variable, asks) for variable, asks in users if asks.any()]
-        costs = np.where(own[:, target], 0.0, group.costs[:, target])
-        yield users, costs if users else np.zeros_like(costs)
+                self.factors.append(Factor((made, variable), table))

@@ -13,13 +13,13 @@ costs nothing between equal splits. What is made has the structure, not the figu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from sbp_core.errors import SbpValueError
-from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints, evaluate
+from sbp_planner.choice.problem import ChoiceProblem, evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +90,26 @@ def planted_problem(shape: Shape, seed: int = 0) -> tuple[ChoiceProblem, list[in
     )
     bytes_of = (2.0 ** random.uniform(10, 20, count)).astype(np.int64)
     splits = [random.integers(0, 8, size) for size in sizes]
-    usages = [_usage(random, own, int(held)) for own, held in zip(splits, bytes_of, strict=True)]
-    costs = [_cost(random, own, int(held)) for own, held in zip(usages, bytes_of, strict=True)]
-    planted = [_planted(random, own, shape.frugal) for own in usages]
+    usages = [
+        (int(held) >> (own // 2)) + random.integers(0, 1 + int(held) // 16, len(own))
+        for own, held in zip(splits, bytes_of, strict=True)
+    ]
+    costs = []
+    for own, held in zip(usages, bytes_of.tolist(), strict=True):
+        # What is split more has more to send.
+        dear = (held - np.minimum(own, held)) * random.uniform(0, 2, len(own))
+        costs.append(np.round((dear + random.uniform(0, 0.2 * held, len(own))) / 64))
+    planted = [
+        int(own.argmin() if random.random() < shape.frugal else random.integers(len(own)))
+        for own in usages
+    ]
     edges = _edges(random, shape)
     tables = []
     for u, v in edges:
-        table = _table(random, splits[u], splits[v], int(min(bytes_of[u], bytes_of[v])))
+        ours, theirs = splits[u][:, None], splits[v][None, :]
+        differ = (ours // 2 != theirs // 2) + 0.5 * (ours % 2 != theirs % 2)
+        held = int(min(bytes_of[u], bytes_of[v]))
+        table = np.round(differ * held * random.uniform(0.5, 1.5, differ.shape) / 64)
         allowed = table[planted[u], planted[v]]
         table[random.random(table.shape) < shape.forbidden] = inf
         table[planted[u], planted[v]] = allowed
@@ -112,24 +125,6 @@ def planted_problem(shape: Shape, seed: int = 0) -> tuple[ChoiceProblem, list[in
     return _limited(problem, planted, shape)
 
 
-def _usage(random: np.random.Generator, splits: Ints, held: int) -> Ints:
-    usage: Ints = (held >> (splits // 2)) + random.integers(0, 1 + held // 16, len(splits))
-    return usage
-
-
-def _cost(random: np.random.Generator, usage: Ints, held: int) -> Floats:
-    """What is split more has more to send."""
-    dear = (held - np.minimum(usage, held)) * random.uniform(0, 2, len(usage))
-    cost: Floats = np.round((dear + random.uniform(0, 0.2 * held, len(usage))) / 64)
-    return cost
-
-
-def _planted(random: np.random.Generator, usage: Ints, frugal: float) -> int:
-    if random.random() < frugal:
-        return int(usage.argmin())
-    return int(random.integers(len(usage)))
-
-
 def _edges(random: np.random.Generator, shape: Shape) -> list[tuple[int, int]]:
     found: dict[tuple[int, int], None] = {}
     for node in range(1, shape.nodes):
@@ -142,14 +137,6 @@ def _edges(random: np.random.Generator, shape: Shape) -> list[tuple[int, int]]:
         if mirror < node and random.random() < shape.mirrored:
             found[mirror, node] = None
     return list(found)
-
-
-def _table(random: np.random.Generator, ours: Ints, theirs: Ints, held: int) -> Floats:
-    differ = (ours[:, None] // 2 != theirs[None, :] // 2) + 0.5 * (
-        ours[:, None] % 2 != theirs[None, :] % 2
-    )
-    table: Floats = np.round(differ * held * random.uniform(0.5, 1.5, differ.shape) / 64)
-    return table
 
 
 def _intervals(
@@ -180,15 +167,11 @@ def _limited(
         change[end] -= own[s]
     room = (shape.ballast * (least - np.cumsum(change)[:-1])).astype(np.int64).tolist()
     full = [(time, held) for time, held in enumerate(room) if held > 0]
-    return (
-        ChoiceProblem(
-            costs=[*problem.costs, *(np.zeros(1) for _ in full)],
-            usages=[*problem.usages, *(np.array([held]) for _, held in full)],
-            intervals=[*problem.intervals, *((time, time + 1) for time, _ in full)],
-            edges=problem.edges,
-            edge_costs=problem.edge_costs,
-            usage_limit=limit,
-            name=problem.name,
-        ),
-        [*planted, *(0 for _ in full)],
+    filled = replace(
+        problem,
+        costs=[*problem.costs, *(np.zeros(1) for _ in full)],
+        usages=[*problem.usages, *(np.array([held]) for _, held in full)],
+        intervals=[*problem.intervals, *((time, time + 1) for time, _ in full)],
+        usage_limit=limit,
     )
+    return filled, [*planted, *(0 for _ in full)]

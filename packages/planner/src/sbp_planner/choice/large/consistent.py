@@ -50,8 +50,10 @@ class _Search:
         for number, ((u, v), table) in enumerate(zip(compact.edges, compact.tables, strict=True)):
             allowed = table < inf
             if not allowed.all():
-                self.around[u].append((v, number, [_bits(row) for row in allowed]))
-                self.around[v].append((u, number, [_bits(row) for row in allowed.T]))
+                for node, other, rows in ((u, v, allowed), (v, u, allowed.T)):
+                    # The places of True as the bits of an int.
+                    bits = [sum(1 << int(place) for place in np.flatnonzero(row)) for row in rows]
+                    self.around[node].append((other, number, bits))
         self.order = [np.argsort(wanted[first[n] : first[n + 1]]).tolist() for n in range(count)]
         self.weight = [1] * len(compact.edges)
         self.domain = [(1 << int(size)) - 1 for size in compact.sizes]
@@ -66,9 +68,8 @@ class _Search:
         while time.monotonic() < self.deadline:
             found = self._descend(limit)
             if found is not None:
-                return (
-                    np.array([domain.bit_length() - 1 for domain in self.domain]) if found else None
-                )
+                values = np.array([domain.bit_length() - 1 for domain in self.domain])
+                return values if found else None
             limit *= _MORE_FAILURES
             self._undo(0)
         return None
@@ -82,8 +83,9 @@ class _Search:
             node = self._next(open_)
             if node is None:
                 return True
-            tries.append((node, self._wanted(node), len(self.trail)))
-            self._set(node, 1 << tries[-1][1])
+            strategy = next(int(s) for s in self.order[node] if self.domain[node] >> s & 1)
+            tries.append((node, strategy, len(self.trail)))
+            self._set(node, 1 << strategy)
             while not self._propagate([node]):
                 # What was tried last is ruled out, which may rule out what was tried before.
                 failures += 1
@@ -104,10 +106,6 @@ class _Search:
                 if size / (weight + 1) < least:
                     best, least = node, size / (weight + 1)
         return best
-
-    def _wanted(self, node: int) -> int:
-        domain = self.domain[node]
-        return next(int(s) for s in self.order[node] if domain >> s & 1)
 
     def _set(self, node: int, domain: int) -> None:
         self.trail.append((node, self.domain[node]))
@@ -141,8 +139,3 @@ class _Search:
                         return False
                     queue[other] = None
         return True
-
-
-def _bits(row: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
-    """Return the places of True as the bits of an int."""
-    return sum(1 << int(place) for place in np.flatnonzero(row))

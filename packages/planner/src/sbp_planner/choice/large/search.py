@@ -30,16 +30,15 @@ from math import inf
 
 import numpy as np
 
-from sbp_planner.choice.consistent import consistent
-from sbp_planner.choice.core import Core, near
-from sbp_planner.choice.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.neighbourhood import Neighbourhoods, Proposal
+from sbp_planner.choice.large.consistent import consistent
+from sbp_planner.choice.large.dual import DualAscent, ReducedCosts
+from sbp_planner.choice.large.moves import TreeMoves, near
+from sbp_planner.choice.large.neighbourhood import Neighbourhoods, Proposal
+from sbp_planner.choice.large.worker import Bound, Task, Worker
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
-from sbp_planner.choice.pruning import masks, room_for
 from sbp_planner.choice.record import Part, Record
-from sbp_planner.choice.worker import Bound, Task, Values, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Search:
         self.usual = usual / (capacity.mean() if len(capacity) else 1.0)
         self.random = np.random.default_rng(0)
         # All strategies; those that trees move in now, and which part of all these are.
-        self.whole = Core(part.compact, self.near.forbidden, self.usual)
+        self.whole = TreeMoves(part.compact, self.near.forbidden, self.usual)
         self.core = self.whole
         self.core_part = 1.0
         # Cost a second that neighbourhoods, annealing, and oscillation have brought of late.
@@ -209,7 +208,7 @@ class Search:
             self._fit(self.dual.decode(), self.record.after(_FIRST_PART))
             now, seconds = time.monotonic(), 2 * seconds
         # What rose at early prices would stand in the way of better ones.
-        self.whole.penalties.penalty = np.zeros_like(self.whole.penalties.penalty)
+        self.whole.penalty = np.zeros_like(self.whole.penalty)
 
     def _search_near(self, until: float) -> None:
         """Search by trees, then by neighbourhoods or annealing, once or more."""
@@ -224,12 +223,15 @@ class Search:
             elif way == 1 or not len(self.part.compact.capacity):
                 self._anneal()
             else:
-                self._oscillate()
+                # The present assignment may exceed capacities for a while.
+                values, until_fit = self.near.values, self.record.after(_OSCILLATION_PART)
+                moved = self._moves(values).oscillated(values, self.dual.prices, until_fit)
+                self._fit(moved, until_fit)
             gain = before.cost - self.near.merit.cost if before.excess == 0 else 0.0
             took = max(time.monotonic() - began, 0.05)
             memory = _MEMORY if self.seconds[way] else 0.0
-            self.seconds[way] = memory * self.seconds[way] + (1 - memory) * took
-            self.gains[way] = memory * self.gains[way] + (1 - memory) * max(gain, 0.0) / took
+            for of, new in ((self.seconds, took), (self.gains, max(gain, 0.0) / took)):
+                of[way] = memory * of[way] + (1 - memory) * new
             self._offer_near()
             self._listen()
             self._feed_worker()
@@ -331,12 +333,6 @@ class Search:
         self.near.replace_values(fitted)
         self._offer_near(force=before.excess > 0 and self.near.fits)
 
-    def _oscillate(self) -> None:
-        """Let the present assignment exceed capacities for a while."""
-        until = self.record.after(_OSCILLATION_PART)
-        values = self.near.values
-        self._fit(self._moves(values).oscillated(values, self.dual.prices, until), until)
-
     def _guide(self) -> None:
         """Have the messages settle at the best prices; neighbourhoods follow what they say."""
         self.dual.price = self.dual.prices
@@ -345,26 +341,24 @@ class Search:
         self.record.raise_bound(self.dual.bound)
         self.near.follow(self.dual.reduced_costs(), self.dual.prices)
         self.core_part = float(np.exp(self.random.uniform(*np.log(_CORE_PARTS))))
-        self.core = self._drawn_core(self.near.values)
+        self._draw_core(self.near.values)
         self._settled = None
 
-    def _drawn_core(self, values: Ints) -> Core:
-        """Return the strategies that the guide has best, and those of an assignment."""
-        if self.near.guide is None or self.core_part >= 1:
-            return self.whole
-        compact = self.part.compact
-        kept = near(compact, values, self.near.guide.nodes, self.core_part)
-        if kept is None:
-            return self.whole
-        seed = int(self.random.integers(1 << 31))
-        core = Core(compact, self.near.forbidden, self.usual, seed, kept)
-        core.penalties.penalty = self.core.penalties.penalty
-        return core
+    def _draw_core(self, values: Ints) -> None:
+        """Have trees move in the strategies that the guide has best, and those of an assignment."""
+        compact, guide, before, kept = self.part.compact, self.near.guide, self.core, None
+        if guide is not None:
+            kept = near(compact, values, guide.nodes, self.core_part)
+        self.core = self.whole
+        if kept is not None:
+            seed = int(self.random.integers(1 << 31))
+            self.core = TreeMoves(compact, self.near.forbidden, self.usual, seed, kept)
+            self.core.penalty = before.penalty
 
-    def _moves(self, values: Ints) -> Core:
+    def _moves(self, values: Ints) -> TreeMoves:
         """Return what moves an assignment: the present core, or one with its strategies."""
         if not self.core.holds(values):
-            self.core = self._drawn_core(values)
+            self._draw_core(values)
         return self.core
 
     def _feed_worker(self) -> None:
@@ -376,7 +370,12 @@ class Search:
             return
         if not running and self.blocks > 0:
             self.blocks -= 1
-            self._begin_block()
+            proposal = self.near.propose(_LARGER)
+            if proposal is not None:
+                left = max(self.record.deadline - time.monotonic(), 0.0)
+                of = proposal.part, min(_BLOCK_S, left), 1e-5, proposal.start
+                self._submit(Task(*of, proposal.elastic, tuple(proposal.rows)))
+                self.worker_block, self.worker_part = proposal, None
             return
         if running and self.worker_below >= self.record.cost < inf:
             return
@@ -384,31 +383,16 @@ class Search:
             # Nothing was left to choose: more may be left.
             self.pairs *= 2.0
 
-    def _begin_block(self) -> None:
-        proposal = self.near.propose(_LARGER)
-        if proposal is None:
-            return
-        task = Task(
-            compact=proposal.part,
-            seconds=max(min(_BLOCK_S, self.record.deadline - time.monotonic()), 0.0),
-            gap=1e-5,
-            start=proposal.start,
-            elastic=proposal.elastic,
-            rows=tuple(proposal.rows),
-        )
-        self._submit(task)
-        self.worker_block, self.worker_part = proposal, None
-
     def _begin_program(self, guide: ReducedCosts, running: bool) -> bool:
         """Begin a program unless a running one is as good; False if reductions solved it."""
-        below, room, count = room_for(guide, self.record.cost, int(self.pairs))
+        below, room, count = guide.room_for(self.record.cost, int(self.pairs))
         if running and self.worker_part is not None:
             smaller = count <= _MUCH_SMALLER * self.worker_part.num_pairs
             if not smaller or below <= min(self.worker_below, self.record.cost * (1 - 1e-9)):
                 return True
         try:
             part = self.part.pruned(
-                *masks(self.part.compact, guide, room, self.near.values),
+                *guide.left(self.part.compact, room, self.near.values),
                 self.record.after(_PRUNE_PART),
             )
         except NothingAllowedError:
@@ -420,15 +404,10 @@ class Search:
             return False
         left = max(self.record.deadline - time.monotonic(), 0.0)
         seconds = left if below >= self.record.cost else max(_PROGRAM_PART * left, _PROGRAM_S)
-        task = Task(
-            compact=part.compact,
-            seconds=min(seconds, left),
-            gap=self.record.gap,
-            start=part.projected(self.record.best),
-        )
+        start = part.projected(self.record.best)
         if running and self.worker is not None:
             self.worker.end()
-        self._submit(task)
+        self._submit(Task(part.compact, min(seconds, left), self.record.gap, start))
         self.worker_block, self.worker_part, self.worker_below = None, part, below
         return True
 
@@ -455,39 +434,36 @@ class Search:
         if self.worker is None:
             return
         for message in self.worker.messages():
-            if self.worker_block is not None:
+            block, part = self.worker_block, self.worker_part
+            if block is not None:
                 if isinstance(message, ProgramResult):
                     took = (time.monotonic() - self.worker.began) / _LARGER
-                    self.near.accept(self.worker_block, message, took)
+                    self.near.accept(block, message, took)
                     self.worker_block = None
                     self._offer_near()
-            elif self.worker_part is None:
                 continue
-            elif isinstance(message, Values):
-                self._offer_found(self.worker_part, message.values)
-            elif isinstance(message, Bound):
+            if part is None:
+                continue
+            if isinstance(message, Bound):
                 self.record.raise_bound(min(message.bound, self.worker_below))
-            else:
-                self._end_program(message)
+                continue
+            if message.values is not None:
+                self._offer_found(part, message.values)
+            if isinstance(message, ProgramResult):
+                cost = inf if message.values is None else part.compact.total(message.values)
+                if message.optimal:
+                    self.pairs = min(self.pairs * 1.5, _MOST_PAIRS)
+                    self._close(self.worker_below, message.bound if self.record.gap else cost)
+                else:
+                    self.pairs = max(self.pairs * 0.5, _FEWEST_PAIRS)
+                    gap = self.record.cost - self.record.bound
+                    wide = gap > _WIDE_GAP * abs(self.record.cost)
+                    self.blocks = _MANY_BLOCKS if wide else _BLOCKS
+                self.worker_part = None
         if not self.worker.alive:
             # It died, perhaps for want of memory: another would, too.
             _log.warning("the second process for integer programs has died")
             self.worker_failed = True
-
-    def _end_program(self, result: ProgramResult) -> None:
-        assert self.worker_part is not None
-        cost = inf
-        if result.values is not None:
-            self._offer_found(self.worker_part, result.values)
-            cost = self.worker_part.compact.total(result.values)
-        if result.optimal:
-            self.pairs = min(self.pairs * 1.5, _MOST_PAIRS)
-            self._close(self.worker_below, cost if self.record.gap == 0 else result.bound)
-        else:
-            self.pairs = max(self.pairs * 0.5, _FEWEST_PAIRS)
-            wide = self.record.cost - self.record.bound > _WIDE_GAP * abs(self.record.cost)
-            self.blocks = _MANY_BLOCKS if wide else _BLOCKS
-        self.worker_part = None
 
     def _offer_found(self, part: Part, values: Ints) -> None:
         """Offer an assignment of a pruned part, and search on from it."""

@@ -26,15 +26,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sbp_planner.choice.compact import Compact
-from sbp_planner.choice.dual import ReducedCosts
+from sbp_planner.choice.compact import Compact, Mask
+from sbp_planner.choice.large.dual import ReducedCosts
 from sbp_planner.choice.problem import Floats, Ints
 from sbp_planner.choice.program import ProgramResult, solve_program
-from sbp_planner.choice.tables import allowed
 
 #: Allowed pairs among freed nodes, to begin with, at least, and at most.
 _PAIRS = 6_000.0
@@ -65,8 +64,7 @@ _MEMORY = 0.8
 _LEAST_WEIGHT = 0.15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Merit:
+class Merit(NamedTuple):
     """What is compared: forbidden pairs, then bytes above the capacities of all rows, then cost."""
 
     forbidden: int
@@ -91,8 +89,7 @@ class _Kind:
     gain: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Proposal:
+class Proposal(NamedTuple):
     """Some nodes that are freed.
 
     Args:
@@ -103,7 +100,6 @@ class Proposal:
         elastic: Whether capacities may be exceeded.
         rows: Memory rows that will probably bind.
         kind: Its number.
-        merit: Of the assignment that the other nodes are held at.
     """
 
     part: Compact
@@ -113,7 +109,6 @@ class Proposal:
     elastic: bool
     rows: list[int]
     kind: int
-    merit: Merit
 
 
 class Neighbourhoods:
@@ -127,18 +122,15 @@ class Neighbourhoods:
     def __init__(self, compact: Compact, values: Ints, seed: int = 0) -> None:
         self.compact = compact
         # In place of forbidden pairs while the assignment has some.
-        finite = np.abs(compact.flat.entries[allowed(compact.flat.entries)])
+        self.allowed = compact.flat.entries < inf
+        finite = np.abs(compact.flat.entries[self.allowed])
         largest = max(1.0, finite.max(initial=0), float(np.abs(compact.cost).max(initial=0)))
         self.forbidden = 10 * largest
-        self.edges_of: list[list[int]] = [[] for _ in range(compact.num_nodes)]
-        for number, (u, v) in enumerate(compact.edges):
-            self.edges_of[u].append(number)
-            self.edges_of[v].append(number)
         self.node_of = np.repeat(np.arange(compact.num_nodes), compact.sizes)
         self.random = np.random.default_rng(seed)
         self.guide: ReducedCosts | None = None
         self.rows: Ints = np.zeros(0, dtype=np.int64)
-        self.kinds = [_Kind(inf, self._pairs(allowed(compact.flat.entries)))]
+        self.kinds = [_Kind(inf, self._pairs(self.allowed))]
         self.seconds = _SOLVE_S[0]
         self.values = values
         self.merit = self._merit(values)
@@ -153,7 +145,7 @@ class Neighbourhoods:
         self.guide = guide
         self.rows = np.flatnonzero(prices)
         pairs = guide.pairs
-        every = pairs[allowed(self.compact.flat.entries)]
+        every = pairs[self.allowed]
         few = max(_FEW_AN_EDGE * len(self.compact.edges), _FEW) / max(len(every), 1)
         parts = _PARTS if few >= 0.5 * _PARTS[-1] else (*_PARTS, few)
         places = [int(part * (len(every) - 1)) for part in parts]
@@ -167,7 +159,7 @@ class Neighbourhoods:
                 kind.budget, kind.gain = old[number].budget, old[number].gain
             self.kinds.append(kind)
 
-    def _pairs(self, kept: NDArray[np.bool_]) -> Ints:
+    def _pairs(self, kept: Mask) -> Ints:
         before = np.concatenate([[0], np.cumsum(kept)])
         first = self.compact.flat.first
         pairs: Ints = before[first[1:]] - before[first[:-1]]
@@ -182,7 +174,7 @@ class Neighbourhoods:
     def _merit(self, values: Ints) -> Merit:
         compact = self.compact
         pairs = compact.flat.entries[compact.flat.chosen(values)]
-        good = allowed(pairs)
+        good = pairs < inf
         forbidden = len(pairs) - int(good.sum())
         excess = float(np.maximum(compact.excess(values), 0).sum(dtype=np.float64))
         cost = float(compact.cost[compact.first[:-1] + values].sum() + pairs[good].sum())
@@ -221,19 +213,11 @@ class Neighbourhoods:
             return None
         part, kept = self._part(free, self.kinds[number].room)
         # A node in the part has lost the strategies that held nodes forbid; so may have its own.
-        start = [
-            np.flatnonzero(own == self.values[node]) for node, own in zip(free, kept, strict=True)
-        ]
-        return Proposal(
-            part=part,
-            free=free,
-            kept=kept,
-            start=np.array([int(at[0]) for at in start]) if all(map(len, start)) else None,
-            elastic=self.merit.excess > 0,
-            rows=self.rows.tolist(),
-            kind=number,
-            merit=self.merit,
-        )
+        places = zip(free, kept, strict=True)
+        start = [np.flatnonzero(own == self.values[node]) for node, own in places]
+        found = np.array([int(at[0]) for at in start]) if all(map(len, start)) else None
+        elastic = self.merit.excess > 0
+        return Proposal(part, free, kept, found, elastic, self.rows.tolist(), number)
 
     def accept(self, proposal: Proposal, result: ProgramResult, took_s: float) -> bool:
         """Take a result over, if the assignment becomes better by it; return whether it did."""
@@ -270,7 +254,7 @@ class Neighbourhoods:
         seeds = [self._drawn_node()]
         if self.merit.forbidden:
             flat, values = self.compact.flat, self.values
-            bad = np.flatnonzero(~allowed(flat.entries[flat.chosen(values)]))
+            bad = np.flatnonzero(~self.allowed[flat.chosen(values)])
             seeds = [int(flat.ends[int(self.random.choice(bad)), 0])]
         elif len(self.compact.held_column) and (self.merit.excess or self.random.random() < 0.5):
             seeds = self._sharing_memory() or seeds
@@ -278,14 +262,13 @@ class Neighbourhoods:
 
     def _drawn_node(self) -> int:
         """Draw a node, one whose strategy puts the bound up more often than others."""
-        count = self.compact.num_nodes
-        if self.guide is None or self.random.random() < 0.3:
-            return int(self.random.integers(count))
-        above = np.maximum(self.guide.nodes[self.compact.first[:-1] + self.values], 0.0)
-        above[~np.isfinite(above)] = 0.0
+        above = np.zeros(self.compact.num_nodes)
+        if self.guide is not None and self.random.random() >= 0.3:
+            above = np.maximum(self.guide.nodes[self.compact.first[:-1] + self.values], 0.0)
+            above[~np.isfinite(above)] = 0.0
         if not above.sum() > 0:
-            return int(self.random.integers(count))
-        return int(self.random.choice(count, p=above / above.sum()))
+            return int(self.random.integers(len(above)))
+        return int(self.random.choice(len(above), p=above / above.sum()))
 
     def _sharing_memory(self) -> list[int]:
         compact = self.compact
@@ -322,7 +305,7 @@ class Neighbourhoods:
             node = frontier.pop(at)
             chosen[node] = None
             pairs += float(share[node + 1] - share[node])
-            for number in self.edges_of[node]:
+            for number in self.compact.edges_of[node]:
                 u, v = self.compact.edges[number]
                 other = v if u == node else u
                 if other in chosen:
@@ -344,7 +327,7 @@ class Neighbourhoods:
         for node in place:
             columns = slice(int(compact.first[node]), int(compact.first[node + 1]))
             own = compact.cost[columns]
-            for number in self.edges_of[node]:
+            for number in self.compact.edges_of[node]:
                 u, v = compact.edges[number]
                 if u in place and v in place:
                     inner.add(number)
@@ -375,37 +358,16 @@ class Neighbourhoods:
                 table = np.where(far, inf, table)
             edges.append((place[u], place[v]))
             tables.append(table)
-        return self._compact(free, cost, kept, edges, tables), kept
-
-    def _compact(
-        self,
-        free: Ints,
-        cost: list[Floats],
-        kept: list[Ints],
-        edges: list[tuple[int, int]],
-        tables: list[Floats],
-    ) -> Compact:
-        compact = self.compact
-        first = np.concatenate([[0], np.cumsum([len(own) for own in kept], dtype=np.int64)])
-        # New column of each column; -1 of those that are held or gone.
-        column = np.full(len(compact.cost), -1, dtype=np.int64)
-        for at, node in enumerate(free.tolist()):
-            column[compact.first[node] + kept[at]] = np.arange(first[at], first[at + 1])
-        chosen = np.zeros(len(compact.cost), dtype=np.int64)
-        held_nodes = np.ones(compact.num_nodes, dtype=bool)
-        held_nodes[free] = False
-        chosen[(compact.first[:-1] + self.values)[held_nodes]] = 1
-        some = column[compact.held_column] >= 0
-        return replace(
-            compact,
+        mask = np.zeros(len(compact.cost), dtype=bool)
+        mask[
+            np.concatenate([compact.first[n] + own for n, own in zip(place, kept, strict=True)])
+        ] = 1
+        held = np.zeros(len(compact.cost), dtype=np.int64)
+        held[(compact.first[:-1] + values)[np.setdiff1d(np.arange(compact.num_nodes), free)]] = 1
+        part = replace(
+            compact.restricted(mask, edges, tables),
             cost=np.concatenate([c[own] for c, own in zip(cost, kept, strict=True)]),
-            first=first,
-            edges=tuple(edges),
-            tables=tuple(tables),
-            capacity=compact.capacity - compact.profile(chosen),
-            held_column=column[compact.held_column[some]],
-            held_first=compact.held_first[some],
-            held_end=compact.held_end[some],
-            held_bytes=compact.held_bytes[some],
+            capacity=compact.capacity - compact.profile(held),
             constant=0.0,
         )
+        return part, kept

@@ -16,7 +16,7 @@ What is made has the structure, not the figures, of any machine or model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +36,10 @@ _LAYER = (
 
 @dataclass(slots=True)
 class _Draft:
+    random: np.random.Generator
+    kinds: int
+    forbidden: float
+    noise: float
     costs: list[Floats] = field(default_factory=list)
     usages: list[Ints] = field(default_factory=list)
     intervals: list[list[int]] = field(default_factory=list)
@@ -43,6 +47,57 @@ class _Draft:
     tables: list[Floats] = field(default_factory=list)
     split: list[Ints] = field(default_factory=list)  # of each node its splits, (strategies, 2)
     size: list[int] = field(default_factory=list)  # of each node the bytes of its tensor
+
+    def node(self, size: int, time: int) -> int:
+        """Add a node: some of the splits, not all, of a tensor of so many bytes."""
+        axis = np.arange(self.kinds)
+        every = np.stack(np.meshgrid(axis, axis), axis=-1).reshape(-1, 2)
+        kept = self.random.random(len(every)) < 0.8
+        kept[0] = True
+        split = every[kept]
+        shards = np.where(split > 0, 4, 1).prod(axis=1)
+        work = self.random.integers(0, 1000, len(split)) + size // shards // 256
+        self.costs.append(work.astype(np.float64))
+        self.usages.append((size // shards).astype(np.int64))
+        self.intervals.append([time, time + 2])
+        self.split.append(split)
+        self.size.append(size)
+        return len(self.costs) - 1
+
+    def edge(self, u: int, v: int, pointwise: bool, *, all_allowed: bool = False) -> None:
+        """Add an edge: what it costs to turn the splits of u into those of v."""
+        random = self.random
+        differ = (self.split[u][:, None] != self.split[v][None, :]).sum(axis=2)
+        table = differ * (self.size[u] / 1024.0)
+        if not pointwise:
+            table = table + random.integers(0, 4, table.shape) * (self.size[u] / 4096.0)
+        table = np.round(table * np.exp(self.noise * random.standard_normal(table.shape)))
+        forbidden = 0.0 if all_allowed else self.forbidden
+        table[random.random(table.shape) < forbidden] = np.inf
+        self.edges.append((u, v))
+        self.tables.append(table)
+
+    def limited(self, slack: float, name: str) -> ChoiceProblem:
+        """Return the problem, with a limit and pairs such that a hidden assignment is allowed."""
+        # The hidden assignment holds few bytes, but not the fewest everywhere.
+        hidden = [
+            int(np.argmin(usage * np.exp(0.5 * self.random.standard_normal(len(usage)))))
+            for usage in self.usages
+        ]
+        for (u, v), table in zip(self.edges, self.tables, strict=True):
+            if table[hidden[u], hidden[v]] == np.inf:
+                table[hidden[u], hidden[v]] = self.size[u] / 512.0
+        free = ChoiceProblem(
+            costs=self.costs,
+            usages=self.usages,
+            intervals=[(start, end) for start, end in self.intervals],
+            edges=self.edges,
+            edge_costs=self.tables,
+            name=name,
+        )
+        least = evaluate(free, hidden).peak_usage
+        most = evaluate(free, [int(usage.argmax()) for usage in self.usages]).peak_usage
+        return replace(free, usage_limit=least + int(slack * (most - least)))
 
 
 def transformer_problem(
@@ -69,26 +124,20 @@ def transformer_problem(
             f"{layers=}, {kinds=}, {forbidden=}, {slack=}, {noise=}",
             accepted="layers and kinds >= 1, forbidden in [0, 1), slack and noise >= 0",
         )
-    random = np.random.default_rng(seed)
-    draft = _Draft()
-    forward = [_node(draft, random, kinds, 1 << 20, 0)]
+    draft = _Draft(np.random.default_rng(seed), kinds, forbidden, noise)
+    forward = [draft.node(1 << 20, 0)]
     parameters: list[tuple[int, int]] = []
-    reads: list[tuple[int, ...]] = [()]
     for _ in range(layers):
-        weights = (
-            _node(draft, random, kinds, 1 << 22, 0),
-            _node(draft, random, kinds, 1 << 22, 0),
-        )
+        weights = draft.node(1 << 22, 0), draft.node(1 << 22, 0)
         base = forward[-1]
         inside: list[int] = []
         for time, (_, sources, pointwise, size) in enumerate(_LAYER, len(forward)):
-            node = _node(draft, random, kinds, size << 20, time)
+            node = draft.node(size << 20, time)
             read = [weights[s - 6] if s >= 6 else base if s < 0 else inside[s] for s in sources]
             for source in read:
-                _edge(draft, random, source, node, forbidden, noise, pointwise)
+                draft.edge(source, node, pointwise)
             inside.append(node)
             forward.append(node)
-            reads.append(tuple(read))
         parameters += [(w, n) for w, n in zip(weights, (inside[1], inside[3]), strict=True)]
     end = 2 * len(forward) + 1
     before = forward[-1]
@@ -96,83 +145,16 @@ def transformer_problem(
     for place in reversed(range(1, len(forward))):
         time = 2 * len(forward) - place
         own = forward[place]
-        node = _node(draft, random, kinds, draft.size[own], time)
-        _edge(draft, random, before, node, forbidden, noise, _LAYER[(place - 1) % 5][2])
-        _edge(draft, random, own, node, forbidden, noise, False)
+        node = draft.node(draft.size[own], time)
+        draft.edge(before, node, _LAYER[(place - 1) % 5][2])
+        draft.edge(own, node, False)
         draft.intervals[own][1] = time + 1
         draft.intervals[before][1] = max(draft.intervals[before][1], time + 1)
         if own in by_node:
-            gradient = _node(draft, random, kinds, draft.size[by_node[own]], time)
-            _edge(draft, random, node, gradient, forbidden, noise, False)
-            _edge(draft, random, by_node[own], gradient, 0.0, noise, True)
+            gradient = draft.node(draft.size[by_node[own]], time)
+            draft.edge(node, gradient, False)
+            draft.edge(by_node[own], gradient, True, all_allowed=True)
             draft.intervals[gradient][1] = end
             draft.intervals[by_node[own]][1] = end
         before = node
-    return _limited(draft, random, slack, f"transformer of {layers} layers, seed {seed}")
-
-
-def _node(draft: _Draft, random: np.random.Generator, kinds: int, size: int, time: int) -> int:
-    """Add a node: some of the splits, not all, of a tensor of so many bytes."""
-    every = np.stack(np.meshgrid(np.arange(kinds), np.arange(kinds)), axis=-1).reshape(-1, 2)
-    kept = random.random(len(every)) < 0.8
-    kept[0] = True
-    split = every[kept]
-    shards = np.where(split > 0, 4, 1).prod(axis=1)
-    work = random.integers(0, 1000, len(split)) + size // shards // 256
-    draft.costs.append(work.astype(np.float64))
-    draft.usages.append((size // shards).astype(np.int64))
-    draft.intervals.append([time, time + 2])
-    draft.split.append(split)
-    draft.size.append(size)
-    return len(draft.costs) - 1
-
-
-def _edge(
-    draft: _Draft,
-    random: np.random.Generator,
-    u: int,
-    v: int,
-    forbidden: float,
-    noise: float,
-    pointwise: bool,
-) -> None:
-    """Add an edge: what it costs to turn the splits of u into those of v."""
-    differ = (draft.split[u][:, None] != draft.split[v][None, :]).sum(axis=2)
-    table = differ * (draft.size[u] / 1024.0)
-    if not pointwise:
-        table = table + random.integers(0, 4, table.shape) * (draft.size[u] / 4096.0)
-    table = np.round(table * np.exp(noise * random.standard_normal(table.shape)))
-    table[random.random(table.shape) < forbidden] = np.inf
-    draft.edges.append((u, v))
-    draft.tables.append(table)
-
-
-def _limited(draft: _Draft, random: np.random.Generator, slack: float, name: str) -> ChoiceProblem:
-    """Return the problem, with a limit and pairs such that a hidden assignment is allowed."""
-    # The hidden assignment holds few bytes, but not the fewest everywhere.
-    hidden = [
-        int(np.argmin(usage * np.exp(0.5 * random.standard_normal(len(usage)))))
-        for usage in draft.usages
-    ]
-    for (u, v), table in zip(draft.edges, draft.tables, strict=True):
-        if table[hidden[u], hidden[v]] == np.inf:
-            table[hidden[u], hidden[v]] = draft.size[u] / 512.0
-    free = ChoiceProblem(
-        costs=draft.costs,
-        usages=draft.usages,
-        intervals=[(start, end) for start, end in draft.intervals],
-        edges=draft.edges,
-        edge_costs=draft.tables,
-        name=name,
-    )
-    least = evaluate(free, hidden).peak_usage
-    most = evaluate(free, [int(usage.argmax()) for usage in draft.usages]).peak_usage
-    return ChoiceProblem(
-        costs=free.costs,
-        usages=free.usages,
-        intervals=free.intervals,
-        edges=free.edges,
-        edge_costs=free.edge_costs,
-        usage_limit=least + int(slack * (most - least)),
-        name=name,
-    )
+    return draft.limited(slack, f"transformer of {layers} layers, seed {seed}")

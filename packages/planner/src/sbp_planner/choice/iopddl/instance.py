@@ -72,45 +72,52 @@ def read_problem(path: Path, rounding: Rounding | None = None) -> ChoiceProblem:
         SbpValueError: If the file cannot be read, is no JSON, or lacks something.
     """
     rounding = Rounding() if rounding is None else rounding
-    data = _load(path)
-    problem = _get(data, "problem", dict, path, "")
+    try:
+        with open_file(path) as file:
+            content = file.read()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        data = json.loads(content)
+    except OSError as error:
+        raise SbpValueError(
+            f"{path} cannot be read: {error.strerror or error}", accepted="a file of JSON, or .gz"
+        ) from error
+    except (ValueError, EOFError, zlib.error) as error:
+        raise SbpValueError(
+            f"{path} is no JSON: {error}", accepted="an instance of the IOPDDL contest, or its .gz"
+        ) from error
+    if not isinstance(data, dict):
+        raise _wrong(path, "the file", data, "an object with the key problem")
+    problem = _get(data, "problem", dict, path)
     nodes = _get(problem, "nodes", dict, path, "problem.")
     edges = problem.get("edges", {"nodes": [], "costs": []})
     if not isinstance(edges, dict):
         raise _wrong(path, "problem.edges", edges, "an object with nodes and costs")
+    of_nodes, of_edges = "problem.nodes.", "problem.edges."
     costs = _tables(
-        _get(nodes, "costs", list, path, "problem.nodes."),
-        path,
-        "problem.nodes.costs",
-        rounding.nodes,
+        _get(nodes, "costs", list, path, of_nodes), path, f"{of_nodes}costs", rounding.nodes
     )
-    pairs, tables = _edges(
-        _get(edges, "nodes", list, path, "problem.edges."),
-        _tables(
-            _get(edges, "costs", list, path, "problem.edges."),
-            path,
-            "problem.edges.costs",
-            rounding.edges,
-        ),
-        costs,
-        path,
+    pairs = _get(edges, "nodes", list, path, of_edges)
+    flat = _tables(
+        _get(edges, "costs", list, path, of_edges), path, f"{of_edges}costs", rounding.edges
     )
     limit = problem.get("usage_limit")
+    tables = _edge_tables(pairs, flat, costs, path)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
         raise _wrong(path, "problem.usage_limit", limit, "a number of bytes, or no such key")
-    intervals = _get(nodes, "intervals", list, path, "problem.nodes.")
+    intervals = _get(nodes, "intervals", list, path, of_nodes)
     for i, interval in enumerate(intervals):
         if not isinstance(interval, list) or [type(value) for value in interval] != [int, int]:
-            raise _wrong(path, f"problem.nodes.intervals[{i}]", interval, "[start, end]")
-    usages = _get(nodes, "usages", list, path, "problem.nodes.")
+            raise _wrong(path, f"{of_nodes}intervals[{i}]", interval, "[start, end]")
+    usages = _get(nodes, "usages", list, path, of_nodes)
     for i, own in enumerate(usages):
         if not isinstance(own, list):
-            raise _wrong(path, f"problem.nodes.usages[{i}]", own, "a list of bytes")
+            raise _wrong(path, f"{of_nodes}usages[{i}]", own, "a list of bytes")
     return ChoiceProblem(
         costs=costs,
         usages=usages,
         intervals=intervals,
-        edges=pairs,
+        edges=[(pair[0], pair[1]) for pair in pairs],
         edge_costs=tables,
         usage_limit=limit,
         name=str(path),
@@ -165,33 +172,7 @@ def write_assignment(path: Path, assignment: Sequence[int]) -> None:
     beside.replace(path)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        with open_file(path) as file:
-            content = file.read()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-        data = json.loads(content)
-    except OSError as error:
-        raise SbpValueError(
-            f"{path} cannot be read: {error.strerror or error}", accepted="a file of JSON, or .gz"
-        ) from error
-    except (ValueError, EOFError, zlib.error) as error:
-        raise SbpValueError(
-            f"{path} is no JSON: {error}", accepted="an instance of the IOPDDL contest, or its .gz"
-        ) from error
-    if not isinstance(data, dict):
-        raise _wrong(path, "the file", data, "an object with the key problem")
-    return data
-
-
-def _get(
-    data: dict[str, Any],
-    key: str,
-    kind: type[dict[Any, Any]] | type[list[Any]],
-    path: Path,
-    prefix: str,
-) -> Any:
+def _get(data: dict[str, Any], key: str, kind: type[Any], path: Path, prefix: str = "") -> Any:
     words = "an object" if kind is dict else "a list"
     if key not in data:
         raise SbpValueError(
@@ -233,22 +214,19 @@ def _tables(
     return [flat[a:b] for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
 
 
-def _edges(
-    nodes: list[Any], flat: list[Floats], costs: list[Floats], path: Path
-) -> tuple[list[tuple[int, int]], list[Floats]]:
-    if len(nodes) != len(flat):
+def _edge_tables(
+    pairs: list[Any], flat: list[Floats], costs: list[Floats], path: Path
+) -> list[Floats]:
+    if len(pairs) != len(flat):
         raise SbpValueError(
-            f"problem.edges has {len(nodes)} nodes and {len(flat)} costs",
+            f"problem.edges has {len(pairs)} nodes and {len(flat)} costs",
             where=str(path),
             accepted="as many of both",
         )
     tables = []
-    for n, (pair, own) in enumerate(zip(nodes, flat, strict=True)):
-        if (
-            not isinstance(pair, list)
-            or [type(node) for node in pair] != [int, int]
-            or not all(0 <= node < len(costs) for node in pair)
-        ):
+    for n, (pair, own) in enumerate(zip(pairs, flat, strict=True)):
+        is_pair = isinstance(pair, list) and [type(node) for node in pair] == [int, int]
+        if not is_pair or not all(0 <= node < len(costs) for node in pair):
             accepted = f"two nodes, each from 0 to {len(costs) - 1}"
             raise _wrong(path, f"problem.edges.nodes[{n}]", pair, accepted)
         shape = len(costs[pair[0]]), len(costs[pair[1]])
@@ -259,4 +237,4 @@ def _edges(
                 accepted=f"{shape[0]} x {shape[1]}, the strategies of the two nodes",
             )
         tables.append(own.reshape(shape))
-    return [(pair[0], pair[1]) for pair in nodes], tables
+    return tables

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from sbp_planner.choice.compact import Compact
 from sbp_planner.choice.problem import Ints
@@ -24,8 +24,7 @@ from sbp_planner.choice.program import ProgramResult, solve_program
 _LOOK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Task:
+class Task(NamedTuple):
     """What a worker is to solve: see `solve_program`."""
 
     compact: Compact
@@ -36,15 +35,13 @@ class Task:
     rows: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """No allowed assignment costs less."""
 
     bound: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Values:
+class Values(NamedTuple):
     """An assignment that is allowed and fits, int64 of shape (nodes,)."""
 
     values: Ints
@@ -66,7 +63,7 @@ class Worker:
         # The child finds the packages that the parent has found, however it did.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sbp_planner.choice.worker"],
+            [sys.executable, "-m", "sbp_planner.choice.large.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -88,12 +85,10 @@ class Worker:
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError, ValueError):  # the process is gone, which its reader tells
             while (task := self._tasks.get()) is not None:
                 pickle.dump(task, self._process.stdin)
                 self._process.stdin.flush()
-        except (OSError, ValueError):
-            pass  # the process is gone, which its reader tells
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -107,17 +102,14 @@ class Worker:
     def messages(self) -> list[Message]:
         """Return what has come since."""
         found: list[Message] = []
-        try:
+        with suppress(queue.Empty):
             while self.alive:
                 message = self._messages.get_nowait()
                 if message is None:
-                    self.alive = self.running = False
-                    break
-                found.append(message)
-                if isinstance(message, ProgramResult):
-                    self.running = False
-        except queue.Empty:
-            pass
+                    self.alive = False
+                else:
+                    found.append(message)
+                self.running = message is not None and not isinstance(message, ProgramResult)
         return found
 
     def end(self) -> None:
@@ -127,22 +119,21 @@ class Worker:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            try:
-                if pipe is not None:
+            if pipe is not None:
+                with suppress(OSError):  # what was not read yet cannot be flushed
                     pipe.close()
-            except OSError:  # what was not read yet cannot be flushed
-                pass
-
-
-def _end_with(parent: int) -> None:
-    """End this process soon after its parent has, even one that was killed."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os._exit(1)
 
 
 def main() -> None:
     """Solve the tasks on stdin."""
+    parent = os.getppid()
+
+    def end_with_parent() -> None:
+        """End this process soon after its parent has, even one that was killed."""
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing that a library prints may get between the messages
 
@@ -150,7 +141,7 @@ def main() -> None:
         pickle.dump(message, channel)
         channel.flush()
 
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     while True:
         try:
             task: Task = pickle.load(sys.stdin.buffer)
@@ -171,6 +162,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Pickles name the classes of the module by its own name, not of `__main__`.
-    from sbp_planner.choice import worker
+    from sbp_planner.choice.large import worker
 
     worker.main()
