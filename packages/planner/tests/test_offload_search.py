@@ -330,7 +330,7 @@ def test_what_memory_costs_is_known_from_variants_that_do_not_fit(
     report = {"cost_s": 1.0, "unlimited_s": unlimited_s, "variants": variants}
     planned = infer_strategy(asked(), planner="test", pins={"batch": "S(0)"}, report=report)
 
-    assert ilp.memory_gain(planned) == pytest.approx(wanted)
+    assert ilp.build(search_configs.IlpConfig()).gain(planned) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("host_bytes_per_s", [1e4, 1e6, 1e10])
