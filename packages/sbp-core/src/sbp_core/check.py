@@ -43,9 +43,9 @@ from sbp_core.compile.actors import (
     Compute,
     Receive,
     Send,
+    keys_out,
 )
 from sbp_core.compile.hazards import verify_overwriting
-from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.network import PlanNetwork
 from sbp_core.compile.offload import fetched_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register

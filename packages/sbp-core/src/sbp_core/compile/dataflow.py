@@ -73,15 +73,13 @@ def memory_of_states(
     while todo:
         key = todo.pop()
         for user, is_boxed in users.get(key, ()):
-            memory = {_boxed(name) for name in found[key]} if is_boxed else found[key]
+            memory = found[key]
+            if is_boxed:
+                memory = {m if m.startswith(BOXED) else BOXED + m for m in memory}
             if not memory <= found[user]:
                 found[user] |= memory
                 todo.append(user)
     return {key: frozenset(memory) for key, memory in found.items()}
-
-
-def _boxed(memory: str) -> str:
-    return memory if memory.startswith(BOXED) else BOXED + memory
 
 
 def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:

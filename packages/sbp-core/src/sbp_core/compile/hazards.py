@@ -30,10 +30,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sbp_core.compile.actors import Accumulate, Actor, ActorId, Collective, Compute, Receive, Send
+from sbp_core.compile.actors import (
+    Accumulate,
+    Actor,
+    ActorId,
+    Collective,
+    Compute,
+    Receive,
+    Send,
+    keys_out,
+)
 from sbp_core.compile.happens_before import Clock, HappensBefore
 from sbp_core.compile.instruction_hazards import SegmentHazards
-from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded
 from sbp_core.errors import PlanError

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
-from sbp_core.compile.actors import Compute, Instruction
-from sbp_core.compile.liveness import keys_in, keys_out
+from sbp_core.compile.actors import Compute, Instruction, keys_in, keys_out
 from sbp_core.compile.overwriting import is_in_place, written_keys
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import refs

@@ -21,9 +21,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from sbp_core.compile.actors import Compute, Instruction
+from sbp_core.compile.actors import Compute, Instruction, keys_in, keys_out
 from sbp_core.compile.dataflow import looks_at
-from sbp_core.compile.liveness import keys_in, keys_out
 from sbp_core.graph.ir import Argument, Ref, refs
 from sbp_core.graph.primitives import CLONE, LOCAL_BOX, OVERWRITE
 from sbp_core.signatures.views import in_place_form, is_view

@@ -13,8 +13,7 @@ from typing import cast
 
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.boxing.step_spec import verify_step
-from sbp_core.compile.actors import Accumulate, Actor, Compute, Receive, Send
-from sbp_core.compile.liveness import keys_out
+from sbp_core.compile.actors import Accumulate, Actor, Compute, Receive, Send, keys_out
 from sbp_core.compile.overwriting import is_in_place, written_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
 from sbp_core.errors import PlanError, SbpValueError

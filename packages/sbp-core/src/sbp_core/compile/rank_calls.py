@@ -17,9 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 from sbp_core.cluster import Device
-from sbp_core.compile.actors import Compute, Instruction
+from sbp_core.compile.actors import Compute, Instruction, keys_in
 from sbp_core.compile.instructions import named
-from sbp_core.compile.liveness import keys_in
 from sbp_core.cost import grid_time_s, is_free, local_call, operator_work
 from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph, Phase, Rate, TensorType

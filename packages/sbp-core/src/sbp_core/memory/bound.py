@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from math import inf, prod
 
-from sbp_core.compile.actors import Accumulate, Actor, Collective, Compute, Instruction, Receive
-from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.actors import (
+    Accumulate,
+    Actor,
+    Collective,
+    Compute,
+    Instruction,
+    Receive,
+    keys_in,
+)
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import ITEMSIZE, InputKind, LogicalGraph, TensorType
 

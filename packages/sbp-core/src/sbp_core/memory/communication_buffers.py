@@ -16,7 +16,7 @@ from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.slices import bounds_of, itemsize, transfer_pieces, volume
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.actors import BoxingActor, Collective, Receive, Send
-from sbp_core.compile.early_receives import early_receives
+from sbp_core.compile.order import early_receives
 from sbp_core.compile.physical import PhysicalPlan
 
 

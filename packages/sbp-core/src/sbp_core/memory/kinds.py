@@ -17,8 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from sbp_core.compile.actors import Accumulate, Actor, BoxingActor, Collective, Compute, Receive
-from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.actors import (
+    Accumulate,
+    Actor,
+    BoxingActor,
+    Collective,
+    Compute,
+    Receive,
+    keys_in,
+)
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Phase
 from sbp_core.graph.primitives import TO_DEVICE, TO_HOST, TO_HOST_IN_PLACE

@@ -30,8 +30,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.actors import ActorId, Compute
-from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.actors import ActorId, Compute, keys_in
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes

@@ -21,8 +21,8 @@ from sbp_core.compile.actors import (
     Instruction,
     Receive,
     Send,
+    keys_in,
 )
-from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Ref
 from sbp_core.graph.primitives import CLONE, MULTIPLY, TO_HOST

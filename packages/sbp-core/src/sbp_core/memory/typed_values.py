@@ -21,8 +21,9 @@ from sbp_core.compile.actors import (
     Instruction,
     Receive,
     Send,
+    keys_in,
+    keys_out,
 )
-from sbp_core.compile.liveness import keys_in, keys_out
 from sbp_core.compile.overwriting import is_in_place
 from sbp_core.compile.physical import PhysicalPlan, StateSlot
 from sbp_core.compile.token_game import TokenGame
