@@ -294,7 +294,7 @@ def _meta(name: str, rank: int, lane: int, /, **args: object) -> Event:
 
 def _value_of(actor: Collective | Send | Receive) -> str:
     """Return what a boxing actor moves: `blocks.0.proj.addmm` of its key, without where it goes."""
-    name = actor.name.removeprefix("send ").removeprefix("receive ")
+    name = actor.name if isinstance(actor, Collective) else actor.message
     return name.partition("@")[0]
 
 

@@ -93,7 +93,7 @@ def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
                     users[key].add((actor.makes, True))
             for entry in actor.instructions if isinstance(actor, Compute) else ():
                 # Ranks share their instructions.
-                if id(entry) in seen or not (entry.op == LOCAL_BOX or is_view(entry.op)):
+                if id(entry) in seen or not may_be_view(entry.op):
                     continue
                 seen.add(id(entry))
                 for ref in refs(entry.args):
@@ -105,6 +105,11 @@ def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
         for key in (*send.inputs, *send.reads):
             users[key].add((receive.makes, True))
     return users
+
+
+def may_be_view(op: str) -> bool:
+    """Whether what an operator makes may lie in the memory of what it takes."""
+    return op == LOCAL_BOX or is_view(op)
 
 
 def looks_at(keys: Iterable[str], memory: Mapping[str, frozenset[str]]) -> set[str]:

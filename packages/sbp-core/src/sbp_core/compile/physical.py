@@ -67,9 +67,13 @@ class Register:
 def token(producer: str, *consumers: str, rate: Rate = Rate.STEP, quota: int = 1) -> Register:
     """Return a register without values, by which actors wait for another one."""
     return Register(
-        name=f"{producer}>{consumers[0]}", producer=producer, consumers=consumers, keys=(),
-        rate=rate, quota=quota,
-    )  # fmt: skip
+        name=f"{producer}>{consumers[0]}",
+        producer=producer,
+        consumers=consumers,
+        keys=(),
+        rate=rate,
+        quota=quota,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

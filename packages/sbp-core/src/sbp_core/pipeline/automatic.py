@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from heapq import heappop, heappush
-from itertools import product
+from itertools import accumulate, product
 
 from sbp_core.errors import ConfigError, unknown_name
 from sbp_core.pipeline.policies import POLICIES, loop_placement, named_schedule, v_placement
@@ -198,10 +198,7 @@ class _Search:
         either, deep = (False, True), (True, False) if chunks > 1 else (True,)
         for limit, forward_first, patient, depth_first in product(limits, either, either, deep):
             yield Preference(
-                limits=limit,
-                forward_first=forward_first,
-                depth_first=depth_first,
-                patient=patient,
+                limits=limit, forward_first=forward_first, depth_first=depth_first, patient=patient
             )
 
     def _work(self, placement: _Placement) -> Precedence:
@@ -394,8 +391,11 @@ def improve(
             break
         nearest: tuple[int, int, list[list[int]], list[int]] | None = None
         for rank, changed in _neighbours(work, now, ends):
+            # The activations of chunks that are alive on the rank.
+            parts = (number // work.num_micro_batches % 3 for number in changed[rank])
+            alive = accumulate((part == 0) - (part == 2) for part in parts)
             is_new = hash(tuple(map(tuple, changed))) not in seen
-            if not is_new or not _fits(work, changed[rank], limits[rank]):
+            if not is_new or max(alive) > limits[rank]:
                 continue
             times = work.ends(changed)
             if times is None:
@@ -436,13 +436,3 @@ def _neighbours(
             if not waited:
                 return
             number = waited[0]
-
-
-def _fits(work: Precedence, order: Sequence[int], limit: int) -> bool:
-    alive = 0
-    for number in order:
-        part = number // work.num_micro_batches % 3
-        alive += (part == 0) - (part == 2)
-        if alive > limit:
-            return False
-    return True
