@@ -400,7 +400,7 @@ class LogicalGraph:
 
 
 def block_of(module: str) -> str:
-    """Return the block, a repeated part of a model, that a module or what has its path is in.
+    """Return the block (a repeated part of a model) of a module, or of what its path names.
 
     >>> block_of("blocks.3.norm"), block_of("embed.tokens.weight"), block_of("")
     ('blocks.3', 'embed', '')
