@@ -32,8 +32,7 @@ from sbp_core.compile.actors import (
     Receive,
     Send,
 )
-from sbp_core.compile.hazards import verify_overwriting
-from sbp_core.compile.instruction_hazards import SegmentHazards
+from sbp_core.compile.hazards import SegmentHazards, verify_overwriting
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.errors import PlanError

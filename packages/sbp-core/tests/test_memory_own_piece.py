@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sbp_core.boxing import StepKind, route
 from sbp_core.boxing.slices import Bounds, collective_pieces, transfer_pieces
 from sbp_core.boxing.step import BoxingStep
-from sbp_core.memory.own_piece import own_piece
+from sbp_core.memory.storages import own_piece
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Sbp, parse_sbp
 

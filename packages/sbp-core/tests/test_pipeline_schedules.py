@@ -14,7 +14,7 @@ from sbp_core.pipeline import (
     Action,
     ActionKind,
     PipelineSchedule,
-    local_search,
+    automatic,
     pipeline_schedule,
     simulate,
 )
@@ -193,7 +193,7 @@ def test_transfers_between_chunks_of_one_rank_take_no_time() -> None:
 
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_search, "_MOST_FIRINGS", 40_000)
+    monkeypatch.setattr(automatic, "_MOST_TRIED", 40_000)
 
 
 def _best_named(p: int, m: int, times: list[object], memory: int | None) -> Fraction:

@@ -20,8 +20,7 @@ from sbp_core.compile.items import Item, ItemKind
 from sbp_core.compile.lower import lower
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph import LogicalGraph, verify_graph
-from sbp_core.graph.blocks import block_of
-from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
+from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref, block_of
 from sbp_core.infer import infer_strategy
 from sbp_core.memory.kinds import MemoryKind, kinds_of_keys
 from sbp_core.memory.lifetime import lifetimes

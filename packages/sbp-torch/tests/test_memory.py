@@ -9,8 +9,7 @@ import torch
 
 from sbp_aten.passes import prepare_step
 from sbp_core.compile import CompileOptions, compile_plan
-from sbp_core.compile.actors import Compute, Instruction
-from sbp_core.compile.liveness import dying_keys
+from sbp_core.compile.actors import Compute, Instruction, dying_keys
 from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.errors import PlanError
 from sbp_core.graph import LogicalGraph

@@ -9,7 +9,7 @@ from sbp_core.boxing.slices import bounds_of, itemsize, volume
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.actors import BoxingActor, Collective, Receive, Send
 from sbp_core.memory import MemoryKind, predict_memory, prediction
-from sbp_core.memory.communication_buffers import buffer_bytes, early_receive_bytes
+from sbp_core.memory.prediction import buffer_bytes, early_receive_bytes
 from sbp_torch.testing.cases import CASES, compile_case
 
 

@@ -207,9 +207,7 @@ def _accumulation(actor: Accumulate, plan: PhysicalPlan) -> Work:
 
 def _tag(actor: BoxingActor) -> Callable[[int, StepOrder], str]:
     """Return how a firing is called, equally on every rank that takes part."""
-    name = actor.name
-    if not isinstance(actor, Collective):
-        name = name.removeprefix("send ").removeprefix("receive ")
+    name = actor.name if isinstance(actor, Collective) else actor.message
     return lambda index, order: f"{name}, micro-batch {index} of step {order.index}"
 
 

@@ -43,9 +43,9 @@ from sbp_core.compile.actors import (
     Compute,
     Receive,
     Send,
+    keys_out,
 )
 from sbp_core.compile.hazards import verify_overwriting
-from sbp_core.compile.liveness import keys_out
 from sbp_core.compile.network import PlanNetwork
 from sbp_core.compile.offload import fetched_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
@@ -57,7 +57,6 @@ from sbp_core.exports import make_callable
 from sbp_core.graph.ir import Rate
 from sbp_core.interpreter import Firing, Interpreter
 from sbp_core.interpreter.domain import V, Values
-from sbp_core.interpreter.firings import Firings
 from sbp_core.memory import CountedFillings, TypedValues, installed_layouts
 
 __all__ = ["CheckReport", "check"]
@@ -132,11 +131,15 @@ def check(plan: PhysicalPlan, *, types: bool = True) -> CheckReport:
     for part in plan.ranks:
         shared = id(part.slots), id(part.actors), id(part.registers)
         if shared not in seen:
-            _check_rank(plan, part)
+            slots = {slot.name for slot in part.slots}
+            for one in part.actors:
+                _check_actor(part, slots, one)
+            for register in part.registers:
+                _check_register(plan, part, register)
             seen.add(shared)
             boxing[id(part.actors)] = [a for a in part.actors if isinstance(a, BoxingActor)]
         for actor in boxing[id(part.actors)]:
-            _check_partners(partners, part.rank, actor)
+            partners.check(part.rank, actor)
     # Every register is filled and read equally often by now. So if all firings of the orders
     # happen, the step ends with the data and credits that it began with: one step stands for all.
     _check_orders(plan)
@@ -180,36 +183,10 @@ def _replayed(
     )
 
 
-def _check_rank(plan: PhysicalPlan, part: RankPlan) -> None:
-    slots = {slot.name for slot in part.slots}
-    for actor in part.actors:
-        _check_actor(part, slots, actor)
-    for register in part.registers:
-        _check_register(plan, part, register)
-
-
 def _check_actor(part: RankPlan, slots: set[str], actor: Actor) -> None:
     """Check that what an actor takes is there, once, and that it is given what it overwrites."""
     where = f"actor {actor.name!r} of rank {part.rank}"
-    _check_donated(part, actor, where)
-    filled = [
-        key
-        for register in part.inputs_of[actor.name]
-        if not register.carries
-        for key in register.keys
-    ]
-    for key in (*actor.inputs, *actor.reads):
-        found = filled.count(key) if key in actor.inputs else int(key in slots)
-        if found != 1:
-            raise PlanError(
-                f"{key!r} comes from {found} places",
-                where=where,
-                accepted="one register for each input, a slot for each state, batch part or scalar",
-            )
-
-
-def _check_donated(part: RankPlan, actor: Actor, where: str) -> None:
-    """Check that what an actor may write over of what it takes are copies for it alone."""
+    # What it may write over of what it takes are copies for it alone.
     given = {
         key
         for register in part.inputs_of[actor.name]
@@ -224,25 +201,20 @@ def _check_donated(part: RankPlan, actor: Actor, where: str) -> None:
             where=where,
             accepted="copies of offloaded states that no other actor takes",
         )
-
-
-def _check_partners(partners: _Partners, rank: int, actor: BoxingActor) -> None:
-    """Check that those are there with whom a boxing actor does its step."""
-    plan, where = partners.plan, f"actor {actor.name!r} of rank {rank}"
-    if actor.step not in range(len(plan.steps)):
-        raise PlanError(
-            f"there is no boxing step {actor.step}",
-            where=where,
-            accepted=f"0 .. {len(plan.steps) - 1}",
-        )
-    gone = partners.missing(rank, actor)
-    if gone:
-        raise PlanError(
-            f"nothing of this boxing step is planned on the ranks {gone}",
-            where=(where, str(plan.steps[actor.step])),
-            accepted="an actor on every rank of the step, and a link from each sender to each "
-            "receiver that it has something for",
-        )
+    filled = [
+        key
+        for register in part.inputs_of[actor.name]
+        if not register.carries
+        for key in register.keys
+    ]
+    for key in (*actor.inputs, *actor.reads):
+        found = filled.count(key) if key in actor.inputs else int(key in slots)
+        if found != 1:
+            raise PlanError(
+                f"{key!r} comes from {found} places",
+                where=where,
+                accepted="one register for each input, a slot for each state, batch part or scalar",
+            )
 
 
 class _Partners:
@@ -264,7 +236,24 @@ class _Partners:
         #: Collectives whose whole group is there, as one of its ranks has found.
         self._there: set[ActorId] = set()
 
-    def missing(self, rank: int, actor: BoxingActor) -> list[int]:
+    def check(self, rank: int, actor: BoxingActor) -> None:
+        """Check that those are there with whom a boxing actor does its step."""
+        plan, where = self.plan, f"actor {actor.name!r} of rank {rank}"
+        if actor.step not in range(len(plan.steps)):
+            raise PlanError(
+                f"there is no boxing step {actor.step}",
+                where=where,
+                accepted=f"0 .. {len(plan.steps) - 1}",
+            )
+        if gone := self._missing(rank, actor):
+            raise PlanError(
+                f"nothing of this boxing step is planned on the ranks {gone}",
+                where=(where, str(plan.steps[actor.step])),
+                accepted="an actor on every rank of the step, and a link from each sender to each "
+                "receiver that it has something for",
+            )
+
+    def _missing(self, rank: int, actor: BoxingActor) -> list[int]:
         """Return the ranks on which no actor does the other part of a boxing actor's step.
 
         Only actors of the same step and rate count: others would move something else, or not as
@@ -435,20 +424,14 @@ def _cycle(replay: Interpreter[V]) -> list[str]:
         actor_id = firings.head(thread)
         assert actor_id is not None, "a finished thread keeps nobody waiting"
         reason, on = firings.blocker(actor_id)
-        lines[thread] = (
-            f"rank {actor_id[0]}, thread {thread[1]}: {_next(firings, actor_id)} {reason}"
-        )
+        actor, started = firings.game.actor(actor_id), firings.game.started[actor_id]
+        is_one_of_many = actor.num_firings(replay.plan.repetitions) > 1
+        number = f" of micro-batch {started}" if is_one_of_many else ""
+        place = f"rank {actor_id[0]}, thread {thread[1]}"
+        lines[thread] = f"{place}: stage {actor.stage}'s {actor.name}{number} {reason}"
         thread = firings.thread(on)
     start = list(lines).index(thread)
     return list(lines.values())[start:]
-
-
-def _next(firings: Firings, actor_id: ActorId) -> str:
-    """Return an actor's next firing in words."""
-    actor, started = firings.game.actor(actor_id), firings.game.started[actor_id]
-    is_one_of_many = actor.num_firings(firings.game.plan.repetitions) > 1
-    number = f" of micro-batch {started}" if is_one_of_many else ""
-    return f"stage {actor.stage}'s {actor.name}{number}"
 
 
 make_callable(__name__)

@@ -70,25 +70,15 @@ def work_fraction(call: OpCall, signature: Signature, mesh_shape: Sequence[int])
     ]
     share = 1.0
     for axis, ranks in enumerate(mesh_shape):
-        share *= max(
-            (
-                _axis_share(tensor.shape, sbp, mesh_shape, axis, ranks)
-                for tensor, sbp in tensors
-                if isinstance(sbp[axis], Split)
-            ),
-            default=1.0,
-        )
+        shares = []
+        for tensor, sbp in tensors:
+            if isinstance(entry := sbp[axis], Split):
+                # What the axes before have left of the extent that this one splits.
+                before = NdSbp(*sbp[:axis]), mesh_shape[:axis], (0,) * axis
+                extent = local_shape(tensor.shape, *before)[entry.dim]
+                shares.append(split_bounds(extent, ranks, 0)[1] / extent if extent else 1.0)
+        share *= max(shares, default=1.0)
     return share
-
-
-def _axis_share(
-    shape: Sequence[int], sbp: NdSbp, mesh_shape: Sequence[int], axis: int, ranks: int
-) -> float:
-    entry = sbp[axis]
-    assert isinstance(entry, Split)
-    before = local_shape(shape, NdSbp(*sbp[:axis]), mesh_shape[:axis], (0,) * axis)
-    extent = before[entry.dim]
-    return split_bounds(extent, ranks, 0)[1] / extent if extent else 1.0
 
 
 def rate_dtype(call: OpCall) -> str:
@@ -226,11 +216,7 @@ def op_time_s(call: OpCall, signature: Signature, mesh: Placement, cluster: Clus
 
 
 def grid_time_s(
-    call: OpCall,
-    signature: Signature,
-    mesh_shape: Sequence[int],
-    device: Device,
-    flop: float,
+    call: OpCall, signature: Signature, mesh_shape: Sequence[int], device: Device, flop: float
 ) -> float:
     """Return what `op_time_s` returns, for callers that know the mesh's shape and the work.
 

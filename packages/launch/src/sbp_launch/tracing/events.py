@@ -207,7 +207,8 @@ class _Events:
             args |= {"bytes": step.size_bytes, "boxing": str(step)}
             args["ranks"] = list(step.group(rank))
             # What it moves: `blocks.0.proj.addmm` of its key, without where it goes.
-            value = actor.name.removeprefix("send ").removeprefix("receive ").partition("@")[0]
+            name = actor.name if isinstance(actor, Collective) else actor.message
+            value = name.partition("@")[0]
             return f"{kind} {value}", args
         if not isinstance(actor, Compute):
             return f"accumulate {_PHASES[actor.phase]}", args

@@ -2,8 +2,7 @@
 
 In order: `lower` (with `legality`, `items`), `buckets` (with `packing`), `backward_parts`,
 `segments` (with `levels`, `program`, `cuts`, `offload`, `instructions`, `registers`), `donation`
-(with `dataflow`, `overwriting`), `commit`, `order` (with `turns`, `token_game`). `early_receives`
-says what a thread asks for ahead of that.
+(with `dataflow`, `overwriting`), `commit`, `order` (with `token_game`).
 
 before: a graph of ops on logical tensors, and a signature for each
 after:  for each rank, actors with registers, quotas, threads and a fixed firing order
@@ -23,18 +22,19 @@ from sbp_core.compile.actors import (
     Instruction,
     Receive,
     Send,
+    dying_keys,
+    keys_in,
+    keys_out,
 )
 from sbp_core.compile.backward_parts import split_backward, waited_for
 from sbp_core.compile.buckets import bucket
 from sbp_core.compile.commit import COMMIT, insert_commit
 from sbp_core.compile.donation import donate_states
-from sbp_core.compile.early_receives import early_receives
 from sbp_core.compile.items import Lowered
 from sbp_core.compile.legality import check_strategy, offloadable
-from sbp_core.compile.liveness import dying_keys, keys_in, keys_out
 from sbp_core.compile.lower import lower
-from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies, owner_of
-from sbp_core.compile.order import order_firings
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, owner_of
+from sbp_core.compile.order import early_receives, order_firings
 from sbp_core.compile.overwriting import first_overwrites, is_in_place, written_arguments
 from sbp_core.compile.physical import (
     PLAN,
@@ -114,7 +114,6 @@ def compile_plan(
     elif options.input_gradients_first:
         lowered = split_backward(lowered, waited_for(lowered))
     plan = form_plan(graph, strategy, lowered, options)
-    plan = bound_copies(plan, options.offload_in_flight)
     if options.in_place_states:
         plan = donate_states(plan)
     plan = insert_commit(plan, boxing_thread(options), options.cluster)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from sbp_core.graph.ir import Argument, Phase, Rate
+from sbp_core.graph.ir import Argument, Phase, Rate, refs
 
 #: An actor among those of all ranks: its rank, and its name there.
 ActorId = tuple[int, str]
@@ -176,6 +176,11 @@ class Send(_Actor):
 
     step: int
 
+    @property
+    def message(self) -> str:
+        """What both ends call what is sent."""
+        return self.name.removeprefix("send ")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive(_Maker):
@@ -188,6 +193,11 @@ class Receive(_Maker):
 
     step: int
     makes: str
+
+    @property
+    def message(self) -> str:
+        """What both ends call what is sent."""
+        return self.name.removeprefix("receive ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,3 +224,35 @@ Actor: TypeAlias = Compute | Collective | Send | Receive | Accumulate
 
 #: An actor that takes part in a boxing step.
 BoxingActor: TypeAlias = Collective | Send | Receive
+
+
+# When values die inside a segment, as generated code, runtimes and memory agree.
+
+
+def keys_out(actor: Actor) -> tuple[str, ...]:
+    """Return the keys that leave a segment: for registers, as results and as new states."""
+    leaving = (key for _, key in (*actor.emits, *actor.writes))
+    return tuple(dict.fromkeys((*actor.outputs, *leaving)))
+
+
+def keys_in(entry: Instruction) -> tuple[str, ...]:
+    """Return the keys that an instruction takes, in the order of its arguments, each once."""
+    found = refs((entry.args, tuple(entry.kwargs.values())))
+    return tuple(dict.fromkeys(ref.name for ref in found))
+
+
+def dying_keys(actor: Compute) -> tuple[tuple[str, ...], ...]:
+    """Return for each instruction of a segment the keys that nobody uses after it.
+
+    Results that nobody uses die with the instruction that makes them.
+    """
+    returned = set(keys_out(actor))
+    last: dict[str, int] = {}
+    for index, entry in enumerate(actor.instructions):
+        for key in (*keys_in(entry), *entry.outputs):
+            last[key] = index
+    dying: list[list[str]] = [[] for _ in actor.instructions]
+    for key, index in last.items():
+        if key not in returned:
+            dying[index].append(key)
+    return tuple(map(tuple, dying))

@@ -24,8 +24,7 @@ from sbp_core.compile.bucket_price import most_bucket_bytes, packed_part
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.levels import is_awaited, is_gathered_on_use, with_levels
 from sbp_core.compile.packing import PackedLayout, PackedPart, flat_step
-from sbp_core.graph.blocks import block_of
-from sbp_core.graph.ir import LogicalGraph, Phase, Rate, TensorType
+from sbp_core.graph.ir import LogicalGraph, Phase, Rate, TensorType, block_of
 from sbp_core.sbp import Partial
 
 #: What may travel in a bucket, and how it lies there.
@@ -46,7 +45,15 @@ def bucket(
     """
     if bucket_bytes == 0:
         return lowered
-    from_states = _from_states(graph, lowered.items)
+    inputs = {entry.name for entry in graph.inputs}
+    # What makes keys of parameters alone, by key: it may go before all that use it.
+    from_states = {
+        key: item
+        for item in lowered.items
+        if item.kind is ItemKind.OP and inputs.issuperset(item.inputs)
+        for key in item.outputs
+        if is_gathered_on_use(graph, key)
+    }
     groups = list(_groups(graph, lowered, from_states, bucket_bytes, cluster))
     if not groups:
         return lowered
@@ -56,7 +63,10 @@ def bucket(
     #     g1  g2  all-reduce(g1)  update(g1)  all-reduce(g2)  update(g2)
     #     g1  g2  pack  all-reduce  unpack  update(g1)  update(g2)
     held, replaced, at = dict(lowered.held), set[str](), defaultdict[str, list[Item]](list)
-    users = _users(lowered.items)
+    users: dict[str, list[Item]] = defaultdict(list)
+    for item in lowered.items:
+        for key in item.inputs:
+            users[key].append(item)
     place = {item.name: number for number, item in enumerate(lowered.items)}
     for number, bucketed in enumerate(groups):
         members = [item for item, _ in bucketed]
@@ -82,12 +92,7 @@ def bucket(
         for item in lowered.items
         for part in (*at[item.name], *(() if item.name in replaced else (item,)))
     ]
-    return Lowered(
-        items=with_levels(graph, items),
-        held=held,
-        results=lowered.results,
-        new_states=lowered.new_states,
-    )
+    return replace(lowered, items=with_levels(graph, items), held=held)
 
 
 # Which items go together.
@@ -111,7 +116,8 @@ def _groups(
     alike: dict[tuple[object, ...], list[_Member]] = defaultdict(list)
     runs = _runs(graph, lowered.items)
     for item in lowered.items:
-        part = _part(item)
+        step = item.step if item.kind is ItemKind.COLLECTIVE else None
+        part = None if step is None else packed_part(step)
         key = None if part is None else _bucket_key(graph, lowered, item, runs)
         if part is not None and key is not None:
             alike[key].append((item, part))
@@ -150,45 +156,33 @@ def _groups(
             yield open_ones
 
 
-def _part(item: Item) -> PackedPart | None:
-    """Return how what an item boxes would lie in a buffer; None if it could not."""
-    if item.kind is not ItemKind.COLLECTIVE or item.step is None:
-        return None
-    return packed_part(item.step)
-
-
 def _bucket_key(
     graph: LogicalGraph, lowered: Lowered, item: Item, runs: Mapping[str, int]
 ) -> tuple[object, ...] | None:
     """Return what the items of a bucket have in common; None if an item goes alone."""
-    step, reason = item.step, _reason(graph, lowered, item, runs)
-    if step is None or not reason:
+    step = item.step
+    assert step is not None, "only boxing travels in buckets"
+    # Why it may travel with others, and with which.
+    reason: tuple[object, ...] = ()
+    if step.kind is StepKind.ALL_GATHER:
+        if item.name in runs:
+            reason = "a parameter for its use", runs[item.name]
+        elif not item.asked_by and item.phase is Phase.OPTIMIZER:
+            reason = ("the new value of a state",)
+    elif item.asked_by and is_awaited(graph, item):
+        # The node waits for all of its arguments anyhow.
+        reason = "an argument", item.asked_by
+    elif item.asked_by:
+        producer = graph.producers.get(lowered.held[item.outputs[0]].value)
+        is_gradient = producer is not None and producer.phase is Phase.BACKWARD
+        reason = ("a gradient",) if is_gradient else ()
+    if not reason:
         return None
     mesh, sbp = step.source
     reduction = next((sbp[axis] for axis in step.axes if isinstance(sbp[axis], Partial)), None)
     # One call has one kind, dtype, group and reduction, and one actor makes it, at one time.
     when = (item.stage, item.phase, item.rate)
     return (step.kind, step.dtype, mesh, step.axes, reduction, *when, *reason)
-
-
-def _reason(
-    graph: LogicalGraph, lowered: Lowered, item: Item, runs: Mapping[str, int]
-) -> tuple[object, ...]:
-    """Return why an item may travel with others, and with which; empty if it may not."""
-    assert item.step is not None
-    if item.step.kind is StepKind.ALL_GATHER:
-        if item.name in runs:
-            return "a parameter for its use", runs[item.name]
-        is_new_value = not item.asked_by and item.phase is Phase.OPTIMIZER
-        return ("the new value of a state",) if is_new_value else ()
-    if not item.asked_by:
-        return ()
-    if is_awaited(graph, item):
-        # The node waits for all of its arguments anyhow.
-        return "an argument", item.asked_by
-    producer = graph.producers.get(lowered.held[item.outputs[0]].value)
-    is_gradient = producer is not None and producer.phase is Phase.BACKWARD
-    return ("a gradient",) if is_gradient else ()
 
 
 def _is_for_use(graph: LogicalGraph, item: Item) -> bool:
@@ -214,26 +208,6 @@ def _runs(graph: LogicalGraph, items: Iterable[Item]) -> dict[str, int]:
                 latest[when] = block, number
             found[item.name] = latest[when][1]
     return found
-
-
-def _from_states(graph: LogicalGraph, items: Iterable[Item]) -> dict[str, Item]:
-    """Return what makes keys of parameters alone, by key: it may go before all that use it."""
-    inputs = {entry.name for entry in graph.inputs}
-    return {
-        key: item
-        for item in items
-        if item.kind is ItemKind.OP and inputs.issuperset(item.inputs)
-        for key in item.outputs
-        if is_gathered_on_use(graph, key)
-    }
-
-
-def _users(items: Iterable[Item]) -> dict[str, list[Item]]:
-    users: dict[str, list[Item]] = defaultdict(list)
-    for item in items:
-        for key in item.inputs:
-            users[key].append(item)
-    return users
 
 
 # The items of a bucket.

@@ -7,19 +7,19 @@ A rank that fails before the commit does not come to it, so no rank gets past it
 those from before the step on all of them. The commit is an all-reduce of four bytes among all
 ranks, which every rank enters when all its actors are through but those that overwrite states and
 those that need one of them. Where no state is overwritten, it comes after everything, and new
-states are put in force behind it. A plan of one rank needs none, nor does one that writes no state.
+states are put in force after it. A plan of one rank needs none, nor does one that writes no state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sbp_core.boxing import BoxingStep, route
 from sbp_core.cluster import Cluster
-from sbp_core.compile.actors import Actor, Collective, Compute, Instruction
+from sbp_core.compile.actors import Collective, Compute, Instruction
 from sbp_core.compile.dataflow import downstream, successors
-from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, token
 from sbp_core.cost import boxing_step_time_s
 from sbp_core.graph.ir import Phase, Rate, Symbol
 from sbp_core.graph.primitives import FULL
@@ -99,6 +99,23 @@ def _with_commit(
         name=COMMIT, stage=stage, phase=Phase.OPTIMIZER, rate=Rate.STEP, thread=thread,
         inputs=(_VOTE,), step=step, makes=COMMIT, time_s=time_s,
     )  # fmt: skip
+    # What the commit waits for, each with its last firing: but not for those that it waits for
+    # anyway, since it waits for who needs them. What is carried to the next micro-batch is not
+    # taken in the last one.
+    registers = [
+        token(actor.name, _VOTE)
+        for actor in part.actors
+        if actor.name not in after
+        and after.issuperset(
+            name
+            for register in part.outputs_of[actor.name]
+            if not register.carries
+            for name in register.consumers
+        )
+    ]
+    registers.append(replace(token(_VOTE, COMMIT), name=f"{_VOTE}#0", keys=(_VOTE,)))
+    if waiting := [actor.name for actor in part.actors if actor.name in after]:
+        registers.append(token(COMMIT, *waiting))
     # Among actors that could fire, it goes before the updates, which wait for it.
     first = next(
         (at for at, actor in enumerate(part.actors) if actor.phase is Phase.OPTIMIZER),
@@ -107,38 +124,5 @@ def _with_commit(
     return replace(
         part,
         actors=(*part.actors[:first], vote, commit, *part.actors[first:]),
-        registers=(*part.registers, *_registers(part, after)),
-    )
-
-
-def _registers(part: RankPlan, after: set[str]) -> Iterator[Register]:
-    """Yield what makes the commit wait, and what waits for it: all but one without values."""
-
-    def token(producer: str, consumers: tuple[str, ...], keys: tuple[str, ...] = ()) -> Register:
-        # One a step: of an actor that fires for each micro-batch, with its last firing.
-        return Register(
-            name=f"{producer}>{consumers[0]}" if not keys else f"{producer}#0",
-            producer=producer,
-            consumers=consumers,
-            keys=keys,
-            rate=Rate.STEP,
-            quota=1,
-        )
-
-    for actor in part.actors:
-        if actor.name not in after and not _is_awaited(part, actor, after):
-            yield token(actor.name, (_VOTE,))
-    yield token(_VOTE, (COMMIT,), (_VOTE,))
-    if waiting := tuple(a.name for a in part.actors if a.name in after):
-        yield token(COMMIT, waiting)
-
-
-def _is_awaited(part: RankPlan, actor: Actor, after: set[str]) -> bool:
-    """Whether the commit waits for an actor anyway, since it waits for who needs it."""
-    return any(
-        name not in after
-        for register in part.outputs_of[actor.name]
-        # What is carried to the next micro-batch is not taken in the last one.
-        if not register.carries
-        for name in register.consumers
+        registers=(*part.registers, *registers),
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -65,9 +65,17 @@ def cut(
     """
     items = lowered.items
     exits = _exits(graph, items)
-    scattered = {exits[item.name] for item in items if _scatters_gradient(graph, item)}
-    # Of these a rank holds the whole on one side, so what comes of one goes before the next.
-    piling = scattered | {exits[i.name] for i in items if not overlaps and _gathers_state(i)}
+    # Of a gradient that is scattered a rank has an addend of all of it before, and a part after; of
+    # a state that is gathered the whole after. What comes of one such goes before the next.
+    scattered: set[int] = set()
+    gathered: set[int] = set()
+    for item in items:
+        kind = item.step.kind if item.step is not None else None
+        if kind is StepKind.REDUCE_SCATTER and not is_awaited(graph, item):
+            scattered.add(exits[item.name])
+        if kind is StepKind.ALL_GATHER and item.phase is Phase.OPTIMIZER and not item.asked_by:
+            gathered.add(exits[item.name])
+    piling = scattered if overlaps else scattered | gathered
     if not (exits if overlaps else scattered):
         return lowered
     program = Program(graph, strategy, lowered, cluster)
@@ -85,7 +93,13 @@ def cut(
         is_update = overlaps and first.phase is Phase.OPTIMIZER
         turns = arrivals if unpacks or is_update else departures
         if not overlaps and not unpacks:
-            turns = _scattering_turns(members, departures, scattered)
+            # What leaves otherwise than scattered goes with the next that is, and what does not
+            # leave with the last, so that a segment that makes only one stays whole.
+            ends = sorted({departures[item.name] for item in members}.intersection(scattered))
+            turns = {
+                item.name: min(bisect_left(ends, departures[item.name]), len(ends) - 1)
+                for item in members
+            }
         # What makes a value never has a later turn than what uses it, and sorting keeps the order
         # of equals: so no use comes before what it uses.
         ordered = sorted(members, key=lambda item: turns[item.name])
@@ -112,31 +126,15 @@ def cut(
             maker = before[0].name
             behind |= {item.name: behind[maker]} if maker in behind else {}
     placed = (order.get(item.name, item) for item in items)
-    return Lowered(
-        items=[
-            replace(
-                item,
-                piece=pieces.get(item.name, 0),
-                behind=None if item.leaves else behind.get(item.name),
-            )
-            for item in placed
-        ],
-        held=lowered.held,
-        results=lowered.results,
-        new_states=lowered.new_states,
-    )
-
-
-def _scatters_gradient(graph: LogicalGraph, item: Item) -> bool:
-    """Whether a rank has a part of a gradient after an item, and an addend of all of it before."""
-    is_scatter = item.step is not None and item.step.kind is StepKind.REDUCE_SCATTER
-    return is_scatter and not is_awaited(graph, item)
-
-
-def _gathers_state(item: Item) -> bool:
-    """Whether an item gathers the new value of a state."""
-    is_gather = item.step is not None and item.step.kind is StepKind.ALL_GATHER
-    return is_gather and item.phase is Phase.OPTIMIZER and not item.asked_by
+    found = [
+        replace(
+            item,
+            piece=pieces.get(item.name, 0),
+            behind=None if item.leaves else behind.get(item.name),
+        )
+        for item in placed
+    ]
+    return replace(lowered, items=found)
 
 
 def _exits(graph: LogicalGraph, items: Sequence[Item]) -> dict[str, int]:
@@ -178,20 +176,6 @@ def _departures(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, in
         for key in item.inputs:
             users[key].append(item)
     return found
-
-
-def _scattering_turns(
-    members: Sequence[Item], departures: Mapping[str, int], scattered: Collection[int]
-) -> dict[str, int]:
-    """Return which of the gradients that are scattered each item of a segment goes with.
-
-    What leaves otherwise goes with the next of them, and what does not leave with the last, so that
-    a segment that makes only one stays whole.
-    """
-    ends = sorted({departures[item.name] for item in members}.intersection(scattered))
-    return {
-        item.name: min(bisect_left(ends, departures[item.name]), len(ends) - 1) for item in members
-    }
 
 
 def _arrivals(items: Sequence[Item], exits: Mapping[str, int]) -> dict[str, int]:

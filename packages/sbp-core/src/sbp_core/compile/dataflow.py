@@ -73,15 +73,13 @@ def memory_of_states(
     while todo:
         key = todo.pop()
         for user, is_boxed in users.get(key, ()):
-            memory = {_boxed(name) for name in found[key]} if is_boxed else found[key]
+            memory = found[key]
+            if is_boxed:
+                memory = {m if m.startswith(BOXED) else BOXED + m for m in memory}
             if not memory <= found[user]:
                 found[user] |= memory
                 todo.append(user)
     return {key: frozenset(memory) for key, memory in found.items()}
-
-
-def _boxed(memory: str) -> str:
-    return memory if memory.startswith(BOXED) else BOXED + memory
 
 
 def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
@@ -95,7 +93,7 @@ def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
                     users[key].add((actor.makes, True))
             for entry in actor.instructions if isinstance(actor, Compute) else ():
                 # Ranks share their instructions.
-                if id(entry) in seen or not (entry.op == LOCAL_BOX or is_view(entry.op)):
+                if id(entry) in seen or not may_be_view(entry.op):
                     continue
                 seen.add(id(entry))
                 for ref in refs(entry.args):
@@ -107,6 +105,11 @@ def _users_of_memory(plan: PhysicalPlan) -> Mapping[str, set[tuple[str, bool]]]:
         for key in (*send.inputs, *send.reads):
             users[key].add((receive.makes, True))
     return users
+
+
+def may_be_view(op: str) -> bool:
+    """Whether what an operator makes may lie in the memory of what it takes."""
+    return op == LOCAL_BOX or is_view(op)
 
 
 def looks_at(keys: Iterable[str], memory: Mapping[str, frozenset[str]]) -> set[str]:

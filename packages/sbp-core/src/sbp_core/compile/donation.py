@@ -61,15 +61,19 @@ def donate_states(plan: PhysicalPlan) -> PhysicalPlan:
         writers = {state: names for state, names in writers.items() if state not in late}
     rewriting = Overwriting(plan_memory.of_keys)
     # Ranks that share their actors, or some of them, go on to do so.
-    known = {id(part.actors): part.actors for part in plan.ranks}
     donated = {id(part.actors): _donated(part) for part in plan.distinct}
     done: dict[tuple[int, tuple[str, ...]], Actor] = {}
     changed: dict[int, tuple[Actor, ...]] = {}
-    for key, actors in known.items():
+    for key, actors in {id(part.actors): part.actors for part in plan.ranks}.items():
         keys = [(id(actor), donated[key].get(actor.name, ())) for actor in actors]
         for one, actor in zip(keys, actors, strict=True):
-            if one not in done:
-                done[one] = _overwriting(actor, writers, rewriting, one[1])
+            # Those of its states and of what it takes that it may overwrite.
+            taken = tuple(s for s, _ in actor.writes if actor.name in writers.get(s, ()))
+            if one not in done and isinstance(actor, Compute) and (taken or one[1]):
+                done[one] = rewriting.of(replace(actor, in_place=taken, donated=one[1]))
+            elif one not in done and not isinstance(actor, Compute | Send) and taken:
+                done[one] = replace(actor, in_place=taken)
+            done.setdefault(one, actor)
         changed[key] = tuple(done[one] for one in keys)
     ranks = tuple(replace(part, actors=changed[id(part.actors)]) for part in plan.ranks)
     return replace(plan, ranks=ranks)
@@ -132,12 +136,11 @@ class _Memory:
             if not {m for n in (state, f"{_NEW}{state}") for m in (n, BOXED + n)} & self.exposed
             # What is written for each micro-batch goes on to the next through a register; and what
             # the forward phase writes is in force with the step, not before.
-            and all(_is_update(actor) for actor in actors.values())
+            and all(
+                actor.rate is Rate.STEP and actor.phase is Phase.OPTIMIZER
+                for actor in actors.values()
+            )
         }
-
-
-def _is_update(actor: Actor) -> bool:
-    return actor.rate is Rate.STEP and actor.phase is Phase.OPTIMIZER
 
 
 def _is_read_late(
@@ -164,18 +167,3 @@ def _donated(part: RankPlan) -> dict[str, tuple[str, ...]]:
             keys = tuple(key for key in register.keys if key in fetched)
             found[name] = (*found.get(name, ()), *keys)
     return found
-
-
-def _overwriting(
-    actor: Actor,
-    writers: Mapping[str, set[str]],
-    rewriting: Overwriting,
-    donated: tuple[str, ...],
-) -> Actor:
-    """Return an actor that overwrites those of its states and of what it takes that it may."""
-    taken = tuple(state for state, _ in actor.writes if actor.name in writers.get(state, ()))
-    if not (taken or donated) or isinstance(actor, Send):
-        return actor
-    if not isinstance(actor, Compute):
-        return replace(actor, in_place=taken) if taken else actor
-    return rewriting.of(replace(actor, in_place=taken, donated=donated))

@@ -178,7 +178,12 @@ class HappensBefore:
                 num_awaited = len(plan.steps[actor.step].group(actor_id[0]))
             come.append((actor_id, actor))
             if len(come) == num_awaited:
-                everybody = self._met([one for one, _ in come])
+                # All know what all knew that have come.
+                threads = [(rank, its_actor.thread) for (rank, _), its_actor in come]
+                known = {id(self._others[thread]): self._others[thread] for thread in threads}
+                everybody: Moments = np.maximum.reduce(list(known.values()))
+                for rank, thread in threads:
+                    _note(everybody, self._first[rank], self._own[rank, thread])
                 for one, its_actor in come:
                     self._end(one, its_actor, everybody)
                 come = []
@@ -186,6 +191,11 @@ class HappensBefore:
     def clock(self, actor_id: ActorId) -> Clock:
         """Return what has been when an actor begins its only firing; it was `wanted`."""
         return self._clocks[actor_id]
+
+    def is_over(self, actor_id: ActorId, clock: Clock) -> bool:
+        """Whether an actor is through with all its firings when something of a clock begins."""
+        over = self.over(actor_id)
+        return over is not None and clock.has_been(*over)
 
     def over(self, actor_id: ActorId) -> tuple[int, int] | None:
         """Return the thread and moment from which on an actor is through with all its firings.
@@ -218,13 +228,15 @@ class HappensBefore:
             actor: The same.
             hears: Whether it knows by messages of other ranks.
         """
-        rank, thread = actor_id[0], (actor_id[0], actor.thread)
+        plan, rank, thread = self.plan, actor_id[0], (actor_id[0], actor.thread)
         self._index[actor_id] = index = self._index[actor_id] + 1
         own, others = self._own[thread], self._others[thread]
         for producer, register in self._waits.get(actor_id, ()):
-            filling = self._filling(producer, actor, register, index)
-            if filling >= 0:
-                end = self._ends[rank, producer.name][filling]
+            # Which firing of the producer fills what is taken; below 0 none of the step.
+            filling = index // plan.firings_per_filling(actor, register) - register.initial
+            firing = (filling + 1) * plan.firings_per_filling(producer, register) - 1
+            if firing >= 0:
+                end = self._ends[rank, producer.name][firing]
                 others = _later(others, end.others)
                 own[:] = map(max, own, end.own)
         for sender in self._hears.get(actor_id, ()) if hears else ():
@@ -247,24 +259,9 @@ class HappensBefore:
         if actor_id in self._ends:
             self._ends[actor_id].append(Clock(others, self._first[rank], tuple(own)))
 
-    def _met(self, actor_ids: Sequence[ActorId]) -> Moments:
-        """Return what all know that have come to a collective."""
-        threads = [(rank, self.plan.by_rank[rank].by_name[n].thread) for rank, n in actor_ids]
-        known = {id(self._others[thread]): self._others[thread] for thread in threads}
-        met: Moments = np.maximum.reduce(list(known.values()))
-        for rank, thread in threads:
-            _note(met, self._first[rank], self._own[rank, thread])
-        return met
-
     def _waits_for_all(self, actor: Collective) -> bool:
         step = self.plan.steps[actor.step]
         return step.kind is StepKind.ALL_REDUCE and 0 not in step.shape
-
-    def _filling(self, producer: Actor, consumer: Actor, register: Register, index: int) -> int:
-        """Return which firing of a producer fills what a consumer takes; -1 if none of the step."""
-        plan = self.plan
-        filling = index // plan.firings_per_filling(consumer, register) - register.initial
-        return max(-1, (filling + 1) * plan.firings_per_filling(producer, register) - 1)
 
 
 def _waits(part: RankPlan) -> Mapping[str, list[tuple[Actor, Register]]]:

@@ -29,14 +29,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from sbp_core.compile.actors import Accumulate, Actor, ActorId, Collective, Compute, Receive, Send
+from sbp_core.compile.actors import (
+    Accumulate,
+    Actor,
+    ActorId,
+    Collective,
+    Compute,
+    Instruction,
+    Receive,
+    Send,
+    keys_in,
+    keys_out,
+)
+from sbp_core.compile.dataflow import may_be_view
 from sbp_core.compile.happens_before import Clock, HappensBefore
-from sbp_core.compile.instruction_hazards import SegmentHazards
-from sbp_core.compile.liveness import keys_out
+from sbp_core.compile.overwriting import is_in_place, written_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded
 from sbp_core.errors import PlanError
+from sbp_core.graph.ir import refs
 
 
 def verify_overwriting(plan: PhysicalPlan, folded: Folded, firings: Sequence[ActorId]) -> None:
@@ -91,22 +104,13 @@ def _verify(state: _State, before: HappensBefore) -> None:
     for memory in state.reached():
         for actor_id, what in memory.leaves:
             raise _outlives(state, actor_id, what)
-        for looker in memory.late(before, clock):
-            if looker.actor_id != state.writer or looker.last >= state.at:
-                raise _too_late(state, looker.actor_id)
+        for actor_id, last in memory.late(before, clock):
+            if actor_id != state.writer or last >= state.at:
+                raise _too_late(state, actor_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Looker:
-    """An actor that looks at memory.
-
-    Args:
-        actor_id: The actor.
-        last: The number of its last instruction that does.
-    """
-
-    actor_id: ActorId
-    last: int
+#: An actor that looks at memory, and the number of its last instruction that does.
+_Looker = tuple[ActorId, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -139,13 +143,11 @@ class _Memory:
         # is through for all is so for each.
         if self._checked is None or self._checked[0].others is not clock.others:
             known = Clock(clock.others, 0, ())
-            self._checked = clock, [one for one in self.lookers if _is_late(one, before, known)]
-        return [one for one in self._checked[1] if _is_late(one, before, clock)]
-
-
-def _is_late(looker: _Looker, before: HappensBefore, clock: Clock) -> bool:
-    over = before.over(looker.actor_id)
-    return over is None or not clock.has_been(*over)
+            self._checked = (
+                clock,
+                [one for one in self.lookers if not before.is_over(one[0], known)],
+            )
+        return [one for one in self._checked[1] if not before.is_over(one[0], clock)]
 
 
 @dataclass(slots=True, eq=False)
@@ -219,11 +221,8 @@ class _Lookers:
             actor = part.by_name[actor_id[1]]
             taken = self._taken(part, actor)
             made = self._look(part, actor, taken)
-            if (
-                taken
-                or any(made.values())
-                or any((part.rank, s) in self.states for s in actor.in_place)
-            ):
+            writes = any((part.rank, state) in self.states for state in actor.in_place)
+            if taken or writes or any(made.values()):
                 self.touch.add(actor_id)
 
     def _taken(self, part: RankPlan, actor: Actor) -> dict[str, frozenset[_Memory]]:
@@ -273,13 +272,9 @@ class _Lookers:
             if state := self.states.get((rank, name)):
                 state.at = at
 
-    def _after(self, rank: int, name: str) -> tuple[_Memory, ...]:
-        state = self.states.get((rank, name))
-        return () if state is None else (state.after,)
-
     def _note(self, actor_id: ActorId, places: Iterable[Iterable[_Memory]], last: int) -> None:
         for memory in frozenset().union(*places):
-            memory.lookers.append(_Looker(actor_id, last))
+            memory.lookers.append((actor_id, last))
 
     def _leave(self, actor_id: ActorId, actor: Actor, made: _Places) -> None:
         """Note what outlives the step."""
@@ -302,9 +297,7 @@ class _Lookers:
             ranks = dict.fromkeys(self._stands_for.get(other, other) for other in group)
             parts = [self.plan.by_rank[other] for other in ranks]
             shards = [self._taken(part, part.by_name[name]).values() for part in parts]
-            boxed = _boxed(
-                frozenset(memory for places in shards for one in places for memory in one)
-            )
+            boxed = _boxed(frozenset().union(*(one for places in shards for one in places)))
             self._boxed |= dict.fromkeys(((part.rank, name) for part in parts), boxed)
         return self._boxed[actor_id]
 
@@ -322,15 +315,17 @@ class _Lookers:
                 continue  # a state that is not asked about
             own = self.states.get((actor_id[0], key)) if key in actor.in_place else None
             self._note(actor_id, (taken[key] - {own},), last)
-        return {
-            key: frozenset().union(
-                *(
-                    self._after(actor_id[0], name) if is_new else taken.get(name, ())
-                    for name, is_new in names
-                )
-            )
-            for key, names in segment.leaving.items()
-        }
+        made: dict[str, frozenset[_Memory]] = {}
+        for key, names in segment.leaving.items():
+            memory = set[_Memory]()
+            for name, is_new in names:
+                state = self.states.get((actor_id[0], name))
+                if not is_new:
+                    memory |= taken.get(name, frozenset())
+                elif state is not None:
+                    memory.add(state.after)
+            made[key] = frozenset(memory)
+        return made
 
 
 def _boxed(memory: frozenset[_Memory]) -> frozenset[_Memory]:
@@ -366,3 +361,112 @@ def _too_late(state: _State, actor_id: ActorId) -> PlanError:
 
 def _named(actor_id: ActorId, what: str) -> str:
     return f"actor {actor_id[1]!r} of rank {actor_id[0]}, {what}"
+
+
+#: What overwrites a state whose new value no instruction has written there.
+_COPY = "the copy behind its firing"
+
+
+class SegmentHazards:
+    """What a segment looks at, what it overwrites, and what it hands on: by its instructions.
+
+    0  t = view(w)           looks at w, and lies in its memory
+    1  a = mul_(w, 0.9)      overwrites w: a is its memory now
+    2  n = neg(a)            looks at the new value
+    3  m = neg(t)            refused: t lies in memory that has another value by now
+
+    Attributes:
+        last: The last instruction that looks at what the segment takes, before it is overwritten.
+        overwrites: The first instruction that overwrites a state; copies behind the firing are
+            numbered on.
+        leaving: For each key that leaves in somebody's memory, the names of what it lies in, and
+            whether it is the new value.
+
+    Args:
+        actor: The segment.
+        names: What it takes that lies in memory which is overwritten somewhere.
+        rank: Whose it is.
+
+    Raises:
+        PlanError: an instruction looks at a state when another one has overwritten it.
+    """
+
+    def __init__(self, actor: Compute, names: Iterable[str], rank: int) -> None:
+        self._where = f"actor {actor.name!r} of rank {rank}"
+        self.last: dict[str, int] = {}
+        self.overwrites: dict[str, int] = {}
+        #: How often the memory of a state has been overwritten.
+        self._versions = dict.fromkeys((*actor.in_place, *actor.donated), 0)
+        #: For each key in whose memory it lies, and what was written there when it was made.
+        own = (*names, *actor.in_place, *actor.donated)
+        self._lies = {name: frozenset({(name, 0)}) for name in own}
+        #: What instructions have written over states.
+        new: set[str] = set()
+        for at, entry in enumerate(actor.instructions):
+            keys = keys_in(entry)
+            if self._lies.keys().isdisjoint(keys):
+                continue
+            for key in keys:
+                self._look(key, at, entry.op)
+            if is_in_place(entry.op):
+                new.update(self._overwrite(entry, at))
+            elif may_be_view(entry.op):
+                lies = frozenset[tuple[str, int]]()
+                for key in keys:
+                    lies |= self._lies.get(key, frozenset())
+                self._lies |= dict.fromkeys(entry.outputs, lies)
+        for key in keys_out(actor):
+            # Of what it is given nobody else has the old value.
+            for name, version in self._lies.get(key, ()):
+                if name in actor.donated and version != self._versions[name]:
+                    raise self._error(f"{key!r} is handed on when {name!r} has been overwritten")
+        at = len(actor.instructions)
+        for state, key in actor.writes:
+            is_there = key in new and self._lies[key] == {(state, self._versions.get(state))}
+            if state in actor.in_place and not is_there:
+                self._look(key, at, _COPY)
+                self._write(state, at, _COPY, (key,))
+                at += 1
+        self.leaving = {
+            key: frozenset(
+                (name, 0 < version == self._versions.get(name)) for name, version in held
+            )
+            for key in keys_out(actor)
+            if (held := self._lies.get(key))
+        }
+
+    def _look(self, key: str, at: int, by: str) -> None:
+        for name, version in self._lies.get(key, ()):
+            if version != self._versions.get(name, 0):
+                raise self._error(f"{by} looks at {key!r} when {name!r} has been overwritten")
+            if not version:
+                self.last[name] = at
+
+    def _overwrite(self, entry: Instruction, at: int) -> Iterator[str]:
+        """Note what an instruction writes over; yield the results that lie there."""
+        taken = [ref.name for ref in refs((entry.args, tuple(entry.kwargs.values())))]
+        for key, made in zip_longest(written_keys(entry), entry.outputs):
+            others = taken.copy()
+            others.remove(key)
+            lies = self._lies.get(key, frozenset())
+            for name, _ in lies:
+                self._write(name, at, entry.op, others)
+            if made is not None and lies:
+                self._lies[made] = frozenset((name, self._versions[name]) for name, _ in lies)
+                yield made
+
+    def _write(self, name: str, at: int, by: str, others: Iterable[str]) -> None:
+        """Note that a state is overwritten by something that looks at others."""
+        for key in others:
+            if any(one == name for one, _ in self._lies.get(key, ())):
+                raise self._error(f"{by} looks at {key!r}, and overwrites {name!r} with it")
+        self._versions[name] += 1
+        self.overwrites.setdefault(name, at)
+
+    def _error(self, what: str) -> PlanError:
+        return PlanError(
+            f"{what}, in whose memory it may lie",
+            where=self._where,
+            accepted="instructions that look at a state before those that overwrite it",
+            todo="put it before them, or take the state out of in_place",
+        )

@@ -78,40 +78,31 @@ class Instructions:
         # `_distinct` keeps every program alive, so no id is given twice.
         key = (item.name, id(local))
         if key not in self._made:
-            made = named(local, item.outputs, item.node.name, pattern.keys)
-            self._made[key] = tuple(made)
+            self._made[key] = tuple(named(local, item.outputs, item.node.name, pattern.keys))
         return self._made[key]
 
     def programs(self, rank: int, stages: frozenset[int]) -> tuple[int, ...]:
         """Return what is equal for ranks of some stages that execute the same for all items."""
         if stages not in self._calls:
-            self._calls[stages] = self._distinct_calls(stages)
+            kinds: set[int] = set()
+            calls = self._calls.setdefault(stages, {})
+            for item in self._program.lowered.items:
+                if item.stage in stages and (item.is_inside or item.is_apart) and item.node:
+                    pattern = self._pattern(item, item.node)
+                    if pattern.kind not in kinds:
+                        kinds.add(pattern.kind)
+                        calls.setdefault((item.stage, pattern.axes), []).append(item)
         found = []
         for (stage, axes), items in self._calls[stages].items():
             # Ranks that are at one place on the axes that matter execute the same.
             key = (stages, stage, axes, self._place(rank, stage, axes))
             if key not in self._executed:
                 # `_distinct` keeps every program alive.
-                ids = tuple(
-                    id(self._program_of(rank, item, item.node)[1])
-                    for item in items
-                    if item.node is not None
-                )
+                nodes = ((item, item.node) for item in items if item.node is not None)
+                ids = tuple(id(self._program_of(rank, item, node)[1]) for item, node in nodes)
                 self._executed[key] = self._sequences.setdefault(ids, len(self._sequences))
             found.append(self._executed[key])
         return tuple(found)
-
-    def _distinct_calls(self, stages: frozenset[int]) -> dict[tuple[int, _Axes], list[Item]]:
-        kinds: set[int] = set()
-        found: dict[tuple[int, _Axes], list[Item]] = {}
-        for item in self._program.lowered.items:
-            computes = item.node is not None and (item.is_inside or item.is_apart)
-            if item.node is not None and computes and item.stage in stages:
-                pattern = self._pattern_of(item, item.node)
-                if pattern.kind not in kinds:
-                    kinds.add(pattern.kind)
-                    found.setdefault((item.stage, pattern.axes), []).append(item)
-        return found
 
     def _place(self, rank: int, stage: int, axes: _Axes) -> _Place:
         """Return where a rank is on some axes of the mesh of a stage."""
@@ -120,20 +111,17 @@ class Instructions:
         coordinate = self._program.strategy.stages[stage].coordinate(rank)
         return tuple(coordinate[axis] for axis in axes)
 
-    def _pattern_of(self, item: Item, node: Node) -> _Pattern:
-        pattern = self._patterns.get(item.name)
-        if pattern is None:
-            pattern = self._patterns[item.name] = self._pattern(item, node)
-        return pattern
-
     def _program_of(self, rank: int, item: Item, node: Node) -> tuple[_Pattern, LocalProgram]:
         """Return what an item calls, and what a rank executes for it."""
-        pattern = self._pattern_of(item, node)
+        pattern = self._pattern(item, node)
         place = self._place(rank, item.stage, pattern.axes)
         local = self._local.get((pattern.kind, place))
         if local is None:
-            local = self._localized(pattern, rank, item, node)
-            self._local[pattern.kind, place] = local
+            strategy = self._program.strategy
+            signature, mesh = strategy.nodes[node.name].signature, strategy.stages[item.stage]
+            local = localize(pattern.call, signature, mesh, rank)
+            # For all items of one kind; one object if it is the same.
+            local = self._local[pattern.kind, place] = self._distinct.setdefault(repr(local), local)
         return pattern, local
 
     def _boxing(self, item: Item) -> Iterator[Instruction]:
@@ -141,39 +129,37 @@ class Instructions:
         if item.kind is ItemKind.LOCAL:
             args = (Ref(item.inputs[0]), self._program.step_index[item.name])
             yield Instruction(op=LOCAL_BOX, args=args, outputs=item.outputs, node=item.name)
-            return
-        if item.kind is ItemKind.FETCH:
-            device = self._program.strategy.stages[item.stage].device
+        elif item.kind in (ItemKind.FETCH, ItemKind.STORE):
+            fetches = item.kind is ItemKind.FETCH
+            device = Symbol("device", self._program.strategy.stages[item.stage].device)
             yield Instruction(
-                op=TO_DEVICE,
-                args=(Ref(item.inputs[0]),),
-                kwargs={"device": Symbol("device", device)},
-                outputs=item.outputs,
-                node=f"{owner_of(item.inputs[0])}.update.fetch",
-            )
-            return
-        if item.kind is ItemKind.STORE:
-            yield Instruction(
-                op=TO_HOST,
+                op=TO_DEVICE if fetches else TO_HOST,
                 args=tuple(map(Ref, item.inputs)),
+                kwargs={"device": device} if fetches else {},
                 outputs=item.outputs,
-                node=f"{owner_of(item.inputs[0])}.update.store",
+                node=f"{owner_of(item.inputs[0])}.update.{item.kind.value}",
             )
-            return
-        assert item.packed is not None, "a pack and an unpack have a layout"
-        if item.kind is ItemKind.PACK:
-            yield from pack_instructions(item.name, item.inputs, item.outputs[0], item.packed)
         else:
-            yield from unpack_instructions(item.name, item.inputs[0], item.outputs, item.packed)
+            assert item.packed is not None, "a pack and an unpack have a layout"
+            if item.kind is ItemKind.PACK:
+                yield from pack_instructions(item.name, item.inputs, item.outputs[0], item.packed)
+            else:
+                yield from unpack_instructions(item.name, item.inputs[0], item.outputs, item.packed)
 
     def _pattern(self, item: Item, node: Node) -> _Pattern:
+        if item.name in self._patterns:
+            return self._patterns[item.name]
         # mm(a, b) and mm(c, d) become mm(0, 1), one kind; mm(a, a) becomes mm(0, 0), another.
         numbers = {key: str(at) for at, key in enumerate(dict.fromkeys(item.inputs))}
-        numbered = _with_keys(node, [numbers[key] for key in item.inputs])
+        queue = iter(item.inputs)
+
+        def numbered(_: Ref) -> Argument:
+            return Ref(numbers[next(queue)])
+
         call = replace(
             self._program.call(node),
-            args=numbered.args,
-            kwargs=numbered.kwargs,
+            args=map_refs(node.args, numbered),
+            kwargs={key: map_refs(part, numbered) for key, part in node.kwargs.items()},
             tensor_names=tuple(numbers[k] for k in item.inputs if k in self._program.lowered.held),
         )
         # As text, since 1, 1.0 and True are equal, but not the same argument.
@@ -183,14 +169,9 @@ class Instructions:
         what = (call.op, literals, call.tensor_names, types, call.tags, signature, item.stage)
         kind = self._kinds.setdefault(what, len(self._kinds))
         keys = {number: key for key, number in numbers.items()}
-        return _Pattern(kind, call, keys, varying_axes(call, signature))
-
-    def _localized(self, pattern: _Pattern, rank: int, item: Item, node: Node) -> LocalProgram:
-        """Return what a rank executes for all items of one kind; one object if it is the same."""
-        signature = self._program.strategy.nodes[node.name].signature
-        mesh = self._program.strategy.stages[item.stage]
-        local = localize(pattern.call, signature, mesh, rank)
-        return self._distinct.setdefault(repr(local), local)
+        found = _Pattern(kind, call, keys, varying_axes(call, signature))
+        self._patterns[item.name] = found
+        return found
 
 
 def named(
@@ -242,17 +223,4 @@ def host_instruction(item: Item) -> Instruction:
     assert node is not None, item.name
     return Instruction(
         op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs, node=node.name
-    )
-
-
-def _with_keys(node: Node, keys: Sequence[str]) -> Node:
-    """Return the node with its refs, in order, naming `keys`."""
-    queue = iter(keys)
-
-    def change(_: Ref) -> Argument:
-        return Ref(next(queue))
-
-    args = map_refs(node.args, change)
-    return replace(
-        node, args=args, kwargs={key: map_refs(part, change) for key, part in node.kwargs.items()}
     )

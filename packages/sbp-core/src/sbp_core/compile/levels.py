@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from sbp_core.compile.items import Item, ItemKind
-from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase
+from sbp_core.graph.ir import InputKind, LogicalGraph, Phase
 from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.signatures.views import is_view, traits_of
 
@@ -75,11 +75,6 @@ def is_awaited(graph: LogicalGraph, item: Item) -> bool:
     return asking is not None and asking.phase is not Phase.OPTIMIZER and asking.op != ACCUMULATE
 
 
-def _is_light(node: Node) -> bool:
-    """Whether a node only looks at its argument, or needs none."""
-    return is_view(node.op) or node.kind in traits_of(node.op).factories
-
-
 def sink(items: Sequence[Item]) -> list[Item]:
     """Move what gains nothing from being early into the segment that uses it first.
 
@@ -93,8 +88,11 @@ def sink(items: Sequence[Item]) -> list[Item]:
     sunk: list[Item] = []
     # Backwards, so that users have sunk before what they use: a chain of views sinks as a whole.
     for item in reversed(items):
-        light = item.phase is Phase.OPTIMIZER or (item.node is not None and _is_light(item.node))
-        if item.kind is ItemKind.OP and light:
+        # It only looks at its argument, or needs none.
+        light = (node := item.node) is not None and (
+            is_view(node.op) or node.kind in traits_of(node.op).factories
+        )
+        if item.kind is ItemKind.OP and (light or item.phase is Phase.OPTIMIZER):
             found = [user for key in item.outputs for user in users.get(key, ())]
             # A later phase has segments of its own, whose levels say nothing about this one's; and
             # what another stage takes must be ready a level before.

@@ -11,8 +11,9 @@ that no gathered copy lives longer than its use.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from sbp_core.boxing import BoxingStep, StepKind
+from sbp_core.boxing import StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Held, Item, ItemKind, Lowered
 from sbp_core.compile.legality import check_strategy
@@ -21,6 +22,7 @@ from sbp_core.cost import fastest_route
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import (
     PHASE_ORDER,
+    GraphOutput,
     InputKind,
     LogicalGraph,
     Node,
@@ -72,7 +74,7 @@ class _Lowering:
             else:
                 self._op(node)
         for out in self.graph.outputs:
-            self._output(out.name, out.kind, out.value)
+            self._output(out)
         self.out.items = with_levels(self.graph, self.out.items)
         return self.out
 
@@ -84,16 +86,7 @@ class _Lowering:
                 accepted="host numbers that come from scalars and step counters",
                 todo="keep such optimizers' step counters as plain counters",
             )
-        self._add(
-            node.name,
-            ItemKind.HOST,
-            node.inputs(),
-            node.outputs,
-            0,
-            phase=node.phase,
-            rate=node.rate,
-            node=node,
-        )
+        self._add_node(node, ItemKind.HOST, node.inputs(), 0)
 
     def _op(self, node: Node) -> None:
         assigned = self.strategy.nodes[node.name]
@@ -111,18 +104,25 @@ class _Lowering:
         for value, sbp in zip(node.outputs, assigned.signature.outputs, strict=True):
             self.out.held[value] = Held(value, assigned.stage, sbp)
         kind = ItemKind.ACCUMULATE if node.op == ACCUMULATE else ItemKind.OP
+        self._add_node(node, kind, keys, assigned.stage)
+
+    def _add_node(self, node: Node, kind: ItemKind, keys: tuple[str, ...], stage: int) -> None:
         self._add(
-            node.name,
-            kind,
-            keys,
-            node.outputs,
-            assigned.stage,
-            phase=node.phase,
-            rate=node.rate,
-            node=node,
+            Item(
+                name=node.name,
+                kind=kind,
+                inputs=keys,
+                outputs=node.outputs,
+                stage=stage,
+                target_stage=stage,
+                phase=node.phase,
+                rate=node.rate,
+                node=node,
+            )
         )
 
-    def _output(self, name: str, kind: OutputKind, value: str) -> None:
+    def _output(self, out: GraphOutput) -> None:
+        name, value = out.name, out.value
         producer = self.graph.producers.get(value)
         if producer is None:
             raise PlanError(
@@ -134,10 +134,9 @@ class _Lowering:
             self.out.new_states[name] = value
             return
         phase, rate = producer.phase, self.graph.rate_of(value)
-        if kind is OutputKind.STATE:
+        if out.kind is OutputKind.STATE:
             storage = self.strategy.storage[name]
-            key = self._box(value, storage.stage, storage.sbp, phase, rate)
-            self.out.new_states[name] = key
+            self.out.new_states[name] = self._box(value, storage.stage, storage.sbp, phase, rate)
         else:
             self.out.results[name] = tuple(self._result(value, phase, rate))
 
@@ -179,7 +178,14 @@ class _Lowering:
             return begin or value
         kind = self.graph.tensor(value)
         apart_for = self._apart_for(value, phase, rate)
-        phase, rate = self._boxing_time(value, phase, rate)
+        producer = self.graph.producers.get(value)
+        is_gradient = producer is not None and producer.phase is Phase.BACKWARD
+        # A gradient that the optimizer asks for would be boxed in its phase, when all gradients are
+        # there. Boxed in the backward phase, as soon as it is made, it can overlap with the rest of
+        # that, and the unreduced copy is freed sooner. Of several micro-batches the sum is boxed,
+        # once a step.
+        if is_gradient and phase is Phase.OPTIMIZER and self.graph.rate_of(value) is Rate.MICRO:
+            phase, rate = Phase.BACKWARD, Rate.MICRO
         source = (self.strategy.stages[held.stage], held.sbp)
         target = (self.strategy.stages[stage], sbp)
         # Each step of the route is shared for itself, so routes that begin alike share their
@@ -208,17 +214,20 @@ class _Lowering:
                 made = f"{made}'"
             self.out.held[made] = Held(value, there, step.target[1])
             kinds = {StepKind.LOCAL: ItemKind.LOCAL, StepKind.TRANSFER: ItemKind.TRANSFER}
+            kind_of_item = kinds.get(step.kind, ItemKind.COLLECTIVE)
             self._add(
-                made,
-                kinds.get(step.kind, ItemKind.COLLECTIVE),
-                (key,),
-                (made,),
-                here,
-                target_stage=there,
-                step=step,
-                phase=phase,
-                rate=rate,
-                asked_by=asked_by,
+                Item(
+                    name=made,
+                    kind=kind_of_item,
+                    inputs=(key,),
+                    outputs=(made,),
+                    stage=here,
+                    target_stage=there,
+                    step=step,
+                    phase=phase,
+                    rate=rate,
+                    asked_by=asked_by,
+                )
             )
             self.boxed[memo] = made
             key, here = made, there
@@ -238,52 +247,14 @@ class _Lowering:
         once = rate is not Rate.MICRO and (is_buffer or value in self.graph.carried)
         return rate.value if once else ""
 
-    def _boxing_time(self, value: str, phase: Phase, rate: Rate) -> tuple[Phase, Rate]:
-        """Return when a value is boxed: with its users, but gradients as soon as they are made."""
-        # A gradient that the optimizer asks for would be boxed in its phase, when all gradients are
-        # there. Boxed in the backward phase, it can overlap with the rest of that, and the
-        # unreduced copy is freed sooner. Of several micro-batches the sum is boxed, once a step.
-        producer = self.graph.producers.get(value)
-        is_gradient = producer is not None and producer.phase is Phase.BACKWARD
-        if is_gradient and phase is Phase.OPTIMIZER and self.graph.rate_of(value) is Rate.MICRO:
-            return Phase.BACKWARD, Rate.MICRO
-        return phase, rate
-
-    def _add(
-        self,
-        name: str,
-        kind: ItemKind,
-        inputs: tuple[str, ...],
-        outputs: tuple[str, ...],
-        stage: int,
-        *,
-        phase: Phase,
-        rate: Rate,
-        target_stage: int | None = None,
-        node: Node | None = None,
-        step: BoxingStep | None = None,
-        asked_by: str = "",
-    ) -> None:
-        if kind not in (ItemKind.OP, ItemKind.HOST):
+    def _add(self, item: Item) -> None:
+        if item.kind not in (ItemKind.OP, ItemKind.HOST):
             # It may go on from a boxing step that a later phase was the first to ask for.
-            before = (self.phases.get(key, phase) for key in inputs)
-            phase = max((phase, *before), key=PHASE_ORDER.__getitem__)
-        self.phases |= dict.fromkeys(outputs, phase)
-        self.out.items.append(
-            Item(
-                name=name,
-                kind=kind,
-                inputs=inputs,
-                outputs=outputs,
-                stage=stage,
-                target_stage=stage if target_stage is None else target_stage,
-                phase=phase,
-                rate=rate,
-                node=node,
-                step=step,
-                asked_by=asked_by,
-            )
-        )
+            before = (self.phases.get(key, item.phase) for key in item.inputs)
+            phase = max((item.phase, *before), key=PHASE_ORDER.__getitem__)
+            item = replace(item, phase=phase)
+        self.phases |= dict.fromkeys(item.outputs, item.phase)
+        self.out.items.append(item)
 
 
 def _whole(stage: Placement) -> NdSbp:

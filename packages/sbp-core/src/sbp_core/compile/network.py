@@ -110,7 +110,14 @@ class PlanNetwork:
 
     def cycle_lines(self, cycle: Sequence[Dependency]) -> list[str]:
         """Return who waits for whom on a cycle, a line for each wait."""
-        return cycle_lines(self.network, cycle, iteration="step", named=self._named)
+
+        def named(firing: FlowFiring) -> str:
+            what, where = self._words[firing.actor]
+            each = self._numbered.get(firing.actor)
+            number = f" of {each} {firing.number}" if each else ""
+            return f"{what}{number}{where}"
+
+        return cycle_lines(self.network, cycle, iteration="step", named=named)
 
     def dead_cycle_lines(self) -> list[str]:
         """Return the lines of a cycle of waits within one step; none if the plan does not stop."""
@@ -156,14 +163,8 @@ class PlanNetwork:
             if flights:
                 found[f"links of rank {rank} by thread {thread}"] = flights
         if len(found) > 1:
-            found = {name: [(_step_of(rank), 0), *order] for name, order in found.items()}
+            found = {name: [(f"step of rank {rank}", 0), *order] for name, order in found.items()}
         return found
-
-    def _named(self, firing: FlowFiring) -> str:
-        what, where = self._words[firing.actor]
-        each = self._numbered.get(firing.actor)
-        number = f" of {each} {firing.number}" if each else ""
-        return f"{what}{number}{where}"
 
     def _made(self) -> Network:
         for part in self._plan.ranks:
@@ -180,7 +181,7 @@ class PlanNetwork:
         for part in self._plan.ranks:
             of_rank = self.orders_of(part.rank, part.orders)
             if len(of_rank) > 1:
-                start = _step_of(part.rank)
+                start = f"step of rank {part.rank}"
                 self._actors[start] = FlowActor(name=start)
                 self._words[start] = start, ""
             orders |= of_rank
@@ -200,18 +201,19 @@ class PlanNetwork:
         where = f" on {_ranks(group)}{self._others(group)}"
         self._actors[name] = FlowActor(name=name, duration_s=begun_s)
         self._words[name] = f"stage {actor.stage}'s {actor.name}", where
-        over = name
+
+        def follows(edge: str, what: str, where: str, duration_s: float) -> str:
+            after = f"{name}, {what}"
+            self._actors[after] = FlowActor(name=after, duration_s=duration_s)
+            self._words[after] = self._words[name][0], where
+            self._edges.append(FlowEdge(name=f"{edge} of {name}", producer=name, consumer=after))
+            return after
+
+        over, drag = name, ""
         if flight_s > 0:
-            over = f"{name}, in flight"
-            self._actors[over] = FlowActor(name=over, duration_s=flight_s)
-            self._words[over] = self._words[name][0], f"{where}, in flight,"
-            self._edges.append(FlowEdge(name=f"begin of {name}", producer=name, consumer=over))
-        drag = ""
+            over = follows("begin", "in flight", f"{where}, in flight,", flight_s)
         if drag_s > 0:
-            drag = f"{name}, on its threads"
-            self._actors[drag] = FlowActor(name=drag, duration_s=drag_s)
-            self._words[drag] = self._words[name][0], f"{where}, under way,"
-            self._edges.append(FlowEdge(name=f"drag of {name}", producer=name, consumer=drag))
+            drag = follows("drag", "on its threads", f"{where}, under way,", drag_s)
         if actor.num_firings(self._plan.repetitions) > 1:
             each = "update" if actor.rate is Rate.UPDATE else "micro-batch"
             self._numbered |= dict.fromkeys((name, over, drag), each)
@@ -303,10 +305,6 @@ def tokens_of(quota: int, produced: int, consumed: int) -> int:
 def quota_of(tokens: int, produced: int, consumed: int) -> int:
     """Return the least quota of fillings whose tokens (see `tokens_of`) are enough."""
     return -(-tokens // produced) if produced > 1 else -(-(tokens + 1) // consumed) - 1
-
-
-def _step_of(rank: int) -> str:
-    return f"step of rank {rank}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

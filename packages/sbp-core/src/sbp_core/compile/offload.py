@@ -9,7 +9,7 @@ Fetches fire on a thread of their own, and so do stores, as links to the host go
 States are fetched in groups: those of one parameter together, of small ones several, so that each
 group has at least half of the bytes of the largest parameter's; else the small ones between large
 ones would keep these from following each other. The update of each group is a segment of its own;
-what needs several groups, such as a norm of all updates, is one behind them.
+what needs several groups, such as a norm of all updates, is one after them.
 
     host to device   fetch 1  fetch 2            fetch 3            fetch 4
     compute                   update 1           update 2           update 3
@@ -23,24 +23,19 @@ others, such as gradients, so that no copy is there before it can be used.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from sbp_core.compile.actors import Actor, Compute
-from sbp_core.compile.dataflow import Successors, downstream, successors
-from sbp_core.compile.items import Held, Item, ItemKind, Lowered
-from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
+from sbp_core.compile.dataflow import downstream, successors
+from sbp_core.compile.items import Item, ItemKind, Lowered
+from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register, token
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import Phase, Rate
-from sbp_core.graph.primitives import TO_DEVICE, TO_HOST
+from sbp_core.graph.primitives import TO_DEVICE
 
 #: The threads of a rank that copy.
 FETCH_THREAD, STORE_THREAD = "host to device", "device to host"
-
-#: The groups that a value depends on.
-_Groups = frozenset[int]
-
-_NONE: _Groups = frozenset()
 
 
 def offload(program: Program) -> Lowered:
@@ -50,65 +45,55 @@ def offload(program: Program) -> Lowered:
         program: With levels and pieces, of a strategy that `legality` accepts.
     """
     lowered = program.lowered
-    offloaded = [name for name, one in program.strategy.storage.items() if one.offloaded]
-    if not offloaded:
+    names = {name for name, one in program.strategy.storage.items() if one.offloaded}
+    if not names:
         return lowered
     items = _topological(lowered.items)
-    names = set(offloaded)
     used = [item for item in items if not names.isdisjoint(item.inputs)]
     writers = {key: item for item in items for key in item.outputs}
-    groups = _groups(program, offloaded, used, writers)
-    found = Lowered(
-        items=[],
-        held=dict(lowered.held),
-        results=lowered.results,
-        new_states=dict(lowered.new_states),
-    )
+    groups = _groups(program, names, used, writers)
+    found = replace(lowered, items=[], held=dict(lowered.held), new_states=dict(lowered.new_states))
     first: dict[str, Item] = {}
     for item in used:
         for key in item.inputs:
             if key in groups:
                 first.setdefault(key, item)
+
+    def copied(kind: ItemKind, key: str, inputs: tuple[str, ...], beside: Item) -> None:
+        """Add the copy of a state for an item that uses it, or of what one makes."""
+        held, group = lowered.held[inputs[0]], groups[inputs[0]]
+        found.held[key] = held
+        found.items.append(
+            Item(
+                name=key, kind=kind, inputs=inputs, outputs=(key,), stage=held.stage,
+                target_stage=held.stage, phase=Phase.OPTIMIZER, rate=Rate.STEP,
+                level=beside.level, piece=beside.piece, group=group,
+            )
+        )  # fmt: skip
+
+    fetched = {state: f"{state}@device" for state in first}
     for state, item in first.items():
-        stage = lowered.held[state].stage
-        fetched = _copy(ItemKind.FETCH, state, (state,), stage, item, groups[state])
-        found.items.append(fetched)
-        found.held[fetched.name] = lowered.held[state]
+        copied(ItemKind.FETCH, fetched[state], (state,), item)
     renamed = [
-        replace(item, inputs=tuple(_on_device(k) if k in first else k for k in item.inputs))
-        for item in items
+        replace(item, inputs=tuple(fetched.get(key, key) for key in item.inputs)) for item in items
     ]
-    labels = _labels(renamed, {_on_device(state): groups[state] for state in first})
+    labels = _labels(renamed, {key: groups[state] for state, key in fetched.items()})
     by_name = {item.name: replace(item, group=labels[item.name]) for item in renamed}
     found.items += [by_name[item.name] for item in lowered.items]
     for state, key in lowered.new_states.items():
-        if state not in groups:
-            continue
-        held = lowered.held[state]
-        stored = _copy(ItemKind.STORE, state, (state, key), held.stage, writers[key], groups[state])
-        found.items.append(stored)
-        found.held[stored.name] = Held(held.value, held.stage, held.sbp, held.kind)
-        found.new_states[state] = stored.name
+        if state in groups:
+            found.new_states[state] = stored = f"{state}@host"
+            copied(ItemKind.STORE, stored, (state, key), writers[key])
     return found
 
 
-def _on_device(state: str) -> str:
-    return f"{state}@device"
-
-
-def _copy(
-    kind: ItemKind, state: str, inputs: tuple[str, ...], stage: int, beside: Item, group: int
-) -> Item:
-    """Return the copy of a state for an item that uses it, or of what one makes."""
-    name = _on_device(state) if kind is ItemKind.FETCH else f"{state}@host"
-    return Item(
-        name=name, kind=kind, inputs=inputs, outputs=(name,), stage=stage, target_stage=stage,
-        phase=Phase.OPTIMIZER, rate=Rate.STEP, level=beside.level, piece=beside.piece, group=group,
-    )  # fmt: skip
+def copy_name(item: Item) -> str:
+    """Return the name of the actor that makes the copies of a group."""
+    return f"{item.kind.value}.{item.stage}.{item.group}"
 
 
 def _topological(items: Sequence[Item]) -> list[Item]:
-    """Return items behind those that make what they take; cuts list segments in other orders."""
+    """Return items after those that make what they take; cuts list segments in other orders."""
     makers = {key: item for item in items for key in item.outputs}
     done: dict[str, Item] = {}
     for root in items:
@@ -130,11 +115,10 @@ def owner_of(state: str) -> str:
 
 
 def _groups(
-    program: Program, offloaded: Sequence[str], used: Sequence[Item], writers: Mapping[str, Item]
+    program: Program, states: set[str], used: Sequence[Item], writers: Mapping[str, Item]
 ) -> dict[str, int]:
     """Return the number of each state's group, in the order in which they are used, from 1."""
     when: dict[str, tuple[int, int, int]] = {}
-    states = set(offloaded)
     for place, item in enumerate(used):
         for state in states.intersection(item.inputs):
             turn = item.level, item.piece, place
@@ -159,7 +143,7 @@ def _groups(
 
 
 def _labels(items: Sequence[Item], fetched: Mapping[str, int]) -> dict[str, int]:
-    """Return the group that each item is updated with: 0 for none, one behind the last for several.
+    """Return the group that each item is updated with: 0 for none, one after the last for several.
 
     Within a segment what an item depends on only grows along the data, and what depends on no group
     goes with its users if they are all of one. So the parts of a segment do not wait for each other
@@ -169,12 +153,13 @@ def _labels(items: Sequence[Item], fetched: Mapping[str, int]) -> dict[str, int]
         items: In topological order, with the keys of what is fetched.
         fetched: The group of each of these.
     """
-    of_keys: dict[str, _Groups] = {key: frozenset((group,)) for key, group in fetched.items()}
+    #: The groups that each key depends on.
+    of_keys = {key: frozenset((group,)) for key, group in fetched.items()}
     behind = 1 + max(fetched.values(), default=0)
     labels: dict[str, int] = {}
     users: dict[str, list[Item]] = defaultdict(list)
     for item in items:
-        groups = _NONE.union(*(of_keys.get(key, _NONE) for key in item.inputs))
+        groups = frozenset[int]().union(*(of_keys.get(key, ()) for key in item.inputs))
         if groups:
             of_keys |= dict.fromkeys(item.outputs, groups)
         is_update = item.is_inside and item.phase is Phase.OPTIMIZER and item.rate is Rate.STEP
@@ -194,28 +179,55 @@ def _labels(items: Sequence[Item], fetched: Mapping[str, int]) -> dict[str, int]
     return labels
 
 
-def bound_copies(plan: PhysicalPlan, in_flight: int) -> PhysicalPlan:
+def bound_copies(plan: PhysicalPlan, items: Iterable[Item], in_flight: int) -> PhysicalPlan:
     """Return the plan with registers without values that keep states from being fetched too early.
 
     Args:
         plan: Without firing orders.
+        items: That it was made of.
         in_flight: Most groups that are on the device at a time; at least 1.
     """
-    fetches = {a.name: a for part in plan.distinct for a in part.actors if _copies(a, TO_DEVICE)}
-    if not fetches:
+    copies = {copy_name(i): i for i in items if i.kind in (ItemKind.FETCH, ItemKind.STORE)}
+    stores = {i.group: name for name, i in copies.items() if i.kind is ItemKind.STORE}
+    groups = {name: i.group for name, i in copies.items() if i.kind is ItemKind.FETCH}
+    if not groups:
         return plan
-    # A new value may need no old one; it is stored behind the fetch of its group all the same, as
-    # the state is written over then, and the group is done with it.
-    plan = _with_registers(plan, _stored_behind)
+
+    def stored_after(part: RankPlan) -> Iterator[Register]:
+        # A new value may need no old one; it is stored after the fetch of its group all the same,
+        # as the state is written over then, and the group is done with it.
+        for actor in part.actors:
+            if store := stores.get(groups.get(actor.name, 0)):
+                yield token(actor.name, store)
+
+    plan = _with_registers(plan, stored_after)
     flow = successors(plan)
-    behind = downstream(flow, fetches)
+    behind = downstream(flow, groups)
     # Of each actor, the last of the fetches that it waits for. A fetch never waits for what waits
     # for itself or a later one: so there is no circle.
     last: dict[str, int] = {}
-    for name in sorted(fetches, key=_number, reverse=True):
-        for one in _unmet(flow, name, last):
-            last[one] = _number(name)
-    return _with_registers(plan, lambda part: _tokens(part, in_flight, behind, last))
+    for name in sorted(groups, key=groups.__getitem__):
+        last |= dict.fromkeys(downstream(flow, [name]), groups[name])
+
+    def early_enough(part: RankPlan) -> Iterator[Register]:
+        fetches = sorted(groups.keys() & part.by_name.keys(), key=groups.__getitem__)
+        users = {
+            name: dict.fromkeys(user for one in part.outputs_of[name] for user in one.consumers)
+            for name in fetches
+        }
+        for place, name in enumerate(fetches):
+            waits: dict[str, None] = {}
+            for user in users[name]:
+                makers = (register.producer for register in part.inputs_of[user])
+                waits |= dict.fromkeys(maker for maker in makers if maker not in behind)
+            if place >= in_flight:
+                before = fetches[place - in_flight]
+                over = [*users[before], *filter(None, [stores.get(groups[before])])]
+                waits |= dict.fromkeys(one for one in over if last[one] < groups[name])
+            for one in waits:
+                yield token(one, name)
+
+    return _with_registers(plan, early_enough)
 
 
 def _with_registers(
@@ -236,67 +248,3 @@ def fetched_keys(actor: Actor) -> tuple[str, ...]:
     """Return the keys of the copies that a fetch makes; none of any other actor."""
     entries = actor.instructions if isinstance(actor, Compute) else ()
     return tuple(key for entry in entries if entry.op == TO_DEVICE for key in entry.outputs)
-
-
-def _copies(actor: Actor, op: str) -> bool:
-    return isinstance(actor, Compute) and any(one.op == op for one in actor.instructions)
-
-
-def _number(name: str) -> int:
-    """Return the number of the group that a fetch or store is of, which its name ends with."""
-    return int(name.rpartition(".")[2])
-
-
-def _unmet(flow: Successors, name: str, met: Mapping[str, int]) -> Iterator[str]:
-    """Yield an actor and those behind it that were not met before."""
-    todo, found = [name], {name}
-    while todo:
-        one = todo.pop()
-        if one not in met:
-            yield one
-        new = {user for user in flow[one] if user not in met} - found
-        found |= new
-        todo += new
-
-
-def _stored_behind(part: RankPlan) -> Iterator[Register]:
-    """Yield what lets each store of a rank wait for the fetch of its group."""
-    stores = {_number(a.name): a.name for a in part.actors if _copies(a, TO_HOST)}
-    for actor in part.actors:
-        if _copies(actor, TO_DEVICE) and (store := stores.get(_number(actor.name))):
-            yield _token(actor.name, store)
-
-
-def _token(producer: str, consumer: str) -> Register:
-    """Return a register without values, by which an actor waits for another."""
-    return Register(
-        name=f"{producer}>{consumer}",
-        producer=producer,
-        consumers=(consumer,),
-        keys=(),
-        rate=Rate.STEP,
-        quota=1,
-    )
-
-
-def _tokens(
-    part: RankPlan, in_flight: int, behind: set[str], last: Mapping[str, int]
-) -> Iterator[Register]:
-    """Yield what each fetch of a rank waits for."""
-    fetches = sorted((a.name for a in part.actors if _copies(a, TO_DEVICE)), key=_number)
-    stores = {_number(a.name): a.name for a in part.actors if _copies(a, TO_HOST)}
-    users = {
-        name: dict.fromkeys(user for one in part.outputs_of[name] for user in one.consumers)
-        for name in fetches
-    }
-    for place, name in enumerate(fetches):
-        waits: dict[str, None] = {}
-        for user in users[name]:
-            makers = (register.producer for register in part.inputs_of[user])
-            waits |= dict.fromkeys(maker for maker in makers if maker not in behind)
-        if place >= in_flight:
-            before = fetches[place - in_flight]
-            over = [*users[before], *filter(None, [stores.get(_number(before))])]
-            waits |= dict.fromkeys(one for one in over if last[one] < _number(name))
-        for one in waits:
-            yield _token(one, name)

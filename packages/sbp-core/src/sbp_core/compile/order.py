@@ -3,29 +3,29 @@
 Sends go first, since another rank waits for them, and updates between micro-batches, which the next
 ones wait for; then forward firings, then older micro-batches, so the quotas alone decide the
 schedule: as many as there are micro-batches give GPipe, `stages - stage` gives 1F1B. A strategy
-that says the order of its actions is followed instead (`turns`). A collective starts on all ranks
+that says the order of its actions is followed instead (`Turns`). A collective starts on all ranks
 of its group at once, hence in one order everywhere. What a rank receives only to report it, such as
 the loss that another stage made, comes last of all that its thread does before the commit, so that
-nothing else waits for it.
+nothing else waits for it. What a thread receives it asks for ahead of that order
+(`early_receives`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from sbp_core.compile.actors import Actor, ActorId, Send
+from sbp_core.compile.actors import Actor, ActorId, Receive, Send
 from sbp_core.compile.dataflow import downstream, rank_successors
 from sbp_core.compile.network import waits_without_order
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.compile.token_game import TokenGame
-from sbp_core.compile.turns import Turns, is_report
 from sbp_core.errors import PlanError
 from sbp_core.graph.ir import PHASE_ORDER, Phase, Rate
-from sbp_core.pipeline import Action
+from sbp_core.pipeline import Action, ActionKind
 
 ThreadId = tuple[int, str]
 
@@ -68,7 +68,6 @@ class _Scheduler:
         }
         self.has_turns = bool(actions)
         self.now = 0.0
-        self.free: set[ThreadId] = set()
         #: What is received for the user alone, whose values no other actor takes.
         self.reports: set[ActorId] = set()
         #: These, and what waits for them, such as the commit.
@@ -93,7 +92,7 @@ class _Scheduler:
             here = {name for rank, name in self.reports if rank == part.rank}
             late = downstream(rank_successors(part), here)
             self.last.update((part.rank, name) for name in late)
-        self.free.update(self.pending)
+        self.free: set[ThreadId] = set(self.pending)
         for actor_ids in self.pending.values():
             self._look_at(actor_ids)
         #: When threads become free, and firings are over: time, sequence, who, which of both.
@@ -109,9 +108,21 @@ class _Scheduler:
             PlanError: the quotas admit none.
         """
         while any(self.pending.values()) or self.running:
-            self._start_what_can()
+            for thread in sorted(self.free):
+                # A collective of a thread before took it.
+                if thread in self.free:
+                    # The thread is busy then. A start makes nobody ready, so one pass over the
+                    # threads is enough.
+                    any(self._starts(actor_id) for actor_id in self._candidates(thread))
             if not self.running:
-                self._start_out_of_turn()
+                # What waits for nothing but its turn, the earliest of all threads first. Orders of
+                # actions say nothing of what a rank does for other stages besides, such as to send
+                # them a tied weight for their backward phase, which belongs to its own.
+                waiting = (c for thread in self.free for c in self._candidates(thread))
+                ordered = sorted(
+                    waiting, key=lambda actor_id: (self._priority(actor_id)[1], actor_id)
+                )
+                any(self._starts(actor_id, in_turn=False) for actor_id in ordered)
             if not self.running:
                 cycle, todo = waits_without_order(self.whole)
                 raise PlanError(
@@ -123,7 +134,12 @@ class _Scheduler:
             # All that ends at this time, before anything starts: else the first of equals would let
             # its neighbours go ahead of others with a better priority.
             while self.running and self.running[0][0] <= self.now:
-                self._finish(*heapq.heappop(self.running)[2:])
+                _, _, actor_ids, frees, ends = heapq.heappop(self.running)
+                self.free.update(self._thread(actor_id) for actor_id in actor_ids if frees)
+                for actor_id in actor_ids if ends else ():
+                    self.game.finish(actor_id)
+                for actor_id in actor_ids if ends else ():
+                    self._look_at(self.game.neighbours(actor_id))
         found: dict[int, dict[str, tuple[tuple[str, int], ...]]] = defaultdict(dict)
         for (rank, name), order in sorted(self.orders.items()):
             found[rank][name] = tuple(order)
@@ -141,29 +157,6 @@ class _Scheduler:
             phase = self.turns[actor_id[0]].place(self.game.actor(actor_id), started)
         return urgency, phase, started, index
 
-    def _is_on(self, actor_id: ActorId) -> bool:
-        """Whether it is an actor's turn, by the order of actions."""
-        actor, index = self.game.actor(actor_id), self.game.started[actor_id]
-        return self.turns[actor_id[0]].is_on(actor, index)
-
-    def _start_what_can(self) -> None:
-        for thread in sorted(self.free):
-            # A collective of a thread before took it.
-            if thread in self.free:
-                # The thread is busy then. A start makes nobody ready, so one pass over the threads
-                # is enough.
-                any(self._starts(actor_id) for actor_id in self._candidates(thread))
-
-    def _start_out_of_turn(self) -> None:
-        """Start what waits for nothing but its turn, the earliest of all threads first.
-
-        Orders of actions say nothing of what a rank does for other stages beside, such as to send
-        them a tied weight for their backward phase, which belongs to its own.
-        """
-        waiting = (c for thread in self.free for c in self._candidates(thread))
-        ordered = sorted(waiting, key=lambda actor_id: (self._priority(actor_id)[1], actor_id))
-        any(self._starts(actor_id, in_turn=False) for actor_id in ordered)
-
     def _candidates(self, thread: ThreadId) -> list[ActorId]:
         """Return what a thread could start, the best first."""
         # A greedy order would put a report into a gap before the thread's last firings, which
@@ -180,40 +173,26 @@ class _Scheduler:
         # takes them all at once. So it comes in the same place between other collectives on all
         # ranks of the group; if each rank chose for itself, two ranks could begin two collectives
         # crosswise, and wait for each other for ever.
-        partners = self.game.partners(actor_id)
+        game, partners = self.game, self.game.partners(actor_id)
         threads = [self._thread(partner) for partner in partners]
-        are_ready = all(
-            p in self.ready[t] and (self._is_on(p) or not in_turn)
-            for p, t in zip(partners, threads, strict=True)
-        )
-        if not are_ready or not all(t in self.free for t in threads):
-            return False
-        self._start(partners, threads)
-        return True
-
-    def _look_at(self, actor_ids: Iterable[ActorId]) -> None:
-        """Note which of some actors have become ready."""
-        for actor_id in actor_ids:
-            if self.game.is_ready(actor_id):
-                self.ready[self._thread(actor_id)][actor_id] = self._priority(actor_id)
-
-    def _thread(self, actor_id: ActorId) -> ThreadId:
-        return actor_id[0], self.game.actor(actor_id).thread
-
-    def _start(self, partners: tuple[ActorId, ...], threads: list[ThreadId]) -> None:
-        for actor_id, thread in zip(partners, threads, strict=True):
-            index = self.game.start(actor_id)
-            self.turns[actor_id[0]].start(self.game.actor(actor_id), index)
-            self.ready[thread].pop(actor_id, None)
-            self.orders[thread].append((actor_id[1], index))
+        for one, thread in zip(partners, threads, strict=True):
+            if thread not in self.free or one not in self.ready[thread]:
+                return False
+            if in_turn and not self.turns[one[0]].is_on(game.actor(one), game.started[one]):
+                return False
+        for one, thread in zip(partners, threads, strict=True):
+            index = game.start(one)
+            self.turns[one[0]].start(game.actor(one), index)
+            self.ready[thread].pop(one, None)
+            self.orders[thread].append((one[1], index))
             self.free.discard(thread)
-            if self.game.is_done(actor_id):
-                self.pending[thread].discard(actor_id)
-        actors = [self.game.actor(actor_id) for actor_id in partners]
+            if game.is_done(one):
+                self.pending[thread].discard(one)
+        actors = [game.actor(one) for one in partners]
         end = self.now + max(actor.time_s for actor in actors)
         if not any(actor.overlaps for actor in actors):
             self._push(end, partners, frees=True, ends=True)
-            return
+            return True
         # The threads go on when it has begun. It is over when the links of all its ranks have moved
         # it, one thing after the other.
         begun = self.now + max(actor.begun_s for actor in actors)
@@ -223,6 +202,7 @@ class _Scheduler:
         free = self.now + max(actor.busy_s for actor in actors)
         self._push(free, partners, frees=True, ends=False)
         self._push(end, partners, frees=False, ends=True)
+        return True
 
     def _push(
         self, when: float, actor_ids: tuple[ActorId, ...], *, frees: bool, ends: bool
@@ -230,15 +210,14 @@ class _Scheduler:
         self.sequence += 1
         heapq.heappush(self.running, (when, self.sequence, actor_ids, frees, ends))
 
-    def _finish(self, actor_ids: tuple[ActorId, ...], frees: bool, ends: bool) -> None:
-        if frees:
-            self.free.update(map(self._thread, actor_ids))
-        if not ends:
-            return
+    def _look_at(self, actor_ids: Iterable[ActorId]) -> None:
+        """Note which of some actors have become ready."""
         for actor_id in actor_ids:
-            self.game.finish(actor_id)
-        for actor_id in actor_ids:
-            self._look_at(self.game.neighbours(actor_id))
+            if self.game.is_ready(actor_id):
+                self.ready[self._thread(actor_id)][actor_id] = self._priority(actor_id)
+
+    def _thread(self, actor_id: ActorId) -> ThreadId:
+        return actor_id[0], self.game.actor(actor_id).thread
 
     def _stuck(self) -> list[str]:
         lines = []
@@ -254,7 +233,14 @@ def _urgency(part: RankPlan, actor: Actor) -> int:
     """Return who goes first: what other ranks wait for, then what goes on beside the thread."""
     if isinstance(actor, Send):
         return 0
-    return 1 if _is_begun_early(actor) or _leads(part, actor) else 2
+    # An actor that only makes of states what a collective takes that is begun early, such as a
+    # bucket, leads it.
+    readers = [
+        n for register in part.outputs_of[actor.name] if register.keys for n in register.consumers
+    ]
+    leads = not actor.inputs and bool(readers)
+    leads = leads and all(_is_begun_early(part.by_name[name]) for name in readers)
+    return 1 if _is_begun_early(actor) or leads else 2
 
 
 def _is_begun_early(actor: Actor) -> bool:
@@ -265,9 +251,116 @@ def _is_begun_early(actor: Actor) -> bool:
     return actor.overlaps and (bool(actor.inputs) or actor.phase is not Phase.OPTIMIZER)
 
 
-def _leads(part: RankPlan, actor: Actor) -> bool:
-    """Whether an actor only makes of states what such a collective takes, such as a bucket."""
-    registers = part.outputs_of[actor.name]
-    readers = [name for register in registers if register.keys for name in register.consumers]
-    made_of_states = not actor.inputs and bool(readers)
-    return made_of_states and all(_is_begun_early(part.by_name[name]) for name in readers)
+_PHASES = {
+    ActionKind.FORWARD: (Phase.FORWARD,),
+    ActionKind.BACKWARD: (Phase.BACKWARD, Phase.WEIGHT_GRADIENT),
+    ActionKind.INPUT_GRADIENT: (Phase.BACKWARD,),
+    ActionKind.WEIGHT_GRADIENT: (Phase.WEIGHT_GRADIENT,),
+}
+
+
+def is_report(actor: Actor) -> bool:
+    """Whether an actor receives a value for the user alone, which no other actor takes."""
+    return isinstance(actor, Receive) and not actor.outputs and not actor.writes
+
+
+class Turns:
+    """Whose turn it is on a rank whose strategy says the order of its forward and backward work.
+
+    An action is what the actors of one stage and phase do for one micro-batch: all segments, sums
+    and boxing in between. They are done in the order that the strategy gives (`Strategy.orders`),
+    one after the other:
+
+        orders   0F0 0F1 0B0 0F2 ...
+        turn     0   1   2   3         an actor of turn 3 starts when all of the turns 0 to 2 have
+
+    What is done once a step is in no action. Before the first are what the forward phase waits for,
+    such as parameters that are gathered once; after the last are boxing of sums, and the optimizer.
+    Messages leave as soon as they are made, as other ranks wait for them. Without an order, every
+    actor is always on.
+
+    Attributes:
+        now: The turn whose actors may start.
+
+    Args:
+        part: Of the rank.
+        order: Of its actions; empty if the strategy leaves it to the quotas.
+        num_micro_batches: Of a step.
+    """
+
+    def __init__(self, part: RankPlan, order: Sequence[Action], num_micro_batches: int) -> None:
+        self._turns = {
+            (action.stage, phase, action.micro_batch): turn
+            for turn, action in enumerate(order)
+            for phase in _PHASES[action.kind]
+        }
+        self._num_turns = len(order)
+        self._waiting = Counter(
+            turn
+            for actor in part.actors
+            for index in range(num_micro_batches)
+            if (turn := self._turn(actor, index)) is not None
+        )
+        self.now = 0
+        self._pass_on()
+
+    def place(self, actor: Actor, index: int) -> int:
+        """Return the place of a firing among those that could start."""
+        turn = self._turn(actor, index)
+        if turn is not None:
+            return turn
+        return -1 if actor.phase is Phase.FORWARD else self._num_turns
+
+    def is_on(self, actor: Actor, index: int) -> bool:
+        """Whether a firing may start, as far as the order of actions goes."""
+        turn = self._turn(actor, index)
+        return turn is None or turn <= self.now
+
+    def start(self, actor: Actor, index: int) -> None:
+        """Note that a firing has started."""
+        turn = self._turn(actor, index)
+        if turn is not None:
+            self._waiting[turn] -= 1
+            self._pass_on()
+
+    def _turn(self, actor: Actor, index: int) -> int | None:
+        if actor.rate is not Rate.MICRO or isinstance(actor, Send) or is_report(actor):
+            return None
+        return self._turns.get((actor.stage, actor.phase, index))
+
+    def _pass_on(self) -> None:
+        # An action may have no actors, such as the weight gradients of a stage without weights.
+        while self.now < self._num_turns and not self._waiting[self.now]:
+            self.now += 1
+
+
+def early_receives(part: RankPlan, thread: str) -> Mapping[int, tuple[int, ...]]:
+    """Return which receives are asked for before which firings of a thread, as places in its order.
+
+    Transports move a message when its receiver has asked for it. So a thread asks for what it
+    receives next as soon as it has what it received last, and computes while that is on its way:
+
+        the order of a thread      receive a0   F0   B0   receive a1   F1   B1
+        asks for                 a0          a1                     a2
+
+    What it receives next is a run of receives with nothing between them, such as the tensors that
+    cross from one stage to the next. There is never more than one run that was asked for and has
+    not come, so this holds little memory, which `sbp_core.memory` counts. A receive that needs
+    something of its own rank is asked for when it fires. Orders know nothing of all this: to ask
+    early only shortens a wait.
+
+    Args:
+        part: Of the rank, with firing orders.
+        thread: Of the rank.
+    """
+    found: dict[int, list[int]] = defaultdict(list)
+    asks, in_run = 0, False
+    for place, (name, _) in enumerate(part.orders[thread]):
+        actor = part.by_name[name]
+        if isinstance(actor, Receive):
+            if not actor.inputs and not actor.reads:
+                found[asks].append(place)
+            in_run = True
+        elif in_run:
+            asks, in_run = place, False
+    return {place: tuple(receives) for place, receives in found.items()}

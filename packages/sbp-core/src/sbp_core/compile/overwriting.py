@@ -21,12 +21,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from sbp_core.compile.actors import Compute, Instruction
-from sbp_core.compile.dataflow import looks_at
-from sbp_core.compile.liveness import keys_in, keys_out
+from sbp_core.compile.actors import Compute, Instruction, keys_in, keys_out
+from sbp_core.compile.dataflow import looks_at, may_be_view
 from sbp_core.graph.ir import Argument, Ref, refs
-from sbp_core.graph.primitives import CLONE, LOCAL_BOX, OVERWRITE
-from sbp_core.signatures.views import in_place_form, is_view
+from sbp_core.graph.primitives import CLONE, OVERWRITE
+from sbp_core.signatures.views import in_place_form
 
 #: An argument of an instruction that a result is written over: (instruction, result).
 _Link = tuple[int, int]
@@ -75,9 +74,9 @@ def written_arguments(op: str, num_results: int) -> tuple[int, ...]:
 
 def written_keys(entry: Instruction) -> tuple[str, ...]:
     """Return the keys that an instruction in place writes over, in the order of its results."""
-    places = [argument for _, argument in _places(entry.args)]
+    flat = _flat(entry.args)
     over = written_arguments(entry.op, len(entry.outputs))
-    written = [places[at] for at in over if at < len(places)]
+    written = [flat[at] for at in over if at < len(flat)]
     return tuple(argument.name for argument in written if isinstance(argument, Ref))
 
 
@@ -139,19 +138,29 @@ class _Segment:
     def rewritten(self) -> _Rewritten:
         """Return what becomes of the segment."""
         links: dict[int, set[int]] = defaultdict(set)
-        copied: list[tuple[str, str]] = []
+        behind: dict[int, list[Instruction]] = defaultdict(list)
+        new_keys: dict[str, str] = {}
         for state, key in self.actor.writes:
-            if state not in self.actor.in_place:
+            # What is taken from elsewhere is copied after the firing.
+            if state not in self.actor.in_place or key not in self.made:
                 continue
             # A key leads back to one state at most, so no two states share a chain.
-            chain = self._chain(state, key) if key in self.made else None
-            if chain is None:
-                copied.append((state, key))
-                continue
-            for at, number in chain:
+            chain = self._chain(state, key)
+            for at, number in chain or ():
                 links[at].add(number)
+            if chain is None:
+                # What leaves the segment as the state's new value is the old memory, written anew.
+                new_keys[state] = f"{state} <- {key}"
+                made = self.made[key][0]
+                behind[max((made, *self.looks[state]))].append(
+                    Instruction(
+                        op=OVERWRITE,
+                        args=(Ref(state), Ref(key)),
+                        outputs=(new_keys[state],),
+                        node=self.entries[made].node,
+                    )
+                )
         donated = tuple(self._donate(links))
-        behind, new_keys = self._copies(copied)
         entries: list[Instruction] = []
         for at, entry in enumerate(self.entries):
             entries += _in_place(entry, links[at]) if at in links else (entry,)
@@ -202,53 +211,23 @@ class _Segment:
             and key not in self.leaving
             and self.uses[key][-1] == at
             and _is_taken_once(self.entries[at], key)
-            and not any(_may_be_view(self.entries[use]) for use in self.uses[key])
+            and not any(may_be_view(self.entries[use].op) for use in self.uses[key])
         )
-
-    def _copies(
-        self, copied: Sequence[tuple[str, str]]
-    ) -> tuple[Mapping[int, Sequence[Instruction]], Mapping[str, str]]:
-        """Return the copies behind each instruction, and the keys of the states written so."""
-        behind: dict[int, list[Instruction]] = defaultdict(list)
-        new_keys: dict[str, str] = {}
-        for state, key in copied:
-            if key not in self.made:
-                continue  # taken from elsewhere: it is copied after the firing
-            at = max((self.made[key][0], *self.looks[state]))
-            # What leaves the segment as the state's new value is the old memory, written anew.
-            new_keys[state] = f"{state} <- {key}"
-            behind[at].append(
-                Instruction(
-                    op=OVERWRITE,
-                    args=(Ref(state), Ref(key)),
-                    outputs=(new_keys[state],),
-                    node=self.entries[self.made[key][0]].node,
-                )
-            )
-        return behind, new_keys
 
 
 def _target(entry: Instruction, number: int) -> str | None:
     """Return what the in-place form of an instruction writes a result over; None if it has none."""
-    form = in_place_form(entry.op)
-    if form is None:
-        return None
-    places = [place for place, _ in _places(entry.args)]
-    arguments = dict(_places(entry.args))
+    form, flat = in_place_form(entry.op), _flat(entry.args)
     # A call may have fewer results than its operator can have, such as without momentum.
-    if number >= len(form.over) or form.over[number] >= len(places):
+    if form is None or number >= len(form.over) or form.over[number] >= len(flat):
         return None
-    found = arguments[places[form.over[number]]]
+    found = flat[form.over[number]]
     return found.name if isinstance(found, Ref) else None
 
 
-def _places(args: Sequence[Argument]) -> Iterator[tuple[tuple[int, ...], Argument]]:
-    """Yield the arguments with their places; those of a list one by one."""
-    for at, argument in enumerate(args):
-        if isinstance(argument, tuple):
-            yield from (((at, index), part) for index, part in enumerate(argument))
-        else:
-            yield (at,), argument
+def _flat(args: Sequence[Argument]) -> list[Argument]:
+    """Return the arguments; those of a list one by one."""
+    return [part for arg in args for part in (arg if isinstance(arg, tuple) else (arg,))]
 
 
 def _in_place(entry: Instruction, numbers: set[int]) -> tuple[Instruction, ...]:
@@ -260,25 +239,17 @@ def _in_place(entry: Instruction, numbers: set[int]) -> tuple[Instruction, ...]:
     """
     form = in_place_form(entry.op)
     assert form is not None, "it has one"
-    places = [place for place, _ in _places(entry.args)]
-    args = [list(a) if isinstance(a, tuple) else a for a in entry.args]
-    copies = []
+    flat, copies = _flat(entry.args), []
     for number in set(range(len(entry.outputs))) - numbers:
-        (at, *inner) = places[form.over[number]]
-        held = args[at]
-        source = held[inner[0]] if inner and isinstance(held, list) else held
-        copy = f"copy for {entry.outputs[number]}"
-        copies.append(Instruction(op=CLONE, args=(source,), outputs=(copy,), node=entry.node))
-        if inner and isinstance(held, list):
-            held[inner[0]] = Ref(copy)
-        else:
-            args[at] = Ref(copy)
-    settled = tuple(tuple(a) if isinstance(a, list) else a for a in args)
-    return (*copies, replace(entry, op=form.op, args=settled))
-
-
-def _may_be_view(entry: Instruction) -> bool:
-    return entry.op == LOCAL_BOX or is_view(entry.op)
+        at, copy = form.over[number], f"copy for {entry.outputs[number]}"
+        copies.append(Instruction(op=CLONE, args=(flat[at],), outputs=(copy,), node=entry.node))
+        flat[at] = Ref(copy)
+    parts = iter(flat)
+    args = tuple(
+        tuple(next(parts) for _ in arg) if isinstance(arg, tuple) else next(parts)
+        for arg in entry.args
+    )
+    return (*copies, replace(entry, op=form.op, args=args))
 
 
 def _is_taken_once(entry: Instruction, key: str) -> bool:

@@ -203,24 +203,18 @@ def pack_instructions(
     for index, (key, part) in enumerate(zip(keys, layout.parts, strict=True)):
         value = key
         if layout.scatters:
-            value = f"{flat}.{index}.rows"
-            yield from _rows_first(node, key, value, part.before, part.dim, layout.rows)
+            # One dim is cut into rows, which come first: (a, rows b, c) -> (rows, a, b, c).
+            value, dim, shape = f"{flat}.{index}.rows", part.dim, part.before
+            cut = (*shape[:dim], layout.rows, shape[dim] // layout.rows, *shape[dim + 1 :])
+            order = (dim, *range(dim), *range(dim + 1, len(cut)))
+            yield _call(node, RESHAPE, (Ref(key), cut), f"{value}.cut")
+            yield _call(node, PERMUTE, (Ref(f"{value}.cut"), order), value)
         rows.append(f"{flat}.{index}")
         yield _call(node, RESHAPE, (Ref(value), row), rows[-1])
     joined = f"{flat}.joined"
     yield _call(node, CAT, (tuple(map(Ref, rows)), 1 if layout.scatters else 0), joined)
     # Of each other mesh axis a rank has one entry, its own: see `flat_step`.
     yield _call(node, RESHAPE, (Ref(joined), (*(1,) * layout.num_outer_dims, -1)), flat)
-
-
-def _rows_first(
-    node: str, key: str, made: str, shape: tuple[int, ...], dim: int, rows: int
-) -> Iterator[Instruction]:
-    """Yield how one dim is cut into rows, which come first: (a, rows b, c) -> (rows, a, b, c)."""
-    cut = (*shape[:dim], rows, shape[dim] // rows, *shape[dim + 1 :])
-    order = (dim, *range(dim), *range(dim + 1, len(cut)))
-    yield _call(node, RESHAPE, (Ref(key), cut), f"{made}.cut")
-    yield _call(node, PERMUTE, (Ref(f"{made}.cut"), order), made)
 
 
 def unpack_instructions(
@@ -240,18 +234,15 @@ def unpack_instructions(
     yield _call(node, VIEW, (Ref(flat), (rows, -1) if gathers else (-1,)), table)
     names = tuple(f"{node}.{index}" for index in range(len(sizes)))
     yield Instruction(
-        op=SPLIT_WITH_SIZES,
-        args=(Ref(table), sizes, 1 if gathers else 0),
-        outputs=names,
-        node=node,
+        op=SPLIT_WITH_SIZES, args=(Ref(table), sizes, 1 if gathers else 0), outputs=names, node=node
     )
     for name, key, part in zip(names, keys, layout.parts, strict=True):
         # A rank has one row, in which each value lies in one piece.
         if not gathers:
             yield _call(node, VIEW, (Ref(name), part.after), key)
             continue
-        # Back from rows, the inverse of `_rows_first`: (rows, a, b, c) -> (a, rows, b, c), which is
-        # then seen as (a, rows b, c).
+        # Back from rows, the inverse of packing: (rows, a, b, c) -> (a, rows, b, c), which is then
+        # seen as (a, rows b, c).
         cut = (rows, *part.before)
         order = (*range(1, part.dim + 1), 0, *range(part.dim + 1, len(cut)))
         yield _call(node, VIEW, (Ref(name), cut), f"{name}.rows")

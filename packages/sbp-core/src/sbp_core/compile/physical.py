@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.actors import Actor, ActorId, Collective, Compute, Instruction, Receive
-from sbp_core.compile.numbering import Numbering
 from sbp_core.graph.ir import Argument, InputKind, Rate, TensorType, repetitions
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
@@ -62,6 +62,18 @@ class Register:
     def initial(self) -> int:
         """How many fillings there are when a step begins; the states themselves are in each."""
         return 1 + self.staleness if self.carries else 0
+
+
+def token(producer: str, *consumers: str, rate: Rate = Rate.STEP, quota: int = 1) -> Register:
+    """Return a register without values, by which actors wait for another one."""
+    return Register(
+        name=f"{producer}>{consumers[0]}",
+        producer=producer,
+        consumers=consumers,
+        keys=(),
+        rate=rate,
+        quota=quota,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,28 +199,18 @@ class PhysicalPlan:
     @cached_property
     def alike(self) -> Mapping[int, int]:
         """For each rank the first one with equal slots, actors, registers and orders."""
-        slots = Numbering[tuple[StateSlot, ...]](lambda value: value)
-        registers = Numbering[tuple[Register, ...]](lambda value: value)
+        ranks = self.ranks
         # Instructions are not hashable; ranks whose actors are named and timed alike are compared.
-        actors = Numbering[tuple[Actor, ...]](
-            lambda value: tuple((a.name, a.time_s) for a in value)
-        )
-        orders = Numbering[Mapping[str, tuple[tuple[str, int], ...]]](
-            lambda value: frozenset(value.items())
+        numbers = zip(
+            _numbered([part.slots for part in ranks], lambda value: value),
+            _numbered([p.actors for p in ranks], lambda v: tuple((a.name, a.time_s) for a in v)),
+            _numbered([part.registers for part in ranks], lambda value: value),
+            _numbered([part.orders for part in ranks], lambda value: frozenset(value.items())),
+            strict=True,
         )
         first: dict[tuple[int, ...], int] = {}
-        return {
-            part.rank: first.setdefault(
-                (
-                    slots.number(part.slots),
-                    actors.number(part.actors),
-                    registers.number(part.registers),
-                    orders.number(part.orders),
-                ),
-                part.rank,
-            )
-            for part in self.ranks
-        }
+        pairs = zip(ranks, numbers, strict=True)
+        return {part.rank: first.setdefault(number, part.rank) for part, number in pairs}
 
     @cached_property
     def alike_but_for_numbers(self) -> Mapping[int, int]:
@@ -253,23 +255,41 @@ class PhysicalPlan:
         return sum(self.steps[index].size_bytes * count for index, count in moves.items())
 
 
+_T = TypeVar("_T")
+
+
+def _numbered(values: list[_T], sketch: Callable[[_T], Hashable]) -> list[int]:
+    """Return a number for each value, the same for equal ones; an object is looked at once.
+
+    Args:
+        values: That somebody keeps alive.
+        sketch: Makes something hashable of a value that is the same for equal ones.
+    """
+    by_id: dict[int, int] = {}
+    alike: dict[Hashable, list[tuple[_T, int]]] = defaultdict(list)
+    for value in values:
+        if id(value) not in by_id:
+            same = alike[sketch(value)]
+            number = next((n for other, n in same if other == value), None)
+            if number is None:
+                number = len(by_id)
+                same.append((value, number))
+            by_id[id(value)] = number
+    return [by_id[id(value)] for value in values]
+
+
 def _without_numbers(actor: Actor, known: dict[int, Instruction]) -> Actor:
     """Return an actor with the types of numbers in their places; `known` are instructions by id."""
     if not isinstance(actor, Compute):
         return actor
     for entry in actor.instructions:
-        # Of a local boxing step the number is which one.
         if id(entry) not in known:
-            known[id(entry)] = entry if entry.op == LOCAL_BOX else _of_types(entry)
+            args = tuple(map(_type_of_number, entry.args))
+            kwargs = {key: _type_of_number(value) for key, value in entry.kwargs.items()}
+            # Of a local boxing step the number is which one.
+            is_local = entry.op == LOCAL_BOX
+            known[id(entry)] = entry if is_local else replace(entry, args=args, kwargs=kwargs)
     return replace(actor, instructions=tuple(known[id(one)] for one in actor.instructions))
-
-
-def _of_types(entry: Instruction) -> Instruction:
-    return replace(
-        entry,
-        args=tuple(map(_type_of_number, entry.args)),
-        kwargs={key: _type_of_number(value) for key, value in entry.kwargs.items()},
-    )
 
 
 def _type_of_number(argument: Argument) -> Argument:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
 
-from sbp_core.boxing.step import BoxingStep, StepKind
+from sbp_core.boxing.step import StepKind
 from sbp_core.boxing.step_spec import verify_step
-from sbp_core.compile.actors import Accumulate, Actor, Compute, Receive, Send
-from sbp_core.compile.liveness import keys_out
+from sbp_core.compile.actors import Accumulate, Actor, Compute, Receive, Send, keys_out
+from sbp_core.compile.dataflow import may_be_view
 from sbp_core.compile.overwriting import is_in_place, written_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
 from sbp_core.errors import PlanError, SbpValueError
@@ -22,7 +21,6 @@ from sbp_core.graph.ir import ITEMSIZE, InputKind, Rate, Ref, refs
 from sbp_core.graph.primitives import LOCAL_BOX
 from sbp_core.placement import Placement
 from sbp_core.sbp import local_shape
-from sbp_core.signatures.views import is_view
 
 #: Kinds of devices that a plan may be for.
 _DEVICES = ("cpu", "cuda")
@@ -59,7 +57,10 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
         )
     _check_once("ranks", (part.rank for part in plan.ranks), "the plan")
     for index, step in enumerate(plan.steps):
-        _check_step(step, f"boxing step {index}")
+        try:
+            verify_step(step)
+        except SbpValueError as error:
+            raise error.replaced(PlanError, where=f"boxing step {index}") from error
     # What ranks share is looked at once, but for where in its tensors a rank is.
     seen: set[tuple[int, ...]] = set()
     cuts: dict[int, list[StateSlot]] = {}
@@ -67,11 +68,15 @@ def verify_plan(plan: PhysicalPlan) -> PhysicalPlan:
         where = f"rank {part.rank}"
         shared = id(part.slots), id(part.actors), id(part.registers)
         if shared not in seen:
-            _check_once("actors", (actor.name for actor in part.actors), where)
-            _check_once("registers", (register.name for register in part.registers), where)
-            _check_once("slots", (slot.name for slot in part.slots), where)
+            for what in ("actors", "registers", "slots"):
+                _check_once(what, (one.name for one in getattr(part, what)), where)
         if id(part.slots) not in cuts:
-            cuts[id(part.slots)] = _distinct_cuts(part.slots)
+            # The first of all slots that are alike in all that `_check_slot` looks at.
+            alike: dict[object, StateSlot] = {}
+            for slot in part.slots:
+                key = slot.stage, slot.shape, slot.dtype, slot.sbp, slot.local_shape
+                alike.setdefault(key, slot)
+            cuts[id(part.slots)] = list(alike.values())
         for slot in cuts[id(part.slots)]:
             _check_slot(plan, part, slot)
         if shared in seen:
@@ -105,36 +110,17 @@ def _check_once(what: str, names: Iterable[str | int], where: str) -> None:
         raise PlanError(f"two {what} are called {twice[0]!r}", where=where, accepted="each once")
 
 
-def _check_tensor(shape: tuple[int, ...], dtype: str, where: str) -> None:
-    if dtype not in ITEMSIZE or any(extent < 0 for extent in shape):
-        raise PlanError(
-            f"a tensor {dtype}{list(shape)}",
-            where=where,
-            accepted=f"extents >= 0, and one of {', '.join(ITEMSIZE)}",
-        )
-
-
-def _check_step(step: BoxingStep, where: str) -> None:
-    try:
-        verify_step(step)
-    except SbpValueError as error:
-        raise error.replaced(PlanError, where=where) from error
-
-
-def _distinct_cuts(slots: Iterable[StateSlot]) -> list[StateSlot]:
-    """Return the first of all slots that are alike in all that `_check_slot` looks at."""
-    found: dict[object, StateSlot] = {}
-    for slot in slots:
-        found.setdefault((slot.stage, slot.shape, slot.dtype, slot.sbp, slot.local_shape), slot)
-    return list(found.values())
-
-
 def _check_slot(plan: PhysicalPlan, part: RankPlan, slot: StateSlot) -> None:
     where = f"slot {slot.name!r} of rank {part.rank}"
     stage = _stage(plan, slot.stage, where)
     if slot.sbp is None:
         return
-    _check_tensor(slot.shape, slot.dtype, where)
+    if slot.dtype not in ITEMSIZE or any(extent < 0 for extent in slot.shape):
+        raise PlanError(
+            f"a tensor {slot.dtype}{list(slot.shape)}",
+            where=where,
+            accepted=f"extents >= 0, and one of {', '.join(ITEMSIZE)}",
+        )
     if part.rank not in stage:
         raise PlanError(
             f"stage {slot.stage} is not on this rank",
@@ -267,8 +253,20 @@ def _check_segment(plan: PhysicalPlan, actor: Compute, where: str) -> set[str]:
         used = {ref.name for ref in refs((instruction.args, tuple(instruction.kwargs.values())))}
         if not used <= known:
             raise _unknown(used - known, f"{instruction.op} uses", where)
-        if instruction.op == LOCAL_BOX:
-            _check_local_box(plan, instruction.args, where)
+        args = instruction.args
+        if instruction.op == LOCAL_BOX and not (
+            len(args) == 2
+            and isinstance(args[0], Ref)
+            and type(args[1]) is int
+            and args[1] in range(len(plan.steps))
+            and plan.steps[args[1]].kind is StepKind.LOCAL
+        ):
+            local = [str(i) for i, step in enumerate(plan.steps) if step.kind is StepKind.LOCAL]
+            raise PlanError(
+                f"{LOCAL_BOX} of {args}",
+                where=where,
+                accepted=f"a value, and the number of a local step: {', '.join(local[:20])}",
+            )
         for name in instruction.outputs:
             if name in known:
                 raise PlanError(
@@ -290,7 +288,7 @@ def _check_overwriting(actor: Compute, where: str) -> None:
     for instruction in actor.instructions:
         if not is_in_place(instruction.op):
             # What looks at somebody else's memory is not the segment's own.
-            if not (instruction.op == LOCAL_BOX or is_view(instruction.op)):
+            if not may_be_view(instruction.op):
                 own.update(instruction.outputs)
             continue
         names = written_keys(instruction)
@@ -311,22 +309,10 @@ def _unknown(names: set[str], what: str, where: str) -> PlanError:
     )
 
 
-def _check_local_box(plan: PhysicalPlan, args: tuple[object, ...], where: str) -> None:
-    fits = len(args) == 2 and isinstance(args[0], Ref) and type(args[1]) is int
-    is_there = fits and args[1] in range(len(plan.steps))
-    if not is_there or plan.steps[cast(int, args[1])].kind is not StepKind.LOCAL:
-        steps = [i for i, step in enumerate(plan.steps) if step.kind is StepKind.LOCAL]
-        raise PlanError(
-            f"{LOCAL_BOX} of {args}",
-            where=where,
-            accepted=f"a value, and the number of a local step: {', '.join(map(str, steps[:20]))}",
-        )
-
-
 def _check_links(plan: PhysicalPlan) -> None:
     """Check that each link is from a send to the receive of what it sends, and that none is twice.
 
-    The two ends call a message alike: `send x` and `receive x`.
+    The two ends call a message alike.
     """
     for link in plan.links:
         where = f"link {link.name!r}"
@@ -342,8 +328,8 @@ def _check_links(plan: PhysicalPlan) -> None:
                 )
             ends.append(actor)
         sends, receives = ends
-        alike = sends.name.removeprefix("send ") == receives.name.removeprefix("receive ")
-        if not alike or (sends.step, sends.rate) != (receives.step, receives.rate):
+        what, other = ((end.message, end.step, end.rate) for end in ends)
+        if what != other:
             raise PlanError(
                 f"{sends.name!r} does step {sends.step} at rate {sends.rate.value!r}, "
                 f"{receives.name!r} step {receives.step} at rate {receives.rate.value!r}",

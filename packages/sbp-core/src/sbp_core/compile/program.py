@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from sbp_core.boxing import BoxingStep
 from sbp_core.cluster import Cluster
@@ -44,7 +44,10 @@ class Program:
         self.hosts = [item for item in lowered.items if item.kind is ItemKind.HOST]
         self.host_makers = {item.outputs[0]: item for item in self.hosts}
         self.inputs = {entry.name for entry in graph.inputs}
-        self._new_states = _by_value(lowered.new_states)
+        #: For each key, (place, state) of the states whose new value it is.
+        self._new_states: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for place, (state, key) in enumerate(lowered.new_states.items()):
+            self._new_states[key].append((place, state))
         self._calls: dict[str, OpCall] = {}
         self._times_s: dict[str, float] = {}
         self._op_times_s: dict[object, float] = {}
@@ -91,7 +94,7 @@ class Program:
 
     def written(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """Return (state, key) of the states whose new values are among the keys, in their order."""
-        found = {entry for key in keys for entry in self._new_states.get(key, ())}
+        found = {(*entry, key) for key in keys for entry in self._new_states.get(key, ())}
         return tuple((state, key) for _, state, key in sorted(found))
 
     def time_s(self, item: Item) -> float:
@@ -161,7 +164,7 @@ class Program:
 
     def _slots_of(self, rank: int, stages: Collection[int]) -> Iterable[StateSlot]:
         for entry in self.graph.inputs:
-            kind = self.graph.types[entry.name]
+            kind, storage = self.graph.types[entry.name], self.strategy.storage.get(entry.name)
             if not isinstance(kind, TensorType):
                 yield StateSlot(
                     name=entry.name,
@@ -172,25 +175,15 @@ class Program:
                     sbp=None,
                     local_shape=(),
                 )
-                continue
-            storage = self.strategy.storage[entry.name]
-            if storage.stage not in stages:
-                continue
-            yield StateSlot(
-                name=entry.name,
-                kind=entry.kind,
-                shape=kind.shape,
-                dtype=kind.dtype,
-                stage=storage.stage,
-                sbp=storage.sbp,
-                local_shape=self._local_shape(rank, storage.stage, kind.shape, storage.sbp),
-                offloaded=storage.offloaded,
-            )
-
-
-def _by_value(states: Mapping[str, str]) -> dict[str, list[tuple[int, str, str]]]:
-    """Return, for each key, (place, state, key) of the states whose new value it is."""
-    found: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
-    for place, (state, key) in enumerate(states.items()):
-        found[key].append((place, state, key))
-    return dict(found)
+            elif storage is not None and storage.stage in stages:
+                local = self._local_shape(rank, storage.stage, kind.shape, storage.sbp)
+                yield StateSlot(
+                    name=entry.name,
+                    kind=entry.kind,
+                    shape=kind.shape,
+                    dtype=kind.dtype,
+                    stage=storage.stage,
+                    sbp=storage.sbp,
+                    local_shape=local,
+                    offloaded=storage.offloaded,
+                )

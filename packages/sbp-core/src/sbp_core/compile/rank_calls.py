@@ -17,9 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 from sbp_core.cluster import Device
-from sbp_core.compile.actors import Compute, Instruction
+from sbp_core.compile.actors import Compute, Instruction, keys_in
 from sbp_core.compile.instructions import named
-from sbp_core.compile.liveness import keys_in
 from sbp_core.cost import grid_time_s, is_free, local_call, operator_work
 from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph, Phase, Rate, TensorType
@@ -162,22 +161,21 @@ def _of_call(call: OpCall, mesh: Placement, device: Device) -> Iterator[RankCall
         seen.add(text)
         work = operator_work(call, signature, mesh_shape, flop)
         local = localize(numbered, signature, mesh, mesh.rank_list[0])
+        executed = []
+        for entry in named(local, outputs, call.op):
+            # An update of states as plans have it, which write the new ones over the old ones.
+            form = in_place_form(entry.op) if entry.op.startswith("sbp.") else None
+            executed.append(entry if form is None else replace(entry, op=form.op))
         yield RankCall(
             call=text,
             dtype=work.dtype,
             flop=work.flop,
             num_bytes=work.num_bytes,
             predicted_s=grid_time_s(call, signature, mesh_shape, device, flop),
-            instructions=tuple(map(_written_over, named(local, outputs, call.op))),
+            instructions=tuple(executed),
             inputs=tuple(
                 TensorType(local_shape(entry.shape, sbp, mesh_shape, origin), entry.dtype)
                 for entry, sbp in zip(call.inputs, signature.inputs, strict=True)
             ),
             outputs=outputs,
         )
-
-
-def _written_over(entry: Instruction) -> Instruction:
-    """Return an update of states as plans have it, which write the new ones over the old ones."""
-    form = in_place_form(entry.op) if entry.op.startswith("sbp.") else None
-    return entry if form is None else replace(entry, op=form.op)

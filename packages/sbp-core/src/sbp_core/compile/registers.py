@@ -6,20 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from sbp_core.boxing.slices import transfer_partners
-from sbp_core.compile.actors import Actor, Collective, Compute, Send
+from sbp_core.compile.actors import Actor, Collective, Compute, Receive, Send
 from sbp_core.compile.levels import is_gathered_on_use
-from sbp_core.compile.physical import Channel, RankPlan, Register
+from sbp_core.compile.physical import Channel, RankPlan, Register, token
 from sbp_core.compile.program import Program
 from sbp_core.graph.ir import InputKind, Phase, Rate
-from sbp_core.strategy import Strategy
 
 
 def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
     """Yield the registers of one rank: one for all that an actor makes for the same consumers."""
-    consumers: dict[str, list[Actor]] = defaultdict(list)
-    for actor in actors:
-        for key in actor.inputs:
-            consumers[key].append(actor)
+    consumers = _consumers(actors)
     for actor in actors:
         shared: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for key in actor.outputs:
@@ -42,6 +38,14 @@ def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
         yield from _carrying(program, actor, actors)
 
 
+def _consumers(actors: Sequence[Actor]) -> dict[str, list[Actor]]:
+    consumers: dict[str, list[Actor]] = defaultdict(list)
+    for actor in actors:
+        for key in actor.inputs:
+            consumers[key].append(actor)
+    return consumers
+
+
 def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Iterable[Register]:
     """Yield the registers that hand the states an actor writes from micro-batch to micro-batch.
 
@@ -51,42 +55,39 @@ def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Itera
     shared: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = defaultdict(list)
     for state, key in writer.writes:
         by_staleness: dict[int, list[Actor]] = defaultdict(list)
+        is_parameter = program.graph.input_kinds[state].kind is InputKind.PARAMETER
         for reader in carried_readers(program, state, actors):
-            by_staleness[_staleness(program, state, reader)].append(reader)
+            # Forward and backward compute with the version that the pipeline had when the
+            # micro-batch came in. The update itself goes on from the newest one.
+            is_stale = is_parameter and reader.phase is not Phase.OPTIMIZER
+            stale = program.strategy.staleness if is_stale else ()
+            by_staleness[stale[reader.stage] if stale else 0].append(reader)
         for staleness, readers in by_staleness.items():
             shared[tuple(reader.name for reader in readers), staleness].append((state, key))
     for index, ((names, staleness), pairs) in enumerate(shared.items()):
-        keys = tuple(key for _, key in pairs)
         users = [actor for actor in actors if actor.name in names]
+        # One filling is there when the step begins.
+        if writer.phase is Phase.OPTIMIZER:
+            # An update comes when the backward phase of its micro-batch is through, so before it
+            # takes a place its readers have given one back. But what it reads itself it gives back
+            # at its end.
+            quota = 1 + max(staleness, int(any(u.phase is Phase.OPTIMIZER for u in users)))
+        else:
+            # The slowest reader may be so many micro-batches behind the forward phase: the backward
+            # phase reads the state as its own micro-batch's forward phase found it.
+            late = [user.stage for user in users if user.phase is not Phase.FORWARD]
+            lag = max((program.strategy.in_flight[stage] for stage in late), default=1)
+            quota = 1 + max(_quota(program, writer, users, Rate.MICRO), lag)
         yield Register(
             name=f"{writer.name}^{index}",
             producer=writer.name,
             consumers=names,
-            keys=keys,
+            keys=tuple(key for _, key in pairs),
             rate=writer.fill_rate,
-            quota=_carrying_quota(program, writer, users, staleness),
+            quota=quota,
             carries=tuple(state for state, _ in pairs),
             staleness=staleness,
         )
-
-
-def _carrying_quota(program: Program, writer: Actor, users: Sequence[Actor], staleness: int) -> int:
-    if writer.phase is not Phase.OPTIMIZER:
-        # One filling is there when the step begins.
-        return 1 + max(_quota(program, writer, users, Rate.MICRO), _lag(program, users))
-    # An update comes when the backward phase of its micro-batch is through, so before it takes a
-    # place its readers have given one back. But what it reads itself it gives back at its end.
-    return 1 + max(staleness, int(any(user.phase is Phase.OPTIMIZER for user in users)))
-
-
-def _staleness(program: Program, state: str, reader: Actor) -> int:
-    """Return how many updates the state that an actor reads is behind the newest one."""
-    # Forward and backward compute with the version that the pipeline had when the micro-batch came
-    # in. The update itself goes on from the newest one.
-    if not program.strategy.staleness or reader.phase is Phase.OPTIMIZER:
-        return 0
-    is_parameter = program.graph.input_kinds[state].kind is InputKind.PARAMETER
-    return program.strategy.staleness[reader.stage] if is_parameter else 0
 
 
 def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> list[Actor]:
@@ -94,13 +95,6 @@ def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> li
     if state not in program.graph.carried:
         return []
     return [actor for actor in actors if state in actor.reads and actor.rate is not Rate.STEP]
-
-
-def _lag(program: Program, users: Sequence[Actor]) -> int:
-    """Return how many micro-batches the slowest reader may be behind the forward phase."""
-    # The backward phase reads the state as its own micro-batch's forward phase found it.
-    late = [user.stage for user in users if user.phase is not Phase.FORWARD]
-    return max((program.strategy.in_flight[stage] for stage in late), default=1)
 
 
 def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate) -> int:
@@ -144,10 +138,7 @@ def prefetch_registers(
     before: gather w1, gather w2, gather w3 | forward.1 forward.2 forward.3
     after:  gather w1, gather w2 | forward.1 -> gather w3 | forward.2 forward.3       prefetch 1
     """
-    users: dict[str, list[Actor]] = defaultdict(list)
-    for actor in actors:
-        for key in actor.inputs:
-            users[key].append(actor)
+    users = _consumers(actors)
     lines: dict[int, list[str]] = defaultdict(list)
     apart = {item.name for item in program.lowered.items if item.is_apart}
     for actor in actors:
@@ -169,14 +160,8 @@ def prefetch_registers(
             # Its token says that the segment has fired. There are as many as micro-batches, so that
             # the register never holds the segment back.
             before = line[first - 1 - prefetch]
-            yield Register(
-                name=f"{before}>{actor.name}",
-                producer=before,
-                consumers=(actor.name,),
-                keys=(),
-                rate=Rate.MICRO,
-                quota=program.strategy.num_micro_batches,
-            )
+            count = program.strategy.num_micro_batches
+            yield token(before, actor.name, rate=Rate.MICRO, quota=count)
 
 
 def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iterable[str]:
@@ -191,26 +176,26 @@ def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iter
 
 def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
     """Yield the links of all transfers, from each sender to those that it has something for."""
+    in_flight, orders = program.strategy.in_flight, program.strategy.orders
+    receives = {
+        (part.rank, actor.step): actor.name
+        for part in ranks
+        for actor in part.actors
+        if isinstance(actor, Receive)
+    }
     receivers: dict[int, Mapping[int, tuple[int, ...]]] = {}
     for part in ranks:
         for actor in part.actors:
             if not isinstance(actor, Send):
                 continue
-            # The two ends of a transfer are named alike but for the first word (`segments`).
-            receive = actor.name.replace("send ", "receive ", 1)
             if actor.step not in receivers:
                 receivers[actor.step], _ = transfer_partners(program.steps[actor.step])
             for rank in receivers[actor.step].get(part.rank, ()):
                 yield Channel(
                     name=f"{actor.name} {part.rank}>{rank}",
                     sender=(part.rank, actor.name),
-                    receiver=(rank, receive),
-                    quota=_link_quota(program.strategy, actor.stage),
+                    receiver=(rank, receives[rank, actor.step]),
+                    # A fixed order of actions may send long before its receiver's turn: never more
+                    # than there are micro-batches between forward and backward on either side.
+                    quota=max(in_flight) if orders else in_flight[actor.stage],
                 )
-
-
-def _link_quota(strategy: Strategy, stage: int) -> int:
-    """Return how many messages of a stage may be on a link."""
-    # A fixed order of actions may send long before its receiver's turn: never more than there are
-    # micro-batches between forward and backward on either side.
-    return max(strategy.in_flight) if strategy.orders else strategy.in_flight[stage]

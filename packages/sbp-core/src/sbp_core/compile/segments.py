@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any
 
 from sbp_core.cluster import Cluster
 from sbp_core.compile.actors import (
@@ -24,7 +24,7 @@ from sbp_core.compile.actors import (
 from sbp_core.compile.cuts import cut
 from sbp_core.compile.instructions import Instructions, host_instruction
 from sbp_core.compile.items import Item, ItemKind, Lowered
-from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, offload
+from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies, copy_name, offload
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
 from sbp_core.compile.program import Program
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
@@ -110,9 +110,8 @@ def form_plan(
     lowered = offload(Program(graph, strategy, lowered, options.cluster))
     program = Program(graph, strategy, lowered, options.cluster)
     thread = boxing_thread(options)
-    made = Instructions(program)
-    ranks = tuple(_rank_plans(program, made, thread, options))
-    return PhysicalPlan(
+    ranks = tuple(_rank_plans(program, Instructions(program), thread, options))
+    plan = PhysicalPlan(
         graph_hash=graph_hash(graph),
         planner=strategy.planner,
         num_micro_batches=strategy.num_micro_batches,
@@ -123,6 +122,7 @@ def form_plan(
         links=tuple(links(program, ranks)),
         ranks=ranks,
     )
+    return bound_copies(plan, program.lowered.items, options.offload_in_flight)
 
 
 def _rank_plans(
@@ -163,26 +163,6 @@ def _rank_plans(
         )
 
 
-class _Common(TypedDict):
-    """Fields that every kind of boxing actor has."""
-
-    name: str
-    stage: int
-    phase: Phase
-    rate: Rate
-    thread: str
-    inputs: tuple[str, ...]
-    reads: tuple[str, ...]
-    time_s: float
-
-
-class _Leaving(TypedDict):
-    """Fields of an actor that say what leaves the graph there."""
-
-    emits: tuple[tuple[str, str], ...]
-    writes: tuple[tuple[str, str], ...]
-
-
 class _Actors:
     """The making of one rank's actors."""
 
@@ -198,29 +178,47 @@ class _Actors:
         self.program, self.rank, self.boxing_thread = program, rank, boxing_thread
         self.instructions = instructions
         self.stages = program.stages_of(rank)
-        self._groups: dict[str, list[Item]] = defaultdict(list)
+        #: By name, and whether it is the receiving end of a transfer.
+        self._groups: dict[tuple[str, bool], list[Item]] = defaultdict(list)
 
     def make(self) -> list[Actor]:
         """Return the actors, in the order in which they should go when several could fire."""
-        # The name is the group: items that give the same name become one actor. Names are made of
-        # the item alone, never of the rank, so that partners find each other by name on all ranks:
+        # Items that are given the same name become one actor. Names are made of the item alone,
+        # never of the rank, so that partners have one name on all ranks:
         #
         #     forward.0.2          a segment: phase, stage, level     backward.0.3.1   its piece 1
         #     backward.0.1.step    what follows an accumulation       accumulate.backward.0.1
         #     send x@1(B)          the two ends of a transfer         receive x@1(B)
-        groups = self._groups
         for item in self.program.lowered.items:
-            for name in self._names(item):
-                groups[name].append(item)
-        ordered = sorted(groups.items(), key=lambda group: _precedence(group[1][0]))
-        actors = [self._actor(name, items) for name, items in ordered]
-        return self._finish_outputs([*actors, *self._host_states()])
+            for group in self._groups_of(item):
+                self._groups[group].append(item)
+        ordered = sorted(self._groups.items(), key=lambda group: _precedence(group[1][0]))
+        actors: list[Actor] = []
+        for (name, receives), items in ordered:
+            if items[0].leaves:
+                actors.append(self._boxing_actor(name, items[0], receives=receives))
+            elif items[0].kind is ItemKind.ACCUMULATE:
+                actors.append(self._accumulation(name, items))
+            else:
+                actors.append(self._segment(name, items))
+        actors += self._host_states()
+        # Keep among each actor's outputs only what another actor takes, which is known when all
+        # actors are made. What nobody takes, such as a loss or a new state, leaves by `emits` and
+        # `writes`; in a register it would only live longer. A new state that later micro-batches
+        # of the step read is kept for them (`carries`).
+        taken = {key for actor in actors for key in actor.inputs}
+        finished: list[Actor] = []
+        for actor in actors:
+            carried = {k for s, k in actor.writes if carried_readers(self.program, s, actors)}
+            outputs = tuple(key for key in actor.outputs if key in taken or key in carried)
+            finished.append(actor if isinstance(actor, Send) else replace(actor, outputs=outputs))
+        return finished
 
     def of_another(self, rank: int, actor: Actor) -> Actor:
         """Return an actor as another rank has it, whose programs alone may be others."""
-        if not isinstance(actor, Compute) or actor.name not in self._groups:
+        if not isinstance(actor, Compute) or (actor.name, False) not in self._groups:
             return actor
-        items = self._groups[actor.name]
+        items = self._groups[actor.name, False]
         own = [self.instructions.of(self.rank, item) for item in items]
         others = [self.instructions.of(rank, item) for item in items]
         # Equal programs are one object.
@@ -230,73 +228,58 @@ class _Actors:
         parts = (part for other in others for part in other)
         return replace(actor, instructions=(*actor.instructions[:num_hosts], *parts))
 
-    def _names(self, item: Item) -> Iterable[str]:
-        """Yield the actors of this rank that an item belongs to: none, one, or send and receive."""
+    def _groups_of(self, item: Item) -> Iterable[tuple[str, bool]]:
+        """Yield the groups of this rank that an item belongs to: none, one, or send and receive."""
+        if item.kind is ItemKind.TRANSFER:
+            assert item.step is not None
+            for receives, (mesh, _) in enumerate((item.step.source, item.step.target)):
+                if self.rank in mesh:
+                    yield f"{'receive' if receives else 'send'} {item.name}", bool(receives)
+            return
+        if item.stage not in self.stages or item.kind is ItemKind.HOST:
+            return
         segment = f"{item.phase.value}.{item.stage}.{item.level}"
         if item.rate is not Rate.MICRO and item.phase is not Phase.OPTIMIZER:
             # Boxed after an accumulation: no part of the segment that feeds it.
             segment += f".{item.rate.value}"
         segment += f".{item.piece}" if item.piece else ""
         segment += f".offload.{item.group}" if item.group else ""
-        if item.is_inside and item.stage in self.stages:
-            yield segment
-        elif item.kind is ItemKind.ACCUMULATE and item.stage in self.stages:
+        if item.is_inside:
+            yield segment, False
+        elif item.kind is ItemKind.ACCUMULATE:
             # A loss must not wait for gradients of its level, and neither for the end of the step.
             until = self.program.graph.rate_of(item.outputs[0])
-            yield f"accumulate.{segment}" + (f".{until.value}" if until is not Rate.STEP else "")
-        elif item.kind in _COPYING and item.stage in self.stages:
-            yield f"{item.kind.value}.{item.stage}.{item.group}"
-        elif (item.kind is ItemKind.COLLECTIVE or item.is_apart) and item.stage in self.stages:
-            yield item.name
-        elif item.kind is ItemKind.TRANSFER:
-            assert item.step is not None
-            if self.rank in item.step.source[0]:
-                yield f"send {item.name}"
-            if self.rank in item.step.target[0]:
-                yield f"receive {item.name}"
+            late = f".{until.value}" if until is not Rate.STEP else ""
+            yield f"accumulate.{segment}{late}", False
+        else:
+            yield copy_name(item) if item.kind in _COPYING else item.name, False
 
-    def _actor(self, name: str, items: Sequence[Item]) -> Actor:
-        first = items[0]
-        if first.leaves:
-            return self._boxing_actor(name, first)
-        if first.kind is ItemKind.ACCUMULATE:
-            return self._accumulation(name, items)
-        return self._segment(name, items)
-
-    def _boxing_actor(self, name: str, item: Item) -> BoxingActor:
-        step = item.step
+    def _boxing_actor(self, name: str, item: Item, *, receives: bool) -> BoxingActor:
+        program, step = self.program, item.step
         assert step is not None
-        receives = name.startswith("receive ")
-        is_send = item.kind is ItemKind.TRANSFER and not receives
         # A receiver that is also a source has a shard of its own, which it takes like a sender.
-        takes = not receives or self.rank in step.source[0]
-        common: _Common = {
+        keys = item.inputs if not receives or self.rank in step.source[0] else ()
+        sends = item.kind is ItemKind.TRANSFER and not receives
+        fields: dict[str, Any] = {
             "name": name,
             "stage": item.target_stage if receives else item.stage,
             "phase": item.phase,
             "rate": item.rate,
             "thread": self.boxing_thread,
-            "inputs": tuple(k for k in item.inputs if takes and k not in self.program.inputs),
-            "reads": tuple(k for k in item.inputs if takes and k in self.program.inputs),
+            "inputs": tuple(key for key in keys if key not in program.inputs),
+            "reads": tuple(key for key in keys if key in program.inputs),
             # Who sends hands over and goes on.
-            "time_s": 0.0 if is_send else self.program.time_s(item),
+            "time_s": 0.0 if sends else program.time_s(item),
+            "step": program.step_index[item.name],
         }
-        index = self.program.step_index[item.name]
-        if is_send:
-            return Send(step=index, **common)
-        (made,) = item.outputs
-        leaving = self._leaving(item.outputs)
+        if sends:
+            return Send(**fields)
+        fields |= {"makes": item.outputs[0], "outputs": item.outputs, **self._leaving(item.outputs)}
         if receives:
-            return Receive(step=index, makes=made, outputs=item.outputs, **leaving, **common)
-        return Collective(
-            step=index,
-            makes=made,
-            begin_s=self.program.begin_s(item) if self.overlaps else None,
-            drag_s=self.program.drag_s(item) if self.overlaps else 0.0,
-            outputs=item.outputs,
-            **leaving,
-            **common,
-        )
+            return Receive(**fields)
+        if self.overlaps:
+            fields |= {"begin_s": program.begin_s(item), "drag_s": program.drag_s(item)}
+        return Collective(**fields)
 
     def _accumulation(self, name: str, items: Sequence[Item]) -> Accumulate:
         sums = []
@@ -319,19 +302,20 @@ class _Actors:
         )
 
     def _segment(self, name: str, items: Sequence[Item]) -> Compute:
-        program = self.program
+        program, first = self.program, items[0]
         # Host numbers do not travel in registers: each segment computes those that it needs anew,
         # from scalars and step counters, which every rank has.
         hosts = program.needed_hosts(key for item in items for key in item.inputs)
         made = {key for item in (*hosts, *items) for key in item.outputs}
         used = dict.fromkeys(key for item in (*hosts, *items) for key in item.inputs)
         outputs = tuple(key for item in items for key in item.outputs)
+        thread = _COPYING.get(first.kind, COMPUTE_THREAD)
         return Compute(
             name=name,
-            stage=items[0].stage,
-            phase=items[0].phase,
-            rate=items[0].rate,
-            thread=self._thread(items[0]),
+            stage=first.stage,
+            phase=first.phase,
+            rate=first.rate,
+            thread=self.boxing_thread if first.is_apart else thread,
             inputs=tuple(k for k in used if k not in made and k not in program.inputs),
             reads=tuple(k for k in used if k in program.inputs),
             outputs=outputs,
@@ -342,10 +326,6 @@ class _Actors:
             time_s=sum(map(program.time_s, items)),
             **self._leaving(outputs),
         )
-
-    def _thread(self, item: Item) -> str:
-        """Return the thread of what an item becomes that is no boxing actor."""
-        return self.boxing_thread if item.is_apart else _COPYING.get(item.kind, COMPUTE_THREAD)
 
     def _host_states(self) -> Iterable[Compute]:
         """Yield the actor, if any, for the new values of host states, such as step counters."""
@@ -369,39 +349,18 @@ class _Actors:
             writes=writes,
         )
 
-    def _finish_outputs(self, actors: Sequence[Actor]) -> list[Actor]:
-        """Keep among each actor's outputs only what another actor takes."""
-        # Who takes a key is known only when all actors are made. What nobody takes, such as a loss
-        # or a new state, leaves by `emits` and `writes`; in a register it would only live longer. A
-        # new state that later micro-batches of the step read is kept for them (`carries`).
-        taken = {key for actor in actors for key in actor.inputs}
-        finished = []
-        for actor in actors:
-            carried = {k for s, k in actor.writes if carried_readers(self.program, s, actors)}
-            outputs = tuple(key for key in actor.outputs if key in taken or key in carried)
-            finished.append(actor if isinstance(actor, Send) else replace(actor, outputs=outputs))
-        return finished
-
-    def _leaving(self, keys: Sequence[str]) -> _Leaving:
-        """Return which results and new states are among the keys."""
+    def _leaving(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Return which results and new states are among the keys: `emits` and `writes`."""
         made, lowered = set(keys), self.program.lowered
-        return {
-            "emits": tuple(
-                (name, key)
-                for name, keys in lowered.results.items()
-                for at, key in enumerate(keys)
-                if key in made and not self._is_on_one_of(keys[:at])
-            ),
-            "writes": self.program.written(made),
-        }
-
-    def _is_on_one_of(self, keys: Sequence[str]) -> bool:
-        """Whether this rank has one of some values: it gives each result once.
-
-        A loss that is made on rank 3 goes to a stage on ranks 0 to 3 for the sake of ranks 0 to 2.
-        """
-        held = self.program.lowered.held
-        return any(held[key].stage in self.stages for key in keys)
+        emits: list[tuple[str, str]] = []
+        for name, places in lowered.results.items():
+            for at, key in enumerate(places):
+                # A rank gives each result once. A loss that is made on rank 3 goes to a stage on
+                # ranks 0 to 3 for the sake of ranks 0 to 2.
+                has_it = any(lowered.held[k].stage in self.stages for k in places[:at])
+                if key in made and not has_it:
+                    emits.append((name, key))
+        return {"emits": tuple(emits), "writes": self.program.written(made)}
 
 
 def _precedence(item: Item) -> tuple[int, int, int, bool]:

@@ -101,11 +101,19 @@ def fold(
     for rank, number in sorted(classes.items()):
         members[number].append(rank)
     stands_for = {rank: ranks[0] for ranks in members.values() for rank in ranks}
+    # One link for all between the same actors of two classes, of the least quota.
+    links: dict[tuple[ActorId, ActorId], Channel] = {}
+    for link in plan.links:
+        (sender, sends), (receiver, receives) = link.sender, link.receiver
+        ends = (stands_for[sender], sends), (stands_for[receiver], receives)
+        known = links.setdefault(ends, replace(link, sender=ends[0], receiver=ends[1]))
+        if link.quota < known.quota:
+            links[ends] = replace(known, quota=link.quota)
     return Folded(
         plan=replace(
             plan,
             ranks=tuple(part for part in plan.ranks if stands_for[part.rank] == part.rank),
-            links=tuple(_folded_links(plan.links, stands_for)),
+            links=tuple(links.values()),
         ),
         stands_for=stands_for,
         members={ranks[0]: tuple(ranks) for ranks in members.values()},
@@ -140,20 +148,6 @@ def _numbered(keys: Iterable[tuple[int, Hashable]]) -> dict[int, int]:
     """Return a number for each rank, the same for equal keys."""
     numbers: dict[Hashable, int] = {}
     return {rank: numbers.setdefault(key, len(numbers)) for rank, key in keys}
-
-
-def _folded_links(links: Iterable[Channel], stands_for: Mapping[int, int]) -> Iterator[Channel]:
-    """Yield one link for all between the same actors of two classes, of the least quota."""
-    found: dict[tuple[ActorId, ActorId], Channel] = {}
-    for link in links:
-        sender = stands_for[link.sender[0]], link.sender[1]
-        receiver = stands_for[link.receiver[0]], link.receiver[1]
-        known = found.get((sender, receiver))
-        if known is None:
-            found[sender, receiver] = replace(link, sender=sender, receiver=receiver)
-        elif link.quota < known.quota:
-            found[sender, receiver] = replace(known, quota=link.quota)
-    yield from found.values()
 
 
 class _Neighbours:

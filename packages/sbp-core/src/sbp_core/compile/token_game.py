@@ -120,12 +120,10 @@ class TokenGame:
 
     def live(self, rank: int, register: Register) -> int:
         """Return how many fillings of a register are alive: not yet read by all consumers."""
-        read = min(self._read((rank, name), register) for name in register.consumers)
+        # How many fillings the consumer is through with that is behind the others.
+        consumers = [(rank, name) for name in register.consumers]
+        read = min(self.finished[c] // self._firings_per_filling(c, register) for c in consumers)
         return self.filled(rank, register) - read
-
-    def _read(self, consumer: ActorId, register: Register) -> int:
-        """Return how many fillings of a register a consumer is through with."""
-        return self.finished[consumer] // self._firings_per_filling(consumer, register)
 
     def _firings_per_filling(self, actor_id: ActorId, register: Register) -> int:
         return self.plan.firings_per_filling(self.actor(actor_id), register)

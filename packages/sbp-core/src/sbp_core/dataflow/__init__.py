@@ -7,14 +7,12 @@ decided by the network alone, whatever its actors compute (Kahn 1974). In the or
 | module | says |
 |---|---|
 | `network` | what a network is: actors, edges with initial tokens and quotas, processors' orders |
-| `rates` | how often each actor fires in an iteration, or the cycle that contradicts itself |
+| | and how often each actor fires in an iteration, or the cycle that contradicts itself |
 | `expansion` | the firings of an iteration, and which waits for which: rates of one |
 | `liveness` | that an iteration ends, or who waits for whom, and quotas that would be enough |
 | `cycle_ratio` | Howard's algorithm on arrays |
-| `earliest` | when firings begin at the earliest, kept up to date while a search changes waits |
-| `timing` | period and critical cycle, latency |
+| `timing` | when firings begin at the earliest, while a search changes waits; period, latency |
 | `bounds` | the most tokens on an edge, and the most bytes of all edges, over all executions |
-| `words` | a cycle of waits as lines of text |
 | `self_timed` | an executor in simulated time: the oracle of all others |
 
 An actor may fire any number of times in an iteration, so a rate between micro-batch and step, such
@@ -26,7 +24,6 @@ Stability: internal.
 from __future__ import annotations
 
 from sbp_core.dataflow.bounds import Peak, edge_bound, memory_bound
-from sbp_core.dataflow.earliest import EarliestStarts
 from sbp_core.dataflow.expansion import (
     Dependency,
     Expansion,
@@ -35,12 +32,10 @@ from sbp_core.dataflow.expansion import (
     expand,
     waited_for,
 )
-from sbp_core.dataflow.liveness import check_live, dead_cycle, sufficient_quotas
-from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds
-from sbp_core.dataflow.rates import repetitions
+from sbp_core.dataflow.liveness import check_live, cycle_lines, dead_cycle, sufficient_quotas
+from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds, repetitions
 from sbp_core.dataflow.self_timed import Execution, SelfTimed, execute
-from sbp_core.dataflow.timing import CriticalCycle, critical_cycle, latency
-from sbp_core.dataflow.words import cycle_lines
+from sbp_core.dataflow.timing import CriticalCycle, EarliestStarts, critical_cycle, latency
 
 __all__ = [
     "CriticalCycle",

@@ -68,9 +68,7 @@ def maximum_cycle_ratio(
 
 
 def _howard(
-    edges: Sequence[tuple[int, int, int]],
-    weights: Sequence[Seconds],
-    values: Sequence[Seconds],
+    edges: Sequence[tuple[int, int, int]], weights: Sequence[Seconds], values: Sequence[Seconds]
 ) -> tuple[Seconds, list[int]]:
     """Do the same for a strongly connected graph, whose nodes have any numbers."""
     is_float = any(isinstance(weight, float) for weight in weights)

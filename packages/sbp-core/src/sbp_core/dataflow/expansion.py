@@ -17,7 +17,7 @@ the turn of a processor are waits of the same form. So each wait is
     start of firing >= end of the other, `delay` iterations before
 
 There are as many nodes as firings, and at most two waits for each firing of each edge: the rates
-are what makes an iteration large, nothing else (`rates.MOST_FIRINGS`).
+are what makes an iteration large, nothing else (`network.MOST_FIRINGS`).
 
 Source: Sriram and Bhattacharyya, "Embedded Multiprocessors", 2nd ed., ch. 3.8 and 7.
 """
@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from sbp_core.dataflow.network import Network, Seconds
-from sbp_core.dataflow.rates import repetitions
+from sbp_core.dataflow.network import Network, Seconds, repetitions
 
 
 class Reason(Enum):
@@ -110,7 +109,7 @@ def expand(network: Network) -> Expansion:
     """Return the homogeneous network.
 
     Raises:
-        SbpValueError: the rates are not consistent (see `rates.repetitions`).
+        SbpValueError: the rates are not consistent (see `network.repetitions`).
     """
     counts = repetitions(network)
     first, duration_s = dict[str, int](), list[Seconds]()

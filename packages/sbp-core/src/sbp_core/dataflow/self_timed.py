@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heappop, heappush
 
-from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds
-from sbp_core.dataflow.rates import repetitions
+from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds, repetitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,9 @@ def execute(network: Network, num_iterations: int) -> Execution:
             if state in seen:
                 time_s, before = seen[state]
                 elapsed = run.now - time_s
-                period_s = _divided(elapsed, done - before)
+                count = done - before
+                is_float = isinstance(elapsed, float)
+                period_s = elapsed / count if is_float else Fraction(elapsed) / count
                 break
             seen[state] = run.now, done
     return Execution(
@@ -68,10 +69,6 @@ def execute(network: Network, num_iterations: int) -> Execution:
         most_tokens=dict(run.most_tokens),
         peak_bytes=run.peak_bytes,
     )
-
-
-def _divided(time_s: Seconds, by: int) -> Seconds:
-    return time_s / by if isinstance(time_s, float) else Fraction(time_s, by)
 
 
 class SelfTimed:

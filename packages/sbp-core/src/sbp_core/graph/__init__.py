@@ -5,7 +5,6 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from sbp_core.graph.blocks import block_of
 from sbp_core.graph.ir import (
     ITEMSIZE,
     Argument,
@@ -22,6 +21,7 @@ from sbp_core.graph.ir import (
     Symbol,
     TensorType,
     ValueType,
+    block_of,
     map_refs,
     refs,
 )

@@ -397,3 +397,16 @@ class LogicalGraph:
         return replace(
             self, nodes=nodes, types={k: v for k, v in types.items() if k in kept}, **changes
         )
+
+
+def block_of(module: str) -> str:
+    """Return the block (a repeated part of a model) of a module, or of what its path names.
+
+    >>> block_of("blocks.3.norm"), block_of("embed.tokens.weight"), block_of("")
+    ('blocks.3', 'embed', '')
+    """
+    parts = module.split(".")
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return parts[0]

@@ -41,13 +41,9 @@ def from_json(value: object) -> LogicalGraph:
 def graph_hash(graph: LogicalGraph) -> str:
     """Return 16 hex digits that change with what the graph computes, not with source lines."""
     if graph_hash not in graph.found:
-        graph.found[graph_hash] = _hash(graph)
+        value = to_json(graph)
+        for node in value["nodes"]:
+            node.pop("source", None)
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        graph.found[graph_hash] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return str(graph.found[graph_hash])
-
-
-def _hash(graph: LogicalGraph) -> str:
-    value = to_json(graph)
-    for node in value["nodes"]:
-        node.pop("source", None)
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -56,21 +56,17 @@ def verify_graph(graph: LogicalGraph) -> LogicalGraph:
             "micro-batches",
             accepted="a divisor of the number of micro-batches",
         )
-    _check_types(graph)
-    _check_values(graph)
-    for node in graph.nodes:
-        _check_node(graph, node)
-    _check_outputs(graph)
-    return graph
-
-
-def _check_types(graph: LogicalGraph) -> None:
     for name, kind in graph.types.items():
         known = ITEMSIZE if isinstance(kind, TensorType) else _SCALARS
         if kind.dtype not in known:
             raise GraphError(f"{name!r} is {kind}", accepted=f"dtypes {', '.join(known)}")
         if isinstance(kind, TensorType) and any(extent < 0 for extent in kind.shape):
             raise GraphError(f"{name!r} is {kind}", accepted="extents >= 0")
+    _check_values(graph)
+    for node in graph.nodes:
+        _check_node(graph, node)
+    _check_outputs(graph)
+    return graph
 
 
 def _check_values(graph: LogicalGraph) -> None:

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from sbp_core.boxing.step import StepKind
 from sbp_core.compile.bucket_price import Companions
 from sbp_core.compile.levels import is_gathered_on_use
-from sbp_core.graph.blocks import block_of
-from sbp_core.graph.ir import LogicalGraph, Phase
+from sbp_core.graph.ir import LogicalGraph, Phase, block_of
 from sbp_core.infer.stages import StageMap
 
 _REDUCTIONS = frozenset({StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER})

@@ -17,8 +17,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from sbp_core.errors import ConfigError, PlanError
-from sbp_core.graph.blocks import block_of
-from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase
+from sbp_core.graph.ir import InputKind, LogicalGraph, Node, Phase, block_of
 from sbp_core.graph.primitives import ACCUMULATE
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.derive import work_flop

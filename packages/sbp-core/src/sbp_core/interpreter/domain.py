@@ -20,8 +20,8 @@ from sbp_core.compile.actors import (
     Instruction,
     Receive,
     Send,
+    dying_keys,
 )
-from sbp_core.compile.liveness import dying_keys
 from sbp_core.compile.token_game import TokenGame
 
 V = TypeVar("V")

@@ -56,9 +56,7 @@ class Firings:
         self._near: dict[ActorId, frozenset[ThreadId]] = {}
 
     def run(
-        self,
-        fire: Callable[[ActorId], None],
-        duration: Callable[[ActorId], float] = no_time,
+        self, fire: Callable[[ActorId], None], duration: Callable[[ActorId], float] = no_time
     ) -> bool:
         """Fire what can be, as ranks that work at once do, until nothing can.
 
@@ -97,7 +95,13 @@ class Firings:
             busy.difference_update(map(self.thread, partners))
             fire(actor_id)
             # Only those whose data or credits the firing has changed may have become ready.
-            free = sorted(set().union(*map(self._near_threads, partners)))
+            near: set[ThreadId] = set()
+            for partner in partners:
+                if partner not in self._near:
+                    neighbours = self.game.neighbours(partner)
+                    self._near[partner] = frozenset(map(self.thread, neighbours))
+                near |= self._near[partner]
+            free = sorted(near)
 
     def run_ahead(self, rank: int, fire: Callable[[ActorId], None]) -> bool:
         """Fire a rank as far ahead of the others as can be: they fire only what it waits for.
@@ -163,14 +167,6 @@ class Firings:
     def waiting(self) -> Iterator[ThreadId]:
         """Yield the threads that are not at their end."""
         return (thread for thread in self._orders if self.head(thread) is not None)
-
-    def _near_threads(self, actor_id: ActorId) -> frozenset[ThreadId]:
-        """Return the threads of the actors that a finished firing may have made ready."""
-        known = self._near.get(actor_id)
-        if known is None:
-            known = frozenset(map(self.thread, self.game.neighbours(actor_id)))
-            self._near[actor_id] = known
-        return known
 
     def _can_fire(self, actor_id: ActorId) -> bool:
         return all(

@@ -150,8 +150,15 @@ class Interpreter(Generic[V]):
         else:
             made = [self._work(firings[0], taken[0])]
         for firing, values, given in zip(firings, made, taken, strict=True):
+            under_way: _UnderWay[V] | None = None
+            # What boxing goes on with is kept; what it took is let go of if it is over.
+            if firing.actor.overlaps:
+                under_way = _UnderWay(firing.rank, given)
+                self._under_way[id(under_way)] = under_way
+            elif isinstance(firing.actor, Collective):
+                self._drop(firing.rank, given)
             if values is not None:
-                self._put(firing, values, self._begun(firing, given))
+                self._put(firing, values, under_way)
 
     # Taking and putting.
 
@@ -182,17 +189,6 @@ class Interpreter(Generic[V]):
                 values[key] = states[key] if key in states else self.fed[rank][firing.index][key]
                 domain.hold(rank, values[key])
         return values
-
-    def _begun(self, firing: Firing[Actor], taken: Values[V]) -> _UnderWay[V] | None:
-        """Keep what boxing goes on with, and return it; let go of what it took if it is over."""
-        if not isinstance(firing.actor, Collective):
-            return None
-        if not firing.actor.overlaps:
-            self._drop(firing.rank, taken)
-            return None
-        begun = _UnderWay(firing.rank, taken)
-        self._under_way[id(begun)] = begun
-        return begun
 
     def _end(self, begun: _UnderWay[V]) -> None:
         """Let go of what boxing was made of, once somebody waits for the result."""

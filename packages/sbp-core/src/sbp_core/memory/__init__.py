@@ -1,12 +1,12 @@
 """The memory of a plan: lifetimes, peaks, and what they are for.
 
 `lifetime` says when each storage lives: `rank_events` finds in which order a rank fires and others
-take what it sent, `storages` replays the rank in that order, by a `ledger`. `communication_buffers`
-is what transports between processes hold beside them, `report` what that comes to, by `kinds`, and
-`profile` how it rises and falls over a step. How results lie in memory is known to the tensor
-library (`layout_library`); `prediction` puts all of it together, `kept_plans` keeps that for plans
-that were considered. `bound` says without it what memory cannot exceed. `typed_values` are what
-`sbp_core.check` replays a plan on.
+take what it sent, `storages` replays the rank in that order, by a `ledger`. `report` is what that
+comes to, by `kinds`, and how it rises and falls over a step. How results lie in memory is known to
+the tensor library (`storage_view`); `prediction` puts all of it together, with what transports
+between processes hold besides, and `kept_plans` keeps that for plans that were considered. `bound`
+says without it what memory cannot exceed. `typed_values` are what `sbp_core.check` replays a plan
+on.
 
 Stability: provisional.
 """
@@ -14,15 +14,22 @@ Stability: provisional.
 from __future__ import annotations
 
 from sbp_core.memory.bound import memory_bound, offloaded_bytes
-from sbp_core.memory.communication_buffers import buffer_bytes
 from sbp_core.memory.kept_plans import KeptPlans
 from sbp_core.memory.kinds import MemoryKind
-from sbp_core.memory.layout_library import CallLayouts, LayoutLibrary
 from sbp_core.memory.lifetime import lifetimes
-from sbp_core.memory.prediction import call_layouts, predict_memory
-from sbp_core.memory.profile import MemoryProfile, memory_profile
-from sbp_core.memory.report import MemoryReport, RankMemory, check_memory, peak_text, report
+from sbp_core.memory.prediction import buffer_bytes, call_layouts, predict_memory
+from sbp_core.memory.report import (
+    MemoryProfile,
+    MemoryReport,
+    RankMemory,
+    check_memory,
+    memory_profile,
+    peak_text,
+    report,
+)
 from sbp_core.memory.storage_view import (
+    CallLayouts,
+    LayoutLibrary,
     Number,
     ResultLayout,
     StorageView,

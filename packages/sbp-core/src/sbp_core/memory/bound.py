@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from math import inf, prod
 
-from sbp_core.compile.actors import Accumulate, Actor, Collective, Compute, Instruction, Receive
-from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.actors import (
+    Accumulate,
+    Actor,
+    Collective,
+    Compute,
+    Instruction,
+    Receive,
+    keys_in,
+)
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import ITEMSIZE, InputKind, LogicalGraph, TensorType
 
@@ -28,8 +35,7 @@ def memory_bound(plan: PhysicalPlan, graph: LogicalGraph) -> float:
         graph: What it was compiled from.
     """
     bound = _Bound(plan, graph)
-    few = {(id(part.slots), id(part.actors)): part for part in plan.ranks}  # ranks share them
-    return max(bound.of(part) for part in few.values())
+    return max(bound.of(part) for part in plan.distinct)
 
 
 def offloaded_bytes(plan: PhysicalPlan) -> int:
@@ -37,15 +43,12 @@ def offloaded_bytes(plan: PhysicalPlan) -> int:
 
     New values that are written over the old ones take no more.
     """
-    few = {(id(part.slots), id(part.actors)): part for part in plan.ranks}  # ranks share them
-    return max(map(_offloaded_bytes, few.values()))
-
-
-def _offloaded_bytes(part: RankPlan) -> int:
-    over = {state for actor in part.actors for state in actor.in_place}
-    return sum(
-        slot.local_bytes * (1 if slot.name in over else 2) for slot in part.slots if slot.offloaded
-    )
+    found = [0]
+    for part in plan.distinct:
+        over = {state for actor in part.actors for state in actor.in_place}
+        slots = [slot for slot in part.slots if slot.offloaded]
+        found.append(sum(s.local_bytes * (1 if s.name in over else 2) for s in slots))
+    return max(found)
 
 
 class _Bound:
@@ -54,11 +57,10 @@ class _Bound:
     def __init__(self, plan: PhysicalPlan, graph: LogicalGraph) -> None:
         self.plan, self.graph = plan, graph
         #: Bytes of keys that stand for no value of the graph: first what boxing makes of packs.
-        few = {id(part.actors): part.actors for part in plan.ranks}  # many ranks share them
         self._inner_bytes: dict[str, float] = {
-            actor.makes: _boxed_bytes(plan, actor)
-            for actors in few.values()
-            for actor in actors
+            actor.makes: self._boxed_bytes(actor)
+            for part in plan.distinct
+            for actor in part.actors
             if isinstance(actor, Collective | Receive)
         }
 
@@ -80,7 +82,7 @@ class _Bound:
         if isinstance(actor, Compute):
             return sum(map(self._call_bytes, actor.instructions))
         if isinstance(actor, Collective | Receive):
-            return _boxed_bytes(self.plan, actor)
+            return self._boxed_bytes(actor)
         if isinstance(actor, Accumulate):
             return sum(self._key_bytes(part) for part, _, _ in actor.accumulates)
         return 0  # a send keeps what others made
@@ -113,8 +115,7 @@ class _Bound:
             return inf  # of an actor that comes later
         return kind.size_bytes if isinstance(kind, TensorType) else _WIDEST_BYTES
 
-
-def _boxed_bytes(plan: PhysicalPlan, actor: Collective | Receive) -> int:
-    """Return the bytes of the whole tensor that a boxing step moves."""
-    step = plan.steps[actor.step]
-    return prod(step.shape) * ITEMSIZE[step.dtype]
+    def _boxed_bytes(self, actor: Collective | Receive) -> int:
+        """Return the bytes of the whole tensor that a boxing step moves."""
+        step = self.plan.steps[actor.step]
+        return prod(step.shape) * ITEMSIZE[step.dtype]

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from sbp_core.compile.actors import Accumulate, Actor, BoxingActor, Collective, Compute, Receive
-from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.actors import Accumulate, BoxingActor, Collective, Compute, Receive, keys_in
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind, Phase
 from sbp_core.graph.primitives import TO_DEVICE, TO_HOST, TO_HOST_IN_PLACE
@@ -79,7 +78,13 @@ def kinds_of_keys(plan: PhysicalPlan, part: RankPlan) -> dict[str, MemoryKind]:
     """Return the kinds of the keys of a rank for which it is not a matter of lifetime."""
     kinds = dict.fromkeys(_gathered(plan, part), MemoryKind.GATHERED)
     kinds |= dict.fromkeys(_gradients(part), MemoryKind.GRADIENTS)
-    kinds |= dict.fromkeys(_fetched(part), MemoryKind.FETCHED)
+    # What is copied from the host, and what is copied there.
+    for actor in part.actors:
+        for entry in actor.instructions if isinstance(actor, Compute) else ():
+            if entry.op == TO_DEVICE:
+                kinds |= dict.fromkeys(entry.outputs, MemoryKind.FETCHED)
+            elif entry.op in (TO_HOST, TO_HOST_IN_PLACE):
+                kinds |= dict.fromkeys(keys_in(entry)[1:], MemoryKind.FETCHED)
     slots = {slot.name: slot.kind for slot in part.slots}
     for actor in part.actors:
         for state, key in actor.writes:
@@ -96,7 +101,9 @@ def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
         slot.name for rank in plan.ranks for slot in rank.slots if slot.kind == InputKind.PARAMETER
     }
     boxed: set[str] = set()
-    for actor in _in_dataflow_order(part):
+    # In the order of their first firings, thread by thread.
+    for name in dict.fromkeys(name for order in part.orders.values() for name, _ in order):
+        actor = part.by_name[name]
         if isinstance(actor, Collective | Receive):
             source = {*actor.inputs, *actor.reads}
             if source & own or (not source and actor.makes.split("@", 1)[0] in own):
@@ -108,24 +115,6 @@ def _gathered(plan: PhysicalPlan, part: RankPlan) -> set[str]:
                 own.update(entry.outputs)
                 boxed.update(entry.outputs if sources <= boxed else ())
     return boxed
-
-
-def _fetched(part: RankPlan) -> set[str]:
-    """Return the keys of what is copied from the host, and of what is copied there."""
-    found: set[str] = set()
-    for actor in part.actors:
-        for entry in actor.instructions if isinstance(actor, Compute) else ():
-            if entry.op == TO_DEVICE:
-                found.update(entry.outputs)
-            elif entry.op in (TO_HOST, TO_HOST_IN_PLACE):
-                found.update(keys_in(entry)[1:])
-    return found
-
-
-def _in_dataflow_order(part: RankPlan) -> list[Actor]:
-    """Return the actors in the order of their first firings, thread by thread."""
-    first = {name: None for order in part.orders.values() for name, _ in order}
-    return [part.by_name[name] for name in first]
 
 
 def _gradients(part: RankPlan) -> set[str]:

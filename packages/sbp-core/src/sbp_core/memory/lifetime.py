@@ -30,20 +30,17 @@ from dataclasses import replace
 from itertools import accumulate
 
 from sbp_core.boxing.step import StepKind
-from sbp_core.compile.actors import ActorId, Compute
-from sbp_core.compile.liveness import keys_in
+from sbp_core.compile.actors import ActorId, Compute, keys_in
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.interpreter.firings import Group, firing_order, ticks
-from sbp_core.memory.layout_library import CallLayouts
 from sbp_core.memory.ledger import Buffer
-from sbp_core.memory.own_piece import own_piece
 from sbp_core.memory.rank_events import Events, events_ahead, events_by_rank
-from sbp_core.memory.storage_view import Value
-from sbp_core.memory.storages import RankLifetimes, Replay
+from sbp_core.memory.storage_view import CallLayouts, Value
+from sbp_core.memory.storages import RankLifetimes, Replay, own_piece
 from sbp_core.signatures.views import traits_of
 
 #: What operators read that are given no tensor.
@@ -66,9 +63,7 @@ def lifetimes(plan: PhysicalPlan, layouts: CallLayouts) -> dict[int, RankLifetim
     return of_each_rank(each_lifetimes(plan, layouts))
 
 
-def of_each_rank(
-    each: Iterable[tuple[RankLifetimes, Sequence[int]]],
-) -> dict[int, RankLifetimes]:
+def of_each_rank(each: Iterable[tuple[RankLifetimes, Sequence[int]]]) -> dict[int, RankLifetimes]:
     """Return the lifetimes of all ranks, of those of one rank for all that are like it."""
     found = {rank: replace(one, rank=rank) for one, ranks in each for rank in ranks}
     return dict(sorted(found.items()))

@@ -6,13 +6,12 @@ rank  peak      parameters  states    activations  temporaries  at
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sbp_core.errors import PlanError
-from sbp_core.memory.communication_buffers import EarlyReceive
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import alive_bytes
@@ -23,6 +22,19 @@ _TOP_MODULES = 5
 
 #: Kinds below this share of a peak are summed up.
 _LEAST_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyReceive:
+    """What is held for a message that was asked for, until it is received.
+
+    Args:
+        firings: Of its thread, meanwhile: actor, index.
+        size_bytes: That it holds.
+    """
+
+    firings: tuple[tuple[str, int], ...]
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +91,11 @@ class MemoryReport:
         worst = max(self.ranks.values(), key=lambda rank: rank.peak)
         top = sorted(worst.modules.items(), key=lambda entry: (-entry[1], entry[0]))
         modules = [f"{name or '(root)'} {format_bytes(size)}" for name, size in top[:_TOP_MODULES]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return [
             "memory at each rank's peak:",
-            *(f"  {line}" for line in _table(rows)),
+            *(f"  {line}" for line in table),
             f"  most on rank {worst.rank}: {', '.join(modules)}",
         ]
 
@@ -115,7 +129,21 @@ def check_memory(
     Raises:
         PlanError: a rank needs more of either, or any of what there is not.
     """
-    _check_host_memory(found, host_limit_bytes)
+    rank = max(found.ranks.values(), key=lambda rank: rank.host_peak)
+    needs = f"rank {rank.rank} would need {format_bytes(rank.host_peak)} of its host's memory"
+    if rank.host_peak > 0 and host_limit_bytes is None:
+        raise PlanError(
+            f"{needs} for states that are offloaded, and its device has none beside its own",
+            accepted="a cluster whose devices have host_memory_bytes and host_link",
+            todo="keep the states on the device (planner.offload=[]; 'host' in strategies), or "
+            "give these two in the cluster file",
+        )
+    if host_limit_bytes is not None and rank.host_peak > host_limit_bytes:
+        raise PlanError(
+            f"{needs}, and has {format_bytes(host_limit_bytes)} of it",
+            accepted=f"host_memory_bytes >= {rank.host_peak} of the device",
+            todo="offload fewer states, or shard them",
+        )
     rank = max(found.ranks.values(), key=lambda rank: (rank.peak, rank.resting))
     if rank.peak > limit_bytes:
         raise PlanError(
@@ -129,25 +157,6 @@ def check_memory(
             "(planner=osdp or manual/zero), set trainer.micro_batches, recompute "
             "(compile.passes.recompute), or take more ranks",
         )
-
-
-def _check_host_memory(found: MemoryReport, limit_bytes: int | None) -> None:
-    rank = max(found.ranks.values(), key=lambda rank: rank.host_peak)
-    if rank.host_peak <= (limit_bytes or 0):
-        return
-    needs = f"rank {rank.rank} would need {format_bytes(rank.host_peak)} of its host's memory"
-    if limit_bytes is None:
-        raise PlanError(
-            f"{needs} for states that are offloaded, and its device has none beside its own",
-            accepted="a cluster whose devices have host_memory_bytes and host_link",
-            todo="keep the states on the device (planner.offload=[]; 'host' in strategies), or "
-            "give these two in the cluster file",
-        )
-    raise PlanError(
-        f"{needs}, and has {format_bytes(limit_bytes)} of it",
-        accepted=f"host_memory_bytes >= {rank.host_peak} of the device",
-        todo="offload fewer states, or shard them",
-    )
 
 
 def peak_text(rank: RankMemory) -> str:
@@ -249,9 +258,49 @@ def _with_buffers(
     return replace(lifetimes, buffers=(*lifetimes.buffers, *added))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """What one rank holds over a step: how much of each kind is alive at each moment.
+
+        ticks         0   1   2   3   4
+        parameters    4   4   4   4   4
+        activations   0   2   5   2   0
+        temporaries   0   3   0   1   0
+
+    Ticks are those of `lifetime`: one for each instruction or boxing step of the rank.
+
+    Args:
+        rank: Whose.
+        ticks: For each tick, the actor, the index of its firing, and the node it is in; those of
+            the first one, before anything fires, are empty.
+        kinds: For each kind that the rank ever holds, its bytes at each tick.
+    """
+
+    rank: int
+    ticks: Sequence[tuple[str, int, str]]
+    kinds: Mapping[MemoryKind, Sequence[int]]
+
+    @property
+    def total(self) -> list[int]:
+        """Bytes alive at each tick."""
+        return [sum(sizes) for sizes in zip(*self.kinds.values(), strict=True)]
+
+
+def memory_profile(lifetimes: RankLifetimes) -> MemoryProfile:
+    """Return what a rank holds at each tick, by kind.
+
+    Args:
+        lifetimes: Of its storages.
+    """
+    buffers: dict[MemoryKind, list[Buffer]] = defaultdict(list)
+    for buffer in lifetimes.buffers:
+        buffers[buffer.kind].append(buffer)
+    return MemoryProfile(
+        rank=lifetimes.rank,
+        ticks=lifetimes.ticks,
+        kinds={
+            kind: alive_bytes(buffers[kind], len(lifetimes.ticks))
+            for kind in MemoryKind
+            if kind in buffers
+        },
+    )

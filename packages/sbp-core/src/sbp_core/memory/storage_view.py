@@ -1,11 +1,20 @@
-"""How a tensor lies in memory, as values: strides, storage, offset."""
+"""How a tensor lies in memory, as values: strides, storage, offset; and who knows that.
+
+How the results of operators lie is known to the tensor library, by its plugin.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
-from sbp_core.graph.ir import ITEMSIZE
+from sbp_core.boxing.step import BoxingStep
+from sbp_core.compile.actors import Instruction
+from sbp_core.compile.physical import StateSlot
+from sbp_core.graph.ir import ITEMSIZE, Ref
+from sbp_core.graph.primitives import CLONE, MULTIPLY
 
 #: A host number.
 Number = float | int
@@ -28,12 +37,9 @@ class StridedLayout:
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie row by row without gaps."""
-        return not self.size_bytes or all(
-            extent == 1 or stride == wanted
-            for extent, stride, wanted in zip(
-                self.shape, self.strides, contiguous_strides(self.shape), strict=True
-            )
-        )
+        wanted = contiguous(self.shape, self.dtype).strides
+        dims = zip(self.shape, self.strides, wanted, strict=True)
+        return not self.size_bytes or all(n == 1 or one == other for n, one, other in dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +73,85 @@ class ResultLayout:
     storage_bytes: int
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
+def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
+    """Return how a contiguous tensor lies at the start of its storage."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
-    return tuple(strides)
+    return StridedLayout(shape, tuple(strides), 0, dtype)
 
 
-def contiguous(shape: tuple[int, ...], dtype: str) -> StridedLayout:
-    """Return how a contiguous tensor lies at the start of its storage."""
-    return StridedLayout(shape, contiguous_strides(shape), 0, dtype)
+def number_of(slot: StateSlot) -> Number:
+    """Return a number for a slot of one; which does not matter, as no layout depends on it."""
+    return 1 if slot.dtype.startswith(("int", "bool")) else 1.0
+
+
+def placed(
+    found: Sequence[ResultLayout | Number],
+    given: Sequence[Value],
+    new: Callable[[int, ResultLayout], StorageView],
+) -> list[Value]:
+    """Return the results of an instruction as values.
+
+    Three kinds: a number of the host, a look at an argument's storage, and a new storage, of which
+    several results may have a part each (`ResultLayout.fresh` numbers them).
+
+    Args:
+        found: How they lie.
+        given: The arguments, by distinct names.
+        new: Makes a storage for a result, whose number comes first.
+    """
+    fresh: dict[int, StorageView] = {}
+    made: list[Value] = []
+    for number, one in enumerate(found):
+        if not isinstance(one, ResultLayout):
+            made.append(one)
+            continue
+        if one.source >= 0:
+            source = given[one.source]
+            assert isinstance(source, StorageView), "a view looks at a tensor"
+            made.append(StorageView(one.layout, source.storage, source.storage_bytes))
+            continue
+        if one.fresh not in fresh:
+            fresh[one.fresh] = new(number, one)
+        made.append(StorageView(one.layout, fresh[one.fresh].storage, one.storage_bytes))
+    return made
+
+
+def first_addend(part: str, total: str, how: float | str) -> Instruction:
+    """Return what makes a sum of its first part: it is scaled, or copied for an extreme."""
+    is_extreme = isinstance(how, str)
+    return Instruction(
+        op=CLONE if is_extreme else MULTIPLY,
+        args=(Ref(part),) if is_extreme else (Ref(part), how),
+        outputs=(total,),
+        node=total,
+    )
+
+
+class CallLayouts(Protocol):
+    """Knows how the results of instructions lie, of any plan: `sbp_torch.memory.layout.Layouts`."""
+
+    def call(
+        self,
+        entry: Instruction,
+        rank: int,
+        read: Callable[[str], Value],
+        steps: Sequence[BoxingStep] = (),
+    ) -> tuple[ResultLayout | Number, ...]:
+        """Return how each output lies.
+
+        Args:
+            entry: The instruction.
+            rank: Who executes it.
+            read: How the value of a key lies.
+            steps: The boxing steps of the plan, which `sbp.local_box` names by index.
+        """
+
+
+class LayoutLibrary(Protocol):
+    """Of a plugin of kind `tensor_library`: knows how results of operators lie in memory."""
+
+    def call_layouts(self) -> CallLayouts:
+        """Return what learns the layouts of calls, and remembers them from plan to plan."""
+        ...

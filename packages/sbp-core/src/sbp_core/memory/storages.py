@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-from sbp_core.boxing.slices import bounds_of
+from sbp_core.boxing.slices import (
+    Bounds,
+    bounds_of,
+    local_transition,
+    overlap,
+    transfer_pieces,
+    volume,
+)
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.compile.actors import (
     Accumulate,
@@ -21,11 +29,11 @@ from sbp_core.compile.actors import (
     Instruction,
     Receive,
     Send,
+    keys_in,
 )
-from sbp_core.compile.liveness import keys_in
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
-from sbp_core.graph.ir import InputKind, Ref
-from sbp_core.graph.primitives import CLONE, MULTIPLY, TO_HOST
+from sbp_core.graph.ir import InputKind
+from sbp_core.graph.primitives import TO_HOST
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
 from sbp_core.memory.kinds import (
     MemoryKind,
@@ -34,16 +42,18 @@ from sbp_core.memory.kinds import (
     module_of_node,
     module_of_slot,
 )
-from sbp_core.memory.layout_library import CallLayouts
 from sbp_core.memory.ledger import Buffer, Ledger, Recorded, arguments_of
-from sbp_core.memory.own_piece import own_piece
 from sbp_core.memory.rank_events import Events
 from sbp_core.memory.storage_view import (
+    CallLayouts,
     ResultLayout,
     StorageView,
     StridedLayout,
     Value,
     contiguous,
+    first_addend,
+    number_of,
+    placed,
 )
 
 Values = dict[str, Value]
@@ -165,17 +175,9 @@ class _Storages(InstructionDomain[Value]):
     ) -> None:
         super().__init__()
         self.plan, self.layouts, self.known = plan, layouts, known
-        self.rank = self._rank(part, kinds, moved)
-
-    def _rank(
-        self,
-        part: RankPlan,
-        kinds: Mapping[str, MemoryKind],
-        moved: Mapping[str, StorageView],
-    ) -> _Rank:
-        """Return a rank as it begins a step: states, parts of the batch, scalars."""
+        # The rank as it begins a step: states, parts of the batch, scalars.
         ledger = Ledger(kinds)
-        rank = _Rank(part, ledger, fed=[{} for _ in range(self.plan.num_micro_batches)])
+        self.rank = rank = _Rank(part, ledger, fed=[{} for _ in range(plan.num_micro_batches)])
         shared: dict[int, StorageView] = {}
         for slot in part.slots:
             kind = InputKind(slot.kind)
@@ -183,8 +185,7 @@ class _Storages(InstructionDomain[Value]):
             homes = [rank.states] if kind.is_state else rank.fed
             for home in homes:
                 if slot.sbp is None:
-                    # A host number: what it is does not matter, as no layout depends on it.
-                    home[slot.name] = 1 if slot.dtype.startswith(("int", "bool")) else 1.0
+                    home[slot.name] = number_of(slot)
                     continue
                 # In the step that is replayed a second time, states are as the first one left them.
                 layout = contiguous(slot.local_shape, slot.dtype)
@@ -204,7 +205,6 @@ class _Storages(InstructionDomain[Value]):
                         shared[view.storage] = made
                 ledger.hold(home[slot.name])
         rank.ticks.append(("", 0, ""))
-        return rank
 
     def found(self) -> RankLifetimes:
         """Return the lifetimes."""
@@ -284,30 +284,18 @@ class _Storages(InstructionDomain[Value]):
         return self._made(rank, instruction, values)
 
     def _made(self, rank: _Rank, entry: Instruction, values: Values) -> tuple[Value, ...]:
-        # Three kinds of results: a number of the host, a look at an argument's storage, and a new
-        # storage, of which several results may have a part each (`fresh` numbers them).
         found = self.layouts.call(entry, rank.part.rank, values.__getitem__, self.plan.steps)
-        given = keys_in(entry)
-        fresh: dict[int, StorageView] = {}
-        results: list[Value] = []
-        for made in found:
-            if not isinstance(made, ResultLayout):
-                results.append(made)
-                continue
-            if made.source >= 0:
-                source = values[given[made.source]]
-                assert isinstance(source, StorageView), "a view looks at a tensor"
-                results.append(StorageView(made.layout, source.storage, source.storage_bytes))
-                continue
-            if made.fresh not in fresh:
-                fresh[made.fresh] = rank.ledger.new(
-                    entry.outputs[len(results)],
-                    made.layout,
-                    made.storage_bytes,
-                    module=module_of_node(entry.node),
-                    on_host=entry.op == TO_HOST,
-                )
-            results.append(StorageView(made.layout, fresh[made.fresh].storage, made.storage_bytes))
+
+        def new(number: int, made: ResultLayout) -> StorageView:
+            return rank.ledger.new(
+                entry.outputs[number],
+                made.layout,
+                made.storage_bytes,
+                module=module_of_node(entry.node),
+                on_host=entry.op == TO_HOST,
+            )
+
+        results = placed(found, [values[key] for key in keys_in(entry)], new)
         for key, value in zip(entry.outputs, results, strict=True):
             rank.ledger.name(key, value)
         return tuple(results)
@@ -327,14 +315,7 @@ class _Storages(InstructionDomain[Value]):
             return part
         if total is not None:
             return total
-        is_extreme = isinstance(how, str)
-        first = Instruction(
-            op=CLONE if is_extreme else MULTIPLY,
-            args=(Ref(source),) if is_extreme else (Ref(source), how),
-            outputs=(key,),
-            node=key,
-        )
-        (made,) = self._made(rank, first, {source: part})
+        (made,) = self._made(rank, first_addend(source, key, how), {source: part})
         return made
 
     def collective(
@@ -377,29 +358,48 @@ def _boxed_layout(
     """Return how a rank's part after a step lies, and whether it is a piece of its own shard."""
     bounds = bounds_of(step.shape, *step.target)[rank]
     shape = tuple(stop - start for start, stop in bounds)
-    # As backends have it: if all that a rank wants is a piece of what it has, that is a view.
-    kept = _own_part(step, rank, own) if own is not None else None
-    if kept is not None and kept.shape == shape:
+    # As backends have it: if all that a rank wants is a piece of what it has, that is a view, which
+    # keeps the whole storage: backends copy no single piece that is contiguous.
+    kept: StridedLayout | None = None
+    if own is not None and step.kind is StepKind.ALL_REDUCE:
+        kept = own if len(step.group(rank)) == 1 else None  # nothing to add to
+    elif own is not None and (piece := own_piece(step, rank)) is not None:
+        first = sum(start * stride for (start, _), stride in zip(piece, own.strides, strict=True))
+        extents = tuple(stop - start for start, stop in piece)
+        kept = StridedLayout(extents, own.strides, own.offset + first, own.dtype)
+    if kept is not None and kept.shape == shape and kept.is_contiguous:
         return kept, True
     return contiguous(shape, step.dtype), False
 
 
-def _own_part(step: BoxingStep, rank: int, own: StridedLayout) -> StridedLayout | None:
-    """Return how a rank's part after the step lies in its own shard, if it is a piece of that.
+def own_piece(step: BoxingStep, rank: int) -> Bounds | None:
+    """Return the slice of a rank's shard that is all it has after the step, if it is one.
 
-    It then keeps the whole storage: backends copy no single piece that is contiguous.
+    No new storage is made of it.
+
+    Args:
+        step: That moves slices: no all-reduce.
+        rank: Of the placement before the step, after it, or both.
     """
-    # A group of one has nothing to add to.
-    if step.kind is StepKind.ALL_REDUCE:
-        return own if own.is_contiguous and len(step.group(rank)) == 1 else None
-    piece = own_piece(step, rank)
-    if piece is None:
+    # Several pieces are put together in a new storage, and what comes from others is one anyhow.
+    if step.kind is StepKind.TRANSFER:
+        return _kept_in_transfer(step).get(rank)
+    held, wanted = (bounds_of(step.shape, *end) for end in (step.source, step.target))
+    # Most ranks are given something by another one, so that few of the group are looked at.
+    if any(other != rank and overlap(held[other], wanted[rank]) for other in step.group(rank)):
         return None
-    first = sum(start * stride for (start, _), stride in zip(piece, own.strides, strict=True))
-    part = StridedLayout(
-        shape=tuple(stop - start for start, stop in piece),
-        strides=own.strides,
-        offset=own.offset + first,
-        dtype=own.dtype,
-    )
-    return part if part.is_contiguous else None
+    kept, _ = local_transition(step, rank)
+    return kept if volume(kept) else None
+
+
+@lru_cache(maxsize=64)
+def _kept_in_transfer(step: BoxingStep) -> Mapping[int, Bounds]:
+    """Return what `own_piece` does, by rank: looked for once for all ranks of a step."""
+    (before, _), (after, _) = step.source, step.target
+    if not set(before.rank_list) & set(after.rank_list):
+        return {}  # from stage to stage
+    found: dict[int, list[Bounds | None]] = {}
+    for piece in transfer_pieces(step):
+        own = piece.source if piece.sender == piece.receiver else None
+        found.setdefault(piece.receiver, []).append(own)
+    return {rank: own for rank, (own, *more) in found.items() if own is not None and not more}

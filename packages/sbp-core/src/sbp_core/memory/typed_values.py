@@ -11,7 +11,6 @@ from itertools import count
 from typing import cast
 
 from sbp_core.boxing.slices import bounds_of
-from sbp_core.boxing.step import BoxingStep
 from sbp_core.compile.actors import (
     Accumulate,
     Actor,
@@ -21,28 +20,30 @@ from sbp_core.compile.actors import (
     Instruction,
     Receive,
     Send,
+    keys_in,
+    keys_out,
 )
-from sbp_core.compile.liveness import keys_in, keys_out
+from sbp_core.compile.dataflow import may_be_view
 from sbp_core.compile.overwriting import is_in_place
 from sbp_core.compile.physical import PhysicalPlan, StateSlot
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError, SbpError, SbpLookupError
-from sbp_core.graph.ir import InputKind, Ref, TensorType
-from sbp_core.graph.primitives import CLONE, LOCAL_BOX, MULTIPLY
+from sbp_core.graph.ir import InputKind, TensorType
 from sbp_core.interpreter import Domain, Firing
 from sbp_core.interpreter.domain import V, Values
-from sbp_core.memory.layout_library import CallLayouts, LayoutLibrary
 from sbp_core.memory.storage_view import (
+    CallLayouts,
+    LayoutLibrary,
     ResultLayout,
     StorageView,
     StridedLayout,
     Value,
     contiguous,
+    first_addend,
+    number_of,
+    placed,
 )
-from sbp_core.placement import Placement
 from sbp_core.plugins.tensor_library import tensor_library
-from sbp_core.sbp import NdSbp
-from sbp_core.signatures.views import is_view
 
 
 def installed_layouts() -> CallLayouts | None:
@@ -104,16 +105,16 @@ class TypedValues(CountedFillings[Value]):
         self.fed: dict[int, list[Values[Value]]] = {}
         for part in plan.ranks:
             self._slots[part.rank] = {slot.name: slot for slot in part.slots}
-            values = {slot.name: self._of_slot(slot) for slot in part.slots}
-            kinds = {slot.name: InputKind(slot.kind) for slot in part.slots}
-            self.states[part.rank] = {n: v for n, v in values.items() if kinds[n].is_state}
-            fed = {n: v for n, v in values.items() if not kinds[n].is_state}
+            states, fed = dict[str, Value](), dict[str, Value]()
+            for slot in part.slots:
+                home = states if InputKind(slot.kind).is_state else fed
+                home[slot.name] = (
+                    number_of(slot)
+                    if slot.sbp is None
+                    else self._new(contiguous(slot.local_shape, slot.dtype))
+                )
+            self.states[part.rank] = states
             self.fed[part.rank] = [fed] * plan.num_micro_batches
-
-    def _of_slot(self, slot: StateSlot) -> Value:
-        if slot.sbp is None:
-            return 1 if slot.dtype.startswith(("int", "bool")) else 1.0
-        return self._new(contiguous(slot.local_shape, slot.dtype))
 
     def _new(self, layout: StridedLayout) -> StorageView:
         """Return a value in a storage of its own."""
@@ -123,7 +124,11 @@ class TypedValues(CountedFillings[Value]):
 
     def compute(self, firing: Firing[Compute], taken: Values[Value]) -> Values[Value]:
         """See `Domain.compute`; micro-batches that are given the same make the same."""
-        shapes = {key: _lies(value) for key, value in taken.items()}
+        # All of the values that results may depend on.
+        shapes: Values[object] = {
+            key: value.layout if isinstance(value, StorageView) else type(value)
+            for key, value in taken.items()
+        }
         known = self._made.get(firing.id)
         if known is None or known[0] != shapes:
             values = dict(taken)
@@ -139,7 +144,7 @@ class TypedValues(CountedFillings[Value]):
         Raises:
             PlanError: the operator does not take what it is given, or makes something else.
         """
-        where = f"actor {firing.actor.name!r} of rank {firing.rank}"
+        where = _where(firing)
         try:
             found = self.layouts.call(entry, firing.rank, values.__getitem__, self.plan.steps)
         except SbpError as error:
@@ -150,27 +155,18 @@ class TypedValues(CountedFillings[Value]):
                 where=where,
                 accepted="a name for each value that it makes",
             )
-        given, fresh = keys_in(entry), dict[int, int]()
-        may_alias = entry.op == LOCAL_BOX or is_view(entry.op) or is_in_place(entry.op)
-        made: list[Value] = []
-        for one in found:
-            if not isinstance(one, ResultLayout):
-                made.append(one)
-            elif one.source >= 0:
-                if not may_alias:
-                    # What may be overwritten, and when, is proved by what rules say of views.
+        given = keys_in(entry)
+        if not may_be_view(entry.op) and not is_in_place(entry.op):
+            for one in found:
+                # What may be overwritten, and when, is proved by what rules say of views.
+                if isinstance(one, ResultLayout) and one.source >= 0:
                     raise PlanError(
                         f"{entry.op} hands on {given[one.source]!r} itself, which no rule says",
                         where=where,
                         accepted="operators that make new tensors, and those of which rules say "
                         "that they make views",
                     )
-                source = values[given[one.source]]
-                assert isinstance(source, StorageView), "a view looks at a tensor"
-                made.append(StorageView(one.layout, source.storage, source.storage_bytes))
-            else:
-                storage = fresh.setdefault(one.fresh, next(self._storages))
-                made.append(StorageView(one.layout, storage, one.storage_bytes))
+        made = placed(found, [values[key] for key in given], lambda _, one: self._new(one.layout))
         values |= zip(entry.outputs, made, strict=True)
 
     # Boxing and sums.
@@ -206,10 +202,7 @@ class TypedValues(CountedFillings[Value]):
             )
 
     def _end_of(
-        self,
-        firing: Firing[Collective] | Firing[Send] | Firing[Receive],
-        *,
-        is_target: bool,
+        self, firing: Firing[Collective] | Firing[Send] | Firing[Receive], *, is_target: bool
     ) -> TensorType:
         """Return the type of the rank's shard before or after its boxing step.
 
@@ -220,7 +213,10 @@ class TypedValues(CountedFillings[Value]):
         step = self.plan.steps[index]
         end = step.target if is_target else step.source
         if (index, is_target) not in self._ends:
-            self._ends[index, is_target] = _shards(step, *end)
+            self._ends[index, is_target] = {
+                rank: TensorType(tuple(stop - start for start, stop in bounds), step.dtype)
+                for rank, bounds in bounds_of(step.shape, *end).items()
+            }
         found = self._ends[index, is_target].get(firing.rank)
         if found is None:
             raise PlanError(
@@ -243,14 +239,8 @@ class TypedValues(CountedFillings[Value]):
             raise PlanError(f"sums {_said(part)}", where=_where(firing), accepted="tensors")
         if how is None:
             return part
-        extreme = isinstance(how, str)
-        first = Instruction(
-            op=CLONE if extreme else MULTIPLY,
-            args=(Ref(source),) if extreme else (Ref(source), how),
-            outputs=(key,),
-        )
         values: Values[Value] = {source: part}
-        self._call(firing, first, values)
+        self._call(firing, first_addend(source, key, how), values)
         if total is not None and _type_of(values[key]) != _type_of(total):
             raise PlanError(
                 f"adds {_said(values[key])} to {_said(total)}",
@@ -286,11 +276,6 @@ def _where(firing: Firing[Actor]) -> str:
     return f"actor {firing.actor.name!r} of rank {firing.rank}"
 
 
-def _lies(value: Value) -> object:
-    """Return all of a value that the results of a segment may depend on."""
-    return value.layout if isinstance(value, StorageView) else type(value)
-
-
 def _type_of(value: Value) -> TensorType | None:
     """Return the type of a tensor; None of a host number."""
     if not isinstance(value, StorageView):
@@ -301,10 +286,3 @@ def _type_of(value: Value) -> TensorType | None:
 def _said(value: Value) -> str:
     kind = _type_of(value)
     return "a host number" if kind is None else str(kind)
-
-
-def _shards(step: BoxingStep, placement: Placement, sbp: NdSbp) -> Mapping[int, TensorType]:
-    return {
-        rank: TensorType(tuple(stop - start for start, stop in bounds), step.dtype)
-        for rank, bounds in bounds_of(step.shape, placement, sbp).items()
-    }

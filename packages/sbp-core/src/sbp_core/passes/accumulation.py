@@ -150,7 +150,9 @@ def _numbers_again(graph: LogicalGraph, used: Iterable[str], late: Rate) -> list
 def _with_results(graph: LogicalGraph) -> LogicalGraph:
     """Return a graph whose loss and metrics are those of the step: mean, sum, or extreme."""
     reported = [out.value for out in graph.outputs if out.kind is not OutputKind.STATE]
-    varying = _varying_inputs(graph)
+    # Inputs that differ between micro-batches: batch tensors and carried states.
+    batch = {entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH}
+    varying = batch | graph.carried.keys()
     made = {value for node in graph.nodes for value in node.outputs}
     values = dict.fromkeys(
         value
@@ -216,15 +218,6 @@ def _is_optimizer_state(graph: LogicalGraph, out: GraphOutput) -> bool:
     if out.kind is not OutputKind.STATE or not graph.is_tensor(out.value):
         return False
     return graph.input_kinds[out.name].kind is InputKind.OPTIMIZER_STATE
-
-
-def _varying_inputs(graph: LogicalGraph) -> set[str]:
-    """Return the inputs that differ between micro-batches: batch tensors and carried states."""
-    return {
-        entry.name
-        for entry in graph.inputs
-        if entry.kind is InputKind.BATCH or entry.name in graph.carried
-    }
 
 
 def _carried(graph: LogicalGraph, micro: Iterable[str]) -> set[str]:

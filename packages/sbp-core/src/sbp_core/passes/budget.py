@@ -41,8 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_core.errors import ConfigError
-from sbp_core.graph.blocks import block_of
-from sbp_core.graph.ir import LogicalGraph, Node, Phase
+from sbp_core.graph.ir import LogicalGraph, Node, Phase, block_of
 from sbp_core.passes.closure import least_closure
 from sbp_core.passes.rematerialize import Region
 from sbp_core.passes.saved_activations import call_flop, does_no_work, is_forward, sum_bytes
@@ -115,12 +114,11 @@ def choose_regions(
     Raises:
         ConfigError: no choice keeps to the budget; says what the least is.
     """
-    blocks, table, choices = _choices(graph, fixed, longest_run)
+    blocks, table, choices, limits = _choices(graph, fixed, longest_run)
     # The maximum over runs does not add up along the chain, so it is tried out: under each limit of
     # it the rest of the budget is for saved values, which do add up.
     #
     #     there anyway + limit + sum of saved <= budget        recomputed for each run <= limit
-    limits = _limits(choices)
     found: tuple[int, list[_Choice]] | None = None
     for limit in limits:
         allowed = [choice for choice in choices if choice.option.recomputed_bytes <= limit]
@@ -147,15 +145,22 @@ def choose_regions(
 
 def least_budget(graph: LogicalGraph, fixed: Collection[str], longest_run: int) -> int:
     """Return the least budget in bytes that `choose_regions` takes."""
-    blocks, table, choices = _choices(graph, fixed, longest_run)
-    return table.common_bytes + _least_bytes(len(blocks), choices, _limits(choices))
+    blocks, table, choices, limits = _choices(graph, fixed, longest_run)
+    return table.common_bytes + _least_bytes(len(blocks), choices, limits)
 
 
 def _choices(
     graph: LogicalGraph, fixed: Collection[str], longest_run: int
-) -> tuple[list[list[Node]], _Table, list[_Choice]]:
-    """Return the blocks, the options of their runs, and all choices of a run and an option."""
-    blocks = _blocks(graph)
+) -> tuple[list[list[Node]], _Table, list[_Choice], list[int]]:
+    """Return blocks, options of their runs, choices of both, limits of what a run recomputes."""
+    blocks: list[list[Node]] = []
+    nodes = [node for node in graph.nodes if is_forward(node)]
+    # Runs of forward nodes of one block; code between blocks belongs to the former.
+    for block, run in groupby(nodes, key=lambda node: block_of(node.module)):
+        if block or not blocks:
+            blocks.append(list(run))
+        else:
+            blocks[-1].extend(run)
     table = _Table(graph, blocks, frozenset(fixed))
     choices = [
         _Choice(start=start, stop=stop, option=option)
@@ -163,16 +168,11 @@ def _choices(
         for stop in range(start + 1, min(start + longest_run, len(blocks)) + 1)
         for option in table.options(start, stop)
     ]
-    return blocks, table, choices
-
-
-def _limits(choices: Sequence[_Choice]) -> list[int]:
-    """Return the limits of what is recomputed for a run that are tried."""
     limits = sorted({choice.option.recomputed_bytes for choice in choices})
     if len(limits) > _MAX_LIMITS:
         step = (len(limits) - 1) / (_MAX_LIMITS - 1)
         limits = [limits[round(index * step)] for index in range(_MAX_LIMITS)]
-    return limits
+    return blocks, table, choices, limits
 
 
 def _least_bytes(count: int, choices: Sequence[_Choice], limits: Sequence[int]) -> int:
@@ -183,18 +183,6 @@ def _least_bytes(count: int, choices: Sequence[_Choice], limits: Sequence[int]) 
         if leanest is not None:
             found.append(limit + _saved_bytes(leanest))
     return min(found, default=0)
-
-
-def _blocks(graph: LogicalGraph) -> list[list[Node]]:
-    """Return the runs of forward nodes of one block; code between blocks belongs to the former."""
-    nodes = [node for node in graph.nodes if is_forward(node)]
-    found: list[list[Node]] = []
-    for block, run in groupby(nodes, key=lambda node: block_of(node.module)):
-        if block or not found:
-            found.append(list(run))
-        else:
-            found[-1].extend(run)
-    return found
 
 
 class _Table:

@@ -70,25 +70,21 @@ class _Network:
     def source_side(self) -> list[bool]:
         """Send as much as fits from source to sink; return which nodes the source still reaches."""
         while True:
-            levels = self._levels()
+            levels = [-1] * len(self.edges)
+            levels[_SOURCE] = 0
+            queue = deque([_SOURCE])
+            while queue:
+                node = queue.popleft()
+                for edge in self.edges[node]:
+                    head = self.heads[edge]
+                    if self.left[edge] and levels[head] < 0:
+                        levels[head] = levels[node] + 1
+                        queue.append(head)
             if levels[_SINK] < 0:
                 return [level >= 0 for level in levels]
             begin = [0] * len(self.edges)
             while self._send(levels, begin):
                 pass
-
-    def _levels(self) -> list[int]:
-        levels = [-1] * len(self.edges)
-        levels[_SOURCE] = 0
-        queue = deque([_SOURCE])
-        while queue:
-            node = queue.popleft()
-            for edge in self.edges[node]:
-                head = self.heads[edge]
-                if self.left[edge] and levels[head] < 0:
-                    levels[head] = levels[node] + 1
-                    queue.append(head)
-        return levels
 
     def _send(self, levels: list[int], begin: list[int]) -> bool:
         """Send along one shortest path; return whether there was one."""

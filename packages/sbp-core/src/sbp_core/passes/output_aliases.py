@@ -36,15 +36,30 @@ def unalias_outputs(graph: LogicalGraph) -> LogicalGraph:
     outputs: list[GraphOutput] = []
     for out in graph.outputs:
         if graph.is_tensor(out.value) and _needs_copy(graph, out):
-            rate_and_phase = _rate_and_phase(graph, out)
-            if (out.value, *rate_and_phase) not in made:
+            what = (out.value, *_rate_and_phase(graph, out))
+            if what not in made:
                 name = f"{out.value}.own"
                 while name in known:
                     name += "'"
                 known.add(name)
                 types[name] = graph.types[out.value]
-                made[(out.value, *rate_and_phase)] = _copy(graph, out.value, name, *rate_and_phase)
-            out = replace(out, value=made[(out.value, *rate_and_phase)].outputs[0])
+                _, rate, phase = what
+                like = graph.producers.get(
+                    out.value, Node(name=name, op=CLONE, args=(), outputs=())
+                )
+                made[what] = Node(
+                    name=name,
+                    op=CLONE,
+                    args=(Ref(out.value),),
+                    outputs=(name,),
+                    phase=phase,
+                    rate=rate,
+                    module=like.module,
+                    source=like.source,
+                    forward=like.forward,
+                    tags=("pointwise",),
+                )
+            out = replace(out, value=made[what].outputs[0])
         outputs.append(out)
     if not made:
         return graph
@@ -80,19 +95,3 @@ def _rate_and_phase(graph: LogicalGraph, out: GraphOutput) -> tuple[Rate, Phase]
     if kind in _FROM_CALLER or to_buffer:
         return Rate.MICRO, Phase.FORWARD
     return Rate.STEP, Phase.OPTIMIZER
-
-
-def _copy(graph: LogicalGraph, value: str, name: str, rate: Rate, phase: Phase) -> Node:
-    producer = graph.producers.get(value)
-    blank = Node(
-        name=name,
-        op=CLONE,
-        args=(Ref(value),),
-        outputs=(name,),
-        phase=phase,
-        rate=rate,
-        tags=("pointwise",),
-    )
-    if producer is None:
-        return blank
-    return replace(blank, module=producer.module, source=producer.source, forward=producer.forward)

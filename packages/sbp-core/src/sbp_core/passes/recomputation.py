@@ -11,14 +11,13 @@ Source: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 
 from sbp_core.errors import ConfigError
-from sbp_core.graph.blocks import block_of
-from sbp_core.graph.ir import LogicalGraph, Node, Phase
+from sbp_core.graph.ir import LogicalGraph, Node, Phase, block_of
 from sbp_core.graph.primitives import AFTER
 from sbp_core.graph.rewrite import rename_uses
 from sbp_core.passes.budget import choose_regions, least_budget
@@ -55,8 +54,21 @@ def recompute(graph: LogicalGraph, how: RecomputeOptions) -> LogicalGraph:
         ConfigError: a pattern matches nothing, or no choice keeps to the budget.
     """
     _check_patterns(graph, how)
-    regions = [*_matching_regions(graph, how)]
-    regions += _marked_regions(graph, how, {name for r in regions for name in r.members})
+
+    def matched(node: Node) -> str:
+        found = (_matching_module(pattern, node.module) for pattern in how.modules)
+        return min(filter(None, found), key=len, default="")
+
+    # A region for each call of an outermost module that a pattern matches, and for each call under
+    # `torch.utils.checkpoint`.
+    regions = [*_runs(graph, how, matched)]
+    seen = {name for region in regions for name in region.members}
+
+    def mark(node: Node) -> str:
+        marks = [tag for tag in node.tags if tag.split(":")[0] == MARK]
+        return max(marks, key=len, default="") if node.name not in seen else ""
+
+    regions += _runs(graph, how, mark) if how.marked else ()
     graph = rematerialize(graph, regions)
     if how.memory_bytes is not None:
         fixed = _fixed(graph, how)
@@ -109,32 +121,6 @@ def _check_patterns(graph: LogicalGraph, how: RecomputeOptions) -> None:
                 accepted=", ".join(modules[:12]) + ", ..." * (len(modules) > 12),
                 todo="name modules as model.named_modules() does",
             )
-
-
-def _matching_regions(graph: LogicalGraph, how: RecomputeOptions) -> Iterator[Region]:
-    """Yield a region for each call of an outermost module that a pattern matches."""
-
-    def matched(node: Node) -> str:
-        found = [
-            path for pattern in how.modules if (path := _matching_module(pattern, node.module))
-        ]
-        return min(found, key=len, default="")
-
-    yield from _runs(graph, how, matched)
-
-
-def _marked_regions(
-    graph: LogicalGraph, how: RecomputeOptions, others: Iterable[str]
-) -> Iterator[Region]:
-    """Yield a region for each call under `torch.utils.checkpoint`."""
-    seen = set(others)
-
-    def mark(node: Node) -> str:
-        marks = [tag for tag in node.tags if tag.split(":")[0] == MARK]
-        return max(marks, key=len, default="") if node.name not in seen else ""
-
-    if how.marked:
-        yield from _runs(graph, how, mark)
 
 
 def _runs(

@@ -69,7 +69,17 @@ class _ReplacedUses:
             (region for region in regions if region.recomputable),
             key=lambda region: -min(self.position[name] for name in region.members),
         )
-        self.uses = {region.name: list(self._backward_uses(region)) for region in self.regions}
+        #: Of each region, who uses which of its values after the forward phase.
+        self.uses = {
+            region.name: [
+                (user, value)
+                for name in region.recomputable
+                for value in graph.by_name[name].outputs
+                for user in graph.users[value]
+                if not is_forward(user)
+            ]
+            for region in self.regions
+        }
         self._save_external_reads()
 
     def region(self, value: str) -> Region | None:
@@ -91,13 +101,6 @@ class _ReplacedUses:
         """Return whether forward nodes outside the region use a value."""
         users = self.graph.users[value]
         return any(is_forward(user) and user.name not in region.members for user in users)
-
-    def _backward_uses(self, region: Region) -> Iterator[tuple[Node, str]]:
-        for name in region.recomputable:
-            for value in self.graph.by_name[name].outputs:
-                for user in self.graph.users[value]:
-                    if not is_forward(user):
-                        yield user, value
 
     def _save_external_reads(self) -> None:
         # Saved after all: what is used outside of the backward phase, as by the optimizer, and what
@@ -184,7 +187,9 @@ class _Rewriting:
         names = {value: self.names[value] for value in node.inputs() if value in self.names}
         waits = any(value in names for value in self.graph.tensor_inputs(node))
         for value in dict.fromkeys(self.graph.tensor_inputs(node)):
-            if value not in names and self._is_saved(value):
+            entry = self.graph.input_kinds.get(value)
+            # Made by the forward phase, or of the batch.
+            if value not in names and (entry is None or entry.kind is InputKind.BATCH):
                 names[value] = self._gate(value, node, region, index)
                 waits = True
         if not waits and call_flop(self.graph, node):  # of parameters only, such as a cast
@@ -195,11 +200,8 @@ class _Rewriting:
             new: self.graph.types[old] for old, new in zip(node.outputs, made, strict=True)
         }
         self.names |= zip(node.outputs, made, strict=True)
-        name = (
-            made[0]
-            if made[0] == f"{node.name}.{REMATERIALIZED}"
-            else self._fresh(f"{node.name}.{REMATERIALIZED}")
-        )
+        name = f"{node.name}.{REMATERIALIZED}"
+        name = name if made[0] == name else self._fresh(name)
         self.nodes.append(
             replace(
                 rename_uses(node, names),
@@ -213,11 +215,6 @@ class _Rewriting:
                 ),
             )
         )
-
-    def _is_saved(self, value: str) -> bool:
-        """Whether a value was made by the forward phase, or is of the batch."""
-        entry = self.graph.input_kinds.get(value)
-        return entry is None or entry.kind is InputKind.BATCH
 
     def _gate(self, value: str, user: Node, region: Region, index: int) -> str:
         """Return the value behind an `sbp.after` of the region's gradient."""

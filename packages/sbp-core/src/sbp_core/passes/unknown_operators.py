@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from sbp_core.errors import SignatureError
-from sbp_core.graph.ir import LogicalGraph, Node
+from sbp_core.graph.ir import LogicalGraph
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.registry import UnknownOperator, installed_rules
 
@@ -25,19 +25,15 @@ def allow_unknown(graph: LogicalGraph, unknown: UnknownOperator) -> LogicalGraph
     if unknown is UnknownOperator.REFUSE:
         return graph
     named: set[str] = set()
-    nodes = tuple(_tagged(graph, node, unknown, named) for node in graph.nodes)
+    nodes = list(graph.nodes)
+    for at, node in enumerate(nodes):
+        try:
+            if not node.is_host:
+                installed_rules().rule(OpCall.of(graph, node))
+        except SignatureError:
+            named.add(node.op)
+            nodes[at] = replace(node, tags=(*node.tags, unknown.tag))
     for op in sorted(named):
         how = "runs whole" if unknown is UnknownOperator.WHOLE else "is tried out, and run as found"
         _LOG.warning("nothing says how %s may be split: it %s", op, how)
-    return graph.with_nodes(nodes)
-
-
-def _tagged(graph: LogicalGraph, node: Node, unknown: UnknownOperator, named: set[str]) -> Node:
-    if node.is_host:
-        return node
-    try:
-        installed_rules().rule(OpCall.of(graph, node))
-    except SignatureError:
-        named.add(node.op)
-        return replace(node, tags=(*node.tags, unknown.tag))
-    return node
+    return graph.with_nodes(tuple(nodes))

@@ -1,9 +1,11 @@
-"""A schedule found by search: at least as good as any that has a name.
+"""From the name of a schedule to the schedule; `auto` is one that is searched for.
+
+It is at least as good as any that has a name:
 
 1. Every named schedule that flushes and keeps to the memory is tried.
 2. List schedules are made with several limits of activations and several urgencies.
 3. The best of each most of activations are improved by swaps on the critical path
-   (`local_search`), which keep to it.
+   (`improve`), which keep to it.
 4. The search ends early where the makespan reaches a bound that no order can beat.
 
 Better is, in this order: a shorter makespan, fewer activations alive on the fullest rank, fewer on
@@ -17,34 +19,108 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from heapq import heappop, heappush
+from itertools import accumulate, product
 
-from sbp_core.errors import ConfigError
-from sbp_core.pipeline.action import Action, ActionKind
-from sbp_core.pipeline.list_scheduling import Preference, list_schedule
-from sbp_core.pipeline.local_search import improve
+from sbp_core.errors import ConfigError, unknown_name
 from sbp_core.pipeline.policies import POLICIES, loop_placement, named_schedule, v_placement
-from sbp_core.pipeline.precedence import Precedence
-from sbp_core.pipeline.schedule import PipelineSchedule
-from sbp_core.pipeline.simulate import simulate
-from sbp_core.pipeline.times import StageTimes
+from sbp_core.pipeline.schedule import Action, ActionKind, PipelineSchedule
+from sbp_core.pipeline.simulate import (
+    Duration,
+    Precedence,
+    StageTimes,
+    duration,
+    simulate,
+    stage_times,
+)
 
-_MOST_FIRINGS = 400_000
+AUTO = "auto"
+SCHEDULES: tuple[str, ...] = (*POLICIES, AUTO)
+"""The names that `pipeline_schedule` knows."""
+
+_MOST_LISTED = 400_000
 """So many actions all list schedules of a placement together may place."""
+_MOST_TRIED = 600_000
+"""So many actions all orders that are tried may have together, of each start: a second or so."""
 _IMPROVED = 3
 """So many of the best schedules are improved, each with another most of activations alive."""
+_FARTHEST = 4
+"""An action goes ahead of so many at once, at most."""
 
 _Placement = tuple[tuple[int, ...], ...]
 _Score = tuple[Fraction, Fraction, Fraction, bool]
 
 
+def pipeline_schedule(
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    num_chunks: int | None = None,
+    times: Sequence[object] | None = None,
+    transfer: Duration = 0,
+    memory: Duration | None = None,
+) -> PipelineSchedule:
+    """Return the schedule of a name, for one step.
+
+    Args:
+        name: One of `SCHEDULES`. `auto` searches for the shortest, and among those as short for
+            the one with the fewest activations alive.
+        num_ranks: Ranks of the pipeline, at least 1.
+        num_micro_batches: Micro-batches of a step, at least 1.
+        num_chunks: Stages a rank, at least 1; by default 2 where the name stands for several, else
+            1; `auto` tries both.
+        times: `[F, I, W]` of one rank's part, or one such list for each rank, for `auto`; by
+            default all three are equal.
+        transfer: The time from a stage to the next one on another rank, for `auto`.
+        memory: The most activations alive on a rank, in those of its whole part; by default any.
+
+    Raises:
+        ConfigError: No schedule is called so, this one is not defined for these numbers, or it
+            needs more memory.
+
+    >>> [str(action) for action in pipeline_schedule("1f1b", 2, 2).orders[0]]
+    ['0F0', '0F1', '0B0', '0B1']
+    """
+    if name not in SCHEDULES:
+        unknown = unknown_name("schedule of a pipeline", name, SCHEDULES)
+        raise unknown.replaced(ConfigError)
+    numbers = {"ranks": num_ranks, "micro-batches": num_micro_batches, "chunks a rank": num_chunks}
+    for what, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(
+                f"a pipeline of {number} {what}", accepted="1, 2, 3, ...", todo=f"take more {what}"
+            )
+    limit = None if memory is None else duration(memory, "memory")
+    if name == AUTO:
+        return _Search(
+            num_ranks=num_ranks,
+            num_micro_batches=num_micro_batches,
+            chunks=(num_chunks,) if num_chunks else (1, 2),
+            times=stage_times(times or [1, 1, 1], num_ranks),
+            transfer=duration(transfer, "transfer"),
+            memory=limit,
+        ).run()
+    schedule = named_schedule(name, num_ranks, num_micro_batches, num_chunks)
+    live = max(schedule.live(rank) for rank in range(num_ranks))
+    if limit is not None and live > limit:
+        raise ConfigError(
+            f"the schedule {name!r} keeps up to {float(live):g} activations alive on a "
+            f"rank, and {float(limit):g} are allowed",
+            accepted=f"memory of at least {float(live):g} for it",
+            todo="allow more, or take 'auto', which keeps to it",
+        )
+    return schedule
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutomaticSearch:
+class _Search:
     """What a schedule is searched for.
 
     Args:
         num_ranks: Ranks of the pipeline.
         num_micro_batches: Micro-batches of a step.
-        num_chunks: Stages a rank; `None` tries one and two.
+        chunks: Numbers of stages a rank that are tried.
         times: Of each rank.
         transfer: Time between stages of different ranks.
         memory: The most activations alive on a rank, in those of its whole part; `None` for any.
@@ -52,7 +128,7 @@ class AutomaticSearch:
 
     num_ranks: int
     num_micro_batches: int
-    num_chunks: int | None
+    chunks: tuple[int, ...]
     times: tuple[StageTimes, ...]
     transfer: Fraction
     memory: Fraction | None
@@ -71,87 +147,66 @@ class AutomaticSearch:
                 accepted="memory of at least 1: the activations of a rank's whole part",
                 todo="allow more, or leave memory out",
             )
-        least = min(self._least(one.placement) for one in found)
         best = found[0]
-        if self.score(best)[0] > least:
+        if self.score(best)[0] > min(self._least(one.placement) for one in found):
             by_peak = {self.score(one)[1]: one for one in reversed(found)}
             starts = sorted(by_peak.values(), key=self.score)[:_IMPROVED]
-            tried = [self._improved(one) for one in starts]
-            best = min([best, *tried], key=self.score)
-        return replace(self._with_whole_backwards(best), name="auto")
+            best = min([best, *map(self._improved, starts)], key=self.score)
+        # Gradients that follow each other are joined, if that takes no longer.
+        joined = replace(best, orders=tuple(_joined(order) for order in best.orders))
+        is_as_short = self.score(joined)[0] <= self.score(best)[0]
+        return replace(joined if is_as_short else best, name=AUTO)
 
     def score(self, schedule: PipelineSchedule) -> _Score:
         """Return what is compared: less is better."""
         live = [schedule.live(rank) for rank in range(self.num_ranks)]
-        makespan = self._makespan(schedule)
+        rows = [one.of_chunk(1) for one in self.times]
+        makespan = simulate(schedule, rows, transfer=self.transfer).makespan
         return (makespan, max(live), sum(live, Fraction(0)), schedule.splits_backward)
 
-    def _makespan(self, schedule: PipelineSchedule) -> Fraction:
-        rows = [(one.forward, one.input_gradient, one.weight_gradient) for one in self.times]
-        return simulate(schedule, rows, transfer=self.transfer).makespan
-
-    def _fits(self, schedule: PipelineSchedule) -> bool:
-        ranks = range(self.num_ranks)
-        return self.memory is None or all(schedule.live(rank) <= self.memory for rank in ranks)
-
     def _candidates(self) -> Iterator[PipelineSchedule]:
+        p, m = self.num_ranks, self.num_micro_batches
         for name, policy in POLICIES.items():
-            for chunks in [self.num_chunks] if self.num_chunks else [1, 2]:
+            for chunks in self.chunks:
                 try:
-                    named = named_schedule(name, self.num_ranks, self.num_micro_batches, chunks)
+                    named = named_schedule(name, p, m, chunks)
                 except ConfigError:
                     continue
-                if policy.flushes and self._fits(named):
+                most = max(named.live(rank) for rank in range(p))
+                if policy.flushes and (self.memory is None or most <= self.memory):
                     yield named
-        for placement in self._placements():
-            yield from self._listed(placement)
-
-    def _placements(self) -> Iterator[_Placement]:
-        for chunks in [self.num_chunks] if self.num_chunks else [1, 2]:
-            yield loop_placement(self.num_ranks, chunks)
-            if chunks == 2 and self.num_ranks > 1:
-                yield v_placement(self.num_ranks)
-
-    def _listed(self, placement: _Placement) -> Iterator[PipelineSchedule]:
-        work = self._work(placement)
-        rounds = max(1, _MOST_FIRINGS // len(work.before))
-        for preference in list(self._preferences(len(placement[0])))[:rounds]:
-            orders = list_schedule(work, preference)
-            if orders is not None:
-                yield self._schedule(work, orders)
+        placements = [loop_placement(p, chunks) for chunks in self.chunks]
+        if 2 in self.chunks and p > 1:
+            placements.insert(self.chunks.index(2) + 1, v_placement(p))
+        for placement in placements:
+            work = self._work(placement)
+            rounds = max(1, _MOST_LISTED // len(work.before))
+            for preference in list(self._preferences(len(placement[0])))[:rounds]:
+                orders = list_schedule(work, preference)
+                if orders is not None:
+                    yield self._schedule(work, orders)
 
     def _preferences(self, chunks: int) -> Iterator[Preference]:
         p, m = self.num_ranks, self.num_micro_batches
         most = m * chunks if self.memory is None else min(m * chunks, int(self.memory * chunks))
-        wanted = [
-            p * chunks,
-            2 * p * chunks,
-            (p + 1) * chunks,
-            most,
-            *range(chunks, 2 * p * chunks),
-        ]
-        even = [min(most, limit) for limit in wanted]
+        near = [p * chunks, 2 * p * chunks, (p + 1) * chunks, most]
+        even = [min(most, limit) for limit in (*near, *range(chunks, 2 * p * chunks))]
         limits = [(limit,) * p for limit in dict.fromkeys(even) if limit >= chunks]
-        falling = tuple(max(chunks, min(most, (p - rank) * chunks)) for rank in range(p))
         if most >= chunks:
-            limits.insert(1, falling)
-        for limit in limits:
-            for forward_first in (False, True):
-                for patient in (False, True):
-                    for depth_first in (True, False) if chunks > 1 else (True,):
-                        yield Preference(
-                            limits=limit,
-                            forward_first=forward_first,
-                            depth_first=depth_first,
-                            patient=patient,
-                        )
+            falling = (max(chunks, min(most, (p - rank) * chunks)) for rank in range(p))
+            limits.insert(1, tuple(falling))
+        either, deep = (False, True), (True, False) if chunks > 1 else (True,)
+        for limit, forward_first, patient, depth_first in product(limits, either, either, deep):
+            yield Preference(
+                limits=limit, forward_first=forward_first, depth_first=depth_first, patient=patient
+            )
 
     def _work(self, placement: _Placement) -> Precedence:
         return Precedence(placement, self.num_micro_batches, self.times, self.transfer)
 
     def _schedule(self, work: Precedence, orders: Sequence[Sequence[int]]) -> PipelineSchedule:
         return PipelineSchedule(
-            name="auto",
+            name=AUTO,
             num_micro_batches=self.num_micro_batches,
             placement=tuple(map(tuple, work.placement)),
             orders=tuple(tuple(map(work.action, order)) for order in orders),
@@ -161,18 +216,17 @@ class AutomaticSearch:
     def _improved(self, schedule: PipelineSchedule) -> PipelineSchedule:
         work = self._work(schedule.placement)
         orders = [
-            [work.number(half) for action in order for half in _halves(action)]
+            [
+                work.number(half)
+                for one in order
+                for half in (one.halves if one.kind is ActionKind.BACKWARD else (one,))
+            ]
             for order in schedule.orders
         ]
         most = self.score(schedule)[1]
         limits = [int(most * len(held)) for held in schedule.placement]
         least = int(self._least(schedule.placement) / work.unit)
         return self._schedule(work, improve(work, orders, limits, least))
-
-    def _with_whole_backwards(self, schedule: PipelineSchedule) -> PipelineSchedule:
-        """Join gradients that follow each other, if that takes no longer."""
-        joined = replace(schedule, orders=tuple(_joined(order) for order in schedule.orders))
-        return joined if self._makespan(joined) <= self._makespan(schedule) else schedule
 
     def _least(self, placement: _Placement) -> Fraction:
         """Return a makespan that no order on this placement is below.
@@ -181,14 +235,7 @@ class AutomaticSearch:
         its weight gradients, the last of its gradients goes back to the first stage, and the first
         stage does its own weight gradient.
         """
-        chunk = [
-            (
-                one.forward / len(held),
-                one.input_gradient / len(held),
-                one.weight_gradient / len(held),
-            )
-            for one, held in zip(self.times, placement, strict=True)
-        ]
+        chunk = [time.of_chunk(len(held)) for time, held in zip(self.times, placement, strict=True)]
         rank_of = {stage: rank for rank, held in enumerate(placement) for stage in held}
         least, m = Fraction(0), self.num_micro_batches
         for rank, held in enumerate(placement):
@@ -196,7 +243,7 @@ class AutomaticSearch:
             there = sum((one[0] + self.transfer for one in earlier), Fraction(0))
             back = sum((one[1] + self.transfer for one in earlier), Fraction(0))
             time = self.times[rank]
-            ending = chunk[rank_of[0]][2] if rank else time.weight_gradient / len(held)
+            ending = chunk[rank_of[0] if rank else rank][2]
             least = max(
                 least,
                 there + m * time.work,
@@ -205,25 +252,187 @@ class AutomaticSearch:
         return least
 
 
-def _halves(action: Action) -> tuple[Action, ...]:
-    if action.kind is not ActionKind.BACKWARD:
-        return (action,)
-    return tuple(
-        Action(action.stage, kind, action.micro_batch)
-        for kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-    )
-
-
 def _joined(order: Sequence[Action]) -> tuple[Action, ...]:
     joined: list[Action] = []
     for action in order:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and action.kind is ActionKind.WEIGHT_GRADIENT
-            and last == Action(action.stage, ActionKind.INPUT_GRADIENT, action.micro_batch)
-        ):
-            joined[-1] = Action(action.stage, ActionKind.BACKWARD, action.micro_batch)
+        whole = replace(action, kind=ActionKind.BACKWARD)
+        if joined and (joined[-1], action) == whole.halves:
+            joined[-1] = whole
         else:
             joined.append(action)
     return tuple(joined)
+
+
+# List scheduling.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """What is more urgent where several actions can be done.
+
+    Args:
+        limits: For each rank the most activations of chunks alive.
+        forward_first: Whether a forward comes before the gradient of an input.
+        depth_first: Whether of two forwards that of the later stage comes first.
+        patient: Whether a weight gradient waits for what is on its way and would be delayed by it.
+    """
+
+    limits: tuple[int, ...]
+    forward_first: bool
+    depth_first: bool
+    patient: bool
+
+
+def list_schedule(work: Precedence, preference: Preference) -> list[list[int]] | None:
+    """Return for each rank the order of its actions; `None` if the limits let nothing go on.
+
+    Whoever is free does what is most urgent of what can be done.
+
+    Source: Graham, Bounds on Multiprocessing Timing Anomalies (1969); for pipelines the greedy
+    search of Zero Bubble (arXiv 2401.10241) §3.1.
+    """
+    m, num_ranks = work.num_micro_batches, len(work.placement)
+    chunk_of = {stage: chunk for held in work.placement for chunk, stage in enumerate(held)}
+    after: list[list[tuple[int, int]]] = [[] for _ in work.before]
+    missing = [len(before) for before in work.before]
+    for number, before in enumerate(work.before):
+        for other, lag in before:
+            after[other].append((number, lag))
+
+    def urgency(number: int) -> tuple[int, int, int]:
+        stage, part = divmod(number // m, 3)
+        if part == 0:
+            deep = -stage if preference.depth_first else stage
+            return (0 if preference.forward_first else 2, deep, number % m)
+        return (1 if part == 1 else 3, number % m, stage)
+
+    arrives: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    arrives[work.rank_of[0]] = [(0, k) for k in range(m)]
+    ready: list[list[tuple[tuple[int, int, int], int]]] = [[] for _ in range(num_ranks)]
+    orders: list[list[int]] = [[] for _ in range(num_ranks)]
+    alive, reached = [0] * num_ranks, [0] * len(work.before)
+    clock = [(0, rank) for rank in range(num_ranks)]
+    busy_until = [0] * num_ranks
+    while clock:
+        now, rank = heappop(clock)
+        if now < busy_until[rank]:
+            continue
+        while arrives[rank] and arrives[rank][0][0] <= now:
+            number = heappop(arrives[rank])[1]
+            heappush(ready[rank], (urgency(number), number))
+        held = len(work.placement[rank])
+        chosen = None
+        for entry in sorted(ready[rank]):
+            stage, part = divmod(entry[1] // m, 3)
+            spare = held - 1 - chunk_of[stage]
+            if part == 0 and alive[rank] >= preference.limits[rank] - spare:
+                continue
+            if part == 2 and preference.patient and arrives[rank]:
+                soon, coming = arrives[rank][0]
+                takes = work.duration[entry[1]]
+                urgent = coming // m % 3 == 1 or alive[rank] < preference.limits[rank]
+                if urgent and soon < now + takes and 2 * (soon - now) < takes:
+                    continue
+            chosen = entry
+            break
+        if chosen is None:
+            if arrives[rank]:
+                heappush(clock, (max(now, arrives[rank][0][0]), rank))
+            continue
+        ready[rank].remove(chosen)
+        ready[rank].sort()
+        number = chosen[1]
+        part = number // m % 3
+        alive[rank] += (part == 0) - (part == 2)
+        end = busy_until[rank] = now + work.duration[number]
+        orders[rank].append(number)
+        for other, lag in after[number]:
+            missing[other] -= 1
+            reached[other] = max(reached[other], end + lag)
+            if not missing[other]:
+                heappush(arrives[work.rank[other]], (reached[other], other))
+                heappush(
+                    clock, (max(reached[other], busy_until[work.rank[other]]), work.rank[other])
+                )
+        heappush(clock, (end, rank))
+    done = sum(map(len, orders)) == len(work.before)
+    return orders if done else None
+
+
+# Local search.
+
+
+def improve(
+    work: Precedence, orders: Sequence[Sequence[int]], limits: Sequence[int], least: int
+) -> list[list[int]]:
+    """Return orders with a makespan at most that of the ones given.
+
+    The makespan is the length of a path on which each action begins when the one before it ends. A
+    shorter one needs another order somewhere on it: so on ranks where two actions follow each other
+    on the path, the second goes first, or goes ahead of several. Sidesteps to orders as long are
+    taken, but not back to one that was there.
+
+    Source: van Laarhoven, Aarts, Lenstra, Job Shop Scheduling by Simulated Annealing (1992) §3 for
+    the neighbourhood; Glover, Tabu Search (1989).
+
+    Args:
+        work: What the actions take and need.
+        orders: Where the search begins: the numbers of each rank's actions, none of them joined.
+        limits: For each rank the most activations of chunks alive.
+        least: No order takes less, in units of `work`.
+    """
+    best = now = [list(order) for order in orders]
+    ends = work.ends(now)
+    assert ends is not None, "a search begins with an order that runs"
+    shortest = max(ends)
+    seen = {hash(tuple(map(tuple, now)))}
+    for _ in range(_MOST_TRIED // (len(ends) * 12)):
+        if shortest <= least:
+            break
+        nearest: tuple[int, int, list[list[int]], list[int]] | None = None
+        for rank, changed in _neighbours(work, now, ends):
+            # The activations of chunks that are alive on the rank.
+            parts = (number // work.num_micro_batches % 3 for number in changed[rank])
+            alive = accumulate((part == 0) - (part == 2) for part in parts)
+            is_new = hash(tuple(map(tuple, changed))) not in seen
+            if not is_new or max(alive) > limits[rank]:
+                continue
+            times = work.ends(changed)
+            if times is None:
+                continue
+            score = (max(times), sum(times[order[-1]] for order in changed))
+            if nearest is None or score < nearest[:2]:
+                nearest = (*score, changed, times)
+            if score[0] < shortest:
+                break
+        if nearest is None:
+            break
+        length, _, now, ends = nearest
+        seen.add(hash(tuple(map(tuple, now))))
+        if length < shortest:
+            best, shortest = now, length
+    return best
+
+
+def _neighbours(
+    work: Precedence, orders: Sequence[list[int]], ends: Sequence[int]
+) -> Iterator[tuple[int, list[list[int]]]]:
+    """Yield a rank that changes, and the orders after that."""
+    at = {number: place for order in orders for place, number in enumerate(order)}
+    number = max(range(len(ends)), key=lambda one: ends[one])
+    while True:
+        rank, place = work.rank[number], at[number]
+        start = ends[number] - work.duration[number]
+        order = orders[rank]
+        behind = order[place - 1] if place else None
+        if behind is not None and ends[behind] == start:
+            for ahead in range(1, min(_FARTHEST, place) + 1):
+                changed = [*order]
+                changed.insert(place - ahead, changed.pop(place))
+                yield rank, [changed if one is order else one for one in orders]
+            number = behind
+        else:
+            waited = [other for other, lag in work.before[number] if ends[other] + lag == start]
+            if not waited:
+                return
+            number = waited[0]

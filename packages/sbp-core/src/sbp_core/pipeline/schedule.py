@@ -5,12 +5,74 @@ Stability: internal.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
+from itertools import product
 
 from sbp_core.errors import SbpValueError
-from sbp_core.pipeline.action import Action, ActionKind
+
+
+class ActionKind(StrEnum):
+    """Which part of the work on a micro-batch an action is; the letters are those of PyTorch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+
+
+_NOTATION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One kind of work on one micro-batch at one stage.
+
+    Args:
+        stage: Number of the stage, in the order of the forward pass: a rank with several chunks
+            holds several stages.
+        kind: `BACKWARD` is the whole backward; where it is split, the gradients of inputs and
+            those of weights are two actions.
+        micro_batch: Number of the micro-batch in its step.
+
+    >>> str(Action(3, ActionKind.FORWARD, 0)), Action.parse("12W7").kind.name
+    ('3F0', 'WEIGHT_GRADIENT')
+    """
+
+    stage: int
+    kind: ActionKind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read an action in the notation of `torch.distributed.pipelining`: `"3F0"`.
+
+        Raises:
+            SbpValueError: The text is no action.
+        """
+        found = _NOTATION.fullmatch(text)
+        if found is None:
+            raise SbpValueError(
+                f"{text!r} is no action of a pipeline",
+                accepted="<stage><F|B|I|W><micro-batch>, such as 3F0",
+                todo="write the stage, one letter, and the micro-batch, without spaces",
+            )
+        return cls(int(found[1]), ActionKind(found[2]), int(found[3]))
+
+    @property
+    def halves(self) -> tuple[Action, Action]:
+        """The gradients of inputs and of weights that a whole backward is."""
+        return (
+            Action(self.stage, ActionKind.INPUT_GRADIENT, self.micro_batch),
+            Action(self.stage, ActionKind.WEIGHT_GRADIENT, self.micro_batch),
+        )
+
 
 _LAST_USE = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 """With these ends what a forward has left for its backward."""
@@ -54,27 +116,19 @@ class PipelineSchedule:
                 accepted="each of the stages 0, 1, 2, ... on one rank, and an order for each rank",
             )
         for rank, (stages, order) in enumerate(zip(self.placement, self.orders, strict=True)):
-            self._check_order(rank, stages, order)
-
-    def _check_order(self, rank: int, stages: tuple[int, ...], order: tuple[Action, ...]) -> None:
-        given = Counter(order)
-        for stage in stages:
-            for micro_batch in range(self.num_micro_batches):
+            given = Counter(order)
+            for stage, micro_batch in product(stages, range(self.num_micro_batches)):
                 whole = Action(stage, ActionKind.BACKWARD, micro_batch)
-                halves = (
-                    Action(stage, ActionKind.INPUT_GRADIENT, micro_batch),
-                    Action(stage, ActionKind.WEIGHT_GRADIENT, micro_batch),
-                )
                 given.subtract((Action(stage, ActionKind.FORWARD, micro_batch),))
-                given.subtract((whole,) if whole in given else halves)
-        wrong = [f"{action} {-count:+}" for action, count in given.items() if count]
-        if wrong:
-            raise SbpValueError(
-                f"schedule {self.name!r} has actions too often or too seldom: "
-                f"{', '.join(wrong[:8])}",
-                where=f"the order of rank {rank}, which holds the stages {stages}",
-                accepted="for each stage and micro-batch one F, and one B or one I and one W",
-            )
+                given.subtract((whole,) if whole in given else whole.halves)
+            wrong = [f"{action} {-count:+}" for action, count in given.items() if count]
+            if wrong:
+                raise SbpValueError(
+                    f"schedule {self.name!r} has actions too often or too seldom: "
+                    f"{', '.join(wrong[:8])}",
+                    where=f"the order of rank {rank}, which holds the stages {stages}",
+                    accepted="for each stage and micro-batch one F, and one B or one I and one W",
+                )
 
     @property
     def num_ranks(self) -> int:

@@ -1,9 +1,8 @@
 """The contract of runtimes: start a plan on states, run steps, hand states back.
 
 `contract` has the classes; `batches` says which samples of a batch a rank holds; `ownership` which
-rank owns which part of a state, and how a whole one is gathered; `snapshot` has states that later
-steps do not change; `trace` what a session notes of steps that are traced, and `operator_times`
-what such a trace says of operators.
+rank owns which part of a state, and how a whole one is gathered; `trace` has what a session notes
+of steps that are traced, and what that says of operators.
 
 Stability: provisional.
 """
@@ -23,12 +22,12 @@ from sbp_core.runtime.contract import (
     Number,
     Runtime,
     Session,
+    Snapshot,
     StepResult,
     Watch,
     check_not_forked,
     unwatched,
 )
-from sbp_core.runtime.operator_times import measured_operators
 from sbp_core.runtime.ownership import (
     StatePiece,
     StateSlice,
@@ -42,8 +41,7 @@ from sbp_core.runtime.ownership import (
     widened,
     with_states_of,
 )
-from sbp_core.runtime.snapshot import Snapshot
-from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace
+from sbp_core.runtime.trace import Held, Span, SpanKind, TensorMeter, Trace, measured_operators
 
 __all__ = [
     "BatchIs",

@@ -16,7 +16,7 @@ A slice of several times `SHARE_BYTES` that several ranks hold is owned in parts
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -30,7 +30,7 @@ from sbp_core.sbp import B, NdSbp
 
 if TYPE_CHECKING:
     from sbp_core.boxing import BoxingStep
-    from sbp_core.compile.physical import PhysicalPlan, StateSlot
+    from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
     from sbp_core.runtime.contract import Number
     from sbp_core.tensor import Tensor
 
@@ -180,22 +180,22 @@ def widened(plan: PhysicalPlan, other: PhysicalPlan) -> PhysicalPlan:
     }
     gone = {name for name, tied in left.items() if not tied and name not in theirs}
     gone |= moved & own.keys()
-    ranks = tuple(
-        replace(
-            part,
-            slots=(
-                *(slot for slot in part.slots if slot.name not in gone),
-                *(
-                    slot
-                    for slot in other.by_rank[part.rank].slots
-                    if InputKind(slot.kind).is_state and slot.name not in own
-                ),
-            ),
-        )
-        for part in plan.ranks
-    )
+
+    def held(part: RankPlan) -> Iterator[StateSlot]:
+        yield from (slot for slot in part.slots if slot.name not in gone)
+        for slot in other.by_rank[part.rank].slots:
+            if InputKind(slot.kind).is_state and slot.name not in own:
+                yield slot
+
     ties = {**{name: tied for name, tied in left.items() if tied}, **other.ties}
-    return replace(plan, ranks=ranks, ties=ties)
+    return replace(_with_slots(plan, held), ties=ties)
+
+
+def _with_slots(
+    plan: PhysicalPlan, held: Callable[[RankPlan], Iterator[StateSlot]]
+) -> PhysicalPlan:
+    ranks = tuple(replace(part, slots=tuple(held(part))) for part in plan.ranks)
+    return replace(plan, ranks=ranks)
 
 
 def with_states_of(
@@ -209,37 +209,30 @@ def with_states_of(
             does, cut alike if it is of the same shape; else it is there whole.
     """
 
-    def made(slot: StateSlot) -> Iterator[StateSlot]:
-        for name, (of, shape, dtype) in like.items():
-            if of == slot.name:
-                found = replace(slot, name=name, kind=InputKind.OPTIMIZER_STATE, dtype=dtype)
-                if shape != slot.shape:
-                    whole = NdSbp(*[B for _ in slot.sbp or ()])
-                    found = replace(found, shape=shape, sbp=whole, local_shape=shape)
-                yield found
+    def held(part: RankPlan) -> Iterator[StateSlot]:
+        yield from part.slots
+        for slot in part.slots:
+            for name, (of, shape, dtype) in like.items():
+                if of == slot.name:
+                    found = replace(slot, name=name, kind=InputKind.OPTIMIZER_STATE, dtype=dtype)
+                    if shape != slot.shape:
+                        whole = NdSbp(*[B for _ in slot.sbp or ()])
+                        found = replace(found, shape=shape, sbp=whole, local_shape=shape)
+                    yield found
 
-    ranks = tuple(
-        replace(part, slots=(*part.slots, *(new for slot in part.slots for new in made(slot))))
-        for part in plan.ranks
-    )
-    return replace(plan, ranks=ranks)
+    return _with_slots(plan, held)
 
 
 def counted_apart(plan: PhysicalPlan) -> PhysicalPlan:
     """Return a plan in which each host number stands for one state, to be held by `widened`."""
+
+    def held(part: RankPlan) -> Iterator[StateSlot]:
+        for slot in part.slots:
+            for state in plan.ties.get(slot.name, ()):
+                yield replace(slot, name=f"{slot.name}.{state}")
+
     ties = {f"{name}.{state}": (state,) for name, tied in plan.ties.items() for state in tied}
-    ranks = tuple(
-        replace(
-            part,
-            slots=tuple(
-                replace(slot, name=name)
-                for slot in part.slots
-                for name in (f"{slot.name}.{state}" for state in plan.ties.get(slot.name, ()))
-            ),
-        )
-        for part in plan.ranks
-    )
-    return replace(plan, ranks=ranks, ties=ties)
+    return replace(_with_slots(plan, held), ties=ties)
 
 
 def known_state(plan: PhysicalPlan, name: str) -> str:
