@@ -10,11 +10,11 @@ import torch
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
 from sbp_boxing_nccl.nccl.cupy_device import load_device
 from sbp_boxing_nccl.nccl.group import launch
-from sbp_core.boxing.processes import KeyValueControlStore
-from sbp_core.boxing.processes.call import CollectiveCall
+from sbp_core.boxing.call import CollectiveCall
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
+from sbp_core.processes import KeyValueControlStore
 from sbp_core.sbp import B, NdSbp, P
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.errors import BoxingError
+from sbp_core.processes.supervisor import Line, supervise
 
 _PROGRAM = """
 import os, time

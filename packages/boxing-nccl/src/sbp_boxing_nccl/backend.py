@@ -1,7 +1,7 @@
 """The backend `mpi`: one rank in each process, over MPI.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process_backend`, its end `exit`. PyTorch is imported when it
+`sbp_core.processes.process_backend`, its end `exit`. PyTorch is imported when it
 connects: who only starts the ranks does not wait for it.
 """
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_boxing_nccl.exit import JobBackend, JobExit
 from sbp_boxing_nccl.mpi_library import load_mpi
-from sbp_core.boxing.processes import check_ranks
-from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs
+from sbp_core.boxing import LaunchSpec
 from sbp_core.errors import BoxingError
+from sbp_core.processes import check_ranks, mpiexec_specs
 
 if TYPE_CHECKING:
     from sbp_boxing_nccl.communicator import MpiCommunicator

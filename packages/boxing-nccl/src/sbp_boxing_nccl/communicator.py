@@ -13,8 +13,8 @@ import torch
 
 from sbp_boxing_nccl.connections import MpiConnections
 from sbp_boxing_nccl.group import MpiGroup, MpiWork
-from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest, tag_number
+from sbp_core.boxing import CollectiveCall, Manifest, StepKind
+from sbp_core.processes import tag_number
 from sbp_torch.boxing.processes import (
     Await,
     ExchangeCommunicator,

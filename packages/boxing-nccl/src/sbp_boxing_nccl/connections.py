@@ -1,7 +1,7 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.boxing.processes.connections`), and by an entry in the control store whatever waits
+here (`sbp_core.processes.connections`), and by an entry in the control store whatever waits
 on other ranks.
 """
 
@@ -16,14 +16,9 @@ import torch
 from sbp_boxing_nccl.control_store import MpiControlStore
 from sbp_boxing_nccl.group import MpiGroup, MpiWork
 from sbp_boxing_nccl.outbox import MpiMessage, MpiOutbox
-from sbp_core.boxing.processes import (
-    CLOSE_TIMEOUT_S,
-    CollectiveCall,
-    Connections,
-    group_name,
-    run_abandonable,
-)
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, group_name, run_abandonable
 
 #: Seconds that a rank which failed waits, when it closes, for MPI to deliver why.
 _DELIVERY_S = 1.0

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from sbp_core.boxing.processes import FIRST_STAYS, ControlStore, StoreLostError
+from sbp_core.processes import FIRST_STAYS, ControlStore, StoreLostError
 
 #: Tag of all entries.
 _TAG = 0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sbp_core.boxing.processes import ProcessBackend
+from sbp_core.processes import ProcessBackend
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from sbp_boxing_nccl.direct_collectives import DirectCollectives, Schedule
 from sbp_boxing_nccl.reduce import reduce_into
 from sbp_boxing_nccl.wire import chunks, memory
-from sbp_core.boxing.processes import TrafficCounter
+from sbp_core.boxing import TrafficCounter
 
 #: Looks at a request between two looks at the clock.
 _LOOKS = 64

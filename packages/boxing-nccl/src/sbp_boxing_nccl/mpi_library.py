@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from typing import Any
 
-from sbp_core.boxing.processes import Siblings
 from sbp_core.errors import BoxingError
+from sbp_core.processes import Siblings
 
 
 def load_mpi(limit_s: float | None = None) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sbp_boxing_nccl.group import SPIN_S, MpiGroup, MpiWork, pause_after
-from sbp_core.boxing.processes import CollectiveCall
+from sbp_core.boxing import CollectiveCall
 
 #: Looks at a message that was just sent, and at one that moves before the next has its turn.
 _EAGER_LOOKS, _LOOKS = 4, 32

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from sbp_boxing_torch.connections import TorchConnections
 from sbp_boxing_torch.group import NUM_TAGS, TorchGroup
 from sbp_boxing_torch.wire import as_bytes, reducible
-from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest, tag_number
+from sbp_core.boxing import CollectiveCall, Manifest, StepKind
 from sbp_core.errors import BoxingError
+from sbp_core.processes import tag_number
 from sbp_core.sbp import split_bounds
 from sbp_torch.boxing import reduce_in_order, reduction_of
 from sbp_torch.boxing.processes import Await, ExchangeCommunicator, Finish, PackedBuffers, after

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sbp_core.boxing.processes.settings import check_rendezvous, check_timeouts
 from sbp_core.errors import ConfigError
+from sbp_core.processes.settings import check_rendezvous, check_timeouts
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 

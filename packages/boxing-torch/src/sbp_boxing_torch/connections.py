@@ -1,7 +1,7 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.boxing.processes.connections`); by closed connections and an entry in the control
+here (`sbp_core.processes.connections`); by closed connections and an entry in the control
 store it also breaks whatever waits for it on other ranks.
 """
 
@@ -18,9 +18,10 @@ from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import TorchGroup, connect
 from sbp_boxing_torch.outbox import TorchMessage, TorchOutbox
 from sbp_boxing_torch.rendezvous import COUNTER, TorchWorld
-from sbp_core.boxing.processes import (
+from sbp_core.boxing import CollectiveCall
+from sbp_core.errors import BoxingError
+from sbp_core.processes import (
     CLOSE_TIMEOUT_S,
-    CollectiveCall,
     Connections,
     CountingStore,
     KeyValueControlStore,
@@ -28,7 +29,6 @@ from sbp_core.boxing.processes import (
     group_name,
     run_abandonable,
 )
-from sbp_core.errors import BoxingError
 
 #: Seconds between two looks whether the ranks that are being connected still run.
 _LOOK_S = 0.1

@@ -23,7 +23,8 @@ from sbp_boxing_torch._torch_compat import (
     nccl_group,
     reduce_scatter_parts,
 )
-from sbp_core.boxing.processes import CountingStore, TrafficCounter
+from sbp_core.boxing import TrafficCounter
+from sbp_core.processes import CountingStore
 
 #: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
 #: knows who is missing, and counts from the end of what this rank computes meanwhile.

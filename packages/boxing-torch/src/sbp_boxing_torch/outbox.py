@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sbp_boxing_torch.group import TorchGroup
-from sbp_core.boxing.processes import CollectiveCall
+from sbp_core.boxing import CollectiveCall
 
 #: Seconds that the thread gets to end.
 _END_S = 1.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.processes import CountingStore, connect_current_store
 from sbp_core.errors import ConfigError
+from sbp_core.processes import CountingStore, connect_current_store
 from sbp_torch.boxing.processes import is_on_loopback, naming_rendezvous, store_at
 
 #: Name by which the backends of a rank are counted in a store.

@@ -1,7 +1,7 @@
 """The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process_backend`, its end `exit`.
+`sbp_core.processes.process_backend`, its end `exit`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
 from sbp_boxing_nccl.nccl.world import NcclWorld, rendezvous
-from sbp_core.boxing.processes import check_ranks
-from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs, one_process_per_rank
+from sbp_core.boxing import LaunchSpec
 from sbp_core.errors import BoxingError
+from sbp_core.processes import check_ranks, mpiexec_specs, one_process_per_rank
 
 
 def build(config: NcclBoxingConfig) -> NcclBackend:

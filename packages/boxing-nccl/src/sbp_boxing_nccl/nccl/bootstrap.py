@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
-from sbp_core.boxing.processes import CollectiveCall, ControlStore, run_abandonable, wait_until
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import ControlStore, run_abandonable, wait_until
 
 #: Pauses between two looks at what has come, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.01

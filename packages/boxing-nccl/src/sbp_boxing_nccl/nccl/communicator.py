@@ -14,8 +14,7 @@ import torch
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.wire import reducible, restored
-from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest
+from sbp_core.boxing import CollectiveCall, Manifest, StepKind
 from sbp_torch.boxing import reduction_of
 from sbp_torch.boxing.processes import (
     Await,

@@ -1,7 +1,7 @@
 """The connections of one process: groups of ranks, channels of messages, and how it all breaks.
 
 Everything is connected when it is first needed. A call that fails breaks everything here
-(`sbp_core.boxing.processes.connections`): all channels are aborted together, which ends what waits
+(`sbp_core.processes.connections`): all channels are aborted together, which ends what waits
 inside them, and an entry in the control store tells the other ranks, which then do the same.
 """
 
@@ -21,14 +21,9 @@ from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.messages import Inbox, NcclMessage, SendQueue, Sent, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
-from sbp_core.boxing.processes import (
-    CLOSE_TIMEOUT_S,
-    CollectiveCall,
-    Connections,
-    group_name,
-    wait_until,
-)
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, group_name, wait_until
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ everything fail if something takes too long, which ends it:
     caller       inside NCCL, waits for rank 1 ...................... freed, raises the error
     deadlines    looks .. looks .. the time is over: `fail`, which aborts all communicators
 
-What other processes do is watched by `sbp_core.boxing.processes.failure_detector`.
+What other processes do is watched by `sbp_core.processes.failure_detector`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sbp_boxing_nccl.nccl.group import NcclWork
-from sbp_core.boxing.processes import CollectiveCall
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 
 #: Seconds between two looks: while there is something to look at, and while there is nothing.

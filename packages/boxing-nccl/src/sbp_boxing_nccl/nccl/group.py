@@ -13,7 +13,7 @@ import torch
 
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_boxing_nccl.nccl.wire import NATIVE
-from sbp_core.boxing.processes import TrafficCounter
+from sbp_core.boxing import TrafficCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,9 @@ import torch
 from sbp_boxing_nccl.nccl.deadlines import Deadlines
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_boxing_nccl.nccl.group import NcclWork
-from sbp_core.boxing.processes import CollectiveCall, ControlStore, wait_until
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import ControlStore, wait_until
 
 #: Pauses between two looks for entries, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3

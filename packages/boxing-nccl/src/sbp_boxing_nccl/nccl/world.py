@@ -17,14 +17,14 @@ from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.control_store import MpiControlStore
 from sbp_boxing_nccl.exit import JobExit
 from sbp_boxing_nccl.mpi_library import load_mpi
-from sbp_core.boxing.processes import (
+from sbp_core.errors import BoxingError, ConfigError
+from sbp_core.processes import (
     ControlStore,
     KeyValueControlStore,
     connect_current_store,
     count_opening,
     wait_until,
 )
-from sbp_core.errors import BoxingError, ConfigError
 
 #: Name by which the backends of a rank are counted in a store.
 _COUNTER = "sbp-boxing-nccl"

@@ -17,10 +17,10 @@ from math import prod
 from pathlib import Path
 from typing import cast
 
-from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import ExitReport, LaunchSpec, Line, supervise
+from sbp_core.boxing import BoxingBackend, LaunchSpec
 from sbp_core.errors import RunError, SbpError
 from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
+from sbp_core.processes import ExitReport, Line, supervise
 from sbp_core.serialize import open_file
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, SIGNALS

@@ -2,10 +2,12 @@
 
 In the order in which they are used: `step` (the values), `slices` (who needs what), `price` (time,
 by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a route, by `routing` and
-`memory`), `backend` (the contract of transports).
+`memory`), `backend` (the contract of transports). What a rank does in
+a step: `call` (one call and its deadline), `manifest` (what it sends and receives), `traffic` (how
+many bytes it hands over).
 
-`processes` has what backends of several processes are made of, `supervision` starts such processes
-and sees that they end. What touches tensors is in `sbp_torch.boxing`.
+What backends of several processes are made of is in `sbp_core.processes`, what touches tensors in
+`sbp_torch.boxing`.
 
 Stability: provisional.
 """
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
         Communicator,
         Delivered,
         Delivery,
+        LaunchSpec,
         Pending,
         SurvivingRanks,
+        thread_share,
     )
+    from sbp_core.boxing.call import CollectiveCall
+    from sbp_core.boxing.manifest import Manifest, manifest_of, span
     from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
     from sbp_core.boxing.slices import (
@@ -45,19 +51,24 @@ if TYPE_CHECKING:
         volume,
     )
     from sbp_core.boxing.step import BoxingStep, StepKind
+    from sbp_core.boxing.traffic import TrafficCounter
 
 __all__ = [
     "Bounds",
     "BoxingBackend",
     "BoxingStep",
+    "CollectiveCall",
     "Communicator",
     "Delivered",
     "Delivery",
+    "LaunchSpec",
+    "Manifest",
     "Pending",
     "Piece",
     "Route",
     "StepKind",
     "SurvivingRanks",
+    "TrafficCounter",
     "bounds_of",
     "can_transfer",
     "clear_routes",
@@ -68,9 +79,12 @@ __all__ = [
     "is_realisable",
     "itemsize",
     "local_transition",
+    "manifest_of",
     "partial_axes",
     "route",
     "sent_bytes",
+    "span",
+    "thread_share",
     "transfer_bytes",
     "transfer_pieces",
     "volume",
@@ -81,28 +95,35 @@ __getattr__, __dir__ = lazy(
     {
         "Bounds": "slices",
         "BoxingBackend": "backend",
+        "BoxingStep": "step",
+        "CollectiveCall": "call",
         "Communicator": "backend",
         "Delivered": "backend",
         "Delivery": "backend",
+        "LaunchSpec": "backend",
+        "Manifest": "manifest",
         "Pending": "backend",
-        "SurvivingRanks": "backend",
         "Piece": "slices",
         "Route": "routes",
-        "BoxingStep": "step",
         "StepKind": "step",
+        "SurvivingRanks": "backend",
+        "TrafficCounter": "traffic",
         "bounds_of": "slices",
         "can_transfer": "slices",
+        "clear_routes": "router",
         "collective_bytes": "slices",
         "collective_pieces": "slices",
         "conversion_bytes": "router",
-        "is_realisable": "slices",
         "intersection": "slices",
+        "is_realisable": "slices",
         "itemsize": "slices",
         "local_transition": "slices",
+        "manifest_of": "manifest",
         "partial_axes": "slices",
-        "clear_routes": "router",
         "route": "router",
         "sent_bytes": "slices",
+        "span": "manifest",
+        "thread_share": "backend",
         "transfer_bytes": "slices",
         "transfer_pieces": "slices",
         "volume": "slices",

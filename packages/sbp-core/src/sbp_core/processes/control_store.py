@@ -1,0 +1,289 @@
+"""The control store: short entries by which the ranks of a run know of each other.
+
+Tensors never pass here, and nothing is written on the fast path of a step: only where something
+takes long, goes wrong or ends.
+
+| key | is written by | says |
+|---|---|---|
+| `member/RANK` | `register` | which process the rank is |
+| `join/GROUP/RANK` | `join` | the rank is ready to connect a group |
+| `waiting/GROUP/RANK` | `report_waiting` | the number of the group's latest call that it came to |
+| `location/RANK` | `report_location` | the step in which it is, or was last |
+| `heartbeat/RANK` | `send_heartbeat` | a number, another one each time |
+| `failure` | `announce_failure` | why the run failed; the first text stays |
+| `acknowledged/RANK` | `acknowledge_failure` | the rank has read that |
+| `survivor/RANK` | `announce_survival` | the rank is left when the run has failed |
+| `survivors` | `agree_on_survivors` | all that are left; the first list stays |
+| `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or any) needs no other |
+| `transport/...` | `publish` | whatever a backend wants its ranks to know |
+
+How entries travel is a subclass's: `store_client` keeps them in a key-value store, boxing-nccl
+sends them as messages of MPI.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import ClassVar
+
+from sbp_core.processes.membership import Member, MemberState, state_of
+from sbp_core.processes.waiting import wait_until
+
+#: Characters of a failure that are announced: over MPI a short message leaves at once, whatever its
+#: receiver does; a long one waits for it.
+_LONGEST_TEXT = 2000
+
+
+#: Of these, what was written first stays; of others, what was written last.
+FIRST_STAYS = ("failure", "survivors")
+
+
+class StoreSilentError(RuntimeError):
+    """The control store does not answer for now."""
+
+
+class StoreLostError(StoreSilentError):
+    """The control store cannot be reached any more; says why."""
+
+
+class ControlStore(ABC):
+    """The entries of one run, as one rank sees them.
+
+    No method waits for another rank, but for `wait_for`. Once the store is lost, `failure` says so,
+    and every other method acts as if nobody had written anything: who asks about the others must
+    not fail for want of an answer.
+
+    Args:
+        rank: The rank that reads and writes.
+        size: Number of ranks.
+    """
+
+    #: Pauses between two looks, in seconds: the first, and the longest.
+    pauses_s: ClassVar[tuple[float, float]] = (5e-4, 0.02)
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._members: dict[int, Member] = {}
+
+    # How entries travel: what a subclass brings.
+
+    @abstractmethod
+    def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
+        """Write an entry for some ranks; of equal keys the last counts, of `FIRST_STAYS` the first.
+
+        Raises:
+            StoreSilentError: it cannot be written.
+        """
+
+    @abstractmethod
+    def _get(self, key: str) -> str | None:
+        """Return an entry, or None if there is none; does not wait for it.
+
+        Raises:
+            StoreSilentError: entries cannot be read.
+        """
+
+    @abstractmethod
+    def _delete(self, key: str) -> None:
+        """Forget an entry that was read, so that many of them take no memory.
+
+        Raises:
+            StoreSilentError: it cannot be deleted.
+        """
+
+    def _has_all(self, keys: Iterable[str]) -> bool:
+        """Say whether there is an entry for each key."""
+        return all(self._get(key) is not None for key in keys)
+
+    # Who takes part.
+
+    def register(self, member: Member) -> None:
+        """Tell all ranks which process this one is."""
+        self._try_put(f"member/{member.rank}", member.to_json())
+
+    def members(self) -> dict[int, Member]:
+        """Return the processes of the ranks that have registered, by rank."""
+        for rank in range(self.size):
+            if rank not in self._members and (entry := self._try_get(f"member/{rank}")):
+                self._members[rank] = Member.from_json(entry)
+        return dict(self._members)
+
+    def all_registered(self) -> bool:
+        """Say whether every rank has registered."""
+        return self._try_has_all(f"member/{rank}" for rank in range(self.size))
+
+    def join(self, group: str, ranks: Iterable[int] | None = None) -> None:
+        """Tell the ranks of a group that this one is ready to connect it."""
+        self._try_put(f"join/{group}/{self.rank}", "1", ranks)
+
+    def not_joined(self, group: str, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that are not ready to connect a group."""
+        return self._absent(ranks, lambda rank: self._get(f"join/{group}/{rank}") is not None)
+
+    # Where they are.
+
+    def report_waiting(self, group: str, number: int, ranks: Iterable[int] | None = None) -> None:
+        """Tell the ranks of a group that this one has come to a call, counted from the first."""
+        self._try_put(f"waiting/{group}/{self.rank}", str(number), ranks)
+
+    def not_waiting(self, group: str, number: int, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that have not come to a call of a group, as far as they reported."""
+        others = [rank for rank in ranks if rank != self.rank]
+        return self._absent(
+            others, lambda rank: int(self._get(f"waiting/{group}/{rank}") or -1) >= number
+        )
+
+    def report_location(self, location: str) -> None:
+        """Tell all ranks where this one is, in words that follow its name."""
+        self._try_put(f"location/{self.rank}", location)
+
+    def last_location(self, rank: int) -> str | None:
+        """Return where a rank was when it last reported."""
+        return self._try_get(f"location/{rank}")
+
+    def send_heartbeat(self, number: int, ranks: Iterable[int]) -> None:
+        """Tell ranks that this one still runs; the number is another each time."""
+        self._try_put(f"heartbeat/{self.rank}", str(number), ranks)
+
+    def last_heartbeat(self, rank: int) -> str | None:
+        """Return the number of the last heartbeat of a rank."""
+        return self._try_get(f"heartbeat/{rank}")
+
+    # How it ends.
+
+    def announce_failure(self, text: str) -> None:
+        """Tell all ranks why the run failed; the first text stays."""
+        if self._try_get("failure") is None:
+            self._try_put("failure", text[:_LONGEST_TEXT])
+
+    def failure(self) -> str | None:
+        """Return why the run failed, as the first rank that knew said, or None if it did not."""
+        try:
+            return self._get("failure")
+        except StoreLostError as error:
+            return str(error)
+        except StoreSilentError:
+            return None
+
+    def is_lost(self, *, if_silent: bool = False) -> bool:
+        """Say whether entries cannot be read any more; `if_silent` is the answer if they may be."""
+        try:
+            self._get("failure")
+        except StoreSilentError as error:
+            return if_silent or isinstance(error, StoreLostError)
+        return False
+
+    def acknowledge_failure(self) -> None:
+        """Tell all ranks that this one knows why the run failed."""
+        self._try_put(f"acknowledged/{self.rank}", "1")
+
+    def not_acknowledged(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that may not know why the run failed, and still need others."""
+        return [
+            rank
+            for rank in ranks
+            if rank != self.rank
+            and self._try_get(f"acknowledged/{rank}") is None
+            and self._try_get(f"deregistered/{rank}") is None
+        ]
+
+    def announce_survival(self) -> None:
+        """Tell all ranks that this one is left, now that the run has failed."""
+        self._try_put(f"survivor/{self.rank}", "1")
+
+    def survivors(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks that are left, as far as they told."""
+        return [rank for rank in ranks if self._try_get(f"survivor/{rank}") is not None]
+
+    def agree_on_survivors(self, proposed: str) -> str | None:
+        """Return which ranks are left, as the first one said that was asked; None if it is lost."""
+        self._try_put("survivors", proposed)
+        return self._try_get("survivors")
+
+    def deregister(self) -> None:
+        """Tell all ranks that this one needs nobody any more: it may end now."""
+        self._try_put(f"deregistered/{self.rank}", "1")
+        self._try_put("deregistered/any", "1")
+
+    def deregistered(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that need nobody any more."""
+        # Asked often, and the answer is nobody until the run ends: one entry says so.
+        if self._try_get("deregistered/any") is None:
+            return []
+        return [rank for rank in ranks if self._try_get(f"deregistered/{rank}") is not None]
+
+    def all_deregistered(self) -> bool:
+        """Say whether nobody needs this rank any more, or nobody can be reached."""
+        try:
+            return self._has_all(f"deregistered/{rank}" for rank in range(self.size))
+        except StoreSilentError as error:
+            # The rank that hosts the store goes last: without it, all others have gone.
+            return isinstance(error, StoreLostError)
+
+    def close(self) -> None:  # noqa: B027 (nothing to let go of is the common case)
+        """Let go of what carries the entries; nothing may be asked any more."""
+
+    # What a backend adds.
+
+    def publish(self, key: str, text: str, ranks: Iterable[int]) -> None:
+        """Write an entry of the backend's own for some ranks."""
+        self._try_put(f"transport/{key}", text, ranks)
+
+    def lookup(self, key: str) -> str | None:
+        """Return an entry that was published, or None if it has not come."""
+        return self._try_get(f"transport/{key}")
+
+    def take(self, key: str) -> str | None:
+        """Return an entry that was published for this rank alone, and delete it."""
+        text = self.lookup(key)
+        if text is not None:
+            with suppress(StoreSilentError):  # seen as a failure by whoever looks next
+                self._delete(f"transport/{key}")
+        return text
+
+    def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Look until `done()` says yes or `limit_s` seconds are over; return the answer."""
+        first_pause_s, longest_pause_s = self.pauses_s
+        return wait_until(
+            done, limit_s, first_pause_s=first_pause_s, longest_pause_s=longest_pause_s
+        )
+
+    # Reading and writing that a store which does not answer leaves without effect.
+
+    def _absent(self, ranks: Iterable[int], has_come: Callable[[int], bool]) -> list[int]:
+        """Return the ranks that have not come; if the store is silent, those that cannot have."""
+        ranks = list(ranks)
+        try:
+            return [rank for rank in ranks if not has_come(rank)]
+        except StoreSilentError:
+            # Better to accuse those whose processes stand still than everybody else.
+            here = self._members.get(self.rank)
+            hindered = [
+                rank
+                for rank in ranks
+                if here is not None
+                and rank in self._members
+                and state_of(self._members[rank], here) in (MemberState.STOPPED, MemberState.ENDED)
+            ]
+            return hindered or [rank for rank in ranks if rank != self.rank]
+
+    def _try_put(self, key: str, value: str, ranks: Iterable[int] | None = None) -> None:
+        try:
+            self._put(key, value, range(self.size) if ranks is None else ranks)
+        except StoreSilentError:  # seen as a failure by whoever looks next
+            return
+
+    def _try_get(self, key: str) -> str | None:
+        try:
+            return self._get(key)
+        except StoreSilentError:
+            return None
+
+    def _try_has_all(self, keys: Iterable[str]) -> bool:
+        try:
+            return self._has_all(keys)
+        except StoreSilentError:
+            return False
