@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sbp_boxing_nccl.backend import build
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi_library import load_mpi
+from sbp_boxing_nccl.mpi.backend import build
+from sbp_boxing_nccl.mpi.mpi_library import load_mpi
 from sbp_core.errors import BoxingError
 from sbp_core.processes import Siblings
 

@@ -14,7 +14,7 @@ _DEVICE = re.compile(r"auto|cuda:(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiBoxingConfig:
-    """Settings of `sbp_boxing_nccl.backend.MpiBackend`.
+    """Settings of `sbp_boxing_nccl.mpi.backend.MpiBackend`.
 
     Args:
         connect_timeout_s: Seconds to wait for the other processes at the start, above 0.

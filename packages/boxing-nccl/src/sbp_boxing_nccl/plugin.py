@@ -15,7 +15,7 @@ def sbp_boxing_backends() -> Mapping[str, Factory]:
     """Offer the backends over MPI and over NCCL."""
     return {
         "mpi": Factory(
-            build="sbp_boxing_nccl.backend:build",
+            build="sbp_boxing_nccl.mpi.backend:build",
             config=MpiBoxingConfig,
             summary="one process a rank, over MPI through mpi4py",
         ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.exit import JobBackend
+from sbp_boxing_nccl.mpi.exit import JobBackend
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice

@@ -14,9 +14,9 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.control_store import MpiControlStore
-from sbp_boxing_nccl.exit import JobExit
-from sbp_boxing_nccl.mpi_library import load_mpi
+from sbp_boxing_nccl.mpi.control_store import MpiControlStore
+from sbp_boxing_nccl.mpi.exit import JobExit
+from sbp_boxing_nccl.mpi.mpi_library import load_mpi
 from sbp_core.errors import BoxingError, ConfigError
 from sbp_core.processes import (
     ControlStore,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.direct_collectives import DirectCollectives, Schedule
-from sbp_boxing_nccl.reduce import reduce_into
-from sbp_boxing_nccl.wire import chunks, memory
+from sbp_boxing_nccl.mpi.direct_collectives import DirectCollectives, Schedule
+from sbp_boxing_nccl.mpi.reduce import reduce_into
+from sbp_boxing_nccl.mpi.wire import chunks, memory
 from sbp_core.boxing import TrafficCounter
 
 #: Looks at a request between two looks at the clock.

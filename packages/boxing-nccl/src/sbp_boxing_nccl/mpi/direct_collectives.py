@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.reduce import reduce_into
-from sbp_boxing_nccl.wire import chunks, memory
+from sbp_boxing_nccl.mpi.reduce import reduce_into
+from sbp_boxing_nccl.mpi.wire import chunks, memory
 from sbp_core.sbp import split_bounds
 
 #: Requests of MPI, each yielded when nothing else can be done until it is over.

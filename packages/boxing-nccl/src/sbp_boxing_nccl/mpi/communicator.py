@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from sbp_boxing_nccl.connections import MpiConnections
-from sbp_boxing_nccl.group import MpiGroup, MpiWork
+from sbp_boxing_nccl.mpi.connections import MpiConnections
+from sbp_boxing_nccl.mpi.group import MpiGroup, MpiWork
 from sbp_core.boxing import CollectiveCall, Manifest, StepKind
 from sbp_core.processes import tag_number
 from sbp_torch.boxing.processes import (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sbp_boxing_nccl.group import SPIN_S, MpiGroup, MpiWork, pause_after
+from sbp_boxing_nccl.mpi.group import SPIN_S, MpiGroup, MpiWork, pause_after
 from sbp_core.boxing import CollectiveCall
 
 #: Looks at a message that was just sent, and at one that moves before the next has its turn.

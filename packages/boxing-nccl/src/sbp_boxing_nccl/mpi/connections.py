@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.control_store import MpiControlStore
-from sbp_boxing_nccl.group import MpiGroup, MpiWork
-from sbp_boxing_nccl.outbox import MpiMessage, MpiOutbox
+from sbp_boxing_nccl.mpi.control_store import MpiControlStore
+from sbp_boxing_nccl.mpi.group import MpiGroup, MpiWork
+from sbp_boxing_nccl.mpi.outbox import MpiMessage, MpiOutbox
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, group_name, run_abandonable

@@ -12,15 +12,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.exit import JobBackend, JobExit
-from sbp_boxing_nccl.mpi_library import load_mpi
+from sbp_boxing_nccl.mpi.exit import JobBackend, JobExit
+from sbp_boxing_nccl.mpi.mpi_library import load_mpi
 from sbp_core.boxing import LaunchSpec
 from sbp_core.errors import BoxingError
 from sbp_core.processes import check_ranks, mpiexec_specs
 
 if TYPE_CHECKING:
-    from sbp_boxing_nccl.communicator import MpiCommunicator
-    from sbp_boxing_nccl.connections import MpiConnections
+    from sbp_boxing_nccl.mpi.communicator import MpiCommunicator
+    from sbp_boxing_nccl.mpi.connections import MpiConnections
 
 
 def build(config: MpiBoxingConfig) -> MpiBackend:
@@ -53,8 +53,8 @@ class MpiBackend(JobBackend):
 
     def _connect(self, ranks: Sequence[int]) -> tuple[MpiConnections, MpiCommunicator]:
         """See `ProcessBackend._connect`."""
-        from sbp_boxing_nccl.communicator import MpiCommunicator
-        from sbp_boxing_nccl.connections import MpiConnections
+        from sbp_boxing_nccl.mpi.communicator import MpiCommunicator
+        from sbp_boxing_nccl.mpi.connections import MpiConnections
 
         mpi = load_mpi(self._config.connect_timeout_s)
         comm = mpi.COMM_WORLD if self._comm is None else self._comm
