@@ -70,8 +70,6 @@ NOTHING = "os.devnull"
 #: Calls that are no reading of a file from elsewhere, by module; the reason stands behind.
 ALLOWED = {
     "sbp_core/processes/membership.py": {
-        "(_PROC / str(pid) / 'stat').read_text": PROC,
-        "(_PROC / str(pid) / 'environ').read_bytes": PROC,
         "(_PROC / 'sys/kernel/random/boot_id').read_text": PROC,
     },
     "sbp_core/processes/reaper.py": {

@@ -8,7 +8,7 @@ import time
 import torch
 
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
-from sbp_boxing_nccl.nccl.cupy_device import load_device
+from sbp_boxing_nccl.nccl.device import load_device
 from sbp_boxing_nccl.nccl.group import launch
 from sbp_core.boxing.call import CollectiveCall
 from sbp_core.boxing.step import BoxingStep, StepKind

@@ -5,7 +5,7 @@ import pytest
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
 from sbp_boxing_nccl.mpi.backend import build
-from sbp_boxing_nccl.mpi.mpi_library import load_mpi
+from sbp_boxing_nccl.mpi.job import load_mpi
 from sbp_core.errors import BoxingError
 from sbp_core.processes import Siblings
 

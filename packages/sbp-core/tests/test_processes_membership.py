@@ -14,6 +14,7 @@ from dict_store import elsewhere
 from sleeping import ME, comes_to, member_of, sleeping
 
 from sbp_core.processes import membership as members
+from sbp_core.processes import reaper
 from sbp_core.processes.membership import Member, MemberState, state_of
 
 
@@ -48,7 +49,8 @@ def test_another_process_with_the_same_id_is_not_taken_for_one_that_ended() -> N
 def test_without_proc_a_signal_finds_out(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(members, "_PROC", tmp_path)
+    for module in (members, reaper):
+        monkeypatch.setattr(module, "_PROC", tmp_path)
     member = replace(ME, pid=sleeper.pid)
 
     assert Member.of_this_process(0).started == 0

@@ -93,7 +93,7 @@ def test_before_a_wait_without_looks_who_is_not_there_is_given_a_moment(
     monkeypatch.setattr("sbp_core.processes.membership._ABSENT_S", 0.05)
     mine = {"RANK": "0", "LOCAL_RANK": "0", **TORCHRUN}
     monkeypatch.setattr(
-        "sbp_core.processes.membership._environment",
+        "sbp_core.processes.membership.environment_of",
         lambda pid: mine if pid == os.getpid() else {},
     )
     monkeypatch.setattr(Siblings, "_find_launcher", lambda self: os.getpid())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sbp_core.errors import ConfigError
-from sbp_core.processes.settings import check_rendezvous, check_timeouts
+from sbp_core.processes import check_rendezvous, check_timeouts
 
 _DEVICE = re.compile(r"auto|cuda:(\d+)")
 

@@ -1,7 +1,7 @@
 """The backend `mpi`: boxing over MPI, one process a rank, for tensors on CPUs.
 
-Read the modules in this order: `mpi_library` (finding mpi4py), `control_store` (what ranks tell
-each other), `direct_collectives` (collectives made of messages; `reduce`, `wire`), `group` (what
-one set of ranks does, and how to wait for it), `outbox` (messages on their way), `connections` (all
-groups, and how they break), `communicator` (one step), `exit` (how a process leaves), `backend`.
+Read the modules in this order: `job` (how a process enters its MPI job and leaves it),
+`control_store` (what ranks tell each other), `direct_collectives` (collectives made of messages, of
+`tensors`), `group` (what one set of ranks does, and how to wait for it), `connections` (all groups,
+messages on their way, and how it all breaks), `communicator` (one step), `backend`.
 """

@@ -1,7 +1,7 @@
 """The backend `mpi`: one rank in each process, over MPI.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.processes.process_backend`, its end `exit`. PyTorch is imported when it
+`sbp_core.processes.process_backend`, its end `job`. PyTorch is imported when it
 connects: who only starts the ranks does not wait for it.
 """
 
@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi.exit import JobBackend, JobExit
-from sbp_boxing_nccl.mpi.mpi_library import load_mpi
+from sbp_boxing_nccl.mpi.job import JobBackend, JobExit, load_mpi
 from sbp_core.boxing import LaunchSpec
 from sbp_core.errors import BoxingError
 from sbp_core.processes import check_ranks, mpiexec_specs

@@ -25,9 +25,6 @@ from sbp_torch.boxing.processes import (
     pack,
 )
 
-#: Seconds after which a rank that waits in a collective reports that it is there.
-_PATIENCE_S = 0.2
-
 #: Looks at a collective before it is waited for in earnest.
 _EAGER_LOOKS = 256
 
@@ -66,7 +63,7 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`."""
-        group, number = self._connections.messages(), self._number(call)
+        group, number = self._connections.messages, self._number(call)
         under_way: dict[int, MpiWork] = {}
         for sender, values in arriving.items():
             with self._connections.guard(call):
@@ -81,9 +78,12 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         missing: list[int] = []
         for sender, work in under_way.items():
             self._connections.begun.pop(id(work), None)
-            if not self._connections.wait(call, group, work, call.left_s):
-                missing.append(sender)
-                self._connections.abandon(group, work)
+            try:
+                if not self._connections.wait(call, work, call.left_s):
+                    missing.append(sender)
+            finally:
+                if not work.is_over:
+                    self._connections.abandon(group, work)
         if missing:
             raise self._connections.call_failed(call, call.missing(missing))
 
@@ -160,15 +160,15 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         number = connections.arrivals.begin(ranks)
         group = connections.group(call, ranks)
         work: MpiWork | None = None
-        # As `connections.guard` does, which takes longer than a small message.
+
         try:
             work = start(group)
             self._count(group.traffic)
             work.look(yields=False)  # which starts it, in the same order on all ranks
-        except (RuntimeError, OverflowError) as error:
+        except connections.transport_errors as error:
             if work is not None:
                 connections.abandon(group, work)
-            raise connections.connection_lost(call, f"MPI reported: {error}") from error
+            raise connections.transport_failed(call, error) from error
         connections.begun[id(work)] = group, work
         return partial(self._await, call, ranks, number, group, work)
 
@@ -180,23 +180,19 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
         group: MpiGroup,
         work: MpiWork,
     ) -> None:
-        """Wait for a collective.
-
-        The ranks that wait long tell the others, so that each can say at its deadline who did not
-        come.
-        """
-        connections, arrivals = self._connections, self._connections.arrivals
+        """Wait for a collective that has begun."""
+        connections = self._connections
         del connections.begun[id(work)]
+
+        def over(limit_s: float) -> bool:
+            return (
+                work.is_over
+                or work.look(_EAGER_LOOKS, yields=False)
+                or connections.wait(call, work, limit_s)
+            )
+
         try:
-            is_over = work.is_over or work.look(_EAGER_LOOKS, yields=False)
-        except (RuntimeError, OverflowError) as error:
-            connections.abandon(group, work)
-            raise connections.connection_lost(call, f"MPI reported: {error}") from error
-        if not is_over and not connections.wait(
-            call, group, work, min(_PATIENCE_S, call.left_s / 2)
-        ):
-            arrivals.tell(ranks)
-            if not connections.wait(call, group, work, call.left_s):
+            connections.await_collective(call, ranks, number, over)
+        finally:
+            if not work.is_over:
                 connections.abandon(group, work)
-                raise connections.call_failed(call, call.missing(arrivals.missing(ranks, number)))
-        arrivals.end(ranks)

@@ -1,24 +1,26 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
-Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.processes.connections`), and by an entry in the control store whatever waits
-on other ranks.
+Groups of ranks are connected when a step first needs them. Messages are kept alive, and kept
+moving, by one thread: MPI moves a large message only while its sender calls MPI, and a sender that
+computes would hold up the receiver. A call that fails breaks everything here
+(`sbp_core.processes.connections`), and by an entry in the control store whatever waits on other
+ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from sbp_boxing_nccl.mpi.control_store import MpiControlStore
-from sbp_boxing_nccl.mpi.group import MpiGroup, MpiWork
-from sbp_boxing_nccl.mpi.outbox import MpiMessage, MpiOutbox
+from sbp_boxing_nccl.mpi.group import SPIN_S, MpiGroup, MpiWork, pause_after
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
-from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, group_name, run_abandonable
+from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, Outbox, group_name, run_abandonable
 
 #: Seconds that a rank which failed waits, when it closes, for MPI to deliver why.
 _DELIVERY_S = 1.0
@@ -32,6 +34,83 @@ _LOOK_AROUND_S = 5e-4
 #: Seconds between two looks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
 
+#: Looks at a message that was just sent, and at one that moves before the next has its turn.
+_EAGER_LOOKS, _LOOKS = 4, 32
+
+#: Seconds that a first message waits for the sender to move it by itself.
+_FIRST_PAUSE_S = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiMessage:
+    """One message that was sent but perhaps not received."""
+
+    call: CollectiveCall
+    receiver: int
+    group: MpiGroup
+    work: MpiWork
+
+
+class MpiOutbox(Outbox[MpiMessage]):
+    """The messages that this process has sent.
+
+    Args:
+        fail: Called with a `BoxingError` when a message was not received within its deadline.
+    """
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self._fail = fail
+
+    def keep(self, message: MpiMessage) -> None:
+        """See `Outbox.keep`."""
+        if not message.work.look(_EAGER_LOOKS):
+            super().keep(message)
+
+    def wait(self, message: MpiMessage, limit_s: float) -> bool:
+        """Wait until a message is received; False if it is not within `limit_s` seconds."""
+        if message.work.is_over:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: message.work.is_over, limit_s)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """See `Outbox.close`; messages that were not received are abandoned."""
+        super().close(limit_s)
+        for message in self._messages:
+            message.group.abandon(message.work)
+
+    def _watch(self) -> None:
+        moved, moved_s = -1, 0.0
+        while True:
+            waits = not self._messages
+            self._await_first()
+            if self._closed:
+                return
+            if waits:
+                # A sender that now waits for something itself moves its messages meanwhile.
+                time.sleep(_FIRST_PAUSE_S)
+                moved = -1
+            messages = list(self._messages)
+            idle_s = time.monotonic() - moved_s if moved >= 0 else 0.0
+            try:
+                for message in messages:
+                    message.work.look(_LOOKS if idle_s < SPIN_S else 1)
+            except RuntimeError as error:  # MPI itself has failed
+                self._fail(messages[0].call.failed(f"MPI reported: {error}"))
+                return
+            num_done, now = sum(message.work.num_done for message in messages), time.monotonic()
+            if num_done != moved:
+                moved, moved_s = num_done, now
+            if received := [message for message in messages if message.work.is_over]:
+                self._forget(received)
+            late = [m for m in messages if not m.work.is_over and m.call.is_over]
+            if late:
+                self._fail(late[0].call.missing([late[0].receiver]))
+                return
+            if pause_s := pause_after(now - moved_s):
+                time.sleep(pause_s)
+
 
 class MpiConnections(Connections):
     """The connections of one rank to all others.
@@ -44,6 +123,9 @@ class MpiConnections(Connections):
     Raises:
         BoxingError: the ranks could not be connected.
     """
+
+    transport_errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError, OverflowError)
+    transport_says: ClassVar[str] = "MPI reported: "
 
     def __init__(self, comm: Any, mpi: Any, limit_s: float) -> None:
         # Communicators of our own, one for entries and one for messages: none is taken for another.
@@ -60,7 +142,8 @@ class MpiConnections(Connections):
         self.begun: dict[int, tuple[MpiGroup, MpiWork]] = {}
         self._abandoned = False
         everyone = tuple(range(comm.Get_size()))
-        self._messages = MpiGroup(everyone, _duplicate(comm, limit_s), mpi)
+        #: The group, of all ranks in order, that carries messages.
+        self.messages = MpiGroup(everyone, _duplicate(comm, limit_s), mpi)
         self._outbox = MpiOutbox(self.fail)
         self.rendezvous(limit_s)
 
@@ -85,10 +168,6 @@ class MpiConnections(Connections):
             self._groups[ranks] = group
         return group
 
-    def messages(self) -> MpiGroup:
-        """Return the group, of all ranks in order, that carries messages."""
-        return self._messages
-
     def post(
         self, call: CollectiveCall, receiver: int, values: torch.Tensor, tag: int
     ) -> MpiMessage:
@@ -101,8 +180,8 @@ class MpiConnections(Connections):
             values: Shape (elements,), contiguous; not used by anybody else.
         """
         with self.guard(call):
-            work = self._messages.send(values, receiver, tag)
-            message = MpiMessage(call=call, receiver=receiver, group=self._messages, work=work)
+            work = self.messages.send(values, receiver, tag)
+            message = MpiMessage(call=call, receiver=receiver, group=self.messages, work=work)
             self._outbox.keep(message)
         return message
 
@@ -120,18 +199,14 @@ class MpiConnections(Connections):
             if call.is_over:
                 raise self.call_failed(call, call.missing([message.receiver]))
 
-    def wait(self, call: CollectiveCall, group: MpiGroup, work: MpiWork, limit_s: float) -> bool:
+    def wait(self, call: CollectiveCall, work: MpiWork, limit_s: float) -> bool:
         """Wait for work; False if it is still under way after `limit_s` seconds.
 
         Raises:
-            BoxingError: a rank has failed; the work is abandoned.
+            BoxingError: a rank has failed.
         """
-        try:
-            with self.guard(call):
-                return work.wait(limit_s, lambda: self.check_others(call), self.progress)
-        except BoxingError:
-            self.abandon(group, work)
-            raise
+        with self.guard(call):
+            return work.wait(limit_s, lambda: self.check_others(call), self.progress)
 
     def progress(self) -> None:
         """Move on all that has begun."""
@@ -142,16 +217,6 @@ class MpiConnections(Connections):
         """Give up work that is under way."""
         self._abandoned = True
         group.abandon(work)
-
-    @contextlib.contextmanager
-    def guard(self, call: CollectiveCall) -> Iterator[None]:
-        """Turn the errors of MPI into one that says which step failed, and why."""
-        try:
-            yield
-        except BoxingError:
-            raise
-        except (RuntimeError, OverflowError) as error:
-            raise self.connection_lost(call, f"MPI reported: {error}") from error
 
     def _announce(self, text: str) -> None:
         """See `Connections._announce`; a rank that waits reads it when it looks next."""
@@ -178,7 +243,7 @@ class MpiConnections(Connections):
             # Freeing is collective: all ranks have come here, and free in one order.
             for ranks in sorted(self._groups):
                 self._groups[ranks].free()
-            self._messages.free()
+            self.messages.free()
             store.close()
             self._control_comm.Free()
 

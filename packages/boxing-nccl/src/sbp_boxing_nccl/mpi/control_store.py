@@ -16,8 +16,8 @@ from sbp_core.processes import FIRST_STAYS, ControlStore, StoreLostError
 #: Tag of all entries.
 _TAG = 0
 
-#: What the key of a rank's last entry begins with. Between two ranks, entries come in order.
-_END = "end/"
+#: Key of a rank's last entry. Between two ranks, entries come in order.
+_END = "end"
 
 
 class MpiControlStore(ControlStore):
@@ -46,7 +46,7 @@ class MpiControlStore(ControlStore):
 
     def end(self) -> None:
         """Send the last entry, to all ranks; what is put later stays here."""
-        self._try_put(f"{_END}{self.rank}", "1")
+        self._say(f"{_END}/{self.rank}")
 
     def all_ended(self) -> bool:
         """Say whether no entry of any rank, nor for any, is on its way any more.
@@ -54,8 +54,7 @@ class MpiControlStore(ControlStore):
         The communicator may be freed then, and not before: MPI gives its number to the next one,
         which would take a late entry for a message of its own.
         """
-        came = self._try_has_all(f"{_END}{rank}" for rank in range(self.size))
-        return came and not self._sent
+        return self._all_said(_END) and not self._sent
 
     def close(self) -> None:
         """Let go of the communicator; nothing may be asked any more."""
@@ -67,7 +66,7 @@ class MpiControlStore(ControlStore):
         with self._lock:
             self._keep(key, value)
             is_silent = self._ended or self._closed
-            self._ended = self._ended or key.startswith(_END)
+            self._ended = self._ended or key == f"{_END}/{self.rank}"
             for rank in () if is_silent else ranks:
                 if rank != self.rank:
                     try:

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from sbp_boxing_nccl.mpi.reduce import reduce_into
-from sbp_boxing_nccl.mpi.wire import chunks, memory
+from sbp_boxing_nccl.mpi.tensors import chunks, memory, reduce_into
 from sbp_core.sbp import split_bounds
 
 #: Requests of MPI, each yielded when nothing else can be done until it is over.
@@ -64,7 +63,7 @@ class DirectCollectives:
     """The collectives of the ranks of one communicator, made in one order by all of them.
 
     Tensors are contiguous, on the CPU, of one dtype and any shape; what is only moved is given as
-    memory (`wire`).
+    memory (`tensors`).
 
     Args:
         comm: The communicator; messages on it are only ours.
@@ -89,18 +88,22 @@ class DirectCollectives:
         return self._exchange(received, sent, self._next_tag())
 
     def _exchange(self, received: Sequence[Any], sent: Sequence[Any], tag: int) -> Schedule:
-        if self._fits_whole(max(map(len, (*received, *sent)))):
-            requests = [*self._receive_all(received, tag), *self._send_all(sent, tag)]
-            self._copy_own(received, sent)
+        fits = self._fits_whole(max(map(len, (*received, *sent))))
+        requests: list[Any] = []
+        if fits:
+            requests = self._receive(self._each(received), tag)
+            requests += self._send(self._each(sent), tag)
+        if len(sent[self._rank]):
+            received[self._rank][:] = sent[self._rank]
+        if fits:
             yield from requests
             return
-        self._copy_own(received, sent)
         outgoing = {peer: self._cut(sent[peer]) for peer in self._peers}
         incoming = {peer: self._cut(received[peer]) for peer in self._peers}
         window: deque[list[Any]] = deque()
         for turn in range(max(map(len, [*outgoing.values(), *incoming.values()]), default=0)):
-            arrivals = self._receive(incoming, turn, tag)
-            window.append([*arrivals, *self._send(outgoing, turn, tag)])
+            arrivals = self._receive(_chunks_of(incoming, turn), tag)
+            window.append([*arrivals, *self._send(_chunks_of(outgoing, turn), tag)])
             if len(window) > _WINDOW:
                 yield from window.popleft()
         for requests in window:
@@ -119,7 +122,7 @@ class DirectCollectives:
         """
         tag = self._next_tag()
         if self._fits_whole(max(map(len, sent))):
-            return self._reduce_at_once(result, own, sent, reduction, tag)
+            return self._reduce_at_once(result, own, sent, reduction, (), tag)
         return self._reduce(result.view(-1), own.view(-1), sent, reduction, (), tag)
 
     def all_reduce(self, result: torch.Tensor, values: torch.Tensor, reduction: str) -> Schedule:
@@ -136,10 +139,9 @@ class DirectCollectives:
         total = own = values.as_strided(shape, (1,), values.storage_offset() + start)
         if result.data_ptr() != values.data_ptr():
             total = result.as_strided(shape, (1,), result.storage_offset() + start)
-        tag = self._next_tag()
-        if self._fits_whole(len(given[0])):
-            return self._all_reduce_at_once(total, own, given, made, reduction, tag)
-        return self._reduce(total, own, given, reduction, made, tag)
+        fits = self._fits_whole(len(given[0]))
+        run = self._reduce_at_once if fits else self._reduce
+        return run(total, own, given, reduction, made, self._next_tag())
 
     def swap_and_reduce(
         self, result: torch.Tensor, values: torch.Tensor, reduction: str
@@ -166,48 +168,33 @@ class DirectCollectives:
         if places is not None:
             self._give_back(kind, places)
 
-    def _all_reduce_at_once(
-        self,
-        total: torch.Tensor,
-        own: torch.Tensor,
-        given: Sequence[Any],
-        made: Sequence[Any],
-        reduction: str,
-        tag: int,
-    ) -> Schedule:
-        """Run `all_reduce` with one message for each part of the values, and each result."""
-        kind = own.dtype, own.shape, 1
-        (places,) = kept = self._places(kind)
-        arrivals = self._receive_all([place for _, place in places], tag)
-        departures = self._send_all(given, tag)
-        is_apart = total.data_ptr() != own.data_ptr()
-        results = self._receive_all(made, tag + 1) if is_apart else []
-        yield from arrivals
-        reduce_into(total, self._addends(own, places), reduction)
-        self._give_back(kind, kept)
-        at_last = self._send_all([made[self._rank]] * self._size, tag + 1)
-        # Only what was sent may be overwritten: the result may lie where the values are.
-        yield from departures
-        yield from results or self._receive_all(made, tag + 1)
-        yield from at_last
-
     def _reduce_at_once(
         self,
         result: torch.Tensor,
         own: torch.Tensor,
         sent: Sequence[Any],
         reduction: str,
+        totals: Sequence[Any],
         tag: int,
     ) -> Schedule:
-        """Run `reduce_scatter` with one message for each part."""
+        """Run `_reduce` with one message for each part of the values, and each result."""
         kind = own.dtype, own.shape, 1
         (places,) = kept = self._places(kind)
-        arrivals = self._receive_all([place for _, place in places], tag)
-        departures = self._send_all(sent, tag)
+        arrivals = self._receive(self._each([place for _, place in places]), tag)
+        departures = self._send(self._each(sent), tag)
+        is_apart = bool(totals) and result.data_ptr() != own.data_ptr()
+        results = self._receive(self._each(totals), tag + 1) if is_apart else []
         yield from arrivals
         reduce_into(result, self._addends(own, places), reduction)
         self._give_back(kind, kept)
+        at_last: list[Any] = []
+        if totals:
+            at_last = self._send(self._each([totals[self._rank]] * self._size), tag + 1)
+        # Only what was sent may be overwritten: the result may lie where the values are.
         yield from departures
+        if totals:
+            yield from results or self._receive(self._each(totals), tag + 1)
+        yield from at_last
 
     def _reduce(
         self,
@@ -243,8 +230,9 @@ class DirectCollectives:
                 arrivals: list[Any] = []
                 if ahead < len(results):
                     size = len(results[ahead])
-                    arrivals = self._receive_parts(places[ahead % _WINDOW], size, tag)
-                under_way.append((arrivals, self._send(outgoing, ahead, tag)))
+                    rooms = [place[:size] for _, place in places[ahead % _WINDOW]]
+                    arrivals = self._receive(self._each(rooms), tag)
+                under_way.append((arrivals, self._send(_chunks_of(outgoing, ahead), tag)))
             arrivals, departures = under_way.popleft()
             yield from arrivals
             if turn < len(results):
@@ -252,10 +240,11 @@ class DirectCollectives:
                 total = result[chunk]
                 here = [(place[: total.numel()], given) for place, given in places[turn % _WINDOW]]
                 reduce_into(total, self._addends(own[chunk], here), reduction)
-                at_last += self._send(dict.fromkeys(returning, results), turn, tag + 1)
+                given = _chunks_of(dict.fromkeys(returning, results), turn)
+                at_last += self._send(given, tag + 1)
             # Only what was sent may be overwritten: the result may lie where the values are.
             yield from departures
-            at_last += self._receive(returning, turn, tag + 1)
+            at_last += self._receive(_chunks_of(returning, turn), tag + 1)
         self._give_back(kind, places)
         yield from at_last
 
@@ -264,11 +253,6 @@ class DirectCollectives:
         addends = [place for place, _ in places]
         addends[self._rank] = own
         return addends
-
-    def _copy_own(self, received: Sequence[Any], sent: Sequence[Any]) -> None:
-        """Copy what this rank sends to itself."""
-        if len(sent[self._rank]):
-            received[self._rank][:] = sent[self._rank]
 
     def _shares(self, elements: int) -> tuple[list[int], int]:
         """Return how many of some elements each rank reduces, and where those of this one start."""
@@ -308,38 +292,19 @@ class DirectCollectives:
             self._kept_bytes = _size_bytes(places)
         self._kept.setdefault(kind, []).append(places)
 
-    def _receive_parts(self, places: Sequence[Place], size_bytes: int, tag: int) -> list[Any]:
-        """Start to receive from all what is to be added to a chunk of this rank."""
-        chunks = {peer: [places[peer][1][:size_bytes]] for peer in self._peers}
-        return self._receive(chunks, 0, tag)
+    def _each(self, messages: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Return each other rank with its message."""
+        return [(peer, messages[peer]) for peer in self._peers]
 
-    def _send_all(self, messages: Sequence[Any], tag: int) -> list[Any]:
-        """Start to send each other rank its message, if it has bytes."""
+    def _send(self, messages: Sequence[tuple[int, Any]], tag: int) -> list[Any]:
+        """Start to send ranks their messages, as far as these have bytes."""
         send, byte = self._comm.Isend, self._mpi.BYTE
-        given = [(messages[peer], peer) for peer in self._peers]
-        return [send([message, byte], peer, tag) for message, peer in given if len(message)]
+        return [send([message, byte], peer, tag) for peer, message in messages if len(message)]
 
-    def _receive_all(self, rooms: Sequence[Any], tag: int) -> list[Any]:
-        """Start to receive each other rank's message, if it has bytes."""
+    def _receive(self, rooms: Sequence[tuple[int, Any]], tag: int) -> list[Any]:
+        """Start to receive messages of ranks, as far as these have bytes."""
         receive, byte = self._comm.Irecv, self._mpi.BYTE
-        given = [(rooms[peer], peer) for peer in self._peers]
-        return [receive([room, byte], peer, tag) for room, peer in given if len(room)]
-
-    def _send(self, chunks: Mapping[int, Sequence[Any]], turn: int, tag: int) -> list[Any]:
-        """Start to send one chunk to each rank that is to have so many."""
-        return [
-            self._comm.Isend([given[turn], self._mpi.BYTE], peer, tag)
-            for peer, given in chunks.items()
-            if turn < len(given)
-        ]
-
-    def _receive(self, chunks: Mapping[int, Sequence[Any]], turn: int, tag: int) -> list[Any]:
-        """Start to receive one chunk from each rank that sends so many."""
-        return [
-            self._comm.Irecv([given[turn], self._mpi.BYTE], peer, tag)
-            for peer, given in chunks.items()
-            if turn < len(given)
-        ]
+        return [receive([room, byte], peer, tag) for peer, room in rooms if len(room)]
 
     def _fits_whole(self, size_bytes: int) -> bool:
         """Say whether a message of some bytes is one chunk; equal on all ranks."""
@@ -358,6 +323,11 @@ class DirectCollectives:
         most = min(_MOST_BYTES, _SCRATCH_BYTES // (_WINDOW * self._size))
         length = max(_LEAST_BYTES, min(most, size_bytes // _NUM_CHUNKS)) // item_bytes * item_bytes
         return [message[at : at + length] for at in range(0, size_bytes, length)]
+
+
+def _chunks_of(messages: Mapping[int, Sequence[Any]], turn: int) -> list[tuple[int, Any]]:
+    """Return each rank with the chunk that has its turn, if its message has so many."""
+    return [(peer, chunks[turn]) for peer, chunks in messages.items() if turn < len(chunks)]
 
 
 def _size_bytes(places: Sequence[Sequence[Place]]) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from sbp_boxing_nccl.mpi.direct_collectives import DirectCollectives, Schedule
-from sbp_boxing_nccl.mpi.reduce import reduce_into
-from sbp_boxing_nccl.mpi.wire import chunks, memory
+from sbp_boxing_nccl.mpi.tensors import chunks, memory, reduce_into
 from sbp_core.boxing import TrafficCounter
 
 #: Looks at a request between two looks at the clock.
@@ -46,6 +47,10 @@ _SWAPPED_BYTES = 2**19
 
 #: Bytes of the parts of a message, and how many there are at most.
 _PART_BYTES, _MOST_PARTS = 2**19, 64
+
+
+#: Lets another thread or process run on this core, if one wants to.
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class MpiWork:
@@ -87,7 +92,7 @@ class MpiWork:
                     return True
                 self.num_done += 1
             if yields:
-                yield_core()
+                _yield_core()
         return False
 
     def progress(self) -> None:
@@ -143,14 +148,6 @@ def pause_after(idle_s: float) -> float:
     return min(_PAUSE_SHARE * idle_s, _LONGEST_PAUSE_S) if idle_s > SPIN_S else 0.0
 
 
-def yield_core() -> None:
-    """Let another thread or process run on this core, if one wants to."""
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)
-
-
 class MpiGroup:
     """A set of ranks that are connected; `peer` and list positions count within `ranks`.
 
@@ -189,7 +186,7 @@ class MpiGroup:
     ) -> MpiWork:
         """Reduce consecutive chunk i, of `sizes[i]`, over all ranks into `result` of rank i."""
         parts = chunks(sent, sizes, self._mpi)
-        self._count(parts)
+        self.traffic.exchange(list(map(len, parts)))
         start = sent.storage_offset() + sum(sizes[: self._index])
         own = sent.as_strided(result.shape, result.stride(), start)
         schedule = self._direct.reduce_scatter(result, own, parts, reduction)
@@ -248,22 +245,20 @@ class MpiGroup:
         What this rank sends to itself is copied.
         """
         parts = chunks(sent, sent_sizes, self._mpi)
-        self._count(parts)
+        self.traffic.exchange(list(map(len, parts)))
         schedule = self._direct.exchange(chunks(received, received_sizes, self._mpi), parts)
         return MpiWork(request=schedule, tensors=(received, sent))
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> MpiWork:
         """Send a message; it is over when the peer receives it, so that MPI keeps no copy."""
-        requests = [
-            self._comm.Issend([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
-        ]
+        send, byte = self._comm.Issend, self._mpi.BYTE
+        requests = [send([part, byte], peer, tag) for part in self._parts(values)]
         return MpiWork(request=iter(requests), tensors=(values,))
 
     def receive(self, values: torch.Tensor, peer: int, tag: int) -> MpiWork:
         """Receive a message into `values`."""
-        requests = [
-            self._comm.Irecv([part, self._mpi.BYTE], peer, tag) for part in self._parts(values)
-        ]
+        receive, byte = self._comm.Irecv, self._mpi.BYTE
+        requests = [receive([part, byte], peer, tag) for part in self._parts(values)]
         return MpiWork(request=iter(requests), tensors=(values,))
 
     def abandon(self, work: MpiWork) -> None:
@@ -276,16 +271,12 @@ class MpiGroup:
         """Release the communicator; nothing may be under way."""
         self._comm.Free()
 
-    def _count(self, sent: Sequence[Any]) -> None:
-        """Count what goes to each rank."""
-        self.traffic.exchange([len(part) for part in sent])
-
     def _gather(
         self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
     ) -> Iterator[Any]:
         byte, size = self._mpi.BYTE, part.element_size()
         counts = [size * elements for elements in sizes]
-        places = [memory(received, self._mpi), (counts, offsets(counts)), byte]
+        places = [memory(received, self._mpi), (counts, [0, *accumulate(counts[:-1])]), byte]
         yield self._comm.Iallgatherv([memory(part, self._mpi), byte], places)
 
     def _gather_and_reduce(
@@ -304,8 +295,3 @@ class MpiGroup:
         whole = memory(values, self._mpi)
         size = max(_PART_BYTES, -(-len(whole) // _MOST_PARTS))
         return [whole[start : start + size] for start in range(0, max(1, len(whole)), size)]
-
-
-def offsets(sizes: Sequence[int]) -> list[int]:
-    """Return where consecutive chunks of these sizes start."""
-    return [sum(sizes[:index]) for index in range(len(sizes))]

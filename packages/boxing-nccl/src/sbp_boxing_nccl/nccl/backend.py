@@ -1,7 +1,7 @@
 """The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.processes.process_backend`, its end `exit`.
+`sbp_core.processes.process_backend`, its end `job`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.mpi.exit import JobBackend
+from sbp_boxing_nccl.mpi.job import JobBackend
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
@@ -53,7 +53,7 @@ class NcclBackend(JobBackend):
             BoxingError: this machine has no GPU for them.
         """
         if self._device is None:
-            from sbp_boxing_nccl.nccl.cupy_device import count_gpus
+            from sbp_boxing_nccl.nccl.device import count_gpus
 
             count_gpus(self._config.device_index)
         if self._config.bootstrap == "mpi":
@@ -86,6 +86,6 @@ class NcclBackend(JobBackend):
         return connections, NcclCommunicator(connections)
 
     def _load(self, local_rank: int) -> NcclDevice:
-        from sbp_boxing_nccl.nccl.cupy_device import load_device
+        from sbp_boxing_nccl.nccl.device import load_device
 
         return load_device(self._config.device_index, local_rank)

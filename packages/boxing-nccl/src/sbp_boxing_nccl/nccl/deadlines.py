@@ -21,16 +21,10 @@ from dataclasses import dataclass, field
 from sbp_boxing_nccl.nccl.group import NcclWork
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import PATIENCE_S
 
 #: Seconds between two looks: while there is something to look at, and while there is nothing.
 _BUSY_S, _IDLE_S = 0.002, 0.02
-
-#: Seconds after which a rank that waits in a call tells the others that it is there.
-PATIENCE_S = 0.2
-
-
-def _report_to_nobody() -> None:
-    """Tell nobody."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,7 +43,7 @@ class WatchedWork:
 
     call: CollectiveCall
     missing: Callable[[], Iterable[int]]
-    report: Callable[[], None]
+    report: Callable[[], object]
     work: NcclWork | None = None
     caller_waits: bool = False
     over: bool = False
@@ -93,7 +87,7 @@ class Deadlines:
         self,
         call: CollectiveCall,
         missing: Callable[[], Iterable[int]],
-        report: Callable[[], None] = _report_to_nobody,
+        report: Callable[[], object] = lambda: None,
     ) -> Iterator[WatchedWork]:
         """Watch while NCCL is called, and after that what the caller left as `work` in the entry.
 

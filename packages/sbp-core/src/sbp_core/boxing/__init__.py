@@ -3,8 +3,8 @@
 In the order in which they are used: `step` (the values), `slices` (who needs what), `price` (time,
 by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a route, by `routing` and
 `memory`), `backend` (the contract of transports). What a rank does in
-a step: `call` (one call and its deadline), `manifest` (what it sends and receives), `traffic` (how
-many bytes it hands over).
+a step: `call` (one call and its deadline), `manifest` (what it sends and receives,
+and how many bytes it hands over).
 
 What backends of several processes are made of is in `sbp_core.processes`, what touches tensors in
 `sbp_torch.boxing`.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         thread_share,
     )
     from sbp_core.boxing.call import CollectiveCall
-    from sbp_core.boxing.manifest import Manifest, manifest_of, span
+    from sbp_core.boxing.manifest import Manifest, TrafficCounter, manifest_of, span
     from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
     from sbp_core.boxing.slices import (
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         volume,
     )
     from sbp_core.boxing.step import BoxingStep, StepKind
-    from sbp_core.boxing.traffic import TrafficCounter
 
 __all__ = [
     "Bounds",
@@ -107,7 +106,7 @@ __getattr__, __dir__ = lazy(
         "Route": "routes",
         "StepKind": "step",
         "SurvivingRanks": "backend",
-        "TrafficCounter": "traffic",
+        "TrafficCounter": "manifest",
         "bounds_of": "slices",
         "can_transfer": "slices",
         "clear_routes": "router",

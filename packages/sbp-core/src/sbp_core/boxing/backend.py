@@ -13,7 +13,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from sbp_core.errors import BoxingError, SbpValueError
@@ -91,26 +90,11 @@ class Pending(ABC):
         """
 
 
-class Completed(Pending):
-    """One that was over as soon as it had begun.
-
-    Args:
-        result: Of the collective or receive.
-    """
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def wait(self) -> Tensor:
-        """See `Pending.wait`."""
-        return self._result
-
-
 class Postponed(Pending):
-    """One that begins when it is waited for.
+    """One of which all is done when it is waited for, or was as soon as it had begun.
 
     Args:
-        run: Does all of it.
+        run: Does it, and returns the result.
     """
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
@@ -166,7 +150,7 @@ class Communicator(ABC):
 
     #: Bytes this rank has sent to other ranks so far: counted from the sizes of what the transport
     #: is handed, to be compared with `BoxingStep.size_bytes`; a collective counts as its
-    #: definition says, whatever the transport does inside (`boxing.traffic`).
+    #: definition says, whatever the transport does inside (`boxing.manifest`).
     sent_bytes: int
 
     #: Where the tensors live that it takes and makes: `cpu`, or `cuda:N`.
@@ -219,7 +203,7 @@ class Communicator(ABC):
             donate: As in `collective`.
         """
         result = self.collective(step, shard, tag=tag, deadline_s=deadline_s, donate=donate)
-        return Completed(result)
+        return Postponed(lambda: result)
 
     def progress(self) -> None:  # noqa: B027 (most transports need none)
         """Move on what has begun, without waiting; called now and then while it is under way.
@@ -267,7 +251,7 @@ class Communicator(ABC):
             tag: Likewise.
             deadline_s: Seconds that `Pending.wait` may wait for the senders.
         """
-        return Postponed(partial(self.receive, step, shard, tag=tag, deadline_s=deadline_s))
+        return Postponed(lambda: self.receive(step, shard, tag=tag, deadline_s=deadline_s))
 
 
 class SurvivingRanks(Protocol):

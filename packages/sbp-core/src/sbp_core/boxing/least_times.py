@@ -30,14 +30,18 @@ from sbp_core.boxing.algorithms import LinkRates, timed_algorithms
 from sbp_core.boxing.price import rank_groups
 from sbp_core.boxing.routing.collectives import KINDS, Collectives, collectives
 from sbp_core.boxing.routing.layout import (
+    NEVER,
     Ints,
     Layout,
+    Sizes,
     common_lengths,
     intervals,
     num_ranks,
     numbers,
+    overlaps,
+    positions,
+    shard_volumes,
 )
-from sbp_core.boxing.routing.sizes import NEVER, Sizes, overlaps, positions, shard_volumes
 from sbp_core.boxing.routing.transfers import Transfers, transfers
 from sbp_core.boxing.step import StepKind
 from sbp_core.cluster import Cluster
@@ -216,13 +220,9 @@ class LeastTimes:
 
     def _s_per_byte(self, kind: StepKind, mask: int) -> float:
         """Return the seconds of a collective for each byte that a group shares."""
-        links = LinkRates.of(self._cluster)
+        links = LinkRates.of(self._cluster).levels
         free = LinkRates(
-            replace(links.intra, latency_s=0.0),
-            replace(links.inter, latency_s=0.0),
-            links.intra_shared,
-            links.inter_shared,
-            tuple(replace(level, link=replace(level.link, latency_s=0.0)) for level in links.outer),
+            tuple((replace(link, latency_s=0.0), is_shared) for link, is_shared in links)
         )
         return self._least_time_s(kind, mask, _LARGE_BYTES, free) / _LARGE_BYTES * (1 - _ROUNDING)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sbp_core.boxing.memory import held_at_once, step_memory_bytes
-from sbp_core.boxing.price import StepTime, step_time, step_time_s
+from sbp_core.boxing.price import step_time, step_time_s
 from sbp_core.boxing.slices import itemsize, sent_bytes, uniform_bytes, volume
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
@@ -62,7 +62,10 @@ class Route:
               1     all-to-all  tensor  S(0) -> S(1)  12.6 MB  3.1 MB        14.7 MB
         """
         times = [] if cluster is None else [step_time(step, cluster) for step in self.steps]
-        headline = f"{self.dtype}{list(self.shape)} {_change(self.source, self.target)}"
+        (before, source), (after, target) = self.source, self.target
+        headline = f"{self.dtype}{list(self.shape)} ({source})"
+        headline += f" on {_mesh(before)}" if before != after else ""
+        headline += f" -> ({target}) on {_mesh(after)}"
         if not self.steps:
             return f"{headline}\n  nothing to do"
         total = f"  {format_bytes(self.bytes)} between ranks"
@@ -75,8 +78,12 @@ class Route:
             row = [str(number), step.kind.value, _where(step), change]
             row += [format_bytes(step.size_bytes), sent_by_rank(step)]
             rows.append([*row, format_bytes(held_bytes(step))])
-        for row, cells in zip(rows, _time_cells(times), strict=False):
-            row += cells
+        if times:
+            rows[0] += ["time", "how"]
+        for row, entry in zip(rows[1:], times, strict=False):
+            named = entry.algorithm != "-" and not entry.is_whole_call
+            row += [format_seconds(entry.time_s) if entry.time_s else "-"]
+            row += [f"{entry.algorithm}, {entry.reason}" if named else entry.reason]
         return "\n".join([headline, total, *_aligned(rows)])
 
     def __str__(self) -> str:
@@ -96,8 +103,12 @@ def sent_by_rank(step: BoxingStep) -> str:
     ranks = step.source[0].rank_list
     if step.size_bytes == 0:
         return "-"
-    if _is_even(step):
-        return format_bytes(step.size_bytes / len(ranks))
+    if step.kind is not StepKind.TRANSFER and uniform_bytes(step) is not None:
+        n = prod(step.source[0].mesh_shape[axis] for axis in step.axes)
+        # Each part of an all-reduce moves 2 (n - 1) times; even parts of whole elements send alike:
+        # no need to look at every rank.
+        if step.size_bytes % (2 * len(ranks) * n) == 0:
+            return format_bytes(step.size_bytes / len(ranks))
     sizes = {rank: sent_bytes(step, rank) for rank in ranks}
     shown = {rank: format_bytes(size) for rank, size in sizes.items()}
     if len(set(shown.values())) == 1:
@@ -105,15 +116,6 @@ def sent_by_rank(step: BoxingStep) -> str:
     if len(ranks) <= _MOST_LISTED:
         return ", ".join(f"{rank}: {size}" for rank, size in shown.items())
     return f"{format_bytes(min(sizes.values()))} to {format_bytes(max(sizes.values()))}"
-
-
-def _is_even(step: BoxingStep) -> bool:
-    """Say, without a look at every rank, whether all are known to send the same."""
-    if step.kind is StepKind.TRANSFER or uniform_bytes(step) is None:
-        return False
-    n = prod(step.source[0].mesh_shape[axis] for axis in step.axes)
-    # Each part of an all-reduce moves 2 (n - 1) times; even parts of whole elements send alike.
-    return step.size_bytes % (2 * len(step.source[0].rank_list) * n) == 0
 
 
 def held_bytes(step: BoxingStep) -> int:
@@ -132,17 +134,6 @@ def held_bytes(step: BoxingStep) -> int:
             step.kind, before, after, max(0, before - after), max(0, after - before)
         )
     return held_at_once(step.kind, before, after, moved, moved)
-
-
-def _time_cells(times: Sequence[StepTime]) -> list[list[str]]:
-    if not times:
-        return []
-    rows = [["time", "how"]]
-    for entry in times:
-        spent = format_seconds(entry.time_s) if entry.time_s else "-"
-        named = entry.algorithm != "-" and not entry.is_whole_call
-        rows.append([spent, f"{entry.algorithm}, {entry.reason}" if named else entry.reason])
-    return rows
 
 
 def _where(step: BoxingStep) -> str:
@@ -164,13 +155,6 @@ def _ranks(placement: Placement) -> str:
         else:
             ranges.append([rank, rank])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
-def _change(start: tuple[Placement, NdSbp], end: tuple[Placement, NdSbp]) -> str:
-    (before, source), (after, target) = start, end
-    if before == after:
-        return f"({source}) -> ({target}) on {_mesh(before)}"
-    return f"({source}) on {_mesh(before)} -> ({target}) on {_mesh(after)}"
 
 
 def _mesh(placement: Placement) -> str:

@@ -5,11 +5,11 @@ What starts them: `launchers` says how, in `LaunchSpec`s, `supervisor` does so a
 the supervisor itself is killed.
 
 What a boxing backend with one rank in each process is made of, but for the transport and the
-tensors: `process_backend` is one, `connections` how it breaks, `calls` what it is in the middle of,
-`waiting` how it waits, `settings` what its config checks. How ranks learn that one of them failed:
-`control_store` (the entries by which they know of each other; in a `key_value_store`), `membership`
-(their processes) and `failure_detector` (the thread that looks). `survivors` are the ranks that are
-left then, and what they say to each other.
+tensors: `process_backend` is one, `connections` how it breaks, `outbox` what it has sent, `calls`
+what it is in the middle of, `waiting` how it waits, `settings` what configs check. How ranks
+learn that one of them failed: `control_store` (the entries by which they know of each other; in a
+`key_value_store`), `membership` (their processes) and `failure_detector` (the thread that looks).
+`survivors` are the ranks that are left then, and what they say to each other.
 
 Stability: provisional.
 """
@@ -22,7 +22,7 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_core.processes.calls import group_name, tag_number
-    from sbp_core.processes.connections import CLOSE_TIMEOUT_S, Connections
+    from sbp_core.processes.connections import CLOSE_TIMEOUT_S, PATIENCE_S, Connections
     from sbp_core.processes.control_store import (
         FIRST_STAYS,
         ControlStore,
@@ -38,8 +38,14 @@ if TYPE_CHECKING:
     )
     from sbp_core.processes.launchers import mpiexec_specs, one_process_per_rank
     from sbp_core.processes.membership import Siblings
+    from sbp_core.processes.outbox import Outbox
     from sbp_core.processes.process_backend import ProcessBackend, check_ranks
-    from sbp_core.processes.settings import check_rendezvous, check_timeouts
+    from sbp_core.processes.settings import (
+        check_rendezvous,
+        check_timeouts,
+        local_rank,
+        rank_and_size,
+    )
     from sbp_core.processes.supervisor import Line, supervise
     from sbp_core.processes.survivors import Survivors
     from sbp_core.processes.waiting import run_abandonable, wait_until
@@ -47,12 +53,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CLOSE_TIMEOUT_S",
     "FIRST_STAYS",
+    "PATIENCE_S",
     "Connections",
     "ControlStore",
     "CountingStore",
     "ExitReport",
     "KeyValueControlStore",
     "Line",
+    "Outbox",
     "ProcessBackend",
     "Siblings",
     "StoreLostError",
@@ -64,8 +72,10 @@ __all__ = [
     "connect_current_store",
     "count_opening",
     "group_name",
+    "local_rank",
     "mpiexec_specs",
     "one_process_per_rank",
+    "rank_and_size",
     "run_abandonable",
     "supervise",
     "tag_number",
@@ -77,12 +87,14 @@ __getattr__, __dir__ = lazy(
     {
         "CLOSE_TIMEOUT_S": "connections",
         "FIRST_STAYS": "control_store",
+        "PATIENCE_S": "connections",
         "Connections": "connections",
         "ControlStore": "control_store",
         "CountingStore": "key_value_store",
         "ExitReport": "exit_report",
         "KeyValueControlStore": "key_value_store",
         "Line": "supervisor",
+        "Outbox": "outbox",
         "ProcessBackend": "process_backend",
         "Siblings": "membership",
         "StoreLostError": "control_store",
@@ -94,8 +106,10 @@ __getattr__, __dir__ = lazy(
         "connect_current_store": "key_value_store",
         "count_opening": "key_value_store",
         "group_name": "calls",
+        "local_rank": "settings",
         "mpiexec_specs": "launchers",
         "one_process_per_rank": "launchers",
+        "rank_and_size": "settings",
         "run_abandonable": "waiting",
         "supervise": "supervisor",
         "tag_number": "calls",

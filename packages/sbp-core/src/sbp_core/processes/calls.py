@@ -59,25 +59,23 @@ class PendingCalls:
         return list(self._by_thread.values())
 
 
+@dataclass(slots=True, eq=False)
 class PendingCall:
-    """The time in which a call is under way; a class, as generators take longer to enter.
+    """The time in which a call is under way; a class, because generators take longer to enter.
 
     Args:
         calls: The calls of this process.
         call: One of them.
     """
 
-    __slots__ = ("_call", "_calls")
-
-    def __init__(self, calls: PendingCalls, call: CollectiveCall) -> None:
-        self._calls = calls
-        self._call = call
+    calls: PendingCalls
+    call: CollectiveCall
 
     def __enter__(self) -> None:
-        self._calls.begin(self._call)
+        self.calls.begin(self.call)
 
     def __exit__(self, *_: object) -> None:
-        self._calls.end()
+        self.calls.end()
 
 
 @dataclass(slots=True)

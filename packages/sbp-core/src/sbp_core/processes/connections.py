@@ -16,12 +16,14 @@ Who looks for failures is `failure_detector`, what ranks tell each other `contro
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import ClassVar
 
 from sbp_core.boxing.call import CollectiveCall
 from sbp_core.errors import BoxingError, words_of
@@ -36,6 +38,9 @@ _log = logging.getLogger(__name__)
 #: Seconds that a rank waits, when it closes, for the others not to need it any more; and longer,
 #: where one of them is stopped by a signal, until it has failed by that.
 CLOSE_TIMEOUT_S, _STOPPED_TIMEOUT_S = 10.0, 20.0
+
+#: Seconds after which a rank that waits in a collective tells the others that it is there.
+PATIENCE_S = 0.2
 
 #: Seconds in which it is found out why a connection broke: who ended, or what was announced.
 _REASON_S = 1.0
@@ -52,6 +57,10 @@ class Connections(ABC):
     Args:
         control_store: Of this rank.
     """
+
+    #: The errors of the transport, and what a message says before their words.
+    transport_errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)
+    transport_says: ClassVar[str] = ""
 
     def __init__(self, control_store: ControlStore) -> None:
         self.control_store = control_store
@@ -182,6 +191,58 @@ class Connections(ABC):
             return call.failed(report)
         return self._failed_before(call, self._failure)
 
+    @contextlib.contextmanager
+    def guard(self, call: CollectiveCall) -> Iterator[None]:
+        """Break everything if what is inside fails, and say which step did, and why."""
+        try:
+            yield
+        except BoxingError as error:
+            if self._failure is None:
+                self.fail(error)
+            raise
+        except self.transport_errors as error:
+            raise self.transport_failed(call, error) from error
+
+    def transport_failed(self, call: CollectiveCall, error: Exception) -> BoxingError:
+        """Break everything as the transport raised an error; return the one to raise.
+
+        For where `guard` takes too long to enter: longer than a small message.
+        """
+        return self.connection_lost(call, f"{self.transport_says}{error}")
+
+    def await_collective(
+        self,
+        call: CollectiveCall,
+        ranks: tuple[int, ...],
+        number: int,
+        wait: Callable[[float], bool],
+    ) -> None:
+        """Wait for a collective that has begun, which is the `number`-th of its group.
+
+        The ranks that wait long tell the others, so that each can say at its deadline who did not
+        come.
+
+        Args:
+            call: The call that waits.
+            ranks: The group.
+            number: What `arrivals.begin` returned.
+            wait: Waits for so many seconds; says whether the collective is over.
+
+        Raises:
+            BoxingError: a rank did not come in time, or has failed.
+        """
+        try:
+            if not wait(min(PATIENCE_S, call.left_s / 2)):
+                self.arrivals.tell(ranks)
+                if not wait(call.left_s):
+                    missing = self.arrivals.missing(ranks, number)
+                    raise self.call_failed(call, call.missing(missing))
+        except BoxingError:
+            raise
+        except self.transport_errors as error:
+            raise self.transport_failed(call, error) from error
+        self.arrivals.end(ranks)
+
     # The end.
 
     @property
@@ -275,13 +336,8 @@ class Connections(ABC):
         if not self._met:
             return
         store = self.control_store
-        members = store.members()
-        cannot_read = (MemberState.ENDED, MemberState.STOPPED)
-        others = [
-            rank
-            for rank, member in members.items()
-            if state_of(member, members[store.rank]) not in cannot_read
-        ]
+        members = {*store.members()}
+        others = members.difference(store.standing_still(members))
         store.wait_for(
             lambda: store.is_lost() or not store.not_acknowledged(others), _ACKNOWLEDGE_S
         )
@@ -302,7 +358,7 @@ class Connections(ABC):
 
         detector.is_leaving = True
         if not store.wait_for(over, CLOSE_TIMEOUT_S):
-            store.wait_for(lambda: over() or not detector.sees_stopped, _STOPPED_TIMEOUT_S)
+            store.wait_for(lambda: over() or not detector.stopped_looks, _STOPPED_TIMEOUT_S)
         if store.all_deregistered():
             # Whoever hosts the store may have left, as all others had.
             return store.is_lost() or store.failure() is None

@@ -102,22 +102,31 @@ class ControlStore(ABC):
 
     def register(self, member: Member) -> None:
         """Tell all ranks which process this one is."""
-        self._try_put(f"member/{member.rank}", member.to_json())
+        self._say(f"member/{member.rank}", member.to_json())
 
     def members(self) -> dict[int, Member]:
         """Return the processes of the ranks that have registered, by rank."""
         for rank in range(self.size):
-            if rank not in self._members and (entry := self._try_get(f"member/{rank}")):
+            if rank not in self._members and (entry := self._said(f"member/{rank}")):
                 self._members[rank] = Member.from_json(entry)
         return dict(self._members)
 
     def all_registered(self) -> bool:
         """Say whether every rank has registered."""
-        return self._try_has_all(f"member/{rank}" for rank in range(self.size))
+        return self._all_said("member")
+
+    def standing_still(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks whose processes are seen to have ended, or to be stopped.
+
+        By those members alone that have been read: the store may be silent.
+        """
+        me, still = self._members.get(self.rank), (MemberState.STOPPED, MemberState.ENDED)
+        known = [] if me is None else [rank for rank in ranks if rank in self._members]
+        return [rank for rank in known if me and state_of(self._members[rank], me) in still]
 
     def join(self, group: str, ranks: Iterable[int] | None = None) -> None:
         """Tell the ranks of a group that this one is ready to connect it."""
-        self._try_put(f"join/{group}/{self.rank}", "1", ranks)
+        self._say(f"join/{group}/{self.rank}", ranks=ranks)
 
     def not_joined(self, group: str, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that are not ready to connect a group."""
@@ -127,7 +136,7 @@ class ControlStore(ABC):
 
     def report_waiting(self, group: str, number: int, ranks: Iterable[int] | None = None) -> None:
         """Tell the ranks of a group that this one has come to a call, counted from the first."""
-        self._try_put(f"waiting/{group}/{self.rank}", str(number), ranks)
+        self._say(f"waiting/{group}/{self.rank}", str(number), ranks)
 
     def not_waiting(self, group: str, number: int, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that have not come to a call of a group, as far as they reported."""
@@ -138,26 +147,26 @@ class ControlStore(ABC):
 
     def report_location(self, location: str) -> None:
         """Tell all ranks where this one is, in words that follow its name."""
-        self._try_put(f"location/{self.rank}", location)
+        self._say(f"location/{self.rank}", location)
 
     def last_location(self, rank: int) -> str | None:
         """Return where a rank was when it last reported."""
-        return self._try_get(f"location/{rank}")
+        return self._said(f"location/{rank}")
 
     def send_heartbeat(self, number: int, ranks: Iterable[int]) -> None:
         """Tell ranks that this one still runs; the number is another each time."""
-        self._try_put(f"heartbeat/{self.rank}", str(number), ranks)
+        self._say(f"heartbeat/{self.rank}", str(number), ranks)
 
     def last_heartbeat(self, rank: int) -> str | None:
         """Return the number of the last heartbeat of a rank."""
-        return self._try_get(f"heartbeat/{rank}")
+        return self._said(f"heartbeat/{rank}")
 
     # How it ends.
 
     def announce_failure(self, text: str) -> None:
         """Tell all ranks why the run failed; the first text stays."""
-        if self._try_get("failure") is None:
-            self._try_put("failure", text[:_LONGEST_TEXT])
+        if self._said("failure") is None:
+            self._say("failure", text[:_LONGEST_TEXT])
 
     def failure(self) -> str | None:
         """Return why the run failed, as the first rank that knew said, or None if it did not."""
@@ -178,42 +187,38 @@ class ControlStore(ABC):
 
     def acknowledge_failure(self) -> None:
         """Tell all ranks that this one knows why the run failed."""
-        self._try_put(f"acknowledged/{self.rank}", "1")
+        self._say(f"acknowledged/{self.rank}")
 
     def not_acknowledged(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that may not know why the run failed, and still need others."""
-        return [
-            rank
-            for rank in ranks
-            if rank != self.rank
-            and self._try_get(f"acknowledged/{rank}") is None
-            and self._try_get(f"deregistered/{rank}") is None
-        ]
+        ranks = {*ranks} - {self.rank}
+        ranks -= {*self._who_said("acknowledged", ranks)}
+        return sorted(ranks - {*self._who_said("deregistered", ranks)})
 
     def announce_survival(self) -> None:
         """Tell all ranks that this one is left, now that the run has failed."""
-        self._try_put(f"survivor/{self.rank}", "1")
+        self._say(f"survivor/{self.rank}")
 
     def survivors(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks that are left, as far as they told."""
-        return [rank for rank in ranks if self._try_get(f"survivor/{rank}") is not None]
+        return self._who_said("survivor", ranks)
 
     def agree_on_survivors(self, proposed: str) -> str | None:
         """Return which ranks are left, as the first one said that was asked; None if it is lost."""
-        self._try_put("survivors", proposed)
-        return self._try_get("survivors")
+        self._say("survivors", proposed)
+        return self._said("survivors")
 
     def deregister(self) -> None:
         """Tell all ranks that this one needs nobody any more: it may end now."""
-        self._try_put(f"deregistered/{self.rank}", "1")
-        self._try_put("deregistered/any", "1")
+        self._say(f"deregistered/{self.rank}")
+        self._say("deregistered/any")
 
     def deregistered(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that need nobody any more."""
         # Asked often, and the answer is nobody until the run ends: one entry says so.
-        if self._try_get("deregistered/any") is None:
+        if self._said("deregistered/any") is None:
             return []
-        return [rank for rank in ranks if self._try_get(f"deregistered/{rank}") is not None]
+        return self._who_said("deregistered", ranks)
 
     def all_deregistered(self) -> bool:
         """Say whether nobody needs this rank any more, or nobody can be reached."""
@@ -230,60 +235,50 @@ class ControlStore(ABC):
 
     def publish(self, key: str, text: str, ranks: Iterable[int]) -> None:
         """Write an entry of the backend's own for some ranks."""
-        self._try_put(f"transport/{key}", text, ranks)
+        self._say(f"transport/{key}", text, ranks)
 
     def lookup(self, key: str) -> str | None:
         """Return an entry that was published, or None if it has not come."""
-        return self._try_get(f"transport/{key}")
+        return self._said(f"transport/{key}")
 
     def take(self, key: str) -> str | None:
         """Return an entry that was published for this rank alone, and delete it."""
-        text = self.lookup(key)
-        if text is not None:
-            with suppress(StoreSilentError):  # seen as a failure by whoever looks next
+        if (text := self.lookup(key)) is not None:
+            with suppress(StoreSilentError):
                 self._delete(f"transport/{key}")
         return text
 
     def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Look until `done()` says yes or `limit_s` seconds are over; return the answer."""
-        first_pause_s, longest_pause_s = self.pauses_s
-        return wait_until(
-            done, limit_s, first_pause_s=first_pause_s, longest_pause_s=longest_pause_s
-        )
+        first_s, longest_s = self.pauses_s
+        return wait_until(done, limit_s, first_pause_s=first_s, longest_pause_s=longest_s)
 
-    # Reading and writing that a store which does not answer leaves without effect.
+    # Reading and writing that a store which does not answer leaves without effect: whoever looks
+    # next sees a failure in that.
 
     def _absent(self, ranks: Iterable[int], has_come: Callable[[int], bool]) -> list[int]:
         """Return the ranks that have not come; if the store is silent, those that cannot have."""
         ranks = list(ranks)
-        try:
+        with suppress(StoreSilentError):
             return [rank for rank in ranks if not has_come(rank)]
-        except StoreSilentError:
-            # Better to accuse those whose processes stand still than everybody else.
-            here = self._members.get(self.rank)
-            hindered = [
-                rank
-                for rank in ranks
-                if here is not None
-                and rank in self._members
-                and state_of(self._members[rank], here) in (MemberState.STOPPED, MemberState.ENDED)
-            ]
-            return hindered or [rank for rank in ranks if rank != self.rank]
+        # Better to accuse those whose processes stand still than everybody else.
+        return self.standing_still(ranks) or [rank for rank in ranks if rank != self.rank]
 
-    def _try_put(self, key: str, value: str, ranks: Iterable[int] | None = None) -> None:
-        try:
+    def _say(self, key: str, value: str = "1", ranks: Iterable[int] | None = None) -> None:
+        with suppress(StoreSilentError):
             self._put(key, value, range(self.size) if ranks is None else ranks)
-        except StoreSilentError:  # seen as a failure by whoever looks next
-            return
 
-    def _try_get(self, key: str) -> str | None:
-        try:
+    def _said(self, key: str) -> str | None:
+        with suppress(StoreSilentError):
             return self._get(key)
-        except StoreSilentError:
-            return None
+        return None
 
-    def _try_has_all(self, keys: Iterable[str]) -> bool:
-        try:
-            return self._has_all(keys)
-        except StoreSilentError:
-            return False
+    def _who_said(self, key: str, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks that have written their entry `key/RANK`."""
+        return [rank for rank in ranks if self._said(f"{key}/{rank}") is not None]
+
+    def _all_said(self, key: str) -> bool:
+        """Say whether every rank has written its entry `key/RANK`."""
+        with suppress(StoreSilentError):
+            return self._has_all(f"{key}/{rank}" for rank in range(self.size))
+        return False

@@ -43,43 +43,34 @@ class RootCauseFinder:
     """
 
     def __init__(self, spec: LaunchSpec) -> None:
-        self._patterns = (
-            [re.compile(text) for text in spec.failure_patterns] if len(spec.ranks) > 1 else []
-        )
-        self._own = str(spec.ranks[0]) if len(spec.ranks) == 1 else ""
-        self._standing_still: tuple[str, str] | None = None
-        self._reported: tuple[str, str] | None = None
-        self._not_written: tuple[str, str] | None = None
-        self._lost: dict[int, tuple[str, str]] = {}
+        is_rank = len(spec.ranks) == 1
+        self._patterns = [] if is_rank else [re.compile(text) for text in spec.failure_patterns]
+        self._own = str(spec.ranks[0]) if is_rank else ""
+        #: The rank and the words that name it, by kind of sentence, the surest first.
+        self._found: dict[int, tuple[str, str]] = {}
 
     def read(self, line: str) -> None:
         """Take in a line; of each kind of sentence the first that is written counts."""
-        still = _STILL.search(line)
-        if self._standing_still is None and still and still["rank"] != self._own:
-            self._standing_still = still["rank"], still[0][:_LONGEST]
-        if self._reported is None:
-            missed = _MISSED.search(line)
-            failed = missed or _FAILED.match(line)
-            if failed and failed["rank"] != self._own:
-                words = line[failed.start() if missed else failed.end() :]
-                self._reported = failed["rank"], words[:_LONGEST]
-        not_written = _NOT_WRITTEN.match(line)
-        if self._not_written is None and not_written and not_written["rank"] != self._own:
-            words = line[not_written.end() :]
-            self._not_written = not_written["rank"], words[:_LONGEST]
-        for number, pattern in enumerate(self._patterns):
-            if number not in self._lost and (lost := pattern.search(line)):
-                self._lost[number] = lost["rank"], line.strip()[:_LONGEST]
+        if still := _STILL.search(line):
+            self._note(0, still["rank"], still[0])
+        if missed := _MISSED.search(line):
+            self._note(1, missed["rank"], line[missed.start() :])
+        elif failed := _FAILED.match(line):
+            self._note(1, failed["rank"], line[failed.end() :])
+        if not_written := _NOT_WRITTEN.match(line):
+            self._note(2, not_written["rank"], line[not_written.end() :])
+        for kind, pattern in enumerate(self._patterns, start=3):
+            if lost := pattern.search(line):
+                self._note(kind, lost["rank"], line.strip())
+
+    def _note(self, kind: int, rank: str, words: str) -> None:
+        if rank != self._own:
+            self._found.setdefault(kind, (rank, words[:_LONGEST]))
 
     @property
     def found(self) -> tuple[str, str] | None:
         """The rank, and the words that name it, or None: of what ranks said, or else a launcher."""
-        return (
-            self._standing_still
-            or self._reported
-            or self._not_written
-            or (self._lost[min(self._lost)] if self._lost else None)
-        )
+        return self._found[min(self._found)] if self._found else None
 
 
 #: Exit status of a run that took too long, as that of the command `timeout`.
@@ -127,6 +118,14 @@ class ProcessExit:
             return signal.Signals(-self.code).name
         except ValueError:
             return f"signal {-self.code}"
+
+    def place(self, *, quote: bool) -> str:
+        """Return where it ran, and what it said last if that is to be quoted."""
+        place = f"{self.spec.name}: host {socket.gethostname()}, process {self.pid}"
+        if not quote:
+            return place
+        lines = [f"    {line}" for line in self.last_lines]
+        return "\n".join([f"{place}; it said {'last:' if lines else 'nothing'}", *lines])
 
     @property
     def how(self) -> str:
@@ -225,19 +224,9 @@ class ExitReport:
             if not todo:
                 todo = f"mend what was said last by {name}"
                 todo += "; the others only followed" if others or name != cause.spec.name else ""
-        return RunError(what, where=[_place(end, quote) for end in shown], todo=todo)
+        return RunError(what, where=[end.place(quote=quote) for end in shown], todo=todo)
 
     def __str__(self) -> str:
         """What a user reads."""
         error = self.error()
         return f"{len(self.exits)} processes ended well" if error is None else str(error)
-
-
-def _place(end: ProcessExit, quote: bool) -> str:
-    """Return where a process ran, and what it said last."""
-    place = f"{end.spec.name}: host {socket.gethostname()}, process {end.pid}"
-    if not quote:
-        return place
-    if not end.last_lines:
-        return f"{place}; it said nothing"
-    return "\n".join([f"{place}; it said last:", *(f"    {line}" for line in end.last_lines)])

@@ -72,20 +72,16 @@ class FailureDetector:
         self._arrivals = arrivals
         self._members = members
         self._me = members[store.rank]
-        self._here = [
-            member
-            for member in members.values()
-            if member.shares_pids_with(self._me) and member.rank != store.rank
-        ]
-        self._away = [
-            rank for rank, member in members.items() if not member.shares_pids_with(self._me)
-        ]
+        near = {rank for rank, member in members.items() if member.shares_pids_with(self._me)}
+        #: The other ranks of this host, and those of other hosts.
+        self._here, self._away = sorted(near - {store.rank}), sorted({*members} - near)
         self._calls = calls
         self._on_failure = on_failure
         #: When a rank was first seen to have deregistered, by rank.
         self._deregistered: dict[int, float] = {}
-        #: How often in a row a rank was seen to be stopped while a call waited for it.
-        self._stopped_looks: Counter[int] = Counter()
+        #: How often in a row a rank was seen to be stopped while a call waited for it; it fails if
+        #: it stays so.
+        self.stopped_looks: Counter[int] = Counter()
         self._stopped_for_long = ""
         #: What this rank has found out by itself, of all that it knows to be wrong.
         self.found = ""
@@ -114,19 +110,13 @@ class FailureDetector:
         failure = self._store.failure()
         if failure is not None and not self._store.is_lost():
             return failure
-        reason: str | None
-        if failure is None:
+        if failure is not None:
+            reason = self._explain_loss(failure)
+        else:
             self._lost_since = None
             reason = self._find_ended() or self._find_deregistered() or self._stopped_for_long
-        else:
-            reason = self._explain_loss(failure)
         self.found = reason or self.found
         return reason or None
-
-    @property
-    def sees_stopped(self) -> bool:
-        """Whether a rank is stopped that is waited for; it fails if it stays so."""
-        return bool(self._stopped_looks)
 
     def investigate(self, limit_s: float, listen_s: float | None = None) -> str | None:
         """Look for why a connection broke, or a rank does not come, for `limit_s` seconds.
@@ -141,12 +131,12 @@ class FailureDetector:
         if reason is not None:
             return reason
         silent = self._silent(self._away, listen_s)
-        deregistered = self._store.deregistered(silent)
-        silent = [rank for rank in silent if rank not in deregistered]
+        silent = sorted({*silent}.difference(self._store.deregistered(silent)))
         if (reason := self.failure_reason()) is not None or not silent:
             return reason
-        names = ", ".join(self._name(rank) for rank in silent)
-        self.found = f"{names} has given no sign of life for {listen_s:g} s: ended, or cut off"
+        self.found = (
+            f"{self._names(silent)} has given no sign of life for {listen_s:g} s: ended, or cut off"
+        )
         return self.found
 
     def describe(self, ranks: Collection[int]) -> list[str]:
@@ -162,9 +152,10 @@ class FailureDetector:
             if rank in self._away:
                 state = SILENT if rank in silent else "gives signs of life"
             else:
-                state = _STATES[state_of(self._members[rank], self._me)]
+                state = _STATES[self._state(rank)]
             location = self._store.last_location(rank)
-            lines.append(f"{self._name(rank)}: {state}" + (f"; it {location}" if location else ""))
+            where = f"; it {location}" if location else ""
+            lines.append(f"{self._names([rank])}: {state}{where}")
         return lines
 
     # The thread.
@@ -174,9 +165,11 @@ class FailureDetector:
             self._report_location()
             if self._arrivals is not None:
                 self._arrivals.tell_overdue(_LONG_S)
-            self._send_heartbeat()
-            reason = self.failure_reason() or self._find_stopped()
-            if reason is not None:
+            if self._away and time.monotonic() >= self._next_heartbeat:
+                self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
+                self._num_heartbeats += 1
+                self._store.send_heartbeat(self._num_heartbeats, self._away)
+            if reason := self.failure_reason() or self._find_stopped():
                 self._on_failure(reason)
                 return
 
@@ -192,24 +185,16 @@ class FailureDetector:
             self._store.report_location(location)
             self._reported = location
 
-    def _send_heartbeat(self) -> None:
-        if self._away and time.monotonic() >= self._next_heartbeat:
-            self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
-            self._num_heartbeats += 1
-            self._store.send_heartbeat(self._num_heartbeats, self._away)
-
     # What can be wrong.
 
     def _find_ended(self) -> str | None:
         """Name the processes of this host that have ended and had not deregistered."""
-        ended = self._not_running()
-        if not ended:
+        if not (ended := self._not_running()):
             return None
         # Asked last: a rank that deregisters, or says why it failed, does so before it ends.
         deregistered = self._store.deregistered(ended)
         self._deregistered |= dict.fromkeys(deregistered, time.monotonic())
-        unexplained = [rank for rank in ended if rank not in deregistered]
-        if not unexplained:
+        if not (unexplained := [rank for rank in ended if rank not in deregistered]):
             return None
         return self._store.failure() or self._find_silent_host() or self._say_ended(unexplained)
 
@@ -221,15 +206,14 @@ class FailureDetector:
         if self._store.is_lost() or not self._store.is_lost(if_silent=True):
             return None
         stopped = self._stopped()
-        names = ", ".join(self._name(rank) for rank in stopped)
-        return f"{names} {STOPPED}, and the store does not answer" if stopped else None
+        if not stopped:
+            return None
+        return f"{self._names(stopped)} {STOPPED}, and the store does not answer"
 
     def _explain_loss(self, failure: str) -> str | None:
         """Say why the control store is lost: often, the process that hosted it has ended."""
-        if self._lost_since is None:
-            self._lost_since = time.monotonic()
-        ended = self._not_running()
-        if ended:
+        self._lost_since = self._lost_since or time.monotonic()
+        if ended := self._not_running():
             return self._say_ended(ended)
         # A process closes its connections a little before it has ended.
         if time.monotonic() - self._lost_since < 2 * INTERVAL_S:
@@ -246,7 +230,7 @@ class FailureDetector:
                 since_s = now - self._deregistered.setdefault(rank, now)
                 if min(since_s, call.age_s) >= _GRACE_S:
                     return (
-                        f"{self._name(rank)} has closed its boxing backend, and left; "
+                        f"{self._names([rank])} has closed its boxing backend, and left; "
                         "all ranks make the same calls before one of them closes"
                     )
         return None
@@ -259,15 +243,14 @@ class FailureDetector:
         """
         needed = {rank for call in self._calls.all() for rank in awaited(call)}
         if self.is_leaving:
-            here = {member.rank for member in self._here}
-            needed |= here.difference(self._store.deregistered(here))
+            needed |= {*self._here}.difference(self._store.deregistered(self._here))
         seen = needed.intersection(self._stopped()) if needed else ()
-        self._stopped_looks = Counter({rank: self._stopped_looks[rank] + 1 for rank in seen})
-        for rank, looks in self._stopped_looks.items():
+        self.stopped_looks = Counter({rank: self.stopped_looks[rank] + 1 for rank in seen})
+        for rank, looks in self.stopped_looks.items():
             if looks >= _STOPPED_LOOKS:
                 stopped_s = looks * INTERVAL_S
                 self._stopped_for_long = self.found = (
-                    f"{self._name(rank)} {STOPPED}, and has been for {stopped_s:g} s"
+                    f"{self._names([rank])} {STOPPED}, and has been for {stopped_s:g} s"
                 )
         return self._stopped_for_long or None
 
@@ -282,27 +265,21 @@ class FailureDetector:
 
     def _stopped(self) -> list[int]:
         """Return the ranks of this host that a signal has stopped."""
-        return [
-            member.rank
-            for member in self._here
-            if state_of(member, self._me) is MemberState.STOPPED
-        ]
+        return [rank for rank in self._here if self._state(rank) is MemberState.STOPPED]
 
     def _not_running(self) -> list[int]:
         """Return the ranks of this host that have ended and are not known to have deregistered."""
-        return [
-            member.rank
-            for member in self._here
-            if member.rank not in self._deregistered
-            and state_of(member, self._me) is MemberState.ENDED
-        ]
+        others = [rank for rank in self._here if rank not in self._deregistered]
+        return [rank for rank in others if self._state(rank) is MemberState.ENDED]
+
+    def _state(self, rank: int) -> MemberState:
+        return state_of(self._members[rank], self._me)
 
     def _say_ended(self, ranks: Sequence[int]) -> str:
-        names = ", ".join(self._name(rank) for rank in ranks)
-        return f"{names} {'has' if len(ranks) == 1 else 'have'} ended"
+        return f"{self._names(ranks)} {'has' if len(ranks) == 1 else 'have'} ended"
 
-    def _name(self, rank: int) -> str:
-        return self._members[rank].name_for(self._me)
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._members[rank].name_for(self._me) for rank in ranks)
 
 
 _STATES = {

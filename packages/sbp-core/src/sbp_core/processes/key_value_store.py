@@ -42,6 +42,9 @@ _LIMIT_S = 1.0
 #: Seconds that it gets while an earlier request is not answered.
 _IMPATIENT_S = 0.01
 
+#: Seconds between two looks whether rank 0 has come back to a store.
+_PAUSE_S = 0.01
+
 
 class KeyValueStore(Protocol):
     """The part of a key-value store that is used; raises `RuntimeError` if it is lost."""
@@ -62,65 +65,28 @@ class KeyValueStore(Protocol):
         """Drop a value, if there is one."""
 
 
-#: What the thread does with the store.
-Request = Callable[[KeyValueStore], Any]
-
-
 class StoreClient:
-    """Asks a store, for any thread; after the first error the store counts as lost.
-
-    Raises (all methods):
-        StoreSilentError: the store does not answer for now.
-        StoreLostError: the store cannot be reached any more.
-    """
+    """Asks a store, for any thread; after the first error the store counts as lost."""
 
     def __init__(self, store: KeyValueStore) -> None:
-        self._requests: queue.SimpleQueue[tuple[Future[Any], Request] | None]
-        self._requests = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[
+            tuple[Future[Any], Callable[[KeyValueStore], Any]] | None
+        ] = queue.SimpleQueue()
         self._closed = False
         self._lost: str | None = None
         self._unanswered_since: float | None = None
-        # A daemon: it may be inside a call of the store when the process ends. It alone holds the
-        # store, so that the end of the thread is that of the connection.
         self._thread = threading.Thread(
             target=self._answer, args=(store,), name="sbp-store-client", daemon=True
         )
         self._thread.start()
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self._ask(lambda store: store.set(key, value))
+    def ask(self, request: Callable[[KeyValueStore], Any]) -> Any:
+        """Return what a request returns, which the thread makes of the store.
 
-    def set_first(self, key: str, value: str) -> None:
-        """Write a value unless there is one, whoever else does so at the same time."""
-        self._ask(lambda store: store.compare_set(key, "", value))
-
-    def get(self, key: str) -> str | None:
-        """Read a value, or None if there is none."""
-        value: str | None = self._ask(
-            lambda store: store.get(key).decode() if store.check([key]) else None
-        )
-        return value
-
-    def has_all(self, keys: Sequence[str]) -> bool:
-        """Say whether there is a value for each key."""
-        return bool(self._ask(lambda store: store.check(keys)))
-
-    def delete(self, key: str) -> None:
-        """Drop a value."""
-        self._ask(lambda store: store.delete_key(key))
-
-    def close(self) -> None:
-        """Let go of the store, and end the thread; both are over when this returns.
-
-        Unless the store does not answer: the thread is left to wait for it then. Safe to call
-        twice.
+        Raises:
+            StoreSilentError: the store does not answer for now.
+            StoreLostError: the store cannot be reached any more.
         """
-        self._closed = True
-        self._requests.put(None)
-        self._thread.join(_LIMIT_S if self._unanswered_since is None else _IMPATIENT_S)
-
-    def _ask(self, request: Request) -> Any:
         if self._closed:
             raise StoreSilentError("nobody asks the store any more: the control store is closed")
         if self._lost is not None:
@@ -138,6 +104,16 @@ class StoreClient:
             reason = str(error).partition("\n")[0]
             self._lost = f"the process that hosts the store cannot be reached: {reason}"
             raise StoreLostError(self._lost) from error
+
+    def close(self) -> None:
+        """Let go of the store, and end the thread; both are over when this returns.
+
+        Unless the store does not answer: the thread is left to wait for it then. Safe to call
+        twice.
+        """
+        self._closed = True
+        self._requests.put(None)
+        self._thread.join(_LIMIT_S if self._unanswered_since is None else _IMPATIENT_S)
 
     def _answer(self, store: KeyValueStore) -> None:
         while (entry := self._requests.get()) is not None:
@@ -172,28 +148,28 @@ class KeyValueControlStore(ControlStore):
         Rank 0 waits a moment for the others to close theirs: it may host the store, and torch would
         complain on the standard error of whoever asks a store that is gone.
         """
-        self._try_put(f"close/{self.rank}", "1")
+        self._say(f"close/{self.rank}")
         if self.rank == 0 and self.all_deregistered():
-            keys = [f"close/{rank}" for rank in range(self.size)]
-            self.wait_for(lambda: self.is_lost() or self._try_has_all(keys), _LIMIT_S)
+            self.wait_for(lambda: self.is_lost() or self._all_said("close"), _LIMIT_S)
         self._client.close()
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
-        write = self._client.set_first if key in FIRST_STAYS else self._client.set
-        write(key, value)
+        if key in FIRST_STAYS:  # whoever else writes at the same time
+            self._client.ask(lambda store: store.compare_set(key, "", value))
+        else:
+            self._client.ask(lambda store: store.set(key, value))
 
     def _get(self, key: str) -> str | None:
-        return self._client.get(key)
+        value: str | None = self._client.ask(
+            lambda store: store.get(key).decode() if store.check([key]) else None
+        )
+        return value
 
     def _delete(self, key: str) -> None:
-        self._client.delete(key)
+        self._client.ask(lambda store: store.delete_key(key))
 
     def _has_all(self, keys: Iterable[str]) -> bool:
-        return self._client.has_all(list(keys))
-
-
-#: Seconds between two looks whether rank 0 has come back to a store.
-_PAUSE_S = 0.01
+        return bool(self._client.ask(lambda store: store.check(list(keys))))
 
 
 class CountingStore(KeyValueStore, Protocol):
@@ -206,15 +182,16 @@ class CountingStore(KeyValueStore, Protocol):
 StoreT = TypeVar("StoreT", bound=CountingStore)
 
 
-def count_opening(store: CountingStore, name: str, rank: int) -> int:
+def count_opening(store: CountingStore, name: str, rank: int, amount: int = 1) -> int:
     """Count that a rank opens a backend in a store; return how often it has, this time included.
 
     Args:
         store: Of all ranks.
         name: Of the kind of backend.
-        rank: This rank.
+        rank: Of the one that opens it.
+        amount: How often it does now; 0 only looks.
     """
-    return store.add(_counter(name, rank), 1)
+    return store.add(f"{name}/opened/{rank}", amount)
 
 
 def connect_current_store(
@@ -237,8 +214,8 @@ def connect_current_store(
         try:
             store = connect()
             is_connected = True
-            num_before = store.add(_counter(name, rank), 0)
-            while rank and 0 < num_before >= store.add(_counter(name, 0), 0):
+            num_before = count_opening(store, name, rank, 0)
+            while rank and 0 < num_before >= count_opening(store, name, 0, 0):
                 if time.monotonic() >= end:
                     break
                 time.sleep(_PAUSE_S)
@@ -251,7 +228,3 @@ def connect_current_store(
             if (rank == 0 and not is_connected) or time.monotonic() >= end:
                 raise
             time.sleep(_PAUSE_S)
-
-
-def _counter(name: str, rank: int) -> str:
-    return f"{name}/opened/{rank}"

@@ -41,15 +41,13 @@ def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, .
     Raises:
         BoxingError: there is no `mpiexec`.
     """
-    launcher = find_mpiexec()
-    options, environment = ["-n", str(num_ranks)], {}
+    launcher, environment = find_mpiexec(), {}
+    options = ["-n", str(num_ranks), "-bind-to", "none"]
     if _is_open_mpi(launcher):
-        options += ["--oversubscribe", "--bind-to", "none"]
+        options[2:] = ["--oversubscribe", "--bind-to", "none"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             # Containers often run programs as root, which Open MPI has to be told is meant.
             environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    else:
-        options += ["-bind-to", "none"]
     return (
         LaunchSpec(
             command=(launcher, *options, *under_mpi4py(command)),
@@ -85,13 +83,9 @@ def _is_open_mpi(launcher: str) -> bool:
         BoxingError: it does not run.
     """
     try:
+        command = [launcher, "--version"]
         answer = subprocess.run(
-            [launcher, "--version"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_S,
-            check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=_VERSION_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BoxingError(

@@ -22,13 +22,33 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
 from sbp_core.errors import BoxingError
+from sbp_core.processes.reaper import environment_of, stat_of
 
 _PROC = Path("/proc")
+
+#: Variables of launchers that start all ranks of a host at once: the rank, the number of ranks, the
+#: number of ranks on the host, and the rank among these.
+_LAUNCHERS = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+)
+
+#: What shows that `RANK` was not set by hand. Our own supervisor has all its ranks on this host.
+_TORCHRUN, _SUPERVISED = "TORCHELASTIC_RUN_ID", "SBP_SUPERVISED_"
+
+#: Seconds between two looks, and for which a rank is not seen until it counts as ended.
+_LOOK_S, _ABSENT_S = 0.5, 1.0
 
 
 class MemberState(StrEnum):
@@ -69,14 +89,20 @@ class Member:
     def of_this_process(cls, rank: int) -> Member:
         """Return this process, as a rank."""
         pid = os.getpid()
+        try:
+            # What is equal for two processes that see each other's process ids.
+            boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+            namespace = f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
+        except OSError:
+            namespace = ""
         host, (_, _, started) = socket.gethostname(), status_of(pid) or ("", 0, 0)
-        return cls(rank=rank, host=host, pid_namespace=_pid_namespace(), pid=pid, started=started)
+        return cls(rank=rank, host=host, pid_namespace=namespace, pid=pid, started=started)
 
     @classmethod
     def from_json(cls, text: str) -> Member:
         """Read what `to_json` wrote."""
-        rank, host, pid_namespace, pid, started = json.loads(text)
-        return cls(rank=rank, host=host, pid_namespace=pid_namespace, pid=pid, started=started)
+        names = (one.name for one in fields(cls))
+        return cls(**dict(zip(names, json.loads(text), strict=True)))
 
     def to_json(self) -> str:
         """Return a text that `from_json` reads."""
@@ -101,29 +127,14 @@ def state_of(member: Member, seen_from: Member) -> MemberState:
     if not member.shares_pids_with(seen_from):
         return MemberState.UNKNOWN
     status = status_of(member.pid)
-    if status is None:
-        return _signalled(member.pid)
-    letter, _, started = status
-    if letter in "ZXx" or (member.started and started != member.started):
-        return MemberState.ENDED
-    return _STATES.get(letter, MemberState.RUNNING)
-
-
-def status_of(pid: int) -> tuple[str, int, int] | None:
-    """Return (state letter, parent, start time in ticks) of a process; None if it is not seen."""
+    if status is not None:
+        letter, _, started = status
+        if letter in "ZXx" or (member.started and started != member.started):
+            return MemberState.ENDED
+        return _STATES.get(letter, MemberState.RUNNING)
+    # What a signal that does nothing finds out: what remains where there is no /proc.
     try:
-        text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
-        # The name of the program, in parentheses, may itself hold spaces and parentheses.
-        fields = text.rpartition(")")[2].split()
-        return fields[0], int(fields[1]), int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _signalled(pid: int) -> MemberState:
-    """Return what a signal that does nothing finds out: what remains where there is no /proc."""
-    try:
-        os.kill(pid, 0)
+        os.kill(member.pid, 0)
     except ProcessLookupError:
         return MemberState.ENDED
     except PermissionError:  # it is another user's, so there is one
@@ -133,33 +144,10 @@ def _signalled(pid: int) -> MemberState:
     return MemberState.RUNNING
 
 
-def _pid_namespace() -> str:
-    """Return what is equal for two processes that see each other's process ids."""
-    try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-#: Variables of launchers that start all ranks of a host at once: the rank, the number of ranks, the
-#: number of ranks on the host, and the rank among these.
-_LAUNCHERS = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
-)
-
-#: What shows that `RANK` was not set by hand. Our own supervisor has all its ranks on this host.
-_TORCHRUN, _SUPERVISED = "TORCHELASTIC_RUN_ID", "SBP_SUPERVISED_"
-
-#: Seconds between two looks, and for which a rank is not seen until it counts as ended.
-_LOOK_S, _ABSENT_S = 0.5, 1.0
+def status_of(pid: int) -> tuple[str, int, int] | None:
+    """Return (state letter, parent, start time in ticks) of a process; None if it is not seen."""
+    fields = stat_of(pid)
+    return None if fields is None else (fields[0], int(fields[1]), int(fields[19]))
 
 
 class Siblings:
@@ -172,11 +160,10 @@ class Siblings:
 
     def __init__(self, rank: int, environment: Mapping[str, str] | None = None) -> None:
         self._rank, self._variable = rank, ""
-        self._ranks: tuple[int, ...] = ()
         #: When a rank was first not seen, by rank.
         self._absent: dict[int, float] = {}
         self._next_look = 0.0
-        found = (_environment(os.getpid()) or {}) if environment is None else environment
+        found = (environment_of(os.getpid()) or {}) if environment is None else environment
         self._ranks = self._of_this_host(found)
         self._launcher = self._find_launcher() if len(self._ranks) > 1 else 0
 
@@ -207,7 +194,7 @@ class Siblings:
         pid = os.getpid()
         while (status := status_of(pid)) is not None:
             pid = status[1]
-            found = _environment(pid) if pid > 0 else None
+            found = environment_of(pid) if pid > 0 else None
             if found is None:
                 return 0
             if found.get(self._variable) != str(self._rank):
@@ -234,7 +221,7 @@ class Siblings:
             status = status_of(int(folder.name))
             if status is None or status[0] in "ZX" or status[1] != self._launcher:
                 continue
-            text = (_environment(int(folder.name)) or {}).get(self._variable, "")
+            text = (environment_of(int(folder.name)) or {}).get(self._variable, "")
             if text.isdecimal():
                 found.add(int(text))
         return found
@@ -242,7 +229,7 @@ class Siblings:
     @classmethod
     def check_before_waiting(cls) -> None:
         """Raise `BoxingError` if a rank has ended, before this one waits where it cannot look."""
-        found = _environment(os.getpid()) or {}
+        found = environment_of(os.getpid()) or {}
         for variable, *_ in _LAUNCHERS:
             if not (text := found.get(variable, "")).isdecimal():
                 continue
@@ -278,13 +265,3 @@ def did_not_open(rank: int, missing: list[int], why: str, waited: str = "") -> B
 
 def _list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _environment(pid: int) -> dict[str, str] | None:
-    """Return the variables with which a process was started; None if they cannot be seen."""
-    try:
-        data = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return None
-    pairs = (entry.partition("=") for entry in data.decode("utf-8", "replace").split("\0"))
-    return {name: value for name, _, value in pairs}

@@ -55,10 +55,7 @@ def _send(groups: Collection[int], mark: str, *signals: int) -> None:
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, number)
-        for process, of in _marked(mark):
-            if of not in groups:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, number)
+        signal_ranks(groups, mark, number)
 
 
 def signal_ranks(groups: Collection[int], mark: str, number: int) -> int:
@@ -78,19 +75,15 @@ def signal_ranks(groups: Collection[int], mark: str, number: int) -> int:
 
 def _left(groups: Collection[int], mark: str) -> bool:
     """Say whether a process is left; one that has ended and was not waited for is not."""
-    if not (_PROC / "self" / "stat").exists():
-        return any(_has_members(group) for group in groups)
-    return bool(_marked(mark)) or any(
-        state != "Z" and group in groups for _, state, group in _processes()
-    )
-
-
-def _has_members(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+    if (_PROC / "self" / "stat").exists():
+        return bool(_marked(mark)) or any(
+            state != "Z" and group in groups for _, state, group in _processes()
+        )
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, 0)
+            return True
+    return False
 
 
 def _marked(mark: str) -> list[tuple[int, int]]:
@@ -98,32 +91,45 @@ def _marked(mark: str) -> list[tuple[int, int]]:
 
     The environment of a process that has ended is empty.
     """
-    wanted = f"{mark}=".encode()
-    found = []
-    for process, state, group in _processes():
-        with contextlib.suppress(OSError):
-            values = (_PROC / str(process) / "environ").read_bytes().split(b"\0")
-            if state != "Z" and any(value.startswith(wanted) for value in values):
-                found.append((process, group))
-    return found
+    return [
+        (process, group)
+        for process, state, group in _processes()
+        if state != "Z" and mark in (environment_of(process) or ())
+    ]
 
 
 def _processes() -> list[tuple[int, str, int]]:
     """Return (process, state, process group) of every process; none where there is no /proc."""
     found = []
     for folder in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            found.append((int(folder.name), *_status(int(folder.name))))
+        if (fields := stat_of(int(folder.name))) is not None:
+            found.append((int(folder.name), fields[0], int(fields[2])))
     return found
 
 
-def _status(process: int) -> tuple[str, int]:
-    """Return (state, process group); state is a letter, as `ps` shows it."""
+def stat_of(process: int) -> list[str] | None:
+    """Return what /proc says of a process after its name, or None if it is not seen.
+
+    The first of these fields is the state, a letter as `ps` shows it; then come its parent and its
+    process group, and as number 19 when it started, in ticks since its host did.
+    """
+    try:
+        text = (_PROC / str(process) / "stat").read_text("utf-8", "replace")
+    except OSError:
+        return None
     # The name of the program, in parentheses, may itself hold spaces and parentheses.
-    fields = (
-        (_PROC / str(process) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-    )
-    return fields[0], int(fields[2])
+    fields = text.rpartition(")")[2].split()
+    return fields if len(fields) > 19 else None
+
+
+def environment_of(process: int) -> dict[str, str] | None:
+    """Return the variables with which a process was started; None if they cannot be seen."""
+    try:
+        data = (_PROC / str(process) / "environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in data.decode("utf-8", "replace").split("\0"))
+    return {name: value for name, _, value in pairs}
 
 
 def is_stopped(process: int, states: str = "Tt") -> bool:
@@ -133,10 +139,8 @@ def is_stopped(process: int, states: str = "Tt") -> bool:
         process: Its id.
         states: `T` alone, without those that a debugger holds.
     """
-    try:
-        return _status(process)[0] in states
-    except (OSError, ValueError, IndexError):
-        return False
+    fields = stat_of(process)
+    return fields is not None and fields[0] in states
 
 
 def end_stopped(process: int, mark: str) -> None:

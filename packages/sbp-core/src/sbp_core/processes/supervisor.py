@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 from sbp_core.boxing.backend import LaunchSpec
@@ -156,11 +156,8 @@ def _handling(
             signal.signal(number, before)
 
 
-@dataclass(frozen=True, slots=True)
-class _Signal:
-    """A signal that this process has heard."""
-
-    number: int
+class _Signal(int):
+    """The number of a signal that this process has heard."""
 
 
 class _Supervision:
@@ -181,12 +178,12 @@ class _Supervision:
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._threads: list[threading.Thread] = []
         self._events: queue.SimpleQueue[tuple[int, str | int | _Signal]] = queue.SimpleQueue()
+        #: Of each process, by index: what it wrote last, and how it ended, in this order.
         self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._specs]
         self._root_causes = [RootCauseFinder(spec) for spec in self._specs]
         self._exits: dict[int, ProcessExit] = {}
         self._by_themselves: tuple[int, ...] = ()
         self._timeout_s: float | None = None
-        self._on_line_failed = False
         self._stopped_by: int | None = None
         self._stop_end: float | None = None
         self._stopped_looks = 0
@@ -201,18 +198,21 @@ class _Supervision:
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let the reaper end; if it was never sent `done`, it first ends what is left."""
-        assert self._reaper.stdin is not None, "the reaper reads a pipe"
         with contextlib.suppress(BrokenPipeError):
-            self._reaper.stdin.close()
+            self._pipe.close()
         self._reaper.wait()
 
-    def _tell_reaper(self, line: str) -> None:
+    @property
+    def _pipe(self) -> IO[str]:
         assert self._reaper.stdin is not None, "the reaper reads a pipe"
+        return self._reaper.stdin
+
+    def _tell_reaper(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._reaper.stdin.write(f"{line}\n")
-            self._reaper.stdin.flush()
+            self._pipe.write(f"{line}\n")
+            self._pipe.flush()
 
     @contextlib.contextmanager
     def hearing(self, *, gently: bool) -> Iterator[None]:
@@ -285,12 +285,12 @@ class _Supervision:
             if self._stop_end is not None:
                 self._handle_until(self._stop_end)
                 break
-            look = time.monotonic() + _LOOK_S if self._exits else None
-            if _is_over(end):
+            if end is not None and time.monotonic() >= end:
                 self._timeout_s = timeout_s
                 break
-            until = min((one for one in (end, look) if one is not None), default=None)
-            if not self._handle_next(until) and self._only_stopped_are_left():
+            until = [time.monotonic() + _LOOK_S] if self._exits else []
+            until += [] if end is None else [end]
+            if not self._handle_next(min(until, default=None)) and self._only_stopped_are_left():
                 break
         self._by_themselves = tuple(self._exits)
         for index in range(len(self._specs)):
@@ -301,22 +301,19 @@ class _Supervision:
         """Wait, when one has failed, until all have ended or the grace is over."""
         end = time.monotonic() + self._grace_s
         self._handle_until(end)
-        while self._any_runs() and not _is_over(end + self._more_grace_s()):
+        # Those that a signal has stopped get no more.
+        while any(not reaper.is_stopped(process.pid) for _, process in self._left()):
+            if time.monotonic() >= end + self._more_grace_s():
+                break
             self._handle_until(time.monotonic() + _LOOK_S)
 
     def _only_stopped_are_left(self) -> bool:
         """Whether nobody has been running for a while who could end: others have ended well."""
-        left = [one.pid for index, one in self._processes.items() if index not in self._exits]
-        is_still = bool(self._exits) and all(reaper.is_stopped(pid, "T") for pid in left)
+        is_still = bool(self._exits) and all(
+            reaper.is_stopped(process.pid, "T") for _, process in self._left()
+        )
         self._stopped_looks = self._stopped_looks + 1 if is_still else 0
         return self._stopped_looks >= _STOPPED_LOOKS
-
-    def _any_runs(self) -> bool:
-        """Whether a process has not ended, and is not stopped either."""
-        return any(
-            index not in self._exits and not reaper.is_stopped(process.pid)
-            for index, process in self._processes.items()
-        )
 
     def _stop(self, number: int) -> None:
         """Ask all processes to end, and wait; the second time, not for long."""
@@ -327,20 +324,21 @@ class _Supervision:
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to all ranks that have not ended."""
-        for index, process in self._processes.items():
-            if index in self._exits:
-                continue
-            spec = self._specs[index]
+        for spec, process in self._left():
             is_rank = len(spec.ranks) == 1 or spec.forwards_signals
             if is_rank or not reaper.signal_ranks([process.pid], self._mark, number):
                 process.send_signal(number)
 
     def interrupt(self) -> None:
         """Pass Ctrl-C on, and give all processes the time to save what they have."""
-        for index, process in self._processes.items():
-            if index not in self._exits:
-                process.send_signal(signal.SIGINT)
+        for _, process in self._left():
+            process.send_signal(signal.SIGINT)
         self._handle_until(time.monotonic() + self._grace_s)
+
+    def _left(self) -> list[tuple[LaunchSpec, subprocess.Popen[str]]]:
+        """Return the processes that have not ended."""
+        started = self._processes.items()
+        return [(self._specs[at], one) for at, one in started if at not in self._exits]
 
     def end(self) -> None:
         """End all processes and what they have started; pass on what they wrote."""
@@ -355,21 +353,19 @@ class _Supervision:
 
     def _handle_until(self, end: float) -> None:
         """Handle lines and exits until all processes have ended, or the time is over."""
-        while len(self._exits) < len(self._specs) and not _is_over(end) and self._handle_next(end):
-            pass
+        while len(self._exits) < len(self._specs) and time.monotonic() < end:
+            if not self._handle_next(end):
+                break
 
     def _handle_next(self, end: float | None) -> bool:
         """Handle one line, or the end of one process; False if none came in time."""
-        limit_s = None if end is None else end - time.monotonic()
         try:
-            if limit_s is not None and limit_s <= 0:
-                index, event = self._events.get_nowait()
-            else:
-                index, event = self._events.get(timeout=limit_s)
+            limit_s = None if end is None else max(0.0, end - time.monotonic())
+            index, event = self._events.get(timeout=limit_s)
         except queue.Empty:
             return False
         if isinstance(event, _Signal):
-            (self._pass_on if event.number in self._asking else self._stop)(event.number)
+            (self._pass_on if event in self._asking else self._stop)(event)
         elif isinstance(event, int):
             self._exits.setdefault(index, self._describe(index, event))
         else:
@@ -378,18 +374,12 @@ class _Supervision:
             # A launcher that ends its ranks waits long for one that cannot hear it.
             if len(self._specs[index].ranks) > 1 and (stopped := STOPPED_HERE.search(event)):
                 reaper.end_stopped(int(stopped["process"]), self._mark)
-            self._hand_on(Line(spec=self._specs[index], text=event))
+            try:
+                self._on_line(Line(spec=self._specs[index], text=event))
+            except Exception:
+                self._on_line = lambda line: None  # it is not called again
+                raise
         return True
-
-    def _hand_on(self, line: Line) -> None:
-        """Give a line to the caller's `on_line`, which is not called again once it has raised."""
-        if self._on_line_failed:
-            return
-        try:
-            self._on_line(line)
-        except Exception:
-            self._on_line_failed = True
-            raise
 
     def _any_failed(self) -> bool:
         well = {0}
@@ -410,19 +400,16 @@ class _Supervision:
 
     def report(self) -> ExitReport:
         """Return how all processes ended, in order."""
-        ends = {
-            index: replace(
-                end, last_lines=tuple(self._last[index]), root_cause=self._root_causes[index].found
+        exits: list[ProcessExit] = []
+        remaining: list[ProcessExit] = []
+        for index, end in self._exits.items():
+            lines, cause = tuple(self._last[index]), self._root_causes[index].found
+            (exits if index in self._by_themselves else remaining).append(
+                replace(end, last_lines=lines, root_cause=cause)
             )
-            for index, end in self._exits.items()
-        }
         return ExitReport(
-            exits=tuple(end for index, end in ends.items() if index in self._by_themselves),
-            remaining=tuple(end for index, end in ends.items() if index not in self._by_themselves),
+            exits=tuple(exits),
+            remaining=tuple(remaining),
             timeout_s=self._timeout_s,
             stopped_by=self._stopped_by,
         )
-
-
-def _is_over(end: float | None) -> bool:
-    return end is not None and time.monotonic() >= end

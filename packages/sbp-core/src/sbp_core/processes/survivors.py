@@ -13,11 +13,10 @@ signal, is seen at once on this host; on others it is waited for until the time 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sbp_core.errors import BoxingError
 from sbp_core.processes.control_store import ControlStore
-from sbp_core.processes.membership import MemberState, state_of
 
 #: Seconds that a process waits for the others to read what it has said last.
 _LEAVE_S = 1.0
@@ -103,12 +102,9 @@ class Survivors:
         """Let the others read what was said last: rank 0 may host the store."""
         self._store.publish(f"survivor/left/{self._store.rank}", "1", self.ranks)
         if self._store.rank == 0:
+            key, ranks = "survivor/left", self.ranks
             self._wait_for(
-                lambda: [
-                    rank
-                    for rank in self.ranks
-                    if self._store.lookup(f"survivor/left/{rank}") is None
-                ],
+                lambda: [one for one in ranks if self._store.lookup(f"{key}/{one}") is None],
                 _LEAVE_S,
             )
 
@@ -124,15 +120,11 @@ class Survivors:
 
 def _awaited(store: ControlStore, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that have not come, and still may."""
-    here = store.survivors(ranks)
-    absent = [rank for rank in ranks if rank not in here]
-    gone = {*_gone(store, absent), *store.deregistered(absent)}
-    return [rank for rank in absent if rank not in gone]
+    absent = {*ranks} - {*store.survivors(ranks)}
+    return sorted(absent - {*_gone(store, absent), *store.deregistered(absent)})
 
 
-def _gone(store: ControlStore, ranks: Sequence[int]) -> list[int]:
+def _gone(store: ControlStore, ranks: Iterable[int]) -> list[int]:
     """Return those of some ranks that are seen to run no more."""
-    members = store.members()
-    me = members[store.rank]
-    still = (MemberState.ENDED, MemberState.STOPPED)
-    return [rank for rank in ranks if rank in members and state_of(members[rank], me) in still]
+    store.members()
+    return store.standing_still(ranks)

