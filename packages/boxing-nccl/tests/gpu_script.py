@@ -25,8 +25,8 @@ def alone() -> None:
     key_values = DictStore()
     store = KeyValueControlStore(key_values, 0, 2)
     ghost = KeyValueControlStore(key_values, 1, 2)
-    ghost.join("0-1", [0, 1])
-    ghost.join("0-1/id", [0, 1])
+    ghost.say("join/0-1", ranks=[0, 1])
+    ghost.say("join/0-1/id", ranks=[0, 1])
     bootstrap = Bootstrap(store, load_device(0, 0), lambda call: None)
     mesh = Placement([0, 1], ("x",))
     step = BoxingStep(

@@ -106,7 +106,7 @@ def test_an_error_keeps_what_was_known_of_the_ranks_that_it_names(
     pair: list[QuietConnections],
 ) -> None:
     here, there = pair
-    there.control_store.report_location("waits in boxing step 'loss'")
+    there.control_store.say("location", "waits in boxing step 'loss'")
     call = replace(call_of(), describe_ranks=here.describe_ranks)
 
     error = here.call_failed(call, call.missing([1]))

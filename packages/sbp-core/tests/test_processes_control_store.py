@@ -14,18 +14,18 @@ def test_all_have_registered_once_each_has() -> None:
     here, there = stores_of(2)
 
     here.register(Member.of_this_process(0))
-    assert not here.all_registered() and list(there.members()) == [0]
+    assert not here.all_said("member") and list(there.members()) == [0]
     there.register(elsewhere(1))
 
-    assert here.all_registered()
+    assert here.all_said("member")
     assert here.members() == {0: Member.of_this_process(0), 1: elsewhere(1)}
 
 
 def test_ranks_that_have_not_joined_or_wait_in_an_earlier_call_are_known() -> None:
     stores = stores_of(3)
-    stores[2].join("0-2")
-    stores[0].report_waiting("0-1-2", 5)
-    stores[1].report_waiting("0-1-2", 4)
+    stores[2].say("join/0-2")
+    stores[0].say("waiting/0-1-2", str(5))
+    stores[1].say("waiting/0-1-2", str(4))
 
     assert stores[0].not_joined("0-2", (0, 2)) == [0]
     assert stores[2].not_waiting("0-1-2", 5, (0, 1, 2)) == [1]
@@ -50,7 +50,7 @@ def test_who_has_deregistered_or_acknowledged_is_known() -> None:
     ]
 
     stores[1].deregister()
-    stores[2].acknowledge_failure()
+    stores[2].say("acknowledged")
 
     assert stores[0].deregistered(range(4)) == [1]
     assert stores[0].not_acknowledged(range(4)) == [3]
@@ -62,13 +62,13 @@ def test_who_has_deregistered_or_acknowledged_is_known() -> None:
 
 def test_locations_and_heartbeats_are_those_sent_last() -> None:
     here, there = stores_of(2)
-    assert here.last_location(1) is None and here.last_heartbeat(1) is None
+    assert here.said("location", 1) is None and here.said("heartbeat", 1) is None
 
     for number in (1, 2):
-        there.report_location(f"waits at {number}")
-        there.send_heartbeat(number, [0])
+        there.say("location", f"waits at {number}")
+        there.say("heartbeat", str(number), [0])
 
-    assert here.last_location(1) == "waits at 2" and here.last_heartbeat(1) == "2"
+    assert here.said("location", 1) == "waits at 2" and here.said("heartbeat", 1) == "2"
 
 
 def test_a_lost_store_says_why_and_keeps_nobody_waiting() -> None:
@@ -79,8 +79,8 @@ def test_a_lost_store_says_why_and_keeps_nobody_waiting() -> None:
     store.deregister()
 
     assert store.failure() == "the store cannot be reached" and store.is_lost()
-    assert store.all_deregistered() and not store.all_registered()
-    assert store.deregistered([0, 1]) == [] and store.last_location(1) is None
+    assert store.all_deregistered() and not store.all_said("member")
+    assert store.deregistered([0, 1]) == [] and store.said("location", 1) is None
 
 
 def test_a_silent_store_is_no_failure_and_names_who_cannot_have_come() -> None:

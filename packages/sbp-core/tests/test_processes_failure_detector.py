@@ -192,7 +192,7 @@ def test_silence_on_another_host_counts_when_a_connection_broke(
 ) -> None:
     monkeypatch.setattr(detector_module, "_SILENCE_S", 1.0)
     store, quiet, loud = stores_of(3)
-    quiet.send_heartbeat(7, [0])
+    quiet.say("heartbeat", str(7), [0])
     detector, _, _ = detector_of(store, elsewhere(1), elsewhere(2))
     stop = threading.Event()
 
@@ -200,7 +200,7 @@ def test_silence_on_another_host_counts_when_a_connection_broke(
         number = 0
         while not stop.wait(0.02):
             number += 1
-            loud.send_heartbeat(number, [0])
+            loud.say("heartbeat", str(number), [0])
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -220,7 +220,7 @@ def test_a_rank_is_described_by_what_its_process_does_and_where_it_was() -> None
     detector, _, _ = detector_of(store, replace(ME, rank=1))
     assert detector.describe([1]) == [f"rank 1 (pid {ME.pid} on this host): is running"]
 
-    other.report_location("waits in boxing step 'loss'")
+    other.say("location", "waits in boxing step 'loss'")
 
     assert detector.describe([1])[0].endswith("is running; it waits in boxing step 'loss'")
 
@@ -249,9 +249,11 @@ def test_the_thread_reports_where_a_long_call_waits_and_reads_of_a_failure(
     calls.begin(call_of(age_s=1.0))
 
     detector.start()
-    assert store.wait_for(lambda: other.last_location(0) == "waits in boxing step 'grad'", 10.0)
+    assert store.wait_for(lambda: other.said("location", 0) == "waits in boxing step 'grad'", 10.0)
     calls.end()
-    assert store.wait_for(lambda: other.last_location(0) == "was last in boxing step 'grad'", 10.0)
+    assert store.wait_for(
+        lambda: other.said("location", 0) == "was last in boxing step 'grad'", 10.0
+    )
     other.announce_failure("rank 1 reported: disk full")
 
     assert store.wait_for(lambda: bool(learned), 10.0)
@@ -267,7 +269,7 @@ def test_ranks_on_other_hosts_get_heartbeats(monkeypatch: pytest.MonkeyPatch) ->
 
     detector.start()
 
-    assert store.wait_for(lambda: int(other.last_heartbeat(0) or 0) >= 3, 10.0)
+    assert store.wait_for(lambda: int(other.said("heartbeat", 0) or 0) >= 3, 10.0)
     detector.stop()
     assert not detector._thread.is_alive()
 

@@ -48,10 +48,10 @@ class StoppedStore:
 def test_entries_are_read_by_all_and_the_last_of_a_key_counts(
     control_stores: list[KeyValueControlStore],
 ) -> None:
-    control_stores[2].join("0-2")
-    control_stores[1].join("0-1")
+    control_stores[2].say("join/0-2")
+    control_stores[1].say("join/0-1")
     for number in (4, 5):
-        control_stores[0].report_waiting("0-1-2", number)
+        control_stores[0].say("waiting/0-1-2", str(number))
 
     assert control_stores[0].not_joined("0-2", (0, 2)) == [0]
     assert control_stores[2].not_waiting("0-1-2", 5, (0, 1, 2)) == [1]

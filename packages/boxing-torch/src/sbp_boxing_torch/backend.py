@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from sbp_boxing_torch.rendezvous import TorchWorld
 
 
-def build(config: TorchBoxingConfig) -> TorchBackend:
-    """Make the backend of a config, not yet open."""
-    return TorchBackend(config)
-
-
 class TorchBackend(ProcessBackend):
     """Boxing over torch.distributed.
 

@@ -45,7 +45,6 @@ _EAGER_S, _POLL_S = 1e-3, 1e-4
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-
 #: Dtypes that gloo or NCCL cannot reduce, or as torch does not: it adds truth values as `or`.
 _IRREDUCIBLE = frozenset({torch.bool, torch.int16})
 

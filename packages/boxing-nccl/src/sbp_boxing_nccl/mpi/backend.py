@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from sbp_boxing_nccl.mpi.connections import MpiConnections
 
 
-def build(config: MpiBoxingConfig) -> MpiBackend:
-    """Make the backend of a config, not yet open."""
-    return MpiBackend(config)
-
-
 class MpiBackend(JobBackend):
     """Boxing over MPI, for tensors on CPUs.
 

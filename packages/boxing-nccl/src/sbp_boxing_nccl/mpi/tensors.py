@@ -10,6 +10,15 @@ from typing import Any
 
 import torch
 
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+#: dtypes whose sums are made in float32, and rounded once.
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
 
 def memory(values: torch.Tensor, mpi: Any) -> Any:
     """Return the memory of a tensor, for mpi4py; slices of it count in bytes.
@@ -37,16 +46,6 @@ def chunks(values: torch.Tensor, sizes: Sequence[int], mpi: Any) -> list[Any]:
         found.append(at(address, size * elements))
         address += size * elements
     return found
-
-
-_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
-
-#: dtypes whose sums are made in float32, and rounded once.
-_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: str) -> None:

@@ -19,11 +19,6 @@ from sbp_core.errors import BoxingError
 from sbp_core.processes import check_ranks, mpiexec_specs, one_process_per_rank
 
 
-def build(config: NcclBoxingConfig) -> NcclBackend:
-    """Make the backend of a config, not yet open."""
-    return NcclBackend(config)
-
-
 class NcclBackend(JobBackend):
     """Boxing over NCCL, for tensors on GPUs.
 

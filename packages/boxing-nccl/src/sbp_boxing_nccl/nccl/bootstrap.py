@@ -46,7 +46,7 @@ class Bootstrap:
         """
         store = self._store
         for name, ranks in groups.items():
-            store.join(name, ranks)
+            store.say(f"join/{name}", ranks=ranks)
 
         def missing() -> set[int]:
             return {rank for name in groups for rank in store.not_joined(name, groups[name])}

@@ -48,8 +48,8 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
 
     def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         """See `ExchangeCommunicator._post`."""
-        sent = self._connections.post(call, receiver, values)
-        return partial(self._connections.await_message, call, receiver, sent)
+        message = self._connections.post(call, receiver, values)
+        return partial(self._connections.await_message, call, receiver, message)
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`; messages are asked for when they are waited for."""

@@ -19,7 +19,7 @@ from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
 from sbp_boxing_nccl.nccl.deadlines import Deadlines, WatchedWork
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
-from sbp_boxing_nccl.nccl.messages import Inbox, MailRoom, NcclMessage, SendQueue, Sent, pair_name
+from sbp_boxing_nccl.nccl.messages import Inbox, MailRoom, NcclMessage, SendQueue, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
@@ -99,7 +99,7 @@ class NcclConnections(Connections):
             self._groups[ranks] = NcclGroup(ranks, self.rank, channel, self.device)
         return self._groups[ranks]
 
-    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Sent:
+    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> NcclMessage:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -113,9 +113,11 @@ class NcclConnections(Connections):
             queue = self._send_queues[receiver] = SendQueue(receiver, self._mail_room)
         with self.guard(call):
             ready = self.device.record()
-        return queue.post(NcclMessage(call=call, values=values, ready=ready, sent=Sent()))
+        message = NcclMessage(call=call, values=values, ready=ready)
+        queue.post(message)
+        return message
 
-    def await_message(self, call: CollectiveCall, receiver: int, sent: Sent) -> None:
+    def await_message(self, call: CollectiveCall, receiver: int, message: NcclMessage) -> None:
         """Wait until a message is received.
 
         Raises:
@@ -124,7 +126,7 @@ class NcclConnections(Connections):
 
         def over() -> bool:
             self._check(call)
-            return sent.is_over
+            return message.is_over
 
         with self.guard(call):
             if not wait_until(

@@ -67,42 +67,39 @@ class MailRoom:
     fail: Callable[[BaseException], None]
 
 
+def _look(done: Callable[[], bool], call: CollectiveCall) -> bool:
+    """Look for entries until `done()` says yes or the time of a call is over; return the answer."""
+    first_s, longest_s = _FIRST_PAUSE_S, _LONGEST_PAUSE_S
+    return wait_until(done, call.left_s, first_pause_s=first_s, longest_pause_s=longest_s)
+
+
 def pair_name(sender: int, receiver: int) -> str:
     """Return how both ends call the channel of one direction."""
     return f"mail-{sender}-{receiver}"
 
 
-@dataclass(slots=True)
-class Sent:
-    """When the receiver has a message; holds nothing of it.
+@dataclass(slots=True, kw_only=True, eq=False)
+class NcclMessage:
+    """One message that this rank has posted, for a receiver that may not have asked for it yet.
 
     Args:
-        event: None until the message is on the stream, which the receiver has asked for by then.
+        call: That posted it.
+        values: Shape (elements,), contiguous, on the device; nobody else writes to them. None once
+            it is on the stream.
+        ready: When the values are there.
+        event: When the receiver has it; None until it is on the stream, which the receiver has
+            asked for by then.
     """
 
+    call: CollectiveCall
+    values: torch.Tensor | None
+    ready: StreamEvent
     event: StreamEvent | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether it has it."""
+        """Whether the receiver has it."""
         return self.event is not None and self.event.is_done()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclMessage:
-    """One message that this rank has posted, for a receiver that has not asked for it yet.
-
-    Args:
-        call: That posted it.
-        values: Shape (elements,), contiguous, on the device; nobody else writes to them.
-        ready: When the values are there.
-        sent: Where it is noted that they are sent.
-    """
-
-    call: CollectiveCall
-    values: torch.Tensor
-    ready: StreamEvent
-    sent: Sent
 
 
 class SendQueue:
@@ -130,12 +127,11 @@ class SendQueue:
         """Whether all messages are on the stream."""
         return self._num_posted == self._num_sent
 
-    def post(self, message: NcclMessage) -> Sent:
+    def post(self, message: NcclMessage) -> None:
         """Send a message once the receiver asks for it; returns at once."""
         self._num_posted += 1
         self.end_s = max(self.end_s, message.call.end_s)
         self._posted.put(message)
-        return message.sent
 
     def close(self) -> None:
         """Send no more."""
@@ -149,35 +145,25 @@ class SendQueue:
         # Connected with the first message, whose call says how long that may take. The receiver
         # does so when it first collects from this rank, maybe much later: hence a thread, and not
         # the poster.
-        message = self._posted.get()
-        if message is None:
+        message = first = self._posted.get()
+        if first is None:
             return
         try:
             self._room.device.use()
-            channel = self._room.connect(message.call, self._room.store.rank, self._receiver)
-            self._offer(message)
-            while self._offer_all():
-                self._await_go(channel)
+            channel = self._room.connect(first.call, self._room.store.rank, self._receiver)
+            while message is not None:
+                self._offer(message)
+                while self._offered and self._posted.empty():
+                    self._await_go(channel)
+                message = self._posted.get()
         # No caller waits for this thread, so an error must break everything to be seen.
         except BoxingError as error:
             self._room.fail(error)
         except RuntimeError as error:
-            self._room.fail(message.call.failed(f"NCCL reported: {error}"))
-
-    def _offer_all(self) -> bool:
-        """Offer what was posted; wait for something if nothing is on offer. False at the end."""
-        while True:
-            try:
-                # With something on offer, the thread has a go to look for; with nothing, it may
-                # sleep.
-                message = self._posted.get(block=not self._offered)
-            except queue.Empty:
-                return True
-            if message is None:
-                return False
-            self._offer(message)
+            self._room.fail(first.call.failed(f"NCCL reported: {error}"))
 
     def _offer(self, message: NcclMessage) -> None:
+        assert message.values is not None, "it was not sent yet"
         offer = json.dumps([message.call.tag, message.values.nbytes])
         self._offered[self._num_offered] = message
         self._room.store.publish(f"{self._name}/offer/{self._num_offered}", offer, [self._receiver])
@@ -185,37 +171,32 @@ class SendQueue:
 
     def _await_go(self, channel: NcclChannel) -> None:
         """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
-        go: list[str] = []
+        go: str | None = None
         # The receiver may ask for any of them, so the wait is as long as the most urgent one
         # allows.
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
 
         def over() -> bool:
-            text = self._room.store.take(f"{self._name}/go/{self._num_sent}")
-            go.extend([] if text is None else [text])
+            nonlocal go
+            go = self._room.store.take(f"{self._name}/go/{self._num_sent}")
             self._room.check_here(most_urgent)
             # What is posted meanwhile must be offered: it may be what the receiver waits for.
-            return bool(go) or not self._posted.empty()
+            return go is not None or not self._posted.empty()
 
-        in_time = wait_until(
-            over,
-            most_urgent.left_s,
-            first_pause_s=_FIRST_PAUSE_S,
-            longest_pause_s=_LONGEST_PAUSE_S,
-        )
-        if go:
-            self._send(channel, self._offered.pop(int(go[0])))
-        elif not in_time:
-            raise most_urgent.missing([self._receiver])
-
-    def _send(self, channel: NcclChannel, message: NcclMessage) -> None:
-        values = message.values
+        in_time = _look(over, most_urgent)
+        if go is None:
+            if not in_time:
+                raise most_urgent.missing([self._receiver])
+            return
+        message = self._offered.pop(int(go))
+        values, message.values = message.values, None
+        assert values is not None, "it was not sent yet"
         with self._room.deadlines.launching(message.call, lambda: [self._receiver]) as entry:
             # The values may still be computed on another stream.
             channel.wait_for(message.ready)
             channel.send(values.data_ptr(), values.nbytes, "uint8", _RECEIVER)
             entry.work = NcclWork(event=channel.record(), channel=channel, tensors=(values,))
-        message.sent.event = entry.work.event
+        message.event = entry.work.event
         self._num_sent += 1
 
 
@@ -274,9 +255,7 @@ class Inbox:
             works.update(self._start(call, {sender: wanted.pop(sender) for sender in offered}))
             return not wanted
 
-        if not wait_until(
-            over, call.left_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
-        ):
+        if not _look(over, call):
             raise call.missing(sorted(wanted))
         return works
 

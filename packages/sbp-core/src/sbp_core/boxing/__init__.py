@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import (
@@ -89,42 +89,20 @@ __all__ = [
     "volume",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "Bounds": "slices",
-        "BoxingBackend": "backend",
-        "BoxingStep": "step",
-        "CollectiveCall": "call",
-        "Communicator": "backend",
-        "Delivered": "backend",
-        "Delivery": "backend",
-        "LaunchSpec": "backend",
-        "Manifest": "manifest",
-        "Pending": "backend",
-        "Piece": "slices",
-        "Route": "routes",
-        "StepKind": "step",
-        "SurvivingRanks": "backend",
-        "TrafficCounter": "manifest",
-        "bounds_of": "slices",
-        "can_transfer": "slices",
-        "clear_routes": "router",
-        "collective_bytes": "slices",
-        "collective_pieces": "slices",
-        "conversion_bytes": "router",
-        "intersection": "slices",
-        "is_realisable": "slices",
-        "itemsize": "slices",
-        "local_transition": "slices",
-        "manifest_of": "manifest",
-        "partial_axes": "slices",
-        "route": "router",
-        "sent_bytes": "slices",
-        "span": "manifest",
-        "thread_share": "backend",
-        "transfer_bytes": "slices",
-        "transfer_pieces": "slices",
-        "volume": "slices",
-    },
+    backend=(
+        "BoxingBackend Communicator Delivered Delivery LaunchSpec Pending SurvivingRanks "
+        "thread_share"
+    ),
+    call="CollectiveCall",
+    manifest="Manifest TrafficCounter manifest_of span",
+    router="clear_routes conversion_bytes route",
+    routes="Route",
+    slices=(
+        "Bounds Piece bounds_of can_transfer collective_bytes collective_pieces intersection "
+        "is_realisable itemsize local_transition partial_axes sent_bytes transfer_bytes "
+        "transfer_pieces volume"
+    ),
+    step="BoxingStep StepKind",
 )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_core.processes.calls import group_name, tag_number
@@ -82,37 +82,19 @@ __all__ = [
     "wait_until",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "CLOSE_TIMEOUT_S": "connections",
-        "FIRST_STAYS": "control_store",
-        "PATIENCE_S": "connections",
-        "Connections": "connections",
-        "ControlStore": "control_store",
-        "CountingStore": "key_value_store",
-        "ExitReport": "exit_report",
-        "KeyValueControlStore": "key_value_store",
-        "Line": "supervisor",
-        "Outbox": "outbox",
-        "ProcessBackend": "process_backend",
-        "Siblings": "membership",
-        "StoreLostError": "control_store",
-        "StoreSilentError": "control_store",
-        "Survivors": "survivors",
-        "check_ranks": "process_backend",
-        "check_rendezvous": "settings",
-        "check_timeouts": "settings",
-        "connect_current_store": "key_value_store",
-        "count_opening": "key_value_store",
-        "group_name": "calls",
-        "local_rank": "settings",
-        "mpiexec_specs": "launchers",
-        "one_process_per_rank": "launchers",
-        "rank_and_size": "settings",
-        "run_abandonable": "waiting",
-        "supervise": "supervisor",
-        "tag_number": "calls",
-        "wait_until": "waiting",
-    },
+    calls="group_name tag_number",
+    connections="CLOSE_TIMEOUT_S PATIENCE_S Connections",
+    control_store="FIRST_STAYS ControlStore StoreLostError StoreSilentError",
+    exit_report="ExitReport",
+    key_value_store="CountingStore KeyValueControlStore connect_current_store count_opening",
+    launchers="mpiexec_specs one_process_per_rank",
+    membership="Siblings",
+    outbox="Outbox",
+    process_backend="ProcessBackend check_ranks",
+    settings="check_rendezvous check_timeouts local_rank rank_and_size",
+    supervisor="Line supervise",
+    survivors="Survivors",
+    waiting="run_abandonable wait_until",
 )

@@ -129,7 +129,7 @@ class Arrivals:
         count = self._counts[ranks]
         # Read once: another collective may begin meanwhile, on the other thread.
         count.told = number = count.latest
-        self._store.report_waiting(count.name, number, ranks)
+        self._store.say(f"waiting/{count.name}", str(number), ranks)
 
     def tell_overdue(self, age_s: float) -> None:
         """Tell it of the groups in which nothing has begun for so long, and something is open."""

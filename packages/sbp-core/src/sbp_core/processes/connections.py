@@ -93,7 +93,7 @@ class Connections(ABC):
 
         def over() -> bool:
             nonlocal looked
-            if store.all_registered() or store.failure() is not None:
+            if store.all_said("member") or store.failure() is not None:
                 return True
             # Not at each look: it reads the state of every process of this host.
             if time.monotonic() < looked + INTERVAL_S:
@@ -140,7 +140,7 @@ class Connections(ABC):
             BoxingError: a rank did not come in time, or has failed.
         """
         store = self.control_store
-        store.join(name, ranks)
+        store.say(f"join/{name}", ranks=ranks)
 
         def over() -> bool:
             self.check_others(call)
@@ -288,15 +288,21 @@ class Connections(ABC):
             if self._closed:
                 return
             self._closed = True
-        if self._failure is not None:
-            self._await_acknowledgements()
+        store = self.control_store
+        if self._failure is not None and self._met:
+            # Wait a moment for the others to read why this rank goes: they may need it for that.
+            members = {*store.members()}
+            others = members.difference(store.standing_still(members))
+            store.wait_for(
+                lambda: store.is_lost() or not store.not_acknowledged(others), _ACKNOWLEDGE_S
+            )
         # In this order: releasing asks the detector whether to wait for others, and tells them by
         # the control store that they need not wait for this one.
         self._release()
         if self._detector is not None:
             self._detector.stop()
         if self._met:
-            self.control_store.close()
+            store.close()
         if self._failure is not None:
             # An error keeps the frames that it passed, and these keep groups and messages: whoever
             # caught it may hold on to them, a closed backend does not.
@@ -304,7 +310,7 @@ class Connections(ABC):
         if self._untold:
             raise BoxingError(
                 f"the end of the run could not complete: {self._untold}",
-                where=f"rank {self.control_store.rank}, which was through",
+                where=f"rank {store.rank}, which was through",
                 todo="see what that rank did after its last step",
             )
 
@@ -328,19 +334,8 @@ class Connections(ABC):
         # torch most of a second, in which the other ranks, and the supervisor, see it run.
         atexit.register(gc.freeze)
         if self._met:
-            self.control_store.acknowledge_failure()
+            self.control_store.say("acknowledged")
         self._announce(announced)
-
-    def _await_acknowledgements(self) -> None:
-        """Wait a moment for the others to read why this rank goes: they may need it for that."""
-        if not self._met:
-            return
-        store = self.control_store
-        members = {*store.members()}
-        others = members.difference(store.standing_still(members))
-        store.wait_for(
-            lambda: store.is_lost() or not store.not_acknowledged(others), _ACKNOWLEDGE_S
-        )
 
     def _await_others(self) -> bool:
         """Stay until no rank needs this one; say whether all of them are well.

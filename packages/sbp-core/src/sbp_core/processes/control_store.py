@@ -6,13 +6,13 @@ takes long, goes wrong or ends.
 | key | is written by | says |
 |---|---|---|
 | `member/RANK` | `register` | which process the rank is |
-| `join/GROUP/RANK` | `join` | the rank is ready to connect a group |
-| `waiting/GROUP/RANK` | `report_waiting` | the number of the group's latest call that it came to |
-| `location/RANK` | `report_location` | the step in which it is, or was last |
-| `heartbeat/RANK` | `send_heartbeat` | a number, another one each time |
+| `join/GROUP/RANK` | `say` | the rank is ready to connect a group |
+| `waiting/GROUP/RANK` | `say` | the number of the group's latest call that it came to |
+| `location/RANK` | `say` | the step in which it is, or was last, in words that follow its name |
+| `heartbeat/RANK` | `say` | a number, another one each time |
 | `failure` | `announce_failure` | why the run failed; the first text stays |
-| `acknowledged/RANK` | `acknowledge_failure` | the rank has read that |
-| `survivor/RANK` | `announce_survival` | the rank is left when the run has failed |
+| `acknowledged/RANK` | `say` | the rank has read that |
+| `survivor/RANK` | `say` | the rank is left when the run has failed |
 | `survivors` | `agree_on_survivors` | all that are left; the first list stays |
 | `deregistered/RANK`, `deregistered/any` | `deregister` | the rank (or any) needs no other |
 | `transport/...` | `publish` | whatever a backend wants its ranks to know |
@@ -34,7 +34,6 @@ from sbp_core.processes.waiting import wait_until
 #: Characters of a failure that are announced: over MPI a short message leaves at once, whatever its
 #: receiver does; a long one waits for it.
 _LONGEST_TEXT = 2000
-
 
 #: Of these, what was written first stays; of others, what was written last.
 FIRST_STAYS = ("failure", "survivors")
@@ -98,22 +97,39 @@ class ControlStore(ABC):
         """Say whether there is an entry for each key."""
         return all(self._get(key) is not None for key in keys)
 
+    # What each rank says of itself; see the module for the keys. A store that does not answer
+    # leaves that without effect: whoever looks next sees a failure in it.
+
+    def say(self, key: str, value: str = "1", ranks: Iterable[int] | None = None) -> None:
+        """Tell some ranks, or all, something about this one: write its entry `key/RANK`."""
+        self._write(f"{key}/{self.rank}", value, ranks)
+
+    def said(self, key: str, rank: int) -> str | None:
+        """Return what a rank has said of itself, or None if it has not."""
+        return self._read(f"{key}/{rank}")
+
+    def who_said(self, key: str, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks that have said something."""
+        return [rank for rank in ranks if self.said(key, rank) is not None]
+
+    def all_said(self, key: str) -> bool:
+        """Say whether every rank has said something."""
+        with suppress(StoreSilentError):
+            return self._has_all(f"{key}/{rank}" for rank in range(self.size))
+        return False
+
     # Who takes part.
 
     def register(self, member: Member) -> None:
         """Tell all ranks which process this one is."""
-        self._say(f"member/{member.rank}", member.to_json())
+        self.say("member", member.to_json())
 
     def members(self) -> dict[int, Member]:
         """Return the processes of the ranks that have registered, by rank."""
         for rank in range(self.size):
-            if rank not in self._members and (entry := self._said(f"member/{rank}")):
+            if rank not in self._members and (entry := self.said("member", rank)):
                 self._members[rank] = Member.from_json(entry)
         return dict(self._members)
-
-    def all_registered(self) -> bool:
-        """Say whether every rank has registered."""
-        return self._all_said("member")
 
     def standing_still(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks whose processes are seen to have ended, or to be stopped.
@@ -124,19 +140,11 @@ class ControlStore(ABC):
         known = [] if me is None else [rank for rank in ranks if rank in self._members]
         return [rank for rank in known if me and state_of(self._members[rank], me) in still]
 
-    def join(self, group: str, ranks: Iterable[int] | None = None) -> None:
-        """Tell the ranks of a group that this one is ready to connect it."""
-        self._say(f"join/{group}/{self.rank}", ranks=ranks)
-
     def not_joined(self, group: str, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that are not ready to connect a group."""
         return self._absent(ranks, lambda rank: self._get(f"join/{group}/{rank}") is not None)
 
     # Where they are.
-
-    def report_waiting(self, group: str, number: int, ranks: Iterable[int] | None = None) -> None:
-        """Tell the ranks of a group that this one has come to a call, counted from the first."""
-        self._say(f"waiting/{group}/{self.rank}", str(number), ranks)
 
     def not_waiting(self, group: str, number: int, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that have not come to a call of a group, as far as they reported."""
@@ -145,28 +153,12 @@ class ControlStore(ABC):
             others, lambda rank: int(self._get(f"waiting/{group}/{rank}") or -1) >= number
         )
 
-    def report_location(self, location: str) -> None:
-        """Tell all ranks where this one is, in words that follow its name."""
-        self._say(f"location/{self.rank}", location)
-
-    def last_location(self, rank: int) -> str | None:
-        """Return where a rank was when it last reported."""
-        return self._said(f"location/{rank}")
-
-    def send_heartbeat(self, number: int, ranks: Iterable[int]) -> None:
-        """Tell ranks that this one still runs; the number is another each time."""
-        self._say(f"heartbeat/{self.rank}", str(number), ranks)
-
-    def last_heartbeat(self, rank: int) -> str | None:
-        """Return the number of the last heartbeat of a rank."""
-        return self._said(f"heartbeat/{rank}")
-
     # How it ends.
 
     def announce_failure(self, text: str) -> None:
         """Tell all ranks why the run failed; the first text stays."""
-        if self._said("failure") is None:
-            self._say("failure", text[:_LONGEST_TEXT])
+        if self._read("failure") is None:
+            self._write("failure", text[:_LONGEST_TEXT])
 
     def failure(self) -> str | None:
         """Return why the run failed, as the first rank that knew said, or None if it did not."""
@@ -185,40 +177,28 @@ class ControlStore(ABC):
             return if_silent or isinstance(error, StoreLostError)
         return False
 
-    def acknowledge_failure(self) -> None:
-        """Tell all ranks that this one knows why the run failed."""
-        self._say(f"acknowledged/{self.rank}")
-
     def not_acknowledged(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that may not know why the run failed, and still need others."""
         ranks = {*ranks} - {self.rank}
-        ranks -= {*self._who_said("acknowledged", ranks)}
-        return sorted(ranks - {*self._who_said("deregistered", ranks)})
-
-    def announce_survival(self) -> None:
-        """Tell all ranks that this one is left, now that the run has failed."""
-        self._say(f"survivor/{self.rank}")
-
-    def survivors(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of some ranks that are left, as far as they told."""
-        return self._who_said("survivor", ranks)
+        ranks -= {*self.who_said("acknowledged", ranks)}
+        return sorted(ranks - {*self.who_said("deregistered", ranks)})
 
     def agree_on_survivors(self, proposed: str) -> str | None:
         """Return which ranks are left, as the first one said that was asked; None if it is lost."""
-        self._say("survivors", proposed)
-        return self._said("survivors")
+        self._write("survivors", proposed)
+        return self._read("survivors")
 
     def deregister(self) -> None:
         """Tell all ranks that this one needs nobody any more: it may end now."""
-        self._say(f"deregistered/{self.rank}")
-        self._say("deregistered/any")
+        self.say("deregistered")
+        self._write("deregistered/any")
 
     def deregistered(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that need nobody any more."""
         # Asked often, and the answer is nobody until the run ends: one entry says so.
-        if self._said("deregistered/any") is None:
+        if self._read("deregistered/any") is None:
             return []
-        return self._who_said("deregistered", ranks)
+        return self.who_said("deregistered", ranks)
 
     def all_deregistered(self) -> bool:
         """Say whether nobody needs this rank any more, or nobody can be reached."""
@@ -235,11 +215,11 @@ class ControlStore(ABC):
 
     def publish(self, key: str, text: str, ranks: Iterable[int]) -> None:
         """Write an entry of the backend's own for some ranks."""
-        self._say(f"transport/{key}", text, ranks)
+        self._write(f"transport/{key}", text, ranks)
 
     def lookup(self, key: str) -> str | None:
         """Return an entry that was published, or None if it has not come."""
-        return self._said(f"transport/{key}")
+        return self._read(f"transport/{key}")
 
     def take(self, key: str) -> str | None:
         """Return an entry that was published for this rank alone, and delete it."""
@@ -253,9 +233,6 @@ class ControlStore(ABC):
         first_s, longest_s = self.pauses_s
         return wait_until(done, limit_s, first_pause_s=first_s, longest_pause_s=longest_s)
 
-    # Reading and writing that a store which does not answer leaves without effect: whoever looks
-    # next sees a failure in that.
-
     def _absent(self, ranks: Iterable[int], has_come: Callable[[int], bool]) -> list[int]:
         """Return the ranks that have not come; if the store is silent, those that cannot have."""
         ranks = list(ranks)
@@ -264,21 +241,11 @@ class ControlStore(ABC):
         # Better to accuse those whose processes stand still than everybody else.
         return self.standing_still(ranks) or [rank for rank in ranks if rank != self.rank]
 
-    def _say(self, key: str, value: str = "1", ranks: Iterable[int] | None = None) -> None:
+    def _write(self, key: str, value: str = "1", ranks: Iterable[int] | None = None) -> None:
         with suppress(StoreSilentError):
             self._put(key, value, range(self.size) if ranks is None else ranks)
 
-    def _said(self, key: str) -> str | None:
+    def _read(self, key: str) -> str | None:
         with suppress(StoreSilentError):
             return self._get(key)
         return None
-
-    def _who_said(self, key: str, ranks: Iterable[int]) -> list[int]:
-        """Return those of some ranks that have written their entry `key/RANK`."""
-        return [rank for rank in ranks if self._said(f"{key}/{rank}") is not None]
-
-    def _all_said(self, key: str) -> bool:
-        """Say whether every rank has written its entry `key/RANK`."""
-        with suppress(StoreSilentError):
-            return self._has_all(f"{key}/{rank}" for rank in range(self.size))
-        return False

@@ -34,6 +34,17 @@ _NOT_WRITTEN = re.compile(r"(?!WARNING ).*cannot be written: (?=rank (?P<rank>\d
 #: Characters of a line that are quoted.
 _LONGEST = 200
 
+#: Exit status of a run that took too long, as that of the command `timeout`.
+TIMED_OUT = 124
+
+_TODO = {
+    "SIGKILL": "nothing can catch SIGKILL: see the kernel's log (`dmesg`) for lack of memory, or "
+    "ask who sent it",
+    "SIGTERM": "something outside of the run ended it; ask the scheduler, or who sent it",
+}
+
+_STOPPED_TODO = "see what stopped it: a debugger, or a batch system that suspends jobs"
+
 
 class RootCauseFinder:
     """Looks for the name of the rank that failed first in the lines of one process.
@@ -71,18 +82,6 @@ class RootCauseFinder:
     def found(self) -> tuple[str, str] | None:
         """The rank, and the words that name it, or None: of what ranks said, or else a launcher."""
         return self._found[min(self._found)] if self._found else None
-
-
-#: Exit status of a run that took too long, as that of the command `timeout`.
-TIMED_OUT = 124
-
-_TODO = {
-    "SIGKILL": "nothing can catch SIGKILL: see the kernel's log (`dmesg`) for lack of memory, or "
-    "ask who sent it",
-    "SIGTERM": "something outside of the run ended it; ask the scheduler, or who sent it",
-}
-
-_STOPPED_TODO = "see what stopped it: a debugger, or a batch system that suspends jobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

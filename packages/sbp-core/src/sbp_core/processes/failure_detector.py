@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from sbp_core.boxing.call import CollectiveCall
 from sbp_core.boxing.slices import transfer_pieces
@@ -153,7 +154,7 @@ class FailureDetector:
                 state = SILENT if rank in silent else "gives signs of life"
             else:
                 state = _STATES[self._state(rank)]
-            location = self._store.last_location(rank)
+            location = self._store.said("location", rank)
             where = f"; it {location}" if location else ""
             lines.append(f"{self._names([rank])}: {state}{where}")
         return lines
@@ -168,7 +169,7 @@ class FailureDetector:
             if self._away and time.monotonic() >= self._next_heartbeat:
                 self._next_heartbeat = time.monotonic() + _HEARTBEAT_S
                 self._num_heartbeats += 1
-                self._store.send_heartbeat(self._num_heartbeats, self._away)
+                self._store.say("heartbeat", str(self._num_heartbeats), self._away)
             if reason := self.failure_reason() or self._find_stopped():
                 self._on_failure(reason)
                 return
@@ -182,7 +183,7 @@ class FailureDetector:
         doing = "waits in" if pending else "was last in"
         location = f"{doing} boxing step {longest.tag!r}"
         if location != self._reported:
-            self._store.report_location(location)
+            self._store.say("location", location)
             self._reported = location
 
     # What can be wrong.
@@ -196,19 +197,14 @@ class FailureDetector:
         self._deregistered |= dict.fromkeys(deregistered, time.monotonic())
         if not (unexplained := [rank for rank in ended if rank not in deregistered]):
             return None
-        return self._store.failure() or self._find_silent_host() or self._say_ended(unexplained)
-
-    def _find_silent_host(self) -> str | None:
-        """Name those that are stopped, if the store does not answer: one of them hosts it.
-
-        Whoever has ended meanwhile may have deregistered, which cannot be read.
-        """
-        if self._store.is_lost() or not self._store.is_lost(if_silent=True):
-            return None
-        stopped = self._stopped()
-        if not stopped:
-            return None
-        return f"{self._names(stopped)} {STOPPED}, and the store does not answer"
+        if (failure := self._store.failure()) is not None:
+            return failure
+        # If the store does not answer, one of those that are stopped hosts it. Whoever has ended
+        # meanwhile may have deregistered, which cannot be read.
+        is_silent = self._store.is_lost(if_silent=True) and not self._store.is_lost()
+        if is_silent and (stopped := self._stopped()):
+            return f"{self._names(stopped)} {STOPPED}, and the store does not answer"
+        return self._say_ended(unexplained)
 
     def _explain_loss(self, failure: str) -> str | None:
         """Say why the control store is lost: often, the process that hosted it has ended."""
@@ -256,11 +252,12 @@ class FailureDetector:
 
     def _silent(self, ranks: Collection[int], listen_s: float) -> list[int]:
         """Return those of some ranks on other hosts whose heartbeat does not come for a while."""
-        before = {rank: self._store.last_heartbeat(rank) for rank in ranks}
+        heard = partial(self._store.said, "heartbeat")
+        before = {rank: heard(rank) for rank in ranks}
         silent, end = list(ranks), time.monotonic() + listen_s
         while silent and time.monotonic() < end:
             time.sleep(_HURRY_S)
-            silent = [rank for rank in silent if self._store.last_heartbeat(rank) == before[rank]]
+            silent = [rank for rank in silent if heard(rank) == before[rank]]
         return silent
 
     def _stopped(self) -> list[int]:

@@ -148,9 +148,9 @@ class KeyValueControlStore(ControlStore):
         Rank 0 waits a moment for the others to close theirs: it may host the store, and torch would
         complain on the standard error of whoever asks a store that is gone.
         """
-        self._say(f"close/{self.rank}")
+        self.say("close")
         if self.rank == 0 and self.all_deregistered():
-            self.wait_for(lambda: self.is_lost() or self._all_said("close"), _LIMIT_S)
+            self.wait_for(lambda: self.is_lost() or self.all_said("close"), _LIMIT_S)
         self._client.close()
 
     def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:

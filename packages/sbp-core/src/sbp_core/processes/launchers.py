@@ -32,6 +32,15 @@ _FAILURE_PATTERNS = (
     r"[aA]bort\(\d+\) on node \d+ \(rank (?P<rank>\d+) in comm",
 )
 
+#: Ports below those that systems give to outgoing connections: one that is free stays free until
+#: the processes have been started, unless another run draws it in the same moment.
+_PORTS = range(20_000, 32_000)
+
+_HOST = "127.0.0.1"
+
+#: Ports that are tried before giving up.
+_TRIES = 200
+
 
 def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
     """Return how to start `mpiexec`, which starts one process for each rank.
@@ -108,16 +117,6 @@ def under_mpi4py(command: Sequence[str]) -> tuple[str, ...]:
     if tuple(command[at : at + 2]) == ("-m", "mpi4py"):
         return tuple(command)
     return (*command[:at], "-m", "mpi4py", *command[at:])
-
-
-#: Ports below those that systems give to outgoing connections: one that is free stays free until
-#: the processes have been started, unless another run draws it in the same moment.
-_PORTS = range(20_000, 32_000)
-
-_HOST = "127.0.0.1"
-
-#: Ports that are tried before giving up.
-_TRIES = 200
 
 
 def one_process_per_rank(

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import IO, Any
 from uuid import uuid4
@@ -160,6 +160,25 @@ class _Signal(int):
     """The number of a signal that this process has heard."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Process:
+    """One process of a run.
+
+    Args:
+        spec: What it was started as.
+        popen: The process.
+        root_cause: Looks for the rank that failed first in what it writes.
+        lines: The last that it wrote.
+        end: How it ended, or how it was when it was ended; None for now.
+    """
+
+    spec: LaunchSpec
+    popen: subprocess.Popen[str]
+    root_cause: RootCauseFinder
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    end: ProcessExit | None = None
+
+
 class _Supervision:
     """The processes of one run. Two threads for each: one reads its lines, one awaits its end."""
 
@@ -175,14 +194,12 @@ class _Supervision:
         self._asking = frozenset(asking)
         self._grace_s, self._more_grace_s = grace_s, more_grace_s
         self._mark = f"SBP_SUPERVISED_{uuid4().hex}"
-        self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._processes: list[_Process] = []
         self._threads: list[threading.Thread] = []
-        self._events: queue.SimpleQueue[tuple[int, str | int | _Signal]] = queue.SimpleQueue()
-        #: Of each process, by index: what it wrote last, and how it ended, in this order.
-        self._last: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in self._specs]
-        self._root_causes = [RootCauseFinder(spec) for spec in self._specs]
-        self._exits: dict[int, ProcessExit] = {}
-        self._by_themselves: tuple[int, ...] = ()
+        self._events: queue.SimpleQueue[tuple[_Process, str | int] | _Signal] = queue.SimpleQueue()
+        #: The processes that have ended, in this order, and how many of them by themselves.
+        self._ended: list[_Process] = []
+        self._num_by_themselves = 0
         self._timeout_s: float | None = None
         self._stopped_by: int | None = None
         self._stop_end: float | None = None
@@ -222,7 +239,7 @@ class _Supervision:
             raise SystemExit(128 + number)
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._events.put((0, _Signal(number)))
+            self._events.put(_Signal(number))
 
         stopping = (signal.SIGINT, *_DEADLY) if gently else _DEADLY
         leaving = set(stopping).difference(self._asking)
@@ -238,10 +255,10 @@ class _Supervision:
         Raises:
             RunError: one cannot be started.
         """
-        for index, spec in enumerate(self._specs):
+        for spec in self._specs:
             environment = {"PYTHONUNBUFFERED": "1", **spec.defaults, **os.environ}
             try:
-                process = subprocess.Popen(
+                popen = subprocess.Popen(
                     spec.command,
                     env={**environment, **spec.environment, self._mark: "1"},
                     stdin=subprocess.DEVNULL,
@@ -258,27 +275,28 @@ class _Supervision:
                     where=" ".join(spec.command),
                     todo="check that the program is installed and may be run",
                 ) from error
-            self._processes[index] = process
+            process = _Process(spec=spec, popen=popen, root_cause=RootCauseFinder(spec))
+            self._processes.append(process)
             # At once: the supervisor may be killed before the next process is started.
-            self._tell_reaper(str(process.pid))
+            self._tell_reaper(str(popen.pid))
             for target in (self._read, self._await):
-                thread = threading.Thread(target=target, args=(index, process), daemon=True)
+                thread = threading.Thread(target=target, args=(process,), daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
-    def _read(self, index: int, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None, "what a process writes comes through a pipe"
-        with process.stdout as lines:
+    def _read(self, process: _Process) -> None:
+        assert process.popen.stdout is not None, "what a process writes comes through a pipe"
+        with process.popen.stdout as lines:
             for line in lines:
-                self._events.put((index, line.strip("\n\0")))
+                self._events.put((process, line.strip("\n\0")))
 
-    def _await(self, index: int, process: subprocess.Popen[str]) -> None:
-        self._events.put((index, process.wait()))
+    def _await(self, process: _Process) -> None:
+        self._events.put((process, process.popen.wait()))
 
     def wait(self, timeout_s: float | None) -> None:
         """Pass on lines until all have ended, or one has ended badly and the grace is over."""
         end = None if timeout_s is None else self._began + timeout_s
-        while len(self._exits) < len(self._specs):
+        while len(self._ended) < len(self._specs):
             if self._any_failed():
                 self._wait_for_others()
                 break
@@ -288,29 +306,28 @@ class _Supervision:
             if end is not None and time.monotonic() >= end:
                 self._timeout_s = timeout_s
                 break
-            until = [time.monotonic() + _LOOK_S] if self._exits else []
+            until = [time.monotonic() + _LOOK_S] if self._ended else []
             until += [] if end is None else [end]
             if not self._handle_next(min(until, default=None)) and self._only_stopped_are_left():
                 break
-        self._by_themselves = tuple(self._exits)
-        for index in range(len(self._specs)):
-            if index not in self._exits:
-                self._exits[index] = self._describe(index, None)
+        self._num_by_themselves = len(self._ended)
+        for process in self._left():
+            self._note_end(process, None)
 
     def _wait_for_others(self) -> None:
         """Wait, when one has failed, until all have ended or the grace is over."""
         end = time.monotonic() + self._grace_s
         self._handle_until(end)
         # Those that a signal has stopped get no more.
-        while any(not reaper.is_stopped(process.pid) for _, process in self._left()):
+        while any(not reaper.is_stopped(one.popen.pid) for one in self._left()):
             if time.monotonic() >= end + self._more_grace_s():
                 break
             self._handle_until(time.monotonic() + _LOOK_S)
 
     def _only_stopped_are_left(self) -> bool:
         """Whether nobody has been running for a while who could end: others have ended well."""
-        is_still = bool(self._exits) and all(
-            reaper.is_stopped(process.pid, "T") for _, process in self._left()
+        is_still = bool(self._ended) and all(
+            reaper.is_stopped(process.popen.pid, "T") for process in self._left()
         )
         self._stopped_looks = self._stopped_looks + 1 if is_still else 0
         return self._stopped_looks >= _STOPPED_LOOKS
@@ -324,25 +341,24 @@ class _Supervision:
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to all ranks that have not ended."""
-        for spec, process in self._left():
-            is_rank = len(spec.ranks) == 1 or spec.forwards_signals
-            if is_rank or not reaper.signal_ranks([process.pid], self._mark, number):
-                process.send_signal(number)
+        for process in self._left():
+            is_rank = len(process.spec.ranks) == 1 or process.spec.forwards_signals
+            if is_rank or not reaper.signal_ranks([process.popen.pid], self._mark, number):
+                process.popen.send_signal(number)
 
     def interrupt(self) -> None:
         """Pass Ctrl-C on, and give all processes the time to save what they have."""
-        for _, process in self._left():
-            process.send_signal(signal.SIGINT)
+        for process in self._left():
+            process.popen.send_signal(signal.SIGINT)
         self._handle_until(time.monotonic() + self._grace_s)
 
-    def _left(self) -> list[tuple[LaunchSpec, subprocess.Popen[str]]]:
+    def _left(self) -> list[_Process]:
         """Return the processes that have not ended."""
-        started = self._processes.items()
-        return [(self._specs[at], one) for at, one in started if at not in self._exits]
+        return [process for process in self._processes if process.end is None]
 
     def end(self) -> None:
         """End all processes and what they have started; pass on what they wrote."""
-        groups = [process.pid for process in self._processes.values()]
+        groups = [process.popen.pid for process in self._processes]
         reaper.end_processes(groups, self._mark, _TERM_S)
         self._tell_reaper("done")
         until = time.monotonic() + _DRAIN_S
@@ -353,7 +369,7 @@ class _Supervision:
 
     def _handle_until(self, end: float) -> None:
         """Handle lines and exits until all processes have ended, or the time is over."""
-        while len(self._exits) < len(self._specs) and time.monotonic() < end:
+        while len(self._ended) < len(self._specs) and time.monotonic() < end:
             if not self._handle_next(end):
                 break
 
@@ -361,55 +377,58 @@ class _Supervision:
         """Handle one line, or the end of one process; False if none came in time."""
         try:
             limit_s = None if end is None else max(0.0, end - time.monotonic())
-            index, event = self._events.get(timeout=limit_s)
+            event = self._events.get(timeout=limit_s)
         except queue.Empty:
             return False
         if isinstance(event, _Signal):
             (self._pass_on if event in self._asking else self._stop)(event)
-        elif isinstance(event, int):
-            self._exits.setdefault(index, self._describe(index, event))
-        else:
-            self._last[index].append(event)
-            self._root_causes[index].read(event)
-            # A launcher that ends its ranks waits long for one that cannot hear it.
-            if len(self._specs[index].ranks) > 1 and (stopped := STOPPED_HERE.search(event)):
-                reaper.end_stopped(int(stopped["process"]), self._mark)
-            try:
-                self._on_line(Line(spec=self._specs[index], text=event))
-            except Exception:
-                self._on_line = lambda line: None  # it is not called again
-                raise
+            return True
+        process, said = event
+        if isinstance(said, int):
+            self._note_end(process, said)
+            return True
+        process.lines.append(said)
+        process.root_cause.read(said)
+        # A launcher that ends its ranks waits long for one that cannot hear it.
+        if len(process.spec.ranks) > 1 and (stopped := STOPPED_HERE.search(said)):
+            reaper.end_stopped(int(stopped["process"]), self._mark)
+        try:
+            self._on_line(Line(spec=process.spec, text=said))
+        except Exception:
+            self._on_line = lambda line: None  # it is not called again
+            raise
         return True
 
     def _any_failed(self) -> bool:
         well = {0}
         if self._stopped_by is not None:  # what a process says that has ended because of it
             well |= {128 + self._stopped_by, -self._stopped_by, 130}
-        return any(end.code not in well for end in self._exits.values())
+        return any(one.end is not None and one.end.code not in well for one in self._ended)
 
-    def _describe(self, index: int, code: int | None) -> ProcessExit:
-        """Describe how a process ended, or how it is if `code` is None."""
-        pid = self._processes[index].pid
-        return ProcessExit(
-            spec=self._specs[index],
+    def _note_end(self, process: _Process, code: int | None) -> None:
+        """Note how a process has ended, or how it is if `code` is None: for once."""
+        if process.end is not None:
+            return
+        pid = process.popen.pid
+        process.end = ProcessExit(
+            spec=process.spec,
             pid=pid,
             code=code,
             after_s=time.monotonic() - self._began,
             stopped=code is None and reaper.is_stopped(pid),
         )
+        self._ended.append(process)
 
     def report(self) -> ExitReport:
         """Return how all processes ended, in order."""
-        exits: list[ProcessExit] = []
-        remaining: list[ProcessExit] = []
-        for index, end in self._exits.items():
-            lines, cause = tuple(self._last[index]), self._root_causes[index].found
-            (exits if index in self._by_themselves else remaining).append(
-                replace(end, last_lines=lines, root_cause=cause)
-            )
+        ends = tuple(
+            replace(one.end, last_lines=tuple(one.lines), root_cause=one.root_cause.found)
+            for one in self._ended
+            if one.end is not None
+        )
         return ExitReport(
-            exits=tuple(exits),
-            remaining=tuple(remaining),
+            exits=ends[: self._num_by_themselves],
+            remaining=ends[self._num_by_themselves :],
             timeout_s=self._timeout_s,
             stopped_by=self._stopped_by,
         )

@@ -49,7 +49,7 @@ class Survivors:
         Raises:
             BoxingError: the control store is silent, or the others did not wait for this rank.
         """
-        store.announce_survival()
+        store.say("survivor")
         everyone = range(store.size)
 
         def over() -> bool:
@@ -58,7 +58,7 @@ class Survivors:
             return store.is_lost(if_silent=stands_still) or not _awaited(store, everyone)
 
         store.wait_for(over, limit_s)
-        found = store.agree_on_survivors(json.dumps(store.survivors(everyone)))
+        found = store.agree_on_survivors(json.dumps(store.who_said("survivor", everyone)))
         if found is None and store.is_lost():
             return cls((store.rank,), store)
         ranks = () if found is None else json.loads(found)
@@ -120,7 +120,7 @@ class Survivors:
 
 def _awaited(store: ControlStore, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that have not come, and still may."""
-    absent = {*ranks} - {*store.survivors(ranks)}
+    absent = {*ranks} - {*store.who_said("survivor", ranks)}
     return sorted(absent - {*_gone(store, absent), *store.deregistered(absent)})
 
 

@@ -33,6 +33,15 @@ BROADCAST, SUM, MAX, MIN = -1, -2, -3, -4
 _PARTIAL = {"sum": SUM, "max": MAX, "min": MIN}
 _REDUCTION = {code: name for name, code in _PARTIAL.items()}
 
+#: No such step. Sums of a few are still no overflow.
+NEVER = 1 << 58
+
+#: Lengths, or shares of an extent.
+Factors = Ints | npt.NDArray[np.float64]
+
+#: Pairs (position in the source mesh, position in the target mesh) of the ranks that are in both.
+Shared = tuple[tuple[int, int], ...]
+
 
 def encode(entry: Sbp) -> int:
     """Return the code of an entry."""
@@ -223,16 +232,6 @@ class Layout:
 
     def __len__(self) -> int:
         return len(self.codes)
-
-
-#: No such step. Sums of a few are still no overflow.
-NEVER = 1 << 58
-
-#: Lengths, or shares of an extent.
-Factors = Ints | npt.NDArray[np.float64]
-
-#: Pairs (position in the source mesh, position in the target mesh) of the ranks that are in both.
-Shared = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
