@@ -31,7 +31,7 @@ def test_an_early_wait_does_not_take_back_what_was_told_of_a_later_begin() -> No
 def test_what_is_overdue_is_told_once_for_each_group_in_which_something_is_open() -> None:
     store, _ = stores_of(3)[:2]
     arrivals, told = Arrivals(store), list[str]()
-    store.report_waiting = lambda group, number, ranks=None: told.append(f"{group}: {number}")  # type: ignore[method-assign,assignment]
+    store.say = lambda key, value="1", ranks=None: told.append(f"{key}: {value}")  # type: ignore[method-assign,assignment]
     for ranks in ((0, 1), (0, 1), (0, 2), (0, 1, 2)):
         arrivals.begin(ranks)
     arrivals.end((0, 2))
@@ -41,7 +41,7 @@ def test_what_is_overdue_is_told_once_for_each_group_in_which_something_is_open(
     arrivals.tell_overdue(0.0)
     arrivals.tell_overdue(0.0)
 
-    assert told == ["0-1: 1", "0-1-2: 0"]
+    assert told == ["waiting/0-1: 1", "waiting/0-1-2: 0"]
 
 
 def test_groups_of_other_ranks_have_other_names() -> None:

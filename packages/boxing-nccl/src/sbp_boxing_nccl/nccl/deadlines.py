@@ -51,12 +51,6 @@ class WatchedWork:
     begun_s: float = field(default_factory=time.monotonic)
     reported: bool = False
 
-    def report_once(self) -> None:
-        """Tell the others that this rank waits, unless they know."""
-        if not self.reported:
-            self.reported = True
-            self.report()
-
 
 class Deadlines:
     """The deadlines that are watched in one process.
@@ -141,14 +135,12 @@ class Deadlines:
             self._check(call)
             if call.is_over:
                 raise call.missing(entry.missing())
-        except BoxingError as error:
-            self._stop(entry, error)
         except RuntimeError as error:
-            self._stop(entry, call.failed(f"NCCL reported: {error}"))
-        else:
-            if time.monotonic() - entry.begun_s > PATIENCE_S:
-                entry.report_once()
-
-    def _stop(self, entry: WatchedWork, error: BoxingError) -> None:
-        entry.error, entry.over = error, True
-        self._fail(error)
+            ours = error if isinstance(error, BoxingError) else None
+            entry.error = ours or call.failed(f"NCCL reported: {error}")
+            entry.over = True
+            self._fail(entry.error)
+            return
+        if time.monotonic() - entry.begun_s > PATIENCE_S and not entry.reported:
+            entry.reported = True
+            entry.report()

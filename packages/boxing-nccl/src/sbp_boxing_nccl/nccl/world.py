@@ -30,10 +30,6 @@ _COUNTER = "sbp-boxing-nccl"
 _HOST_BYTES = 16
 
 
-def _nothing() -> None:
-    """Free nothing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclWorld:
     """Which rank this process is, of how many, and the control store by which it reaches them.
@@ -51,7 +47,7 @@ class NcclWorld:
     size: int
     local_rank: int
     control_store: ControlStore
-    free: Callable[[], None] = field(default=_nothing, repr=False)
+    free: Callable[[], None] = field(default=lambda: None, repr=False)
     exit: JobExit | None = field(default=None, repr=False)
 
 

@@ -16,7 +16,7 @@ from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_bounds
-from sbp_core.units import format_bytes, format_seconds
+from sbp_core.units import format_bytes, format_ranges, format_seconds
 
 #: Most ranks whose bytes are listed one by one.
 _MOST_LISTED = 4
@@ -142,25 +142,17 @@ def _where(step: BoxingStep) -> str:
     if step.kind is not StepKind.TRANSFER:
         return ", ".join(before.axes[axis] for axis in step.axes)
     if before.rank_list == after.rank_list:
-        return f"ranks {_ranks(before)}"
-    return f"ranks {_ranks(before)} -> {_ranks(after)}"
-
-
-def _ranks(placement: Placement) -> str:
-    """Return the ranks of a mesh in short: `0-7`, or a list with ranges."""
-    ranges: list[list[int]] = []
-    for rank in sorted(placement.rank_list):
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+        return f"ranks {format_ranges(before.rank_list)}"
+    return f"ranks {format_ranges(before.rank_list)} -> {format_ranges(after.rank_list)}"
 
 
 def _mesh(placement: Placement) -> str:
     """Return a mesh in words: `data=2 x tensor=4 (ranks 0-7)`."""
     axes = zip(placement.axes, placement.mesh_shape, strict=True)
-    return " x ".join(f"{name}={extent}" for name, extent in axes) + f" (ranks {_ranks(placement)})"
+    return (
+        " x ".join(f"{name}={extent}" for name, extent in axes)
+        + f" (ranks {format_ranges(placement.rank_list)})"
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
