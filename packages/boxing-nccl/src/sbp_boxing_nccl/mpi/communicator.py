@@ -119,15 +119,13 @@ class MpiCommunicator(ExchangeCommunicator[MpiConnections]):
     def _exchange_even(self, call: CollectiveCall, role: Role, shard: torch.Tensor) -> Finish:
         """Run an all-gather or all-to-all whose pieces are of one size and lie in order."""
         known, given = role.manifest, shard.contiguous()
+        gathers = known.gathers
         result = given.new_empty(known.shape)
-        if known.gathers:
-            wait = self._launch(
-                call, role.ranks, lambda group: group.all_gather_even(result, given)
-            )
-        else:
-            wait = self._launch(
-                call, role.ranks, lambda group: group.all_to_all_even(result, given)
-            )
+        wait = self._launch(
+            call,
+            role.ranks,
+            lambda group: group.exchange_even(result, given, gathers=gathers),
+        )
         return after(wait, lambda: result)
 
     def _all_gather(

@@ -206,30 +206,26 @@ class MpiGroup:
         places[self._index] = parts[self._index] = b""
         return MpiWork(request=self._direct.exchange(places, parts), tensors=(received, part))
 
-    def all_gather_even(self, received: torch.Tensor, part: torch.Tensor) -> MpiWork:
-        """Copy `part` of rank i, all of one size, into consecutive chunk i of `received` of all."""
-        mpi, num_ranks = self._mpi, len(self.ranks)
-        self.traffic.all_gather(part.nbytes)
-        given = memory(part, mpi)
-        request: Any
-        if received.nbytes <= _NATIVE_BYTES:
-            request = self._comm.Iallgather([given, mpi.BYTE], [memory(received, mpi), mpi.BYTE])
-        else:
-            places = chunks(received, [part.numel()] * num_ranks, mpi)
-            request = self._direct.exchange(places, [given] * num_ranks)
-        return MpiWork(request=request, tensors=(received, part))
+    def exchange_even(
+        self, received: torch.Tensor, sent: torch.Tensor, *, gathers: bool
+    ) -> MpiWork:
+        """Run an all-gather or all-to-all of parts of one size.
 
-    def all_to_all_even(self, received: torch.Tensor, sent: torch.Tensor) -> MpiWork:
-        """Send consecutive chunks of `sent` to all ranks, and receive theirs; all of one size."""
-        byte, mpi = self._mpi.BYTE, self._mpi
-        self.traffic.even_exchange(sent.nbytes)
+        Args:
+            received: For what comes, consecutive chunk i from rank i.
+            sent: What each rank gets, or consecutive chunks for them.
+            gathers: Whether each rank gets all of `sent`.
+        """
+        mpi, num_ranks = self._mpi, len(self.ranks)
+        (self.traffic.all_gather if gathers else self.traffic.even_exchange)(sent.nbytes)
         request: Any
         if received.nbytes <= _NATIVE_BYTES:
-            given, place = memory(sent, mpi), memory(received, mpi)
-            request = self._comm.Ialltoall([given, byte], [place, byte])
+            start = self._comm.Iallgather if gathers else self._comm.Ialltoall
+            request = start([memory(sent, mpi), mpi.BYTE], [memory(received, mpi), mpi.BYTE])
         else:
-            sizes = [sent.numel() // len(self.ranks)] * len(self.ranks)
-            request = self._direct.exchange(chunks(received, sizes, mpi), chunks(sent, sizes, mpi))
+            sizes = [received.numel() // num_ranks] * num_ranks
+            parts = [memory(sent, mpi)] * num_ranks if gathers else chunks(sent, sizes, mpi)
+            request = self._direct.exchange(chunks(received, sizes, mpi), parts)
         return MpiWork(request=request, tensors=(received, sent))
 
     def exchange(

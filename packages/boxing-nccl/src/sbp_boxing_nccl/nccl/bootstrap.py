@@ -11,6 +11,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_core.boxing import CollectiveCall
@@ -21,6 +22,7 @@ from sbp_core.processes import ControlStore, run_abandonable
 _LOOK_S = 0.01
 
 
+@dataclass(frozen=True, slots=True)
 class Bootstrap:
     """Connects the ranks of a group over NCCL, in bounded time.
 
@@ -30,13 +32,9 @@ class Bootstrap:
         check: Raises `BoxingError` when waiting for others has become hopeless.
     """
 
-    def __init__(
-        self, store: ControlStore, device: NcclDevice, check: Callable[[CollectiveCall], None]
-    ) -> None:
-        self._store = store
-        self._device = device
-        self._check = check
-        self._rank = store.rank
+    store: ControlStore
+    device: NcclDevice
+    check: Callable[[CollectiveCall], None]
 
     def gather(self, call: CollectiveCall, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Wait until the ranks of some groups are ready to connect them.
@@ -44,7 +42,7 @@ class Bootstrap:
         Raises:
             BoxingError: some did not come in time; names them.
         """
-        store = self._store
+        store = self.store
         for name, ranks in groups.items():
             store.say(f"join/{name}", ranks=ranks)
 
@@ -52,7 +50,7 @@ class Bootstrap:
             return {rank for name in groups for rank in store.not_joined(name, groups[name])}
 
         def over() -> bool:
-            self._check(call)
+            self.check(call)
             return not missing()
 
         if not store.wait_for(over, call.left_s):
@@ -69,12 +67,12 @@ class Bootstrap:
         # All have the id before one enters NCCL, from where it can send nothing.
         self.gather(call, {f"{name}/id": ranks})
         # In a thread, which may be left behind inside NCCL.
-        index, limit_s = ranks.index(self._rank), call.left_s
+        index, limit_s = ranks.index(self.store.rank), call.left_s
         try:
             return run_abandonable(
-                lambda: self._device.connect(len(ranks), unique_id, index),
+                lambda: self.device.connect(len(ranks), unique_id, index),
                 thread_name="sbp-nccl-init",
-                check=lambda: self._check(call),
+                check=lambda: self.check(call),
                 look_s=_LOOK_S,
                 limit_s=limit_s,
                 discard=lambda channel: channel.abort(),
@@ -95,22 +93,22 @@ class Bootstrap:
     def _share_id(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> bytes:
         """Return the id that the first rank of the group makes."""
         key, first = f"id/{name}", ranks[0]
-        if self._rank == first:
+        if self.store.rank == first:
             try:
-                unique_id, error = self._device.unique_id(), ""
+                unique_id, error = self.device.unique_id(), ""
             except Exception as caught:  # whatever it is, the others must read of it
                 unique_id, error = b"", f"{type(caught).__name__}: {caught}"
             entry = {"ok": not error, "id": unique_id.hex(), "error": error}
-            self._store.publish(key, json.dumps(entry), ranks)
+            self.store.publish(key, json.dumps(entry), ranks)
         text: str | None = None
 
         def come() -> bool:
             nonlocal text
-            self._check(call)
-            text = self._store.lookup(key)
+            self.check(call)
+            text = self.store.lookup(key)
             return text is not None
 
-        if not self._store.wait_for(come, call.left_s) or text is None:
+        if not self.store.wait_for(come, call.left_s) or text is None:
             raise call.missing([first])
         entry = json.loads(text)
         if not entry["ok"]:

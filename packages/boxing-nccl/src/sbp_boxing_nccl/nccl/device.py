@@ -17,6 +17,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _CUDA: Any = torch.cuda
 _IN_PROGRESS = 7
 
 
+@dataclass(slots=True, eq=False)
 class StreamEvent:
     """A moment on a stream, an event of torch: when all that the stream was given before is done.
 
@@ -44,8 +46,8 @@ class StreamEvent:
         device: Where torch's current stream is.
     """
 
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self.event, self._device = event, device
+    event: Any
+    device: torch.device
 
     def is_done(self) -> bool:
         """Say whether the moment has come; does not wait."""
@@ -53,7 +55,7 @@ class StreamEvent:
 
     def hold_back(self) -> None:
         """Let what torch's current stream is given from now on wait; the host goes on."""
-        _CUDA.current_stream(self._device).wait_event(self.event)
+        _CUDA.current_stream(self.device).wait_event(self.event)
 
 
 class NcclChannel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -117,15 +118,9 @@ class NcclGroup:
     def all_reduce(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> NcclWork:
         """Reduce `sent` over all ranks into `received`, which may be the same tensor."""
         self.traffic.all_reduce(sent.numel(), sent.element_size())
-        return launch(
-            self._device,
-            self._channel,
-            lambda: self._channel.all_reduce(
-                sent.data_ptr(), received.data_ptr(), sent.numel(), NATIVE[sent.dtype], reduction
-            ),
-            received,
-            sent,
-        )
+        values = sent.data_ptr(), received.data_ptr(), sent.numel(), NATIVE[sent.dtype]
+        start = partial(self._channel.all_reduce, *values, reduction)
+        return launch(self._device, self._channel, start, received, sent)
 
     def reduce_scatter(
         self, received: torch.Tensor, sent: torch.Tensor, reduction: str
@@ -134,29 +129,17 @@ class NcclGroup:
         count = received.numel()
         assert sent.numel() == count * len(self.ranks), "the chunks are of one size"
         self.traffic.even_exchange(sent.nbytes)
-        return launch(
-            self._device,
-            self._channel,
-            lambda: self._channel.reduce_scatter(
-                sent.data_ptr(), received.data_ptr(), count, NATIVE[sent.dtype], reduction
-            ),
-            received,
-            sent,
-        )
+        values = sent.data_ptr(), received.data_ptr(), count, NATIVE[sent.dtype]
+        start = partial(self._channel.reduce_scatter, *values, reduction)
+        return launch(self._device, self._channel, start, received, sent)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> NcclWork:
         """Copy `sent` of rank i into chunk i of `received` of all; all chunks of one size."""
         assert received.nbytes == sent.nbytes * len(self.ranks), "the chunks are of one size"
         self.traffic.all_gather(sent.nbytes)
-        return launch(
-            self._device,
-            self._channel,
-            lambda: self._channel.all_gather(
-                sent.data_ptr(), received.data_ptr(), sent.nbytes, "uint8"
-            ),
-            received,
-            sent,
-        )
+        places = sent.data_ptr(), received.data_ptr()
+        start = partial(self._channel.all_gather, *places, sent.nbytes, "uint8")
+        return launch(self._device, self._channel, start, received, sent)
 
     def exchange(
         self,
