@@ -35,7 +35,6 @@ from repository import (  # noqa: E402
     PACKAGES,
     TORCH,
     Package,
-    dead_links,
     lowest_of,
     needed_of,
     needed_of_others,
@@ -72,6 +71,9 @@ ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
 
 #: Exit status of pytest when no test was selected.
 NO_TESTS = 5
+
+#: Makes a session one for each package.
+EACH_PACKAGE = nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
 
 NCCL = next(package for package in PACKAGES if package.name == "boxing-nccl")
 SOURCES = [str(package.folder / "src") for package in PACKAGES]
@@ -129,9 +131,10 @@ def build_wheel(session: nox.Session, folder: Path) -> str:
 
 
 def check_style(session: nox.Session) -> None:
-    """Check lint, format and the direction of imports."""
+    """Check lint, format, the budget of lines and the direction of imports."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("python", str(INTEGRATION / "size.py"), "--check")
     session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 
@@ -150,13 +153,6 @@ def check_api(session: nox.Session) -> None:
     with session.chdir(INTEGRATION):
         for command in API:
             session.run(*command)
-
-
-def check_links(session: nox.Session) -> None:
-    """Check that links between the documents lead somewhere."""
-    dead = dead_links()
-    if dead:
-        session.error("dead links:\n  " + "\n  ".join(dead))
 
 
 def try_example_plugin(session: nox.Session) -> None:
@@ -196,7 +192,6 @@ def tests(session: nox.Session) -> None:
     """Everything that CI needs, in one environment, but for what is in the session `slow`."""
     install_all(session, RUFF, IMPORT_LINTER, MYPY, GRIFFE, "nox", with_tests=True)
     check_style(session)
-    check_links(session)
     with beside(session, INTEGRATION, *COLD):
         with ExitStack() as checks:
             checks.enter_context(beside(session, ROOT, *TYPES))
@@ -255,7 +250,7 @@ for _package in PACKAGES:
 
 
 @nox.session(reuse_venv=False)
-@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+@EACH_PACKAGE
 def alone(session: nox.Session, package: Package) -> None:
     """A package with its declared dependencies only: imports, then its tests."""
     # What it declares of ours is built here and named, lest pip look for it elsewhere.
@@ -290,14 +285,14 @@ def try_end(session: nox.Session, package: Package, *, lowest: bool) -> None:
 
 
 @nox.session(reuse_venv=False)
-@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+@EACH_PACKAGE
 def lowest(session: nox.Session, package: Package) -> None:
     """A package with the lowest versions that it declares, but of test tools; its quick tests."""
     try_end(session, package, lowest=True)
 
 
 @nox.session(reuse_venv=False)
-@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+@EACH_PACKAGE
 def newest(session: nox.Session, package: Package) -> None:
     """A package with the newest versions that it allows, of test tools too; its quick tests."""
     try_end(session, package, lowest=False)
@@ -328,10 +323,16 @@ def api(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
-    """Lint, format, the direction of imports, and the declared API."""
+    """Lint, format, the budget of lines, the direction of imports, and the declared API."""
     session.install(RUFF, IMPORT_LINTER)
     check_style(session)
     check_api(session)
+
+
+@nox.session(venv_backend="none")
+def size(session: nox.Session) -> None:
+    """Lines of source by package and room; `-- --against main` with the difference from that."""
+    session.run(sys.executable, str(INTEGRATION / "size.py"), *session.posargs)
 
 
 @nox.session(reuse_venv=True)
@@ -395,37 +396,37 @@ def kill_ranks(session: nox.Session, *arguments: str) -> None:
         run_program(session, "kills", *kind, *arguments)
 
 
-def verify_networks(session: nox.Session, *arguments: str) -> None:
-    """Compare what is said of 10,000 random networks of actors with their execution."""
-    core = next(package for package in PACKAGES if package.name == "sbp-core")
-    told = ("--log-cli-level=INFO", "--durations=1")
-    tests = "tests/test_dataflow_random.py"
-    run_pytest(session, core.folder, tests, "-m", "exhaustive", *told, *arguments)
+def run_all_of(name: str, *select: str) -> Callable[..., None]:
+    """Return what runs the exhaustive tests of a package, or those of them that are selected."""
 
+    def run(session: nox.Session, *arguments: str) -> None:
+        package = next(one for one in PACKAGES if one.name == name)
+        run_pytest(session, package.folder, *select, "-m", "exhaustive", *arguments)
 
-def plan_exhaustively(session: nox.Session, *arguments: str) -> None:
-    """Compare planners, stages and the choice solver with everything there is to choose."""
-    planner = next(package for package in PACKAGES if package.name == "planner")
-    run_pytest(session, planner.folder, "-m", "exhaustive", *ON_ALL_CORES, *arguments)
+    return run
 
 
 #: Programs of the folder `integration` that `nox -s exhaustive -- NAME` runs alone: edits of files
 #: of every kind, real models under every layout, 10,000 random programs beside plain PyTorch, the
-#: algebra over PyTorch's operator samples, and many steps in which nothing may grow.
+#: algebra over PyTorch's operator samples, many steps in which nothing may grow, and plans of a
+#: matrix that were stored before a refactor (`-- replay compare FILE`).
 PROGRAMS = {
     "fuzz": "fuzz",
     "models": "models",
     "programs": "random_programs",
+    "replay": "replay",
     "signatures": "signatures",
     "soak": "soak",
 }
 
 #: Further parts that run alone.
 EXHAUSTIVE_PARTS: dict[str, Callable[..., None]] = {
-    "actors": verify_networks,
+    # What is said of 10,000 random networks of actors, beside their execution:
+    "actors": run_all_of("sbp-core", "tests/test_dataflow_random.py", "--log-cli-level=INFO"),
     "boxing": box_everything,
     "kills": kill_ranks,
-    "planner": plan_exhaustively,
+    # Planners, stages and the choice solver, beside everything there is to choose:
+    "planner": run_all_of("planner", *ON_ALL_CORES),
 }
 
 
@@ -478,7 +479,6 @@ def benchmarks(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Links between the documents, and all commands and examples; `-- PAGE` for those of a page."""
     install_all(session, with_tests=True)  # with what data sets of files need
-    check_links(session)
     with session.chdir(INTEGRATION):
         session.run("python", "-m", "documents", *session.posargs, env=TEST_ENVIRONMENT)
 

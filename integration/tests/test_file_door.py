@@ -86,24 +86,29 @@ ALLOWED = {
         "own.read_text": OWN,
     },
     "sbp_core/serialize/file.py": {"os.open": "the door itself", "FileIO": "the door itself"},
-    "sbp_launch/checkpoint/direct.py": {"mmap.mmap": "memory without a file"},
+    "sbp_launch/checkpoint/files.py": {
+        "mmap.mmap": "memory without a file",
+        "os.open": "a folder, to flush it",
+    },
     "sbp_launch/checkpoint/formats/torch_file.py": {
         "zipfile.ZipFile": "a window of what the door has opened"
     },
-    "sbp_launch/checkpoint/local.py": {"os.open": "a lock that is written, and a folder"},
+    "sbp_launch/checkpoint/local.py": {"os.open": "a lock that is written"},
     "sbp_launch/checkpoint/objects.py": {
         "self.files.open": "objects of a storage, which has neither pipes nor devices",
         "files.open": "an object that is written",
         "self._storage.files.open": "objects of a storage, which has neither pipes nor devices",
     },
-    "sbp_launch/explaining/plan_page/page.py": {
+    "sbp_launch/explaining/plan_page.py": {
         "here.joinpath('page.css').read_text": OWN,
         "here.joinpath('page.js').read_text": OWN,
     },
     "sbp_launch/machine.py": {"(_PROC / 'cpuinfo').read_text": PROC},
-    "sbp_launch/run/live.py": {"os.open": "a folder, to flush it"},
-    "sbp_launch/settings/catalog.py": {"file.read_bytes": "a file in the archive of a package"},
-    "sbp_launch/settings/option_file.py": {"yaml.load": "a text, with the safe loader"},
+    "sbp_launch/run/status.py": {"os.open": "a folder, to flush it"},
+    "sbp_launch/settings/catalog.py": {
+        "file.read_bytes": "a file in the archive of a package",
+        "yaml.load": "a text, with the safe loader",
+    },
     "sbp_models/click_files.py": {
         "parquet.ParquetFile": "the descriptor of what the door has opened",
         "library_csv.open_csv": "what the door has opened",

@@ -51,7 +51,7 @@ def test_a_change_that_nobody_sees_is_told_at_the_end():
 
 
 def test_a_change_that_nobody_sees_is_found_in_time(monkeypatch):
-    monkeypatch.setattr("sbp_launch.parallelize.unseen._PATIENCE", 0.0)
+    monkeypatch.setattr("sbp_launch.step.unseen._PATIENCE", 0.0)
     twins = Twins()
     HIDDEN.put(1.0)
 
@@ -106,7 +106,7 @@ def test_what_the_loss_does_not_read_takes_no_capture(monkeypatch):
         raise AssertionError("it is captured again")
 
     with parallelize(twins.models[0], trainer.loss, twins.batch, trainer.optimizer) as step:
-        monkeypatch.setattr("sbp_launch.parallelize.flow.StepCapture.__call__", captures)
+        monkeypatch.setattr("sbp_launch.step.flow.StepCapture.__call__", captures)
         for _ in range(5):
             trainer.note(step(twins.batch))
         monkeypatch.undo()

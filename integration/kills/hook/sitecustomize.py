@@ -87,7 +87,7 @@ def _patch_import(module: ModuleType, settings: dict[str, Any]) -> None:
 
 
 def _patch_capture(module: ModuleType, settings: dict[str, Any]) -> None:
-    _before(module, "plan_step", _always, settings)
+    _before(module, "plan_program", _always, settings)
 
 
 def _patch_first_step(module: Any, settings: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def _patch_update(module: Any, settings: dict[str, Any]) -> None:
 def _patch_writing(module: Any, settings: dict[str, Any]) -> None:
     # When some of the file is written.
     calls = itertools.count()
-    _before(module, "_add", lambda *_: next(calls) == _PIECE, settings)
+    _before(module, "_write_piece", lambda *_: next(calls) == _PIECE, settings)
 
 
 def _patch_commit(module: Any, settings: dict[str, Any]) -> None:

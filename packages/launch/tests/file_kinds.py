@@ -26,11 +26,11 @@ from sbp_core.sbp import NdSbp
 from sbp_core.serialize import dump, load, parse, read_text
 from sbp_core.testing.fuzz import FileKind
 from sbp_launch.checkpoint.local import LocalStorage
-from sbp_launch.checkpoint.opening import look, open_tensors
+from sbp_launch.checkpoint.places import look, open_tensors
 from sbp_launch.data import DataCursor, SampleOrder
-from sbp_launch.run.file import load_run, save_run
+from sbp_launch.run.folder import load_run, save_run
+from sbp_launch.settings.catalog import comments, headline, refuse_faults
 from sbp_launch.settings.config import ComposedConfig
-from sbp_launch.settings.option_file import comments, headline, refuse_faults
 
 WEIGHTS = {name: value for name, value in STATES.items() if value.dtype != torch.complex128}
 

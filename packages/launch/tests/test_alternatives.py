@@ -11,7 +11,7 @@ from trainable import registry, run_config, run_of
 from sbp_core.errors import ConfigError
 from sbp_core.infer import PinValue
 from sbp_core.sbp import NdSbp
-from sbp_launch.explaining.alternatives import (
+from sbp_launch.explaining.why import (
     Tensors,
     alternative,
     holds,
@@ -20,7 +20,7 @@ from sbp_launch.explaining.alternatives import (
     values_of,
 )
 from sbp_launch.planning.flow import Planned
-from sbp_launch.trainer.planned import step_planner
+from sbp_launch.trainer.planned import planner_of
 from sbp_launch.trainer.program import make_program
 
 PIN = ("head.weight", "S(0)")
@@ -63,7 +63,7 @@ def test_every_way_is_looked_at_on_few_axes_and_one_axis_at_a_time_on_many() -> 
 
 def replan(pins: Mapping[str, PinValue]) -> Planned:
     run = run_of(run_config())
-    return step_planner(run, make_program(run)).plan(pins)
+    return planner_of(run, make_program(run)).plan(pins)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sbp_core.errors import ConfigError, SbpTypeError
-from sbp_launch.parallelize.argument_types import check_loss, check_model, check_optimizer
+from sbp_launch.step.argument_types import check_loss, check_model, check_optimizer
 
 _MODEL = nn.Linear(2, 1)
 _ADAM = torch.optim.Adam(_MODEL.parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sbp_core.errors import SbpValueError
-from sbp_launch.parallelize.batch_names import check_batch_names
+from sbp_launch.step.batch_names import check_batch_names
 
 
 @pytest.mark.parametrize(

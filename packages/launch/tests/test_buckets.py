@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_launch.parallelize import LengthBuckets
-from sbp_launch.parallelize.buckets import BucketPadding, Padding, make_padding
+from sbp_launch.step.buckets import BucketPadding, Padding, make_padding
 from sbp_launch.world import World
 from sbp_torch.capture import SampleDims
 

@@ -25,15 +25,13 @@ from sbp_core.errors import ConfigError
 from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import merge_settings
-from sbp_launch.calibrate import collectives
+from sbp_launch.calibrate import measuring
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
-from sbp_launch.calibrate.collectives import CalibrationShards, RankMeasurer, Stopwatch
 from sbp_launch.calibrate.config import CALL_KINDS, CalibrateConfig, CalibrateRun
-from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
 from sbp_launch.calibrate.kept import Kept
-from sbp_launch.calibrate.run import link_of, make_cluster
-from sbp_launch.calibrate.table import plain
+from sbp_launch.calibrate.measuring import CalibrationShards, RankMeasurer, Stopwatch, measure_rates
+from sbp_launch.calibrate.run import link_of, make_cluster, plain
 from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend
@@ -253,7 +251,7 @@ def test_ranks_leave_a_meeting_when_all_have_come() -> None:
 
     came_s, left_s = zip(*on_ranks(3, work), strict=True)
 
-    assert min(left_s) >= max(came_s) + collectives._HEAD_START_S
+    assert min(left_s) >= max(came_s) + measuring._HEAD_START_S
 
 
 @pytest.mark.slow(but=1)
@@ -291,11 +289,11 @@ def test_the_order_differs_from_round_to_round(monkeypatch: pytest.MonkeyPatch) 
 def test_a_short_call_is_repeated_more_often_than_a_long_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collectives, "_SHORT_S", 1e3)
+    monkeypatch.setattr(measuring, "_SHORT_S", 1e3)
 
     samples, _ = measure(job_of(replace(TINY, kinds=("all-reduce",), repetitions=2)))[0]
 
-    assert all(len(sample.times_s) == 2 * collectives._MOST_AT_ONCE for sample in samples)
+    assert all(len(sample.times_s) == 2 * measuring._MOST_AT_ONCE for sample in samples)
 
 
 def test_sizes_for_which_there_is_no_memory_are_left_out() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sbp_core.boxing import Communicator
-from sbp_launch.calibrate.busy import measure_busy
-from sbp_launch.calibrate.collectives import Stopwatch
+from sbp_launch.calibrate.measuring import Stopwatch, measure_busy
 
 _CALL_S = 3e-3
 

@@ -21,7 +21,7 @@ from sbp_core.testing.interrupts import hears_signals
 from sbp_launch.calibrate import config
 from sbp_launch.calibrate.config import CALL_KINDS, check_calibrate
 from sbp_launch.calibrate.rank import indexed_device
-from sbp_launch.calibrate.table import call_table
+from sbp_launch.calibrate.run import call_table
 from sbp_launch.settings.config import ComposedConfig, PluginChoice
 
 

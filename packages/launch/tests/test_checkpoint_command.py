@@ -11,8 +11,8 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from written_checkpoints import answered, called, states, write, write_to
 
-from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.objects import FsspecStorage
+from sbp_launch.console import reading
 
 pytestmark = pytest.mark.usefixtures("wide_tables")
 

@@ -18,7 +18,7 @@ from sbp_core.errors import ConfigError
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
 from sbp_launch.checkpoint.names import renamed
 from sbp_launch.checkpoint.objects import FsspecStorage
-from sbp_launch.checkpoint.opening import look, manifest_of, open_tensors
+from sbp_launch.checkpoint.places import look, manifest_of, open_tensors
 
 pytestmark = pytest.mark.usefixtures("wide_tables")
 
@@ -187,7 +187,7 @@ def test_a_part_of_a_tensor_at_a_time_is_in_memory(
         return read(self, name, bounds)
 
     monkeypatch.setattr(IndexedTensors, "part", noted)
-    for module in ("tensors", "rewriting"):
+    for module in ("tensors", "saving"):
         monkeypatch.setattr(f"sbp_launch.checkpoint.{module}.PART_BYTES", 1000)
     whole = torch.randn(50, 30)
     save_file({"x": whole}, tmp_path / "x.safetensors")

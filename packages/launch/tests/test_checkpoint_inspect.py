@@ -13,9 +13,9 @@ from held import Held
 from safetensors.torch import load_file, save_file
 from written_checkpoints import answered, called, damage, states, write
 
-from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
-from sbp_launch.checkpoint.opening import look, open_tensors, read_index
+from sbp_launch.checkpoint.formats.writers import write_distributed_checkpoint
+from sbp_launch.checkpoint.places import look, open_tensors, read_index
 
 pytestmark = pytest.mark.usefixtures("wide_tables")
 

@@ -13,19 +13,21 @@ from trainable import row, run_config, run_of
 from sbp_core import strategy_yaml
 from sbp_core.errors import ConfigError
 from sbp_launch.apps.plan import PlanConfig
-from sbp_launch.explaining.columns import change_text, columns
+from sbp_launch.console import change_text, columns
 from sbp_launch.explaining.compare import changes, compare_lines
-from sbp_launch.explaining.other_plan import read_strategy, strategy_of
+from sbp_launch.explaining.question import read_strategy, strategy_of
+from sbp_launch.run.run import Run
+from sbp_launch.step.planning import StepPlanner
 from sbp_launch.trainer.other_plan import planned_as
-from sbp_launch.trainer.planned import StepPlanner, step_planner
+from sbp_launch.trainer.planned import planner_of
 from sbp_launch.trainer.program import Program, make_program
 
 
 @cache
-def planner() -> tuple[StepPlanner, Program]:
+def planner() -> tuple[StepPlanner, Run, Program]:
     run = run_of(run_config())
     program = make_program(run)
-    return step_planner(run, program), program
+    return planner_of(run, program), run, program
 
 
 def test_a_plan_beside_itself_differs_in_nothing() -> None:
@@ -79,7 +81,7 @@ def test_a_strategy_that_was_written_is_the_same_plan(name: str, tmp_path: Path)
 def test_a_plan_of_another_mesh_is_made_for_as_many_ranks() -> None:
     run = run_of(run_config(mesh=(2, 2), axes=("pipe", "data"), micro_batches=2))
     program = make_program(run)
-    theirs = step_planner(run, program).plan()
+    theirs = planner_of(run, program).plan()
 
     other = planned_as(theirs.strategy, *planner())
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_launch.data import DataCursor, SampleOrder
-from sbp_launch.data.permutation import key_of, permuted
+from sbp_launch.data.order import key_of, permuted
 
 KEY = st.integers(0, 2**64 - 1)
 

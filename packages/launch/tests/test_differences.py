@@ -8,7 +8,7 @@ import pytest
 from test_rows import found_plan
 from trainable import row
 
-from sbp_launch.explaining.differences import appears
+from sbp_launch.explaining.reasons import appears
 
 
 @pytest.mark.slow

@@ -25,12 +25,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from sbp_core.errors import ConfigError
-from sbp_launch.checkpoint.formats import distributed_writer
+from sbp_launch.checkpoint.formats import writers
 from sbp_launch.checkpoint.formats.distributed_checkpoint import read_distributed_checkpoint
-from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
 from sbp_launch.checkpoint.formats.index import ITEMSIZE
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
 from sbp_launch.checkpoint.formats.pickles import read_pickle
+from sbp_launch.checkpoint.formats.writers import write_distributed_checkpoint
 
 SHAPES = ((), (0, 3), (5,), (4, 3, 2))
 
@@ -175,7 +175,7 @@ def test_one_part_at_a_time_is_held_while_writing(
             memory.append(weakref.ref(values))
             return torch.from_numpy(values)
 
-    monkeypatch.setattr(distributed_writer, "PART_BYTES", 400)
+    monkeypatch.setattr(writers, "PART_BYTES", 400)
     wholes = {f"{n}": torch.randn(7, 10, 5) for n in range(3)} | {"one": torch.tensor(2.0)}
 
     write_distributed_checkpoint(tmp_path / "written", Made(wholes))
@@ -191,7 +191,7 @@ def test_one_part_at_a_time_is_held_while_writing(
 def test_two_processes_load_what_is_written_into_sharded_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed_writer, "PART_BYTES", 40)
+    monkeypatch.setattr(writers, "PART_BYTES", 40)
     rows = torch.arange(35.0).reshape(7, 5)
     names = ("model.rows", "model.columns", "model.everywhere")
 

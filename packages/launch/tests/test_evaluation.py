@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import trainable
 from torch import Tensor, nn
-from trainable import held_out_loss, registry, run_config, run_of
+from trainable import held_out_loss, registry, run_config, run_of, step_of
 
 from sbp_launch.optimizers import optimizer_over
+from sbp_launch.planning.flow import Planned
+from sbp_launch.run.run import Run
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
+from sbp_launch.step.forward import Mode, plan_forward
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.evaluation import Evaluator
-from sbp_launch.trainer.planned import plan_evaluation, plan_step
-from sbp_launch.trainer.program import make_program
-from sbp_launch.trainer.session import start
-from sbp_torch.boxing import LocalBackend
-from sbp_torch.capture import scalar_values
+from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.program import Program, make_program
 from sbp_torch.update_options import UpdateOptions
 
 DECAY = 0.75
@@ -50,18 +50,11 @@ def test_averaged_parameters_are_evaluated_where_there_are_some(planner: str) ->
         for name, p in model.named_parameters():  # the first average is the parameter
             old = p.detach() if index == 0 else DECAY * averages[name] + (1 - DECAY) * p.detach()
             averages[name] = old.clone()
-    planned = plan_step(run, program)
-    update = run.config.trainer.update
-    scalars = scalar_values(program.model, program.optimizer, update)
-    states = program.made.states(program.optimizer, update)
 
-    with start(run, planned.plan, states, LocalBackend()) as session:
+    with step_of(run, program) as step:
         for index in range(3):
-            session.step(
-                program.batch(program.cursor().advanced(4 * index), 4),
-                {**scalars, "seed": 0, "step": index},
-            )
-        found = held_out_loss(run, program, planned, session)
+            step(program.batch(program.cursor().advanced(4 * index), 4))
+        found = held_out_loss(run, program, step)
 
     begin = program.cursor("validation")
     batches = [program.batch(begin.advanced(4 * index), 4, "validation") for index in range(2)]
@@ -70,6 +63,12 @@ def test_averaged_parameters_are_evaluated_where_there_are_some(planner: str) ->
     expected = sum(model.loss(batch).item() for batch in batches) / 2
     assert found == pytest.approx(expected, abs=1e-12)
     assert found != pytest.approx(trained, abs=1e-6)
+
+
+def plan_evaluation(run: Run, program: Program, train: Planned) -> Planned:
+    """Plan the evaluation of a run, of averages where there are some."""
+    example = program.example(run.config.trainer.micro_batch_size)
+    return plan_forward(program.one_device, example, train.settings, train, Mode.AVERAGED)
 
 
 def test_averages_are_read_in_place_of_the_parameters() -> None:
@@ -93,21 +92,13 @@ def test_what_was_evaluated_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_every_evaluation_sees_the_newest_states_and_the_same_batches() -> None:
     run = run_of(run_config(dtype="float64"))
     program = make_program(run)
-    planned = plan_step(run, program)
-    scalars = scalar_values(program.model, program.optimizer, run.config.trainer.update)
-    states = program.made.states(program.optimizer)
 
     found = []
-    with (
-        start(run, planned.plan, states, LocalBackend()) as session,
-        Evaluator(run, program, planned, session) as evaluator,
-    ):
+    with step_of(run, program) as step:
+        evaluator = Evaluator(run, program, step)
         for index in range(2):
-            session.step(
-                program.batch(program.cursor().advanced(4 * index), 4),
-                {**scalars, "seed": 0, "step": index},
-            )
-            alone = held_out_loss(run, program, planned, session)
+            step(program.batch(program.cursor().advanced(4 * index), 4))
+            alone = held_out_loss(run, program, step)
             found.append((evaluator.metrics(), evaluator.metrics()))
             assert found[-1][0]["held_out_loss"] == alone
 

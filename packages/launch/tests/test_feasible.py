@@ -19,10 +19,19 @@ from sbp_core.memory import MemoryReport
 from sbp_core.passes import RecomputeOptions
 from sbp_core.plugins import merge_settings
 from sbp_core.units import parse_bytes
-from sbp_launch.apps.feasible import is_of_memory, outside_of_hydra, told_what_fits, with_overrides
+from sbp_launch.apps import feasible
+from sbp_launch.apps.feasible import (
+    MOST_FOUND,
+    MOST_S,
+    Search,
+    Setup,
+    feasible_lines,
+    is_of_memory,
+    outside_of_hydra,
+    told_what_fits,
+    with_overrides,
+)
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.explaining import feasible
-from sbp_launch.explaining.feasible import MOST_FOUND, MOST_S, Search, Setup, feasible_lines
 from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer.planned import plan_step
@@ -190,7 +199,7 @@ def test_the_error_of_a_plan_says_where_it_is_fullest_and_what_fits(
     planning = PlanningOnly(config, registry(), run_of(config).console)
     with pytest.raises(ConfigError) as caught:
         planning.plan()
-    told = told_what_fits(caught.value, planning.run, planning.program, planning.planned, recompose)
+    told = told_what_fits(caught.value, planning, recompose)
 
     assert is_of_memory(caught.value)
     assert any(place.startswith("rank 0 at its peak, in firing ") for place in told.where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -108,7 +109,8 @@ def test_memory_is_counted_in_the_first_step_alone_if_at_all(
 
     with runtime.start(found.plan, states, step_meter.backend) as session:
         for index in range(3):
-            step_meter.step(session, program.example(4), {**scalars, "step": index})
+            batch, now = program.example(4), {**scalars, "step": index}
+            step_meter.take(session, partial(session.step, batch, now))
 
     peak = max(rank.peak for rank in predict_memory(found.plan).ranks.values())
     held = [f"a rank held at most {format_bytes(peak)} (in step 1)"] if counts_memory else []
@@ -136,7 +138,7 @@ def test_the_bytes_of_a_step_are_the_mean_of_what_boxing_has_counted_meanwhile()
     session = Sending(backend)
 
     for _ in range(3):
-        step_meter.step(session, {}, {})
+        step_meter.take(session, partial(session.step, {}, {}, batch_is="local"))  # type: ignore[arg-type]
 
     line = step_meter.lines(replace(NOTHING, sent_bytes=1900))[1]
     assert line == "the ranks sent 2000 B in a step; predicted 1900 B"

@@ -20,9 +20,9 @@ from sbp_core.compile import Compute
 from sbp_core.graph import LogicalGraph
 from sbp_core.runtime import NotFiniteStepError
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
+from sbp_launch.step.first_bad_value import first_bad_value
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.finite_loss import NotFiniteError
-from sbp_launch.trainer.first_bad_value import first_bad_value
 from sbp_torch.segments import segment_function
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sbp_core.errors import ConfigError
 from sbp_launch.checkpoint.formats import indexed
-from sbp_launch.checkpoint.formats.hugging_face import read_hugging_face
 from sbp_launch.checkpoint.formats.index import (
     ITEMSIZE,
     StoredPiece,
@@ -30,8 +29,12 @@ from sbp_launch.checkpoint.formats.index import (
     check_tensor,
 )
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
-from sbp_launch.checkpoint.formats.safetensors_file import CODES, read_safetensors
-from sbp_launch.checkpoint.formats.safetensors_writer import write_safetensors, write_sharded
+from sbp_launch.checkpoint.formats.safetensors_file import (
+    CODES,
+    read_hugging_face,
+    read_safetensors,
+)
+from sbp_launch.checkpoint.formats.writers import write_safetensors, write_sharded
 from sbp_launch.checkpoint.tensors import Chosen
 
 SHAPES = ((), (0, 3), (5,), (4, 3, 2))

@@ -10,12 +10,10 @@ import pytest
 from saved_states import save_whole
 
 from sbp_core.errors import ConfigError
-from sbp_launch.apps.resuming import expand_resume
+from sbp_launch.apps.train import expand_resume
 from sbp_launch.checkpoint.command.convert import _file
-from sbp_launch.checkpoint.opening import look
-from sbp_launch.checkpoint.places import find_checkpoints
-from sbp_launch.checkpoint.rewriting import place_of_checkpoint
-from sbp_launch.parallelize.saved import as_path
+from sbp_launch.checkpoint.places import find_checkpoints, look, place_of_checkpoint
+from sbp_launch.step.saved import as_path
 
 DOORS: dict[str, Callable[[str], object]] = {
     "resume=": lambda path: expand_resume([f"resume={path}"]),

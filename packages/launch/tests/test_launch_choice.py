@@ -12,7 +12,7 @@ from trainable import run_config
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Factory, PluginEntry, PluginRegistry, PluginSource, discover
-from sbp_launch.launching.choice import choose_launcher, has_threads, is_started
+from sbp_launch.launching.launching import choose_launcher, has_threads, is_started
 from sbp_launch.settings.config import ComposedConfig, PluginChoice, RunConfig
 from sbp_launch.world import World
 

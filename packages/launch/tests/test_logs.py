@@ -11,7 +11,7 @@ import pytest
 _PROGRAM = """
 import os, sys
 from pathlib import Path
-from sbp_launch.launching.logs import RankLog
+from sbp_launch.launching.rank import RankLog
 with RankLog(Path(sys.argv[1]), int(sys.argv[2])) as log:
     print("printed")
     print("complained", file=sys.stderr)

@@ -24,8 +24,8 @@ from sbp_core.plugins import (
 from sbp_core.plugins.registry import PluginEntry
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.run.result import read_result
+from sbp_launch.settings.budget import ScheduleConfig
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
-from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import phases, trainer
 from sbp_launch.trainer.callbacks import together
 from sbp_launch.trainer.checkpoints import RunCheckpoints
@@ -382,7 +382,7 @@ def test_a_budget_of_tokens_ends_the_run(tmp_path: Path) -> None:
 def test_a_budget_of_tokens_is_refused_before_planning_where_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "plan_step", lambda *_: 1 / 0)
+    monkeypatch.setattr(trainer, "make_step", lambda *_: 1 / 0)
     run = run_config(steps=None, tokens=50)
     run = replace(run, model=PluginChoice(name="wide"), data=PluginChoice(name="rows"))
 

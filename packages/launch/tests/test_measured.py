@@ -14,7 +14,7 @@ from sbp_core.calibration import Calibration, Measurement
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import merge_settings
-from sbp_launch.clusters.measured import MeasuredConfig, build_measured
+from sbp_launch.clusters.local import MeasuredConfig, build_measured
 
 CONF = Path(sbp_launch.conf.__file__).parent / "cluster" / "measured.yaml"
 DEVICE = Device(memory_bytes=2**30, flop_per_s={"float32": 1e9}, memory_bytes_per_s=1e9)

@@ -13,8 +13,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
-from sbp_launch.trainer.micro_batches import plan_fitting
-from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.planned import plan_step, planner_of
 from sbp_launch.trainer.program import make_program
 
 
@@ -32,12 +31,12 @@ def peak_bytes(micro_batches: int) -> int:
     return max(rank.peak for rank in ranks.values())
 
 
-def chosen(memory_bytes: int) -> int | str:
+def chosen(memory_bytes: int) -> int:
     run = run_of(auto(memory_bytes))
     program = make_program(run)
-    found, planned = plan_fitting(run, lambda known: plan_step(known, program))
-    assert planned.plan.num_micro_batches == found.config.trainer.micro_batches
-    return found.config.trainer.micro_batches
+    planned = plan_step(run, program)
+    assert planned.plan.num_micro_batches == planned.settings.micro_batches
+    return planned.settings.micro_batches
 
 
 @pytest.mark.slow
@@ -55,10 +54,10 @@ def test_a_planner_that_chooses_variants_chooses_them_too() -> None:
     run = run_of(replace(config, planner=PluginChoice(name="choosing")))
     program = make_program(run)
 
-    found, planned = plan_fitting(run, lambda known: plan_step(known, program))
+    planned = plan_step(run, program)
 
     assert planned.strategy.variant is not None
-    assert planned.plan.num_micro_batches == found.config.trainer.micro_batches == 24
+    assert planned.plan.num_micro_batches == planned.settings.micro_batches == 24
 
 
 def test_a_number_that_is_said_is_not_left_to_planners() -> None:
@@ -66,7 +65,7 @@ def test_a_number_that_is_said_is_not_left_to_planners() -> None:
     run = run_of(replace(config, planner=PluginChoice(name="choosing")))
     program = make_program(run)
 
-    _, planned = plan_fitting(run, lambda known: plan_step(known, program))
+    planned = plan_step(run, program)
 
     assert planned.plan.num_micro_batches == 3
 
@@ -77,7 +76,7 @@ def test_a_step_that_fits_in_no_parts_is_refused() -> None:
     program = make_program(run)
 
     with pytest.raises(ConfigError, match="not even 24 micro-batches make the step fit") as caught:
-        plan_fitting(run, lambda known: plan_step(known, program))
+        plan_step(run, program)
 
     assert "cluster.memory_bytes" in caught.value.where
     assert "shard states" in caught.value.todo and "micro_batches" not in caught.value.todo
@@ -86,12 +85,17 @@ def test_a_step_that_fits_in_no_parts_is_refused() -> None:
 def test_what_has_nothing_to_do_with_memory_is_told_at_once() -> None:
     tried = []
 
-    def refuse(run: object) -> object:
-        tried.append(run)
-        raise ConfigError("no axis is called 'pipe'", where="planner/mine.yaml")
+    class Refusing:
+        def plan(self, request: object) -> object:
+            tried.append(request)
+            raise ConfigError("no axis is called 'pipe'", where="planner/mine.yaml")
+
+    run = run_of(auto(10**9))
+    planner = planner_of(run, make_program(run))
+    choice = replace(planner.choice, planner=Refusing())  # type: ignore[arg-type]
 
     with pytest.raises(ConfigError, match="no axis is called 'pipe'"):
-        plan_fitting(run_of(auto(10**9)), refuse)  # type: ignore[arg-type]
+        replace(planner, choice=choice).plan()
 
     assert len(tried) == 1
 

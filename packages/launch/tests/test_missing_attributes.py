@@ -8,7 +8,7 @@ import pytest
 
 from sbp_core.errors import RunError
 from sbp_launch.parallelize import ParallelStep, ProgramStep
-from sbp_launch.parallelize.missing_attributes import OF_STEPS, OF_STEPS_BESIDE
+from sbp_launch.step.missing_attributes import OF_STEPS, OF_STEPS_BESIDE
 
 
 class Broken(ParallelStep):

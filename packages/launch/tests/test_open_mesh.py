@@ -6,8 +6,8 @@ import pytest
 
 from sbp_core.errors import ConfigError
 from sbp_launch.clusters.local import LocalConfig
+from sbp_launch.settings.check import close_mesh
 from sbp_launch.settings.config import ComposedConfig
-from sbp_launch.settings.open_mesh import close_mesh
 from sbp_launch.world import World
 
 

@@ -27,13 +27,12 @@ from sbp_core.signatures import OpCall
 from sbp_launch.calibrate import app
 from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
 from sbp_launch.calibrate.operators import merged
-from sbp_launch.clusters.measured import MeasuredConfig, load
+from sbp_launch.clusters.local import MeasuredConfig, load
 from sbp_launch.machine import describe_machine
 from sbp_launch.run.folder import RUN_FILES
 from sbp_launch.settings.config import ComposedConfig
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.tracing.operators import OperatorTimes
-from sbp_launch.tracing.times import rank_times
+from sbp_launch.tracing.times import OperatorTimes, rank_times
 from sbp_launch.trainer import session as session_module
 from sbp_launch.trainer import trainer
 from sbp_torch.runtime.configs import ReferenceConfig

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
-from sbp_launch.settings.option_file import comments, headline, refuse_expansion, refuse_faults
+from sbp_launch.settings.catalog import comments, headline, refuse_expansion, refuse_faults
 
 TEXT = """\
 # What it is. More of it,

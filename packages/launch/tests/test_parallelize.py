@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.runtime import BatchPart
 from sbp_launch import parallelize
-from sbp_launch.parallelize.agreement import compare, compare_batches, digest_of
 from sbp_launch.parallelize.arguments import compile_config, in_arguments
 from sbp_launch.parallelize.choices import Choices
 from sbp_launch.parallelize.ranks import backend_of, mesh_of
-from sbp_launch.parallelize.saved import as_path
-from sbp_launch.parallelize.scalars import UpdateScalars
+from sbp_launch.step.agreement import compare, compare_batches, digest_of
+from sbp_launch.step.saved import as_path
+from sbp_launch.step.scalars import UpdateScalars
 from sbp_launch.world import World
 from sbp_torch.capture import UpdateOptions
 

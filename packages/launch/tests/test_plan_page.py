@@ -22,15 +22,17 @@ from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_launch.apps.answers import draw_page
 from sbp_launch.apps.plan import PlanConfig
 from sbp_launch.explaining.compare import figure_rows
+from sbp_launch.explaining.page_charts import (
+    memory_chart,
+    peaks_of,
+    round_ticks,
+    tick_times_s,
+    timeline_chart,
+)
+from sbp_launch.explaining.page_model import MEMORY, STAGES, chips, mesh_drawing, model_tree
 from sbp_launch.explaining.plan_page import plan_page
-from sbp_launch.explaining.plan_page.colours import MEMORY, STAGES, chips
-from sbp_launch.explaining.plan_page.memory_chart import memory_chart, peaks_of, tick_times_s
-from sbp_launch.explaining.plan_page.mesh import mesh_drawing
-from sbp_launch.explaining.plan_page.ticks import round_ticks
-from sbp_launch.explaining.plan_page.timeline_chart import timeline_chart
-from sbp_launch.explaining.plan_page.tree import model_tree
 from sbp_launch.planning.table import groups_of
-from sbp_launch.timelines.style import looks_of
+from sbp_launch.timelines import looks_of
 
 #: Elements without an end.
 _EMPTY = {"meta", "link", "input"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sbp_launch.parallelize.program import OneDeviceProgram
-from sbp_launch.parallelize.states import ProgramStates
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_launch.step.states import ProgramStates
 from sbp_torch.capture import UpdateOptions
 
 

@@ -31,8 +31,8 @@ from sbp_launch.checkpoint.places import find_checkpoints, newest_first
 from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.checkpoint.settings import CheckpointConfig
 from sbp_launch.checkpoint.steps import step_name
+from sbp_launch.settings.budget import ScheduleConfig
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
-from sbp_launch.settings.schedules import ScheduleConfig
 from sbp_launch.trainer import loop, trainer
 from sbp_launch.trainer.resume import Resume
 from sbp_torch.update_options import UpdateOptions
@@ -343,7 +343,7 @@ def test_another_seed_or_model_is_refused_before_it_is_planned_and_another_setti
     ]
     for other, says in misfits:
         with monkeypatch.context() as patch:
-            patch.setattr(trainer, "plan_fitting", None)
+            patch.setattr(trainer, "make_step", None)
             with pytest.raises(ConfigError, match=f"fit this model and optimizer: {says}"):
                 trainer.train(resumed(other), registry(), tmp_path)
     assert "other than in step-00000002: optimizer was adamw, and is sgd" in capsys.readouterr().out

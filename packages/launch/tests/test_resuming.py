@@ -16,13 +16,12 @@ from omegaconf import OmegaConf
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import discover
-from sbp_launch.apps.resuming import expand_resume
-from sbp_launch.run.file import save_run
-from sbp_launch.run.folder import resume_command
+from sbp_launch.apps.train import expand_resume
+from sbp_launch.run.folder import resume_command, save_run
 from sbp_launch.settings.catalog import PRIMARY, Catalog
 from sbp_launch.settings.compose import compose, read
 from sbp_launch.settings.config import Application, ComposedConfig
-from sbp_launch.settings.literals import literal, quoted
+from sbp_launch.settings.resumed import literal, quoted
 
 OWN: dict[str, Any] = {
     **{one: {"name": "toy"} for one in ("model", "data", "boxing", "runtime", "planner")},

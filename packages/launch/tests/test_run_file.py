@@ -11,7 +11,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
-from sbp_launch.run.file import load_run, save_run
+from sbp_launch.run.folder import load_run, save_run
 from sbp_launch.settings.config import ComposedConfig
 
 VALUES = st.recursive(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbp_core.errors import ConfigError
-from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.settings.budget import ScheduleConfig
 
 DECAYS = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
 

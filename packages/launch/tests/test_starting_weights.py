@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from trainable import Bigram, registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
-from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
 from sbp_launch.checkpoint.formats.indexed import IndexedTensors
-from sbp_launch.checkpoint.formats.safetensors_writer import write_sharded
+from sbp_launch.checkpoint.formats.writers import write_distributed_checkpoint, write_sharded
 from sbp_launch.checkpoint.names import SHARED, model_names
-from sbp_launch.checkpoint.opening import look, open_tensors
+from sbp_launch.checkpoint.places import look, open_tensors
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.checkpoint.tensors import Tensors
 from sbp_launch.trainer import trainer

@@ -25,6 +25,7 @@ from sbp_launch.checkpoint import saving, survivors
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.reading import Checkpoint
+from sbp_launch.checkpoint.saving import Processes
 from sbp_launch.trainer.survivors import save_with_survivors
 
 MESH = Placement.grid((3,), ("data",))
@@ -124,8 +125,11 @@ def fail(
             team=SimpleNamespace(survivors=lambda error, limit_s: talk.of(number)),
             count_done=lambda: None,
             checkpoints=Checkpoints(root, **checkpoints),
-            session=SimpleNamespace(
-                pieces=lambda among: pieces(number, among), steps_done=steps_done
+            step=SimpleNamespace(
+                session=SimpleNamespace(
+                    pieces=lambda among: pieces(number, among), steps_done=steps_done
+                ),
+                processes=Processes(rank=number, ranks=(0, 1, 2)),
             ),
             planned=SimpleNamespace(plan=plan),
             state=TrainerState(step=step),

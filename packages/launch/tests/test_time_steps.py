@@ -7,7 +7,7 @@ from torch import nn
 
 from sbp_core.errors import ConfigError
 from sbp_core.graph import Node
-from sbp_launch.parallelize.time_steps import refuse_cut_time
+from sbp_launch.step.time_steps import refuse_cut_time
 
 FOUND = Node(name="a", op="aten.unbind.int", args=(), outputs=("a",), module="0", source="x.py:3")
 

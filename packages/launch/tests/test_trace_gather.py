@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sbp_core.runtime import Held, Span, SpanKind, Trace
-from sbp_launch.tracing.gather import Part, gather_parts, own_part, pack, unpack, with_one_clock
+from sbp_launch.tracing.tracer import Part, gather_parts, own_part, pack, unpack, with_one_clock
 from sbp_torch.boxing.local import LocalBackend
 
 

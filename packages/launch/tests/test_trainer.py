@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from saved_states import states_of_run
-from trainable import Bigram, held_out_loss, registry, run_config, run_of
+from trainable import Bigram, held_out_loss, registry, run_config, run_of, step_of
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
@@ -14,15 +14,15 @@ from sbp_launch.data import SampleOrder
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import regathering
 from sbp_launch.planning.one_device import EagerReference
+from sbp_launch.settings.budget import ScheduleConfig
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice
 from sbp_launch.settings.patterns import check_patterns
-from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.step.forward import Mode, plan_forward
 from sbp_launch.team import DEADLINE_S, vote_deadline_s
 from sbp_launch.trainer import planned, trainer
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import make_program, model_loss
-from sbp_launch.trainer.session import make_backend, start
-from sbp_torch.boxing import LocalBackend
+from sbp_launch.trainer.session import make_backend
 from sbp_torch.runtime.reference import ReferenceSession
 from sbp_torch.update_options import UpdateOptions
 
@@ -133,11 +133,9 @@ def test_two_runs_of_one_config_are_equal_bit_for_bit(tmp_path):
 def test_evaluation_gives_the_loss_of_the_model_on_one_device(tmp_path):
     run = run_config(dtype="float64", evaluate=EvaluateConfig(batches=1), seed=1)
     program = make_program(run_of(run))
-    made = planned.plan_step(run_of(run), program)
-    states = program.made.states(program.optimizer)
 
-    with start(run_of(run), made.plan, states, LocalBackend()) as session:
-        found = held_out_loss(run_of(run), program, made, session)
+    with step_of(run_of(run), program) as step:
+        found = held_out_loss(run_of(run), program, step)
 
     begin = program.cursor("validation")
     assert begin.order == SampleOrder(num_samples=8)  # that of each run, whatever its seed
@@ -154,10 +152,8 @@ def test_held_out_loss_does_not_depend_on_the_micro_batches():
             dtype="float64", evaluate=EvaluateConfig(batches=2), micro_batches=micro_batches
         )
         program = make_program(run_of(run))
-        found = planned.plan_step(run_of(run), program)
-        states = program.made.states(program.optimizer)
-        with start(run_of(run), found.plan, states, LocalBackend()) as session:
-            losses.append(held_out_loss(run_of(run), program, found, session))
+        with step_of(run_of(run), program) as step:
+            losses.append(held_out_loss(run_of(run), program, step))
 
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
@@ -283,7 +279,8 @@ def test_evaluation_has_the_passes_of_training_and_leaves_the_model_as_it_was(tm
     program.model.head.eval()
     found = planned.plan_step(run_of(run), program)
 
-    evaluation = planned.plan_evaluation(run_of(run), program, found)
+    example = program.example(2)
+    evaluation = plan_forward(program.one_device, example, found.settings, found, Mode.EVALUATION)
 
     assert any(node.name == "twice" for node in evaluation.graph.nodes)
     assert (program.model.training, program.model.head.training) == (True, False)

@@ -18,8 +18,7 @@ from sbp_core.errors import SbpError
 from sbp_core.testing.interrupts import hears_signals
 from sbp_launch.apps.watch import main, picture
 from sbp_launch.exit_codes import BAD_CONFIG
-from sbp_launch.run.live import answer, ask, listen
-from sbp_launch.run.status import StatusSignal
+from sbp_launch.run.status import StatusSignal, answer, ask, listen
 from sbp_launch.world import World
 
 SAID = [

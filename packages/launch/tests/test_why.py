@@ -10,16 +10,14 @@ from test_alternatives import replan
 from test_rows import found_plan
 
 from sbp_core.errors import ConfigError
-from sbp_launch.explaining.figures import figures_of
+from sbp_launch.explaining.compare import figures_of
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.reasons import percent, reason
 from sbp_launch.explaining.why import MOST_PLANNING_S, Asked, why_lines
 
 
 def answer(question: str, planning_s: float = 0.1) -> list[str]:
-    asked = Asked(
-        planned=found_plan("replicated"), replan=replan, planning_s=planning_s, planner="even"
-    )
+    asked = Asked(planned=found_plan("replicated"), replan=replan, planning_s=planning_s)
     return list(why_lines(Question.parse(question), asked))
 
 
@@ -53,7 +51,7 @@ def test_all_ways_are_a_table_with_the_fastest_first_and_say_what_is_not_legal()
     assert len(seconds) == len(rows) - 1 > 0
     assert seconds == sorted(seconds)
     assert any(line.startswith("not legal: (P)") for line in lines)
-    assert "by planner even" in lines[-1]
+    assert f"by planner {found_plan('replicated').strategy.planner}" in lines[-1]
 
 
 def test_of_a_planner_that_takes_long_only_what_is_nearby_is_planned_anew() -> None:

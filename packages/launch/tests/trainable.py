@@ -17,7 +17,6 @@ from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Ref
 from sbp_core.plugins import Factory, PluginRegistry, discover, hookimpl
 from sbp_core.plugins.discovery import PluginSource
 from sbp_core.plugins.kinds import GraphPass, PlanRequest
-from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned
@@ -25,9 +24,12 @@ from sbp_launch.planning.moves import When
 from sbp_launch.planning.rows import ModuleMove, ModuleRow
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
+from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.trainer.trainer import make_step
+from sbp_torch.boxing.local import LocalBackend
 
 SBP_API_VERSION = 1
 
@@ -333,7 +335,11 @@ def row(module: str, *, moved: int = 0, stage: int = 0, **fields: object) -> Mod
     )
 
 
-def held_out_loss(run: Run, program: Program, planned: Planned, session: Session) -> float:
-    """Return the mean loss over held-out data of what a session has trained."""
-    with Evaluator(run, program, planned, session) as evaluator:
-        return evaluator.metrics()["held_out_loss"]
+def step_of(run: Run, program: Program) -> TrainingStep:
+    """Return the planned step of a run, whose ranks are threads."""
+    return make_step(run, program, LocalBackend()).step
+
+
+def held_out_loss(run: Run, program: Program, step: TrainingStep) -> float:
+    """Return the mean loss over held-out data of what a step has trained."""
+    return Evaluator(run, program, step).metrics()["held_out_loss"]

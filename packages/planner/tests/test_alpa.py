@@ -17,6 +17,7 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import GraphOutput, InputKind, OutputKind, Ref
 from sbp_core.infer import CostTables, minimise
 from sbp_core.placement import Placement
+from sbp_core.planning.compiled import Compilation
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B
 from sbp_core.simulate import simulate
@@ -24,7 +25,6 @@ from sbp_core.testing.graphs import Builder, mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner import alpa, exhaustive
 from sbp_planner.alpa import build
-from sbp_planner.compiled import Compilation
 from sbp_planner.joint.layers import tie
 from sbp_planner.model_blocks import machine_levels
 from sbp_planner.pipelines import build_pipedream

@@ -18,10 +18,10 @@ from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import resolve_pins
 from sbp_core.placement import Placement
+from sbp_core.planning.compiled import Compilation
 from sbp_core.sbp import NdSbp, S
 from sbp_core.testing.graphs import mlp
 from sbp_core.testing.planner import PlannerConformance
-from sbp_planner.compiled import Compilation
 from sbp_planner.galvatron import build
 from sbp_planner.layer_search import AXES, Kind, LayerSearch, Way, layer_program, pins_of, ways_of
 from sbp_planner.model_blocks import model_blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,8 @@ from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import check_memory, predict_memory
 from sbp_core.placement import Placement
+from sbp_core.planning.offloading import offloaded_states, with_states
+from sbp_core.planning.search import PlanContext, SearchedPlanner
 from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
@@ -42,8 +44,6 @@ from sbp_planner import (
     tofu,
 )
 from sbp_planner.configs import InferConfig, ManualConfig, OsdpConfig
-from sbp_planner.offload_search import plan_with_offload
-from sbp_planner.offloading import offloaded_states, with_states
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
@@ -253,16 +253,30 @@ def test_a_planner_without_a_limit_offloads_what_does_not_fit() -> None:
     assert not offloaded_states(_PLANNERS["optcnn"](offload=()).plan(short))
 
 
+@dataclass(frozen=True)
+class Noting(SearchedPlanner):
+    """Notes what it is asked; `saved` is what any memory would save of a step."""
+
+    saved: float
+    calls: list[PlanRequest]
+
+    config = SimpleNamespace(memory_bytes=1e9)
+    keeps_limit = True
+
+    def propose(self, context: PlanContext) -> Strategy:
+        self.calls.append(context.request)
+        return infer_strategy(context.request, planner="test", pins={"batch": "S(0)"})
+
+    def gain(self, planned: Strategy) -> float:
+        return self.saved
+
+
 def test_a_planner_is_asked_once_if_memory_is_not_short() -> None:
-    request, calls = asked(), []
+    request, calls = asked(), list[PlanRequest]()
 
-    def plan(one: PlanRequest, _: float) -> Strategy:
-        calls.append(one)
-        return infer_strategy(one, planner="test", pins={"batch": "S(0)"})
-
-    plan_with_offload(request, "auto", plan, limit_bytes=1e9, gain=lambda _: 0.009)
+    Noting(0.009, calls).plan(request)
     assert len(calls) == 1
-    plan_with_offload(request, "auto", plan, limit_bytes=1e9, gain=lambda _: 0.011)
+    Noting(0.011, calls).plan(request)
     assert len(calls) > 1 and calls[2].offloaded == set(offloadable(request.graph))
 
 

@@ -13,14 +13,14 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
+from sbp_core.planning.compiled import Compilation
+from sbp_core.planning.offload_fit import until_it_fits
+from sbp_core.planning.offloading import offloading, with_states
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import auto, infer, manual
-from sbp_planner.compiled import Compilation
 from sbp_planner.configs import InferConfig, ManualConfig
-from sbp_planner.offload_fit import until_it_fits
-from sbp_planner.offloading import offloading, with_states
 from sbp_planner.search_configs import AutoConfig
 
 _LINK = Link(latency_s=1e-6, bytes_per_s=1e7)

@@ -12,10 +12,10 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError
 from sbp_core.graph_variant import GraphVariant, SliceAlong
 from sbp_core.memory import predict_memory
+from sbp_core.planning.variants import recompute_budgets
 from sbp_core.simulate import simulate
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.osdp import build
-from sbp_planner.variants import recompute_budgets
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime

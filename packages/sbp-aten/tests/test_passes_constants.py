@@ -13,7 +13,7 @@ from sbp_core.graph import LogicalGraph, Node, verify_graph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Ref, ScalarType, Symbol
 from sbp_core.testing.graphs import Builder
 from sbp_torch.ops.operators import bind, operator_of
-from sbp_torch.proof.wide import widened
+from sbp_torch.proof.running import widened
 from sbp_torch.runtime.single import run_graph
 
 CPU = Symbol("device", "cpu")

@@ -156,7 +156,7 @@ def test_a_graph_is_verified_again_only_if_a_pass_changed_it(
         verified.append(graph)
         return graph
 
-    monkeypatch.setattr("sbp_aten.passes.verify_graph", verify)
+    monkeypatch.setattr("sbp_aten.passes.pipeline.verify_graph", verify)
     prepare_step(mlp(), extra=[lambda graph: graph], options=NOTHING)
     once = len(verified)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sbp_aten.rules.fused import RULES
+from sbp_aten.rules.foreach import RULES
 from sbp_core.signatures import derive
 from sbp_torch.ops import fused_updates as _registers  # noqa: F401 - the operators
 from sbp_torch.signatures.verification import call_of, verify
@@ -50,7 +50,7 @@ CASES: dict[str, list[Sample]] = {
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert set(CASES) == set(RULES)
+    assert set(CASES) == {op for op in RULES if op.startswith("sbp.")}
 
 
 @pytest.mark.parametrize("op", CASES)

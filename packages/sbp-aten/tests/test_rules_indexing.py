@@ -11,11 +11,9 @@ from ranks_of_a_call import on_each_rank
 
 from sbp_aten.rules import (
     advanced,
-    data_dependent,
     grouped,
-    histograms,
-    index_put,
     indexing,
+    reductions,
     replace_view,
 )
 from sbp_core.sbp import B, P, S, Sbp
@@ -166,9 +164,12 @@ def test_indexing_can_be_cut_as_its_rules_say(op: str) -> None:
 
 
 def test_every_rule_of_indexing_is_verified() -> None:
-    modules = (advanced, grouped, histograms, index_put, indexing, replace_view, data_dependent)
+    modules = (advanced, grouped, indexing, replace_view)
+    embeddings = {op for op in indexing.RULES if op.startswith("aten.embedding")}
+    histograms = {op for op in reductions.RULES if "histogram" in op}
 
-    assert set(CASES) == {op for module in modules for op in module.RULES}
+    rules = {op for module in modules for op in module.RULES}
+    assert set(CASES) == (rules - embeddings) | histograms
 
 
 def test_gather_has_these_signatures() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sbp_aten.rules import fft, linalg
+from sbp_aten.rules import linalg
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures import signatures, work_flop
 from sbp_core.signatures.derive import derivation
@@ -152,7 +152,7 @@ def test_every_claimed_cut_gives_what_one_device_gives(op: str) -> None:
 
 
 def test_every_rule_of_linear_algebra_and_transforms_is_tested() -> None:
-    assert set(CASES) == {*linalg.RULES, *fft.RULES}
+    assert set(CASES) == {*linalg.RULES}
 
 
 def test_a_factorisation_may_be_split_by_its_batch_only() -> None:

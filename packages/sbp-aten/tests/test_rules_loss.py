@@ -15,7 +15,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from sbp_aten.rules import ctc, loss, nll
+from sbp_aten.rules.loss import RULES
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P, S, Sbp
 from sbp_core.signatures import combine, derive, localize, signatures
@@ -25,7 +25,6 @@ from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(31)
 
-RULES = {**loss.RULES, **nll.RULES, **ctc.RULES}
 
 NONE, MEAN, SUM = 0, 1, 2
 REDUCTIONS = (NONE, MEAN, SUM)

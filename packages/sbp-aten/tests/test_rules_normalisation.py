@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sbp_aten.rules import batch_norm, normalisation
+from sbp_aten.rules.normalisation import RULES
 from sbp_core.signatures import derive
 from sbp_torch.signatures.verification import call_of, run_op, verify
 from sbp_torch.testing.signatures import Sample, sample
 
 _draw = torch.Generator().manual_seed(29)
-
-RULES = {**normalisation.RULES, **batch_norm.RULES}
 
 
 def real(*shape: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_aten.rules import rearrange, triangular
+from sbp_aten.rules import rearrange
 from sbp_core.placement import Placement
 from sbp_core.sbp import Sbp, parse_sbp
 from sbp_core.signatures import combine, derive, localize, signatures
@@ -128,7 +128,7 @@ def test_every_claimed_signature_holds_when_it_is_run(op: str) -> None:
 
 
 def test_every_rule_of_these_modules_is_run() -> None:
-    assert {*rearrange.RULES, *triangular.RULES} == set(CASES)
+    assert {*rearrange.RULES} == set(CASES)
 
 
 def claims(op: str, *args: Any) -> set[str]:

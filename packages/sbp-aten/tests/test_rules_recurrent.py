@@ -10,7 +10,7 @@ import pytest
 import torch
 from needed_operators import skip_without
 
-from sbp_aten.rules import layers, recurrent
+from sbp_aten.rules import layers
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures import signatures
 from sbp_core.signatures.derive import derivation
@@ -183,7 +183,7 @@ def test_every_claimed_cut_of_an_accelerator_cell_gives_what_its_model_gives(op:
 
 
 def test_every_rule_of_layers_is_tested() -> None:
-    assert {*CASES, *MODELLED} | WHOLE == {*recurrent.RULES, *layers.RULES}
+    assert {*CASES, *MODELLED} | WHOLE == {*layers.RULES}
 
 
 def test_packed_sequences_are_whole_and_say_why() -> None:

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from sbp_aten.rules import folding, padding, resampling
+from sbp_aten.rules import folding, resampling
 from sbp_core.sbp import B, P, Partial, S, Sbp
 from sbp_core.signatures import signatures
 from sbp_torch.testing.signatures import Sample, check_rule, sample
@@ -152,7 +152,7 @@ CASES: dict[str, list[Sample]] = {
     ],
 }
 
-RULES = {**folding.RULES, **padding.RULES, **resampling.RULES}
+RULES = {**folding.RULES, **resampling.RULES}
 
 
 @pytest.mark.slow(but=6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sbp_core.signatures import derive
-from sbp_torch.ops import batch_norm as _registers  # noqa: F401 - the operator
+from sbp_torch.ops import arithmetic as _registers  # noqa: F401 - the operator
 from sbp_torch.signatures.verification import call_of, verify
 
 OP = "sbp.batch_norm_sums.default"

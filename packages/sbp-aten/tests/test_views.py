@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sbp_aten.views import VIEWS
+from sbp_aten.traits import VIEWS
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Rate, Ref
 from sbp_core.passes import unalias_outputs as unalias_outputs
 from sbp_core.signatures.views import aliased_inputs

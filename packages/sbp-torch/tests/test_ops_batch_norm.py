@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sbp_torch.ops import batch_norm as _registers  # noqa: F401 - the operator
+from sbp_torch.ops import arithmetic as _registers  # noqa: F401 - the operator
 
 SUMS = torch.ops.sbp.batch_norm_sums
 

@@ -10,7 +10,7 @@ import torch
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import Symbol
 from sbp_torch.ops.operators import bind, makes_one_tensor, operator_of
-from sbp_torch.ops.philox import WORD, philox
+from sbp_torch.ops.random import WORD, philox
 
 OPS = torch.ops.sbp
 

@@ -20,10 +20,9 @@ from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, Phase, Ref
 from sbp_core.passes import RecomputeOptions
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.proof import Step, prove
-from sbp_torch.proof.compare import off_by
 from sbp_torch.proof.drawing import Draw, Integers, integers_of
 from sbp_torch.proof.numbering import Numbering, numbered
-from sbp_torch.proof.wide import widened
+from sbp_torch.proof.running import off_by, widened
 
 ROWS, TOKENS, SIZE = 4, 5, 6
 WHOLE = LossMeaning.WHOLE_BATCH

@@ -91,7 +91,8 @@ def test_fused_updates_write_over_states_that_do_not_lie_in_order() -> None:
 
     settings = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
     p, g, mean, square = given = tensors()
-    wanted = fused_updates.fused_adam(p, g, mean, square, [], 3, 0.1, decoupled=True, **settings)
+    functional = torch.ops.sbp.fused_adam.default
+    wanted = functional(p, g, mean, square, [], 3, 0.1, decoupled=True, **settings)
 
     made_over = fused_updates.fused_adam_(
         p, g, mean, square, [], 3, 0.1, decoupled=True, **settings

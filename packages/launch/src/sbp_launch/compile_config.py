@@ -10,6 +10,7 @@ from typing import Literal
 
 from sbp_aten.pass_options import PassOptions
 from sbp_core.errors import ConfigError
+from sbp_launch.checks import check_least
 
 __all__ = ["CompileConfig"]
 
@@ -63,18 +64,11 @@ class CompileConfig:
     prove_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "prefetch"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name}={value} is too small", accepted="an integer >= 0")
+        check_least(self, 0, "bucket_bytes", "prefetch")
         if not self.prove_s > 0:
             raise ConfigError(
                 f"prove_s={self.prove_s} is too small",
                 accepted="seconds > 0",
                 todo="compile.prove=false proves nothing",
             )
-        if self.offload_in_flight < 1:
-            raise ConfigError(
-                f"offload_in_flight={self.offload_in_flight} is too small",
-                accepted="an integer >= 1",
-            )
+        check_least(self, 1, "offload_in_flight")

@@ -1,14 +1,18 @@
-"""Consoles, and lines of text on them: the one place that makes them."""
+"""Consoles, and lines, tables and bars on them: the one place that makes them."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TextIO
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
 
 #: Characters of a line in files and pipes, and the fewest of one on a terminal.
 FILE_WIDTH, _LEAST_WIDTH = 100, 40
@@ -50,3 +54,95 @@ def say(console: Console, lines: Iterable[str]) -> None:
         )
         for part in parts:
             console.print(part, highlight=False, markup=False, soft_wrap=True)
+
+
+_GAP = "  "
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows as lines whose columns are aligned.
+
+    Args:
+        rows: Cells, as many in each row. The last column is as long as it is.
+        left: So many columns, and with any of them the last one, are aligned to the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if at < left or (left and at == len(row) - 1) else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(_GAP.join(cells).rstrip())
+    return lines
+
+
+def change_text(before: float, after: float) -> str:
+    """Return how a figure changes: `+12%`, `-3.1%`, `=`; nothing if it was zero."""
+    if before == after:
+        return "="
+    if not before:
+        return "new"
+    change = 100 * (after / before - 1)
+    if abs(change) < 0.05:
+        return "="
+    return f"{change:+.0f}%" if abs(change) >= 10 else f"{change:+.2g}%"
+
+
+def plain_table() -> Table:
+    """Return a table without lines, whose heads are bold."""
+    return Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+
+
+def show_table(
+    console: Console, heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
+) -> None:
+    """Print rows below their heads; the first and the last column go on below.
+
+    Args:
+        console: Where.
+        heads: Of the columns.
+        rows: Texts.
+        right: The heads of columns that are flush right.
+    """
+    table = plain_table()
+    for number, head in enumerate(heads):
+        is_first, is_last = number == 0, number + 1 == len(heads)
+        table.add_column(
+            head,
+            justify="right" if head in right else "left",
+            overflow="fold",
+            no_wrap=not (is_first or is_last),
+            max_width=console.width // 4 if is_last else None,
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        text = Text.from_ansi(line)
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+
+
+#: Bytes that are read without a bar: it would be gone before anyone has seen it.
+_SMALL_BYTES = 128 * 2**20
+
+
+@contextmanager
+def reading(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how many bytes are read in the block, on the standard error if that is a terminal.
+
+    Yields:
+        What is to be told of every part how many bytes it has.
+    """
+    console = Console(stderr=True)
+    if total_bytes < _SMALL_BYTES or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (BarColumn(bar_width=None), DownloadColumn(), TransferSpeedColumn())
+    with Progress(
+        TextColumn("{task.description}", markup=False), *columns, console=console, transient=True
+    ) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda size: bar.advance(task, size)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
 from sbp_core.machine_memory import total_memory_bytes
+from sbp_launch.clusters.local import usable_cores
 
 _PROC = Path("/proc")
 
@@ -19,19 +19,12 @@ def describe_machine(library: str) -> dict[str, str]:
     """
     return {
         "processor": _processor(),
-        "cores": str(num_cores()),
+        "cores": str(usable_cores()),
         "memory_bytes": str(total_memory_bytes()),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": library,
     }
-
-
-def num_cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _processor() -> str:

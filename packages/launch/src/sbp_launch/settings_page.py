@@ -19,11 +19,16 @@ from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.serialize import read_text
 from sbp_launch.apps.plan import PlanConfig
 from sbp_launch.calibrate.config import CalibrateConfig
-from sbp_launch.settings.callbacks import callbacks_of, settings_of
 from sbp_launch.settings.catalog import Catalog, make_catalog
 from sbp_launch.settings.config import GROUPS
 from sbp_launch.settings.help import plain
-from sbp_launch.settings.known_keys import nested_configs, takes_of
+from sbp_launch.settings.known_keys import (
+    SettingRow,
+    callbacks_of,
+    setting_rows,
+    settings_of,
+    takes_of,
+)
 
 #: The settings that an app has beside its groups, by its primary config.
 _OF_APPS: Mapping[str, type] = {"plan": PlanConfig, "calibrate": CalibrateConfig}
@@ -49,29 +54,35 @@ _SELECT = re.compile(r"\$\{oc\.select:([\w.]+),")
 
 def page(catalog: Catalog) -> str:
     """Return the text of the page."""
-    parts = [_HEAD, *_contents(catalog)]
+    parts = [_HEAD, "| group | options |", "|---|---|"]
+    for group in GROUPS:
+        names = ", ".join(f"`{one}`" for one in catalog.options(group))
+        parts.append(f"| [{group}](#{group}) | {names} |")
+    parts.append("")
     for group in GROUPS:
         parts.append(f"## {group}\n")
         for option in catalog.options(group):
-            parts += _option(catalog, group, option)
-    parts += _callbacks(catalog)
+            config = f"{group}/{option}"
+            text = " ".join(line.strip() for line in catalog.about(config))
+            owners = " ".join(catalog.owners(config))
+            parts += [f"### {group}={option}\n", f"{text} *{owners}*\n"]
+            parts += _table(_rows(catalog, group, option))
+    parts.append("## callbacks\n")
+    # They have no option files.
+    example = "`{name: early_stop, patience: 5}`"
+    parts.append(f"Named in `trainer.callbacks`, alone or as {example}.\n")
+    for entry in callbacks_of(catalog.registry):
+        summary = f"{entry.summary[:1].upper()}{entry.summary[1:]}"
+        parts += [f"### {entry.name}\n", f"{summary}. *{entry.distribution}*\n"]
+        parts += _table(map(_row, settings_of(entry)))
     for app in _OF_APPS:
         parts += [f"## sbp-{app}\n", "Beside its groups. *sbp-launch*\n"]
         parts += _table(_of_app(catalog, app))
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _callbacks(catalog: Catalog) -> Iterator[str]:
-    """Yield the part of the callbacks, which have no option files."""
-    yield "## callbacks\n"
-    yield "Named in `trainer.callbacks`, alone or as `{name: early_stop, patience: 5}`.\n"
-    for entry in callbacks_of(catalog.registry):
-        yield f"### {entry.name}\n"
-        yield f"{entry.summary[:1].upper()}{entry.summary[1:]}. *{entry.distribution}*\n"
-        rows = [
-            (one.name, _default(one.default), one.takes, one.meaning) for one in settings_of(entry)
-        ]
-        yield from _table(rows)
+def _row(row: SettingRow) -> _Row:
+    return row.key, "" if row.is_heading else _default(row.value), row.takes, row.comment
 
 
 def without_comment(catalog: Catalog) -> list[str]:
@@ -95,24 +106,6 @@ def catalog_of(registry: PluginRegistry, distributions: Collection[str]) -> Cata
     return make_catalog(chosen if distributions else registry)
 
 
-def _contents(catalog: Catalog) -> Iterator[str]:
-    yield "| group | options |"
-    yield "|---|---|"
-    for group in GROUPS:
-        names = ", ".join(f"`{one}`" for one in catalog.options(group))
-        yield f"| [{group}](#{group}) | {names} |"
-    yield ""
-
-
-def _option(catalog: Catalog, group: str, option: str) -> Iterator[str]:
-    """Yield the part of one option."""
-    config = f"{group}/{option}"
-    yield f"### {group}={option}\n"
-    text = " ".join(line.strip() for line in catalog.about(config))
-    yield f"{text} *{' '.join(catalog.owners(config))}*\n"
-    yield from _table(_rows(catalog, group, option))
-
-
 def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:
     """Yield key, default, what it takes, and meaning of every setting."""
     values = yaml.safe_load(catalog.text(f"{group}/{option}"))
@@ -121,25 +114,7 @@ def _rows(catalog: Catalog, group: str, option: str) -> Iterator[_Row]:
     # What else a file says is for Hydra and for the launcher, and no setting.
     own = {field.name: values[field.name] for field in fields(config) if field.name in values}
     comments = catalog.comments(f"{group}/{option}")
-    yield from _nested(own, config, comments, group, "")
-
-
-def _nested(
-    values: Mapping[str, object],
-    config: type,
-    comments: Mapping[str, str],
-    group: str,
-    prefix: str,
-) -> Iterator[_Row]:
-    takes, inner = takes_of(config), nested_configs(config)
-    for name, value in values.items():
-        key, comment = f"{prefix}{name}", comments.get(f"{prefix}{name}", "")
-        nested = inner.get(name)
-        if nested is not None and isinstance(value, Mapping):
-            yield f"{group}.{key}", "", takes.get(name, ""), comment
-            yield from _nested(value, nested, comments, group, f"{key}.")
-        else:
-            yield f"{group}.{key}", _default(value), takes.get(name, ""), comment
+    yield from map(_row, setting_rows(own, config, comments, group))
 
 
 def _of_app(catalog: Catalog, app: str) -> Iterator[_Row]:

@@ -33,12 +33,11 @@ from time import monotonic
 from sbp_core.errors import PlanError
 from sbp_core.infer import PIPE_AXIS, Kept, resolve_pins
 from sbp_core.placement import Placement
+from sbp_core.planning import PlanContext, SearchedPlanner, limit_key
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
-from sbp_planner.compiled import limit_key
 from sbp_planner.meshes import is_bound
 from sbp_planner.model_blocks import ModelBlocks, machine_levels, model_blocks
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import AlpaConfig
 from sbp_planner.segment_search import Program, SegmentSearch
@@ -66,31 +65,23 @@ _NUM_KEPT = 12
 
 
 @dataclass(frozen=True, slots=True)
-class AlpaPlanner:
+class AlpaPlanner(SearchedPlanner):
     """Plans stages, and how each is split inside."""
 
     config: AlpaConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    keeps_limit = True
+
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the best stages that were found and fit.
 
         Raises:
             ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
             PlanError: modules do not tell blocks apart, or nothing that was found fits.
         """
-        config = self.config
-        return plan_with_offload(
-            request,
-            config.offload,
-            self._plan,
-            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
-            time_limit_s=config.time_limit_s,
-        )
-
-    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
-        request = replace(request, mesh=pipe_first(request.mesh))
+        request = replace(context.request, mesh=pipe_first(context.request.mesh))
         config, mesh = self.config, request.mesh
-        ends = monotonic() + time_limit_s
+        ends = monotonic() + context.time_limit_s
         num_stages = pipe_positions(request)
         blocks = model_blocks(request.graph, request.cluster)
         if num_stages is not None and len(blocks.modules) < num_stages:

@@ -34,18 +34,26 @@ from sbp_core.graph import LogicalGraph, block_of, graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PIPE_AXIS, infer_strategy, pipelined
 from sbp_core.placement import Placement
+from sbp_core.planning import (
+    Compilation,
+    Compiled,
+    PlanContext,
+    SearchedPlanner,
+    limit_key,
+    smaller_variants,
+    splits_classes,
+    until_it_fits,
+    variant_words,
+)
 from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
 from sbp_planner.alpa import AlpaPlanner
-from sbp_planner.compiled import Compilation, Compiled, limit_key
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.galvatron import GalvatronPlanner
 from sbp_planner.greedy import GreedyPlanner
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.meshes import DATA, is_bound, other_meshes, reshaped
-from sbp_planner.offload_fit import until_it_fits
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.optcnn import OptcnnPlanner
 from sbp_planner.osdp import OsdpPlanner
 from sbp_planner.placers import DlplacerPlanner, StanzaPlanner
@@ -61,7 +69,6 @@ from sbp_planner.search_configs import (
     TofuConfig,
 )
 from sbp_planner.tofu import TofuPlanner
-from sbp_planner.variants import smaller_variants, splits_classes, variant_words
 from sbp_planner.ways import Way, ways
 
 #: Of the time, what is for the step as it is asked for, if it has other variants.
@@ -87,27 +94,21 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class AutoPlanner:
+class AutoPlanner(SearchedPlanner):
     """Plans by the best of others."""
 
     config: AutoConfig
 
-    #: It chooses micro-batches, too, if they are left to it.
-    chooses_variants = True
+    chooses_variants = places_states = True
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the fastest strategy of all candidates that fits.
 
         Raises:
             ConfigError: a pin of the user cannot be meant.
             PlanError: no candidate leads to a plan, or none that fits: says which needs least.
         """
-        # Otherwise host memory is for candidates of its own.
-        if self.config.offload != "auto":
-            return plan_with_offload(request, self.config.offload, lambda one, _: self._plan(one))
-        return self._plan(request)
-
-    def _plan(self, request: PlanRequest) -> Strategy:
+        request = context.request
         search = _Search(request, self.config)
         family = request.family
         if family is None:

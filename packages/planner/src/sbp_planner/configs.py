@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from sbp_core.errors import ConfigError, nearest, suggestion
 from sbp_core.pipeline import SCHEDULES
+from sbp_core.planning.offload_setting import Offload, Offloads, check_host, check_offload
 from sbp_core.serialize import open_file
-from sbp_planner.offload_setting import Offload, Offloads, check_host, check_offload
 
 if TYPE_CHECKING:
     from sbp_core.placement import Placement
@@ -149,7 +149,7 @@ class ManualConfig:
         vertical_sync: With the pipeline `pipedream`: all stages compute a micro-batch with the
             parameters of one update.
         offload: Patterns of states that lie in the memory of the host, `optimizer_states` for all
-            that can; `auto` for as few as it takes to fit. See `sbp_planner.offload_search`.
+            that can; `auto` for as few as it takes to fit. See `sbp_core.planning.search`.
         needs_axes: Mesh axes without which the preset does not do what its name says.
         fits: Models whose names the pins speak of, for messages; empty: any.
     """

@@ -25,13 +25,18 @@ import numpy as np
 from sbp_core.errors import ConfigError, PlanError, SbpError, SignatureError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import FORBIDDEN_S, PinValue, StepProblem, joint_problem, strategy_of
+from sbp_core.planning import (
+    Compilation,
+    Compiled,
+    PlanContext,
+    SearchedPlanner,
+    variant_words,
+    variants_of,
+)
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.compiled import Compilation, Compiled
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import ExhaustiveConfig
-from sbp_planner.variants import variant_words, variants_of
 
 #: Sums in another order differ by less than this share.
 _TIE = 1e-12
@@ -50,31 +55,21 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class ExhaustivePlanner:
+class ExhaustivePlanner(SearchedPlanner):
     """Plans by looking at everything."""
 
     config: ExhaustiveConfig
 
-    #: It chooses micro-batches, too, if they are left to it.
-    chooses_variants = True
+    chooses_variants = keeps_limit = True
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the cheapest strategy whose compiled plan fits, of all variants of the step.
 
         Raises:
             ConfigError: there are more assignments than `max_assignments`.
             PlanError: nothing fits, or nothing fulfils the pins.
         """
-        return plan_with_offload(
-            request,
-            self.config.offload,
-            lambda asked, _: self._plan(asked),
-            limit_bytes=self.config.memory_bytes or request.cluster.device.memory_bytes,
-            gain=lambda planned: 1 - planned.report["unlimited_s"] / planned.report["cost_s"],
-        )
-
-    def _plan(self, request: PlanRequest) -> Strategy:
-        limit = self.config.memory_bytes or request.cluster.device.memory_bytes
+        request, limit = context.request, context.limit_bytes
         best: _Found | None = None
         looked_at: list[_Variant] = []
         problems: list[SbpError] = []

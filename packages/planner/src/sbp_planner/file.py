@@ -14,12 +14,11 @@ from sbp_core.errors import ConfigError, suggestion
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import predict_cost
+from sbp_core.planning import PlanContext, SearchedPlanner, offloaded_states, with_states
 from sbp_core.plugins import PlanRequest
 from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig
-from sbp_planner.offload_search import plan_with_offload
-from sbp_planner.offloading import offloaded_states, with_states
 from sbp_planner.strategy_file import check_mesh, naming, read, read_variant
 
 #: Most names that a message lists.
@@ -27,24 +26,22 @@ _MOST_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class FilePlanner:
+class FilePlanner(SearchedPlanner):
     """Reads its plans."""
 
     config: FileConfig
 
-    #: It takes the micro-batches of the file, if they are left to it.
+    #: It takes the micro-batches of the file.
     chooses_variants = True
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the strategy of the file, with predictions for this cluster.
 
         Raises:
             ConfigError: the file cannot be read, its strategy is for another graph or mesh, or not
                 legal: see `check_strategy`.
         """
-        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
-
-    def _plan(self, request: PlanRequest) -> Strategy:
+        request = context.request
         path = Path(self.config.path)
         with naming(path):
             # The graph that names are looked up in is that of the variant that the file is for.

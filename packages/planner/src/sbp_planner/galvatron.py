@@ -34,15 +34,14 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import PIPE_AXIS, resolve_pins
 from sbp_core.placement import Placement
+from sbp_core.planning import Compiled, PlanContext, SearchedPlanner, limit_key
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.alpa import too_few_blocks
-from sbp_planner.compiled import Compiled, limit_key
 from sbp_planner.layer_search import AXES
 from sbp_planner.layer_wise import LayerWise, on_each
 from sbp_planner.model_blocks import model_blocks
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import GalvatronConfig
 from sbp_planner.segments import StepSegments, grouped, merged
@@ -57,33 +56,22 @@ _NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
-class GalvatronPlanner:
+class GalvatronPlanner(SearchedPlanner):
     """Plans stages, and a way for each layer."""
 
     config: GalvatronConfig
 
-    #: It chooses micro-batches, too, if they are left to it.
-    chooses_variants = True
+    chooses_variants = keeps_limit = True
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the best plan that was found and fits.
 
         Raises:
             ConfigError: the mesh has several axes beside `pipe`, or a pin cannot be meant.
             PlanError: modules do not tell blocks apart, or nothing that was found fits.
         """
-        config = self.config
-        return plan_with_offload(
-            request,
-            config.offload,
-            self._plan,
-            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
-            time_limit_s=config.time_limit_s,
-        )
-
-    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
-        request = replace(request, mesh=pipe_first(request.mesh))
-        ends = monotonic() + time_limit_s
+        request = replace(context.request, mesh=pipe_first(context.request.mesh))
+        ends = monotonic() + context.time_limit_s
         searches = [
             (search, variant)
             for asked, variant in _variants(request)

@@ -20,29 +20,26 @@ from dataclasses import dataclass, replace
 
 from sbp_core.errors import PlanError
 from sbp_core.infer import FORBIDDEN_S, PINS, joint_problem, start_greedily, strategy_of
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import GreedyConfig
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyPlanner:
+class GreedyPlanner(SearchedPlanner):
     """Plans operator after operator."""
 
     config: GreedyConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return what the rule of the module's docstring comes to.
 
         Raises:
             ConfigError: a pin cannot be meant.
             PlanError: the choices of earlier operators leave a later one nothing that is legal.
         """
-        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
-
-    def _plan(self, request: PlanRequest) -> Strategy:
+        request = context.request
         quiet = replace(request, progress=None)
         problem = joint_problem(quiet, pins=self.config.pins, from_axes=False)
         start_greedily(problem)

@@ -28,25 +28,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
-from sbp_planner.compiled import limit_key
 from sbp_planner.joint.family import Outcome, plan_family
 from sbp_planner.joint.search import JointSettings
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import IlpConfig
 
 
 @dataclass(frozen=True, slots=True)
-class IlpPlanner:
+class IlpPlanner(SearchedPlanner):
     """Plans by an integer program."""
 
     config: IlpConfig
 
-    #: It chooses micro-batches, too, if they are left to it.
-    chooses_variants = True
+    chooses_variants = keeps_limit = True
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the cheapest strategy that fits.
 
         Raises:
@@ -54,44 +51,32 @@ class IlpPlanner:
             PlanError: nothing that was found fits; says what was.
         """
         config = self.config
-        return plan_with_offload(
-            request,
-            config.offload,
-            self._plan,
-            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
-            time_limit_s=config.time_limit_s,
-            gain=memory_gain,
-        )
-
-    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
-        config = self.config
         return plan_family(
-            request,
+            context.request,
             JointSettings(
                 planner="ilp",
-                time_limit_s=time_limit_s,
+                time_limit_s=context.time_limit_s,
                 gap=config.gap,
                 tied=config.tied,
-                limit_key=limit_key(config.memory_bytes),
+                limit_key=context.limit_key,
             ),
-            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
+            limit_bytes=context.limit_bytes,
             pins=config.pins,
         )
 
+    def gain(self, planned: Strategy) -> float:
+        """Return the share of a step that a plan of any memory may take less, without overlap.
 
-def memory_gain(planned: Strategy) -> float:
-    """Return the share of a step that a plan of any memory may take less, without overlap.
-
-    It is what the fastest of its own variant takes less, or the bound of a variant of which what
-    was found and fits is slower.
-    """
-    report = planned.report
-    cost_s = float(report["cost_s"])
-    less = [cost_s, float(report["unlimited_s"])]
-    for one in report.get("variants", ()):
-        if one["outcome"] in (Outcome.SLOWER, Outcome.NO_FIT):
-            less.append(float(one["bound_s"]))
-    return 1 - min(less) / cost_s if cost_s else 0.0
+        It is what the fastest of its own variant takes less, or the bound of a variant of which
+        what was found and fits is slower.
+        """
+        report = planned.report
+        cost_s = float(report["cost_s"])
+        less = [cost_s, float(report["unlimited_s"])]
+        for one in report.get("variants", ()):
+            if one["outcome"] in (Outcome.SLOWER, Outcome.NO_FIT):
+                less.append(float(one["bound_s"]))
+        return 1 - min(less) / cost_s if cost_s else 0.0
 
 
 def build(config: IlpConfig) -> IlpPlanner:

@@ -17,13 +17,12 @@ from math import inf
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PinValue, Pipelined, infer_strategy
+from sbp_core.planning import Compilation, PlanContext, SearchedPlanner
 from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.compiled import Compilation
 from sbp_planner.configs import InferConfig
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.schedules import with_schedule
 
 
@@ -46,12 +45,12 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class InferPlanner:
+class InferPlanner(SearchedPlanner):
     """Plans any model on any mesh."""
 
     config: InferConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the strategy whose compiled plan takes the least predicted time and fits.
 
         Its report says under `tried` what a step takes by each set of pins, in seconds; infinity
@@ -62,9 +61,7 @@ class InferPlanner:
             ConfigError: a pin or a stage pattern cannot be meant.
             SbpError: no set of pins leads to a plan; that of the first.
         """
-        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
-
-    def _plan(self, request: PlanRequest) -> Strategy:
+        request = context.request
         limit = request.cluster.device.memory_bytes
         compilation = Compilation(request=replace(request, progress=None), limit_bytes=limit)
         made: dict[str, Strategy] = {}

@@ -13,21 +13,20 @@ from dataclasses import dataclass, replace
 
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import PINS, PinValue, Pipelined, infer_strategy, is_pin_word
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import ManualConfig, check_axes, fit_any
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.pattern_pins import pattern_pins
 from sbp_planner.schedules import with_schedule
 
 
 @dataclass(frozen=True, slots=True)
-class ManualPlanner:
+class ManualPlanner(SearchedPlanner):
     """Plans by pins."""
 
     config: ManualConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the cheapest strategy that keeps the pins.
 
         Raises:
@@ -36,13 +35,9 @@ class ManualPlanner:
                 none for the mesh.
             PlanError: nothing fulfils the stages.
         """
-        mesh = request.mesh
-        check_axes(self.config.needed_axes, mesh.mesh_shape, mesh.axes)
-        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
-
-    def _plan(self, request: PlanRequest) -> Strategy:
-        mesh, fits = request.mesh, self.config.fits
-        config = self.config
+        config, request = self.config, context.request
+        mesh, fits = request.mesh, config.fits
+        check_axes(config.needed_axes, mesh.mesh_shape, mesh.axes)
         found = pattern_pins(request.graph, mesh, config.patterns)
         pins = _joined(found.pins, config.pins)
 

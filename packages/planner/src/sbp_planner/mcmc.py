@@ -27,44 +27,35 @@ from time import monotonic
 
 from sbp_core.errors import PlanError
 from sbp_core.infer import FORBIDDEN_S, StepProblem, joint_problem, strategy_of
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import Compiled, PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated
 from sbp_planner.joint.near import limited
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import McmcConfig
 
 
 @dataclass(frozen=True, slots=True)
-class McmcPlanner:
+class McmcPlanner(SearchedPlanner):
     """Plans by a random walk."""
 
     config: McmcConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    keeps_limit = True
+
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the fastest strategy of the walk that fits.
 
         Raises:
             ConfigError: a pin cannot be meant.
             PlanError: no state of the walk fits the memory, or nothing fulfils the pins.
         """
-        config = self.config
-        return plan_with_offload(
-            request,
-            config.offload,
-            self._plan,
-            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
-            time_limit_s=config.time_limit_s,
-        )
-
-    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
-        config, quiet = self.config, replace(request, progress=None)
+        config, request = self.config, context.request
+        quiet = replace(request, progress=None)
         problem = joint_problem(quiet, pins=config.pins)
         limited(problem)
-        limit = config.memory_bytes or request.cluster.device.memory_bytes
-        compilation = Compilation(request=quiet, limit_bytes=limit)
+        limit = context.limit_bytes
+        compilation = context.compilation()
 
         def compiled(values: list[int]) -> Compiled:
             decision = problem.decided(values)
@@ -73,7 +64,7 @@ class McmcPlanner:
         walk, random = _Walk(problem), Random(config.seed)
         now = list(problem.start)
         present = best = first = compiled(now)
-        ends, accepted, count = monotonic() + time_limit_s, 0, 0
+        ends, accepted, count = monotonic() + context.time_limit_s, 0, 0
         for count in range(1, config.proposals + 1):
             if monotonic() > ends:
                 break

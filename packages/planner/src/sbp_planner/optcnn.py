@@ -26,30 +26,27 @@ from dataclasses import dataclass, replace
 
 from sbp_core.errors import PlanError
 from sbp_core.infer import FORBIDDEN_S, PINS, CostTables, joint_problem, minimise, strategy_of
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.joint.near import limited
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import OptcnnConfig
 
 
 @dataclass(frozen=True, slots=True)
-class OptcnnPlanner:
+class OptcnnPlanner(SearchedPlanner):
     """Plans by elimination."""
 
     config: OptcnnConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the cheapest strategy, whatever memory it takes.
 
         Raises:
             ConfigError: a pin cannot be meant.
             PlanError: nothing fulfils the pins.
         """
-        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
-
-    def _plan(self, request: PlanRequest) -> Strategy:
+        request = context.request
         problem = joint_problem(replace(request, progress=None), pins=self.config.pins)
         is_near = limited(problem, tied=False)
         before = problem.cost(problem.start)

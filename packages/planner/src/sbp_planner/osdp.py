@@ -57,11 +57,11 @@ from time import monotonic
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph_variant import GraphFamily
 from sbp_core.infer import PIPE_AXIS, pipelined, predict_cost
+from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.osdp_report import (
     Batch,
     batch_report,
@@ -78,15 +78,14 @@ _MAX_DOUBLINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class OsdpPlanner:
+class OsdpPlanner(SearchedPlanner):
     """Plans data parallelism, sharding what has to be sharded, or is faster so."""
 
     config: OsdpConfig
 
-    #: It chooses micro-batches, too, if they are left to it.
-    chooses_variants = True
+    chooses_variants = keeps_limit = True
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the strategy of the module's docstring.
 
         Raises:
@@ -94,18 +93,8 @@ class OsdpPlanner:
                 looked at fits `memory_bytes`, or the memory of the device: says what that needs, of
                 which kinds of memory, and what would make it fit.
         """
-        config = self.config
-        return plan_with_offload(
-            request,
-            config.offload,
-            self._plan,
-            limit_bytes=config.memory_bytes or request.cluster.device.memory_bytes,
-            time_limit_s=config.time_limit_s,
-            gain=memory_gain,
-        )
-
-    def _plan(self, request: PlanRequest, time_limit_s: float) -> Strategy:
-        search = self._search(request, monotonic() + time_limit_s, Learned())
+        request = context.request
+        search = self._search(request, monotonic() + context.time_limit_s, Learned())
         best = search.run()
         if request.progress:
             request.progress("choosing what to shard", 0.6)
@@ -121,6 +110,10 @@ class OsdpPlanner:
             "explanation": explanation(best.search, best.choice, search, batches),
         }
         return replace(strategy, report=report)
+
+    def gain(self, planned: Strategy) -> float:
+        """Return what the fastest choice of any memory would save of a step."""
+        return memory_gain(planned)
 
     @property
     def _limit_key(self) -> str:

@@ -30,13 +30,12 @@ from typing import Any
 from sbp_core.errors import PlanError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_strategy, pipelined
+from sbp_core.planning import Compilation, PlanContext, SearchedPlanner
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
-from sbp_planner.compiled import Compilation
 from sbp_planner.configs import check_stage_axes
 from sbp_planner.model_blocks import machine_levels, model_blocks
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import GpipeConfig, PipedreamConfig
 from sbp_planner.stages import FlushedPlan, FlushedProblem, InFlight, cut_flushed
 
@@ -51,47 +50,40 @@ _PINS: Mapping[str, PinValue] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GpipePlanner:
+class GpipePlanner(SearchedPlanner):
     """Plans a pipeline of single ranks, or of the positions of the axis `pipe`."""
 
     config: GpipeConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the balanced pipeline.
 
         Raises:
             ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
             PlanError: the model has fewer blocks than stages.
         """
+        request = context.request
         num_stages = pipe_positions(request) or request.mesh.size
-
-        def plan(asked: PlanRequest, _: float) -> Strategy:
-            return _planned(asked, "gpipe", schedule="gpipe", num_stages=num_stages)
-
-        return plan_with_offload(request, self.config.offload, plan)
+        return _planned(request, "gpipe", schedule="gpipe", num_stages=num_stages)
 
 
 @dataclass(frozen=True, slots=True)
-class PipedreamPlanner:
+class PipedreamPlanner(SearchedPlanner):
     """Plans a pipeline whose stages may have several ranks."""
 
     config: PipedreamConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the best pipeline.
 
         Raises:
             ConfigError: the mesh has several axes and none is `pipe`, or a pin cannot be meant.
             PlanError: modules do not tell blocks apart.
         """
-        several = request.graph.num_updates > 1
-        schedule = "pipedream" if several else "1f1b"
+        request = context.request
+        schedule = "pipedream" if request.graph.num_updates > 1 else "1f1b"
         num_stages = pipe_positions(request)
-
-        def plan(asked: PlanRequest, _: float) -> Strategy:
-            return _planned(asked, "pipedream", schedule=schedule, num_stages=num_stages)
-
-        return plan_with_offload(request, self.config.offload, plan)
+        return _planned(request, "pipedream", schedule=schedule, num_stages=num_stages)
 
 
 def pipe_positions(request: PlanRequest) -> int | None:

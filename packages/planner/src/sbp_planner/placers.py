@@ -37,12 +37,11 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import TensorType
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_placed
 from sbp_core.placement import Placement
+from sbp_core.planning import Compilation, Compiled, PlanContext, SearchedPlanner, limit_key
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B, NdSbp, P, S
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.compiled import Compilation, Compiled, limit_key
-from sbp_planner.offload_search import PlanWithin, plan_with_offload
 from sbp_planner.op_groups import OpGroups, op_groups, stages_on
 from sbp_planner.pipelines import samples_of_micro_batch
 from sbp_planner.placement_program import (
@@ -93,22 +92,21 @@ def nested_ranges(num: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class DlplacerPlanner:
+class DlplacerPlanner(SearchedPlanner):
     """Places groups of operators on single positions, or on several or all of them."""
 
     config: DlplacerConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    keeps_limit = True
+
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the fastest placement that fits.
 
         Raises:
             ConfigError: the mesh has an axis of stages, or a pin cannot be meant.
             PlanError: no placement is known that fits.
         """
-        return _offloading(request, self.config, self._plan)
-
-    def _plan(self, request: PlanRequest, _: float) -> Strategy:
-        placer = _Placer(request=request, planner="dlplacer", config=self.config)
+        placer = _Placer(request=context.request, planner="dlplacer", config=self.config)
         # More ranks than samples cannot share them.
         ranges = [
             positions
@@ -127,12 +125,14 @@ class DlplacerPlanner:
 
 
 @dataclass(frozen=True, slots=True)
-class StanzaPlanner:
+class StanzaPlanner(SearchedPlanner):
     """Places groups of operators on two parts of the ranks."""
 
     config: StanzaConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    keeps_limit = True
+
+    def propose(self, context: PlanContext) -> Strategy:
         """Return the fastest separation that fits.
 
         Raises:
@@ -140,14 +140,11 @@ class StanzaPlanner:
                 as `few` takes; or a pin cannot be meant.
             PlanError: the model has one group, or no separation is known that fits.
         """
-        return _offloading(request, self.config, self._plan)
-
-    def _plan(self, request: PlanRequest, _: float) -> Strategy:
-        placer = _Placer(request=request, planner="stanza", config=self.config)
-        num, few = placer.num_positions, self.config.few
+        placer = _Placer(request=context.request, planner="stanza", config=self.config)
+        num, few, axis = placer.num_positions, self.config.few, context.request.mesh.axes[0]
         if num < 2 or (few is not None and few >= num):
             raise ConfigError(
-                f"planner.few={few} of {num} positions on the axis {request.mesh.axes[0]!r}",
+                f"planner.few={few} of {num} positions on the axis {axis!r}",
                 where="planner stanza",
                 accepted=f"at least 2 positions, of which few is at most {max(num - 1, 1)}",
                 todo="take more ranks (cluster.mesh), or another planner",
@@ -164,11 +161,6 @@ class StanzaPlanner:
             if solved is not None:
                 placer.look_at(ranges, problem, solved.chosen, solved)
         return placer.result()
-
-
-def _offloading(request: PlanRequest, config: DlplacerConfig, plan: PlanWithin) -> Strategy:
-    limit = config.memory_bytes or request.cluster.device.memory_bytes
-    return plan_with_offload(request, config.offload, plan, limit_bytes=limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

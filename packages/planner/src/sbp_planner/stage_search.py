@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from sbp_core.errors import PlanError
 from sbp_core.infer import PIPE_AXIS, Kept, Pipelined, pipelined, resolve_pins
+from sbp_core.planning import Compilation, Compiled
 from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature, Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.assemble import assembled
-from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.model_blocks import machine_levels
 from sbp_planner.segments import StepSegments
 from sbp_planner.stages import (

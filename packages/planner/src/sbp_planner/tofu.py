@@ -26,29 +26,26 @@ from dataclasses import dataclass, replace
 from sbp_core.errors import ConfigError
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_planner.meshes import reshaped
-from sbp_planner.offload_search import plan_with_offload
 from sbp_planner.search_configs import TofuConfig
 
 
 @dataclass(frozen=True, slots=True)
-class TofuPlanner:
+class TofuPlanner(SearchedPlanner):
     """Plans factor by factor."""
 
     config: TofuConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Return what the recursion of the module's docstring comes to.
 
         Raises:
             ConfigError: the mesh has pipeline stages, or a pin cannot be meant.
             PlanError: nothing fulfils the pins.
         """
-        return plan_with_offload(request, self.config.offload, lambda asked, _: self._plan(asked))
-
-    def _plan(self, request: PlanRequest) -> Strategy:
+        request = context.request
         mesh = request.mesh
         if PIPE_AXIS in mesh.axes:
             raise ConfigError(

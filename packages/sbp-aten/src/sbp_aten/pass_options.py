@@ -20,6 +20,11 @@ from sbp_core.passes import RecomputeOptions
 __all__ = ["LossMeaning", "PassOptions", "Slicing"]
 
 
+def _one_of(name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise SbpValueError(f"{name}={value!r}", accepted=" or ".join(map(repr, allowed)))
+
+
 class LossMeaning(StrEnum):
     """What the loss of a step of several micro-batches is.
 
@@ -51,14 +56,8 @@ class CastPlacement:
     parameters: Literal["each_phase", "once"] = "each_phase"
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype not in ("float32", "as_made"):
-            raise SbpValueError(
-                f"reduce_dtype={self.reduce_dtype!r}", accepted="'float32' or 'as_made'"
-            )
-        if self.parameters not in ("each_phase", "once"):
-            raise SbpValueError(
-                f"parameters={self.parameters!r}", accepted="'each_phase' or 'once'"
-            )
+        _one_of("reduce_dtype", self.reduce_dtype, "float32", "as_made")
+        _one_of("parameters", self.parameters, "each_phase", "once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +79,7 @@ class ClassSplit:
     min_classes: int = 1024
 
     def __post_init__(self) -> None:
-        if self.when not in ("profitable", "always"):
-            raise SbpValueError(f"when={self.when!r}", accepted="'profitable' or 'always'")
+        _one_of("when", self.when, "profitable", "always")
         if self.min_classes < 1:
             raise SbpValueError(f"min_classes={self.min_classes}", accepted="an integer >= 1")
 
@@ -102,8 +100,7 @@ class MixedPrecision:
     lower: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16"):
-            raise SbpValueError(f"dtype={self.dtype!r}", accepted="'bfloat16' or 'float16'")
+        _one_of("dtype", self.dtype, "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

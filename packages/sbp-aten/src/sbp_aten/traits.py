@@ -5,10 +5,26 @@ Stability: internal.
 
 from __future__ import annotations
 
-from sbp_aten.views import VIEWS
+from sbp_core.graph import Argument, Node
 from sbp_core.signatures import OperatorTraits
 
-__all__ = ["TRAITS"]
+__all__ = ["TRAITS", "VIEWS", "filled_with"]
+
+#: Of those that ATen's schemas name: what is traced, and what is taken apart while it is traced.
+_DECLARED = frozenset(
+    {"_conj", "_fw_primal", "_neg_view", "_reshape_alias", "adjoint", "alias", "as_strided"}
+    | {"broadcast_to", "chunk", "conj", "contiguous", "detach", "diagonal", "dsplit", "expand"}
+    | {"expand_as", "flatten", "hsplit", "imag", "lift_fresh", "linalg_diagonal", "mH", "mT"}
+    | {"matrix_H", "moveaxis", "movedim", "narrow", "numpy_T", "permute", "pin_memory"}
+    | {"positive", "ravel", "real", "reshape", "reshape_as", "resolve_conj", "resolve_neg"}
+    | {"select", "slice", "slice_inverse", "split", "split_with_sizes", "squeeze", "swapaxes"}
+    | {"swapdims", "t", "tensor_split", "to", "transpose", "unbind", "unflatten", "unfold"}
+    | {"unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "vsplit"}
+)
+
+#: Kinds (`view` of `aten.view.default`) of operators whose results may lie in the memory of their
+#: arguments. The unsafe ones do so without a word.
+VIEWS = _DECLARED | {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
 #: Elementwise operators of which every overload has an in-place form over its first argument.
 _ELEMENTWISE = (
@@ -42,3 +58,15 @@ TRAITS = OperatorTraits(
     | {"fused_adagrad": (0, 2), "fused_adam": (0, 2, 3, 4), "fused_sgd": (0, 2)}
     | {"to_host": (0,)},
 )
+
+#: Kinds of factories that fill a tensor with one number, and that number.
+_NUMBERS = {"new_ones": 1, "new_zeros": 0, "ones": 1, "ones_like": 1, "zeros": 0, "zeros_like": 0}
+
+#: Those that are told the number, and the position of the argument that says it.
+_TOLD = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+
+
+def filled_with(node: Node) -> Argument:
+    """Return the number with which a node fills a tensor; None if it does something else."""
+    at = _TOLD.get(node.kind, len(node.args))
+    return node.args[at] if at < len(node.args) else _NUMBERS.get(node.kind)

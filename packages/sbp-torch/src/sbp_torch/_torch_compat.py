@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch._C._autograd import _get_sequence_nr
 from torch._guards import TracingContext, tracing
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx import traceback as fx_traceback
@@ -27,48 +28,16 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from sbp_torch._torch_patches import (
     frames_told_apart_by_folder,
     grouped_products_of_any_dtype,
+    replaced,
     unlogged_failures,
 )
-
-__all__ = [
-    "FakeTensor",
-    "OpOverload",
-    "TorchDispatchMode",
-    "annotated",
-    "argument_types",
-    "as_plain_tensors",
-    "base_name",
-    "checkpoints_inlined",
-    "compile_graph",
-    "compiling",
-    "copied_storage",
-    "cpp_compiler_problem",
-    "current_backward_node",
-    "fake_mode",
-    "functional_graph",
-    "functional_overload",
-    "gradient_hooks",
-    "in_schema_order",
-    "is_mutable",
-    "key_of_storage",
-    "last_forward_number",
-    "new_storage",
-    "own_kernels_only",
-    "reparametrized",
-    "return_types",
-    "storage_key",
-    "trace_graph",
-    "trunc_normal_as",
-    "without_modes",
-    "without_torch_functions",
-    "written_arguments",
-]
 
 
 def fake_mode() -> _FakeMode:
@@ -181,23 +150,22 @@ def _aligned(
         return scores.new_empty((samples,)), wide
 
 
-@contextmanager
-def annotated(note: Mapping[str, Any]) -> Iterator[None]:
+def annotated(note: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Attach a note to every FX node made inside, as `node.meta["custom"]`. Tried on 2.13."""
-    with fx_traceback.annotate(dict(note)):
-        yield
+    found: AbstractContextManager[None] = fx_traceback.annotate(dict(note))
+    return found
 
 
-@contextmanager
-def reparametrized(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def reparametrized(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> AbstractContextManager[None]:
     """Swap a module's parameters and buffers, tied ones too. Tried on 2.13.
 
     Args:
         module: Gets its own ones back at the end.
         tensors: By name; at the end what the module held then, as it may have assigned others.
     """
-    with stateless._reparametrize_module(module, tensors, tie_weights=True):
-        yield
+    return stateless._reparametrize_module(module, tensors, tie_weights=True)
 
 
 @contextmanager
@@ -214,11 +182,9 @@ def own_kernels_only() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
+def without_modes() -> AbstractContextManager[Any]:
     """Let operators be run as they are, whatever modes are active. Tried on 2.13."""
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes()
 
 
 def gradient_hooks(
@@ -234,19 +200,14 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> AbstractContextManager[None]:
     """Let `torch.compiler.is_compiling()` say yes. Tried on 2.13."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return replaced(torch.compiler, _is_compiling_flag=True)
 
 
-@contextmanager
-def checkpoints_inlined(region: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def checkpoints_inlined(
+    region: Callable[[], AbstractContextManager[None]],
+) -> AbstractContextManager[None]:
     """Let `torch.utils.checkpoint` run its function once, within `region()`. Tried on 2.13."""
 
     def without_reentrant(
@@ -261,18 +222,11 @@ def checkpoints_inlined(region: Callable[[], AbstractContextManager[None]]) -> I
             with region():
                 return function(*args)
 
-    names = {
-        "_checkpoint_without_reentrant_generator": without_reentrant,
-        "CheckpointFunction": Reentrant,
-    }
-    before = {name: getattr(checkpoint, name) for name in names}
-    for name, value in names.items():
-        setattr(checkpoint, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(checkpoint, name, value)
+    return replaced(
+        checkpoint,
+        _checkpoint_without_reentrant_generator=without_reentrant,
+        CheckpointFunction=Reentrant,
+    )
 
 
 def last_forward_number() -> int:
@@ -439,11 +393,10 @@ def written_arguments(
     return found
 
 
-@contextmanager
-def without_torch_functions() -> Iterator[None]:
+def without_torch_functions() -> AbstractContextManager[None]:
     """Let no `__torch_function__` hear of what is called, that of modes neither. Tried on 2.13."""
-    with torch._C.DisableTorchFunction():
-        yield
+    found: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return found
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
@@ -452,14 +405,9 @@ def as_plain_tensors() -> AbstractContextManager[None]:
     return found
 
 
-@contextmanager
 def trunc_normal_as(
     wrapped: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Replace what `torch.nn.init.trunc_normal_` calls to fill a tensor. Tried on 2.13."""
-    original = torch.nn.init._no_grad_trunc_normal_
-    torch.nn.init._no_grad_trunc_normal_ = wrapped(original)
-    try:
-        yield
-    finally:
-        torch.nn.init._no_grad_trunc_normal_ = original
+    init = torch.nn.init
+    return replaced(init, _no_grad_trunc_normal_=wrapped(init._no_grad_trunc_normal_))

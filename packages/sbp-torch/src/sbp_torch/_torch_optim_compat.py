@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from sbp_torch._torch_patches import replaced
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -103,26 +105,9 @@ def _adagrad_constructs_states() -> bool:
     return bool(torch.optim.Adagrad([torch.zeros(1)]).state)
 
 
-@contextmanager
-def unprofiled() -> Iterator[None]:
+def unprofiled() -> AbstractContextManager[None]:
     """Let steps of optimizers tell the profiler nothing: its ops are no part of what they compute.
 
     Tried on 2.13.
     """
-    before = torch.autograd.profiler.record_function
-    torch.autograd.profiler.record_function = _NoRecord  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.autograd.profiler.record_function = before  # type: ignore[misc]
-
-
-class _NoRecord:
-    def __init__(self, *_: Any) -> None:
-        """Take what is recorded."""
-
-    def __enter__(self) -> None:
-        """Record nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        """Record nothing."""
+    return replaced(torch.autograd.profiler, record_function=lambda *_: nullcontext())

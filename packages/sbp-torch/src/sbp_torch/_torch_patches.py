@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -22,19 +22,23 @@ import torch
 from torch.fx.experimental import symbolic_shapes
 from torch.nn.modules import transformer
 
-__all__ = [
-    "distributions_unchecked",
-    "frames_told_apart_by_folder",
-    "grad_scaling_refused",
-    "grouped_products_of_any_dtype",
-    "transformers_of_any_mask",
-    "unlogged_failures",
-]
-
 _log = logging.getLogger(__name__)
 
 #: Encoders of which it was said that their output differs at padded positions.
 _TOLD: WeakSet[torch.nn.Module] = WeakSet()
+
+
+@contextmanager
+def replaced(owner: object, **values: Any) -> Iterator[None]:
+    """Let attributes of a module, class or object have other values for a while."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def _grouped_product(
@@ -67,14 +71,10 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 def unlogged_failures() -> Iterator[None]:
     """Keep PyTorch from logging the whole trace of an error that is raised. Tried on 2.13."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with warnings.catch_warnings():
-            # What it hides itself, but not where warnings are errors.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-            yield
-    finally:
-        logger.disabled = before
+    with replaced(logger, disabled=True), warnings.catch_warnings():
+        # What it hides itself, but not where warnings are errors.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
 
 
 class _FilesOfTorch:
@@ -86,28 +86,17 @@ class _FilesOfTorch:
         return name.startswith(self.folder)
 
 
-@contextmanager
-def frames_told_apart_by_folder() -> Iterator[None]:
+def frames_told_apart_by_folder() -> AbstractContextManager[None]:
     """Let PyTorch know its own frames by their folder when it says where a symbol was made.
 
     It would list its files, for which it imports `torch.export` and NetworkX: 0.5 s at every start.
     Tried on 2.13.
     """
-    before = symbolic_shapes.uninteresting_files
-    symbolic_shapes.uninteresting_files = _FilesOfTorch  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        symbolic_shapes.uninteresting_files = before
+    return replaced(symbolic_shapes, uninteresting_files=_FilesOfTorch)
 
 
-@contextmanager
-def grad_scaling_refused(refusal: Callable[[], Exception]) -> Iterator[None]:
-    """Let a `GradScaler` that is enabled raise an error when it is to scale. Tried on 2.13.
-
-    Args:
-        refusal: Returns the error.
-    """
+def grad_scaling_refused(refusal: Callable[[], Exception]) -> AbstractContextManager[None]:
+    """Let a `GradScaler` that is enabled raise an error when it is to scale. Tried on 2.13."""
     before = torch.amp.GradScaler.scale
 
     def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -115,29 +104,12 @@ def grad_scaling_refused(refusal: Callable[[], Exception]) -> Iterator[None]:
             raise refusal()
         return before(scaler, outputs)
 
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment] # put back below
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.scale = before  # type: ignore[method-assign]
+    return replaced(torch.amp.GradScaler, scale=scale)
 
 
-@contextmanager
-def distributions_unchecked() -> Iterator[None]:
+def distributions_unchecked() -> AbstractContextManager[None]:
     """Let `torch.distributions` take parameters without looking at their values. Tried on 2.13."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
-
-
-def _is_said_to_be_causal(
-    mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None
-) -> bool:
-    return is_causal is True
+    return replaced(torch.distributions.Distribution, _validate_args=False)
 
 
 @contextmanager
@@ -149,7 +121,6 @@ def transformers_of_any_mask() -> Iterator[None]:
     same, except at padded positions, which `TransformerEncoder` would leave at zero: of these, a
     warning tells, as `torch.compile` computes them like this, too, and says nothing.
     """
-    before, fast = transformer._detect_is_causal_mask, torch.backends.mha.get_fastpath_enabled()
     encode = transformer.TransformerEncoder.forward
 
     @wraps(encode)
@@ -166,12 +137,16 @@ def transformers_of_any_mask() -> Iterator[None]:
             )
         return encode(self, src, *args, **named)
 
-    transformer._detect_is_causal_mask = _is_said_to_be_causal
-    transformer.TransformerEncoder.forward = forward  # type: ignore[method-assign]
+    def is_said_to_be_causal(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return is_causal is True
+
+    fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with (
+            replaced(transformer, _detect_is_causal_mask=is_said_to_be_causal),
+            replaced(transformer.TransformerEncoder, forward=forward),
+        ):
+            yield
     finally:
-        transformer._detect_is_causal_mask = before
-        transformer.TransformerEncoder.forward = encode  # type: ignore[method-assign]
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -212,13 +213,13 @@ class _Timed:
 
     def time_s(self, inputs: list[Any], device: torch.device) -> float:
         """Return the seconds of one call, with freeing what it made."""
-        is_cuda = device.type == "cuda"
-        if is_cuda:
-            torch.cuda.synchronize(device)
+        wait: Callable[[], object] = lambda: None  # noqa: E731
+        if device.type == "cuda":
+            wait = partial(torch.cuda.synchronize, device)
+        wait()
         began = time.perf_counter()
         self._segment(inputs)  # owns them, and empties the list
-        if is_cuda:
-            torch.cuda.synchronize(device)
+        wait()
         return time.perf_counter() - began
 
 
@@ -241,17 +242,12 @@ def _values(
         elif dtype == torch.bool:
             found.append(torch.randint(2, entry.shape, device=device).to(dtype))
         else:
-            found.append(_filled(entry.shape, pool(dtype, device)))
+            made, source = torch.empty(entry.shape, dtype=dtype, device=device), pool(dtype, device)
+            flat, size = made.view(-1), source.numel()
+            whole = flat.numel() // size * size  # it repeats what is in the pool
+            if whole:
+                flat[:whole].view(-1, size).copy_(source)
+            flat[whole:].copy_(source[: flat.numel() - whole])
+            found.append(made)
     found += [1.0] * (len(call.segment.inputs) - len(found))
     return found
-
-
-def _filled(shape: Sequence[int], pool: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that repeats what is in a pool."""
-    made = torch.empty(tuple(shape), dtype=pool.dtype, device=pool.device)
-    flat, size = made.view(-1), pool.numel()
-    whole = flat.numel() // size * size
-    if whole:
-        flat[:whole].view(-1, size).copy_(pool)
-    flat[whole:].copy_(pool[: flat.numel() - whole])
-    return made

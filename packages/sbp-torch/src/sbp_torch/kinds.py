@@ -34,7 +34,6 @@ class TrainableModel(Protocol):
 
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean loss of a batch: a 0-d floating tensor."""
-        ...
 
 
 @runtime_checkable
@@ -45,7 +44,6 @@ class LanguageModel(Protocol):
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map int64 tokens (batch, time <= context) to logits (batch, time, vocabulary)."""
-        ...
 
 
 class Dataset(Protocol):
@@ -63,7 +61,6 @@ class Dataset(Protocol):
         Raises:
             SbpLookupError: no such split.
         """
-        ...
 
     def samples(
         self, numbers: npt.NDArray[np.int64], split: str = "train"
@@ -82,11 +79,9 @@ class Dataset(Protocol):
             SbpLookupError: no such split.
             SbpError: a sample cannot be read: what is wrong with it, and in which file, where.
         """
-        ...
 
     def describe(self) -> str:
         """Return one line: what the data is and how large."""
-        ...
 
 
 @runtime_checkable
@@ -97,11 +92,9 @@ class TextDataset(Dataset, Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        ...
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens."""
-        ...
 
 
 @runtime_checkable
@@ -129,7 +122,6 @@ class AugmentedDataset(Dataset, Protocol):
         Returns:
             The same names, shapes and dtypes.
         """
-        ...
 
 
 class OptimizerFactory(Protocol):
@@ -137,4 +129,3 @@ class OptimizerFactory(Protocol):
 
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return an optimizer over the parameters."""
-        ...

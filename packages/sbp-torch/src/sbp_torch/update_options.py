@@ -1,4 +1,4 @@
-"""What happens once a step beside the optimizer: `UpdateOptions`.
+"""What happens once a step besides the optimizer: `UpdateOptions`.
 
 Stability: provisional.
 """
@@ -72,7 +72,7 @@ class UpdateOptions:
         ema_decay: Keep an exponential moving average `<parameter>.ema` of every parameter that
             is trained, with this decay in [0, 1); it is the scalar input `ema_decay`, too
             (`AveragedModel` with `get_ema_multi_avg_fn`: the first average is the parameter).
-        scheduled: Settings of groups that are scalar inputs beside `lr`: `weight_decay`,
+        scheduled: Settings of groups that are scalar inputs besides `lr`: `weight_decay`,
             `momentum`, `beta1`, `beta2`.
     """
 

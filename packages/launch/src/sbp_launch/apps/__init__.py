@@ -1,5 +1,6 @@
-"""The commands of a run, `sbp-train` and `sbp-plan`.
+"""The commands of a run, `sbp-train` and `sbp-plan`, and `sbp-watch`.
 
-`app` is what they share; `resuming` is `sbp-train resume=RUN`; `sweep` makes the table of the runs
-of `--multirun`.
+`app` is what the first two share; `answers` is what `sbp-plan` says next to a plan, `feasible`
+looks for settings with which one fits, and `pipeline` shows a schedule. `sweep` makes the table of
+the runs of `--multirun`.
 """

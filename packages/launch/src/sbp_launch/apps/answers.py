@@ -4,91 +4,59 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from sbp_core.compile.rank_calls import rank_calls
-from sbp_core.infer import PinValue
 from sbp_launch.console import say
-from sbp_launch.explaining.alternatives import Replan
-from sbp_launch.explaining.compare import compare_lines
-from sbp_launch.explaining.figures_file import figures_json
-from sbp_launch.explaining.other_plan import read_strategy, strategy_of
+from sbp_launch.explaining.compare import compare_lines, figures_json
 from sbp_launch.explaining.plan_page import plan_page
-from sbp_launch.explaining.question import Question
+from sbp_launch.explaining.question import Question, read_strategy, strategy_of
 from sbp_launch.explaining.why import Asked, why_lines
 from sbp_launch.planning.flow import Planned
+from sbp_launch.run.run import Run
+from sbp_launch.step.engine import quietly
+from sbp_launch.step.planning import StepPlanner
 from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.trainer.other_plan import planned_as
-from sbp_launch.trainer.planned import StepPlanner
 from sbp_launch.trainer.program import Program
 
 
-def answer_why(question: str, planned: Planned, planner: StepPlanner, planning_s: float) -> None:
+def answer_why(
+    question: str, planned: Planned, planner: StepPlanner, planning_s: float, console: Console
+) -> None:
     """Print why some tensors of a plan are cut as they are.
-
-    Args:
-        question: What `why=` asks.
-        planned: The plan.
-        planner: What made it.
-        planning_s: What that took, in seconds.
 
     Raises:
         ConfigError: the question is about nothing of the model.
     """
-    console = planner.run.console
-    asked = Asked(
-        planned=planned,
-        replan=_replanning(planner),
-        planning_s=planning_s,
-        planner=planned.strategy.planner,
-    )
+    quiet = replace(planner, stage=quietly, say=lambda lines: None)
+    asked = Asked(planned=planned, replan=quiet.plan, planning_s=planning_s)
     with console.status("") as status:
         lines = list(why_lines(Question.parse(question), asked, status.update))
     say(console, lines)
 
 
-def answer_compare(place: str, planned: Planned, planner: StepPlanner, program: Program) -> Planned:
+def answer_compare(
+    place: str, planned: Planned, planner: StepPlanner, run: Run, program: Program
+) -> Planned:
     """Print another plan beside a plan, and return it.
-
-    Args:
-        place: What `compare=` names.
-        planned: The plan.
-        planner: What made it.
-        program: The one-device program.
 
     Raises:
         ConfigError: the other plan is not one of this model.
     """
-    console = planner.run.console
+    console = run.console
     with console.status("planning as it says"):
-        other = planned_as(read_strategy(strategy_of(place)), planner, program)
+        other = planned_as(read_strategy(strategy_of(place)), planner, run, program)
     for line in compare_lines(planned, other, place):
         console.print(line, soft_wrap=True)
     return other
 
 
-def _replanning(planner: StepPlanner) -> Replan:
-    """Return what plans the step again, without a word."""
-    quiet = replace(planner, run=replace(planner.run, console=Console(quiet=True)))
-
-    def replan(pins: Mapping[str, PinValue]) -> Planned:
-        return quiet.plan(pins)
-
-    return replan
-
-
 def list_calls(planned: Planned, planner: StepPlanner, path: str) -> None:
-    """Write what ranks may be asked to call, however the step is planned; say so.
-
-    Args:
-        planned: The plan, whose stages and form of the step count, too.
-        planner: What planned it.
-        path: The file.
-    """
+    """Write what ranks may be asked to call, however the step is planned; say so."""
     whole = planner.captured.whole
     forms = [planned.graph, planner.captured.graph, *([] if whole is None else [whole])]
     meshes = {mesh.mesh_shape: mesh for mesh in (planner.settings.mesh, *planned.strategy.stages)}
@@ -104,37 +72,20 @@ def list_calls(planned: Planned, planner: StepPlanner, path: str) -> None:
 def draw_page(
     planned: Planned, model: str, path: str, other: tuple[str, Planned] | None = None
 ) -> None:
-    """Write a plan as one page; say so.
-
-    Args:
-        planned: The plan.
-        model: What the model is called.
-        path: The file.
-        other: What `compare=` names, and its plan; None if nothing is compared.
-    """
+    """Write a plan as one page; say so."""
     Path(path).write_text(plan_page(planned, model, other), encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")
 
 
 def write_trace(planned: Planned, path: str) -> None:
-    """Write the simulated step of a plan as a trace; say what opens it.
-
-    Args:
-        planned: The plan.
-        path: The file.
-    """
+    """Write the simulated step of a plan as a trace; say what opens it."""
     traced = Traced(plan=planned.plan, graph=planned.graph, spans=(), simulation=planned.simulation)
     Path(path).write_text(json.dumps(trace_json(traced)), encoding="utf-8")
     sys.stdout.write(f"wrote {path}, for https://ui.perfetto.dev or chrome://tracing\n")
 
 
 def write_figures(planned: Planned, path: str) -> None:
-    """Write what a plan costs as JSON; say so.
-
-    Args:
-        planned: The plan.
-        path: The file.
-    """
+    """Write what a plan costs as JSON; say so."""
     text = json.dumps(figures_json(planned), indent=2)
     Path(path).write_text(f"{text}\n", encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")

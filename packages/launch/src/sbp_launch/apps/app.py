@@ -13,8 +13,8 @@ import sys
 import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sbp_core.errors import ConfigError, SbpError
-from sbp_core.plugins import blame, discover
+from sbp_core.plugins import discover
 from sbp_launch.apps.sweep import SweepJob, SweepNotes, objective, print_sweep
 from sbp_launch.console import make_console
-from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS
-from sbp_launch.run.file import save_run
-from sbp_launch.run.folder import FolderBefore, check_unused, make_folder, take_folder, writing
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, SIGNALS, ended_by
+from sbp_launch.run.folder import (
+    FolderBefore,
+    check_unused,
+    make_folder,
+    save_run,
+    take_folder,
+    writing,
+)
 from sbp_launch.settings.catalog import PRIMARY, Catalog, make_catalog
-from sbp_launch.settings.check import in_use
+from sbp_launch.settings.check import blaming
 from sbp_launch.settings.compose import (
     VERSION_BASE,
     compose,
@@ -47,8 +53,8 @@ from sbp_launch.settings.compose import (
 )
 from sbp_launch.settings.config import Application, ConfigT
 from sbp_launch.settings.help import overrides_of, render_help, render_topics, split_topics
-from sbp_launch.settings.literals import quoted
 from sbp_launch.settings.refusals import as_hydra_says, unknown_flag, unresolved
+from sbp_launch.settings.resumed import quoted
 
 #: What is said of a run of a sweep until it has ended.
 _UNTOLD = "it goes on, or its process was ended before it could say why"
@@ -80,8 +86,7 @@ def run(app: Application[ConfigT]) -> int:
 def _report(app: Application[Any], error: SbpError) -> int:
     if os.environ.get(FULL_ERROR) == "1" and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
-    sys.stderr.write(f"{app.name}: {error}\n")
-    return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    return ended_by(error, app.name)
 
 
 def _run(app: Application[ConfigT]) -> int:
@@ -126,10 +131,14 @@ def _run(app: Application[ConfigT]) -> int:
             folder = tempfile.TemporaryDirectory(prefix=".sweep-", dir=sweep)
             notes = SweepNotes(Path(stack.enter_context(folder)))
         try:
-            with _restoring(before), searching(registry.config_folders()):
+            with searching(registry.config_folders()):
                 hydra.main(
                     config_path=PRIMARY.path, config_name=app.config_name, version_base=VERSION_BASE
                 )(_job(app, catalog, notes))()
+        except SystemExit as error:
+            if error.code == BAD_CONFIG and before is not None:
+                before.restore()  # nothing is left of a run that is refused
+            raise
         finally:
             if notes is not None and (jobs := notes.read()):
                 print_sweep(jobs, make_console())
@@ -228,48 +237,23 @@ def _check_name(folder: Path, where: str) -> None:
         )
 
 
-@contextmanager
-def _restoring(before: FolderBefore | None) -> Iterator[None]:
-    """Leave nothing of a run that is refused in the block."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code == BAD_CONFIG and before is not None:
-            before.restore()
-        raise
-
-
 def _job(
     app: Application[ConfigT], catalog: Catalog, notes: SweepNotes | None
 ) -> Callable[[DictConfig], float | None]:
-    """Return what Hydra calls for each job.
-
-    Args:
-        app: The app.
-        catalog: What one can choose from.
-        notes: Takes the jobs of a sweep that goes on when one has failed; None of all else.
-    """
+    """Return what Hydra calls for each job; `notes` takes those of a sweep that goes on."""
 
     def run_one(config: DictConfig, folder: Path) -> None:
         # Hydra prints a traceback for what a job raises; what a user can mend needs none.
         whole = OmegaConf.merge({"hydra": HydraConfig.get()}, config)
         assert isinstance(whole, DictConfig), "a config and Hydra's node are mappings"
-        composed = None
-        try:
-            composed = read(whole, catalog)
+        composed = read(whole, catalog)
+        with blaming(composed, catalog.registry):
             checked = app.check(composed, catalog.registry)
             if app.may_overwrite is not None:  # again: of a sweep, each job has its own folder
                 check_unused(folder, overwrite=app.may_overwrite(checked))
                 with writing(folder):
                     save_run(composed, folder)
             app.task(checked, catalog.registry, folder)
-        except SbpError:
-            raise
-        except Exception as error:
-            told = composed and blame(error, in_use(composed, catalog.registry))
-            if not told:
-                raise
-            raise told from error
 
     def job(config: DictConfig) -> float | None:
         node = HydraConfig.get()
@@ -283,12 +267,8 @@ def _job(
         # Whatever happens, a job returns: launchers of plugins, which run it in another process,
         # would end the sweep with what it raises.
         overrides = tuple(map(str, node.overrides.task))
-        begun = SweepJob(
-            number=int(node.job.num),
-            overrides=overrides,
-            folder=folder.absolute(),
-            failure=_UNTOLD,
-        )
+        number, place = int(node.job.num), folder.absolute()
+        begun = SweepJob(number=number, overrides=overrides, folder=place, failure=_UNTOLD)
         notes.write(begun)
         failure = "it was stopped"
         try:

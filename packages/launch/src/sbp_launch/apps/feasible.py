@@ -1,32 +1,250 @@
-"""Say of a plan that does not fit its memory which settings would make it fit.
+"""Settings with which a step fits its memory, found by planning with them.
 
-Overrides are added to the command line and composed again, so what is said can be typed as it is.
+    trainer.micro_batches=4           18.2 MB, 310 ms a step
+    planner=manual/zero               not enough: 49.7 MB
+    planner=manual/zero compile.passes.recompute.memory_bytes=21.0MB
+                                      19.7 MB, 350 ms a step
+
+What changes one setting comes before what changes two. Each is planned, compiled, and its exact
+memory compared with the limit, so what is said to fit does. Overrides are added to the command line
+and composed again, so what is said can be typed as it is. A budget of recomputation is taken from
+the plan that did not fit: what it holds at its peak beside activations, R, leaves L - R of the
+limit L on each of N ranks, N (L - R) as the pass counts.
+
+A setting is tried only if that is likely to end in time, judged by how long the plan that does not
+fit took: of large steps, of which each plan takes long, nothing is tried, and what is told is which
+planners look at memory themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 
-from sbp_core.cluster import Device
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PIPE_AXIS
+from sbp_core.memory import MemoryKind, MemoryReport
+from sbp_core.passes import least_recompute_budget
 from sbp_core.plugins import PluginRegistry
-from sbp_core.units import format_bytes
-from sbp_launch.explaining.feasible import Plan, Search, Setup, feasible_lines
+from sbp_core.units import format_bytes, format_seconds
+from sbp_launch.explaining.compare import fullest
 from sbp_launch.planning.flow import Planned
-from sbp_launch.run.run import Run
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.compose import compose, read
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
-from sbp_launch.trainer.planned import StepPlanner, step_planner
-from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.step.planning import StepPlanner
+from sbp_launch.trainer.planned import plan_choice, planner_of
+from sbp_launch.trainer.planning_only import PlanningOnly
+from sbp_launch.trainer.program import make_program
+
+#: The search ends with so many answers; no setting is tried that would end after so many seconds.
+MOST_FOUND, MOST_S = 3, 15.0
+
+#: Numbers of micro-batches that are tried, beginning with the next ones.
+_MOST_COUNTS = 3
+
+#: Settings that are told though they are not enough, the nearest first.
+_MOST_SHORT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What may be changed of a run, and where it stands.
+
+    Args:
+        limit_bytes: What a rank has.
+        batch_size: Samples of a step.
+        micro_batches: Parts of it; 0 if it is not to be changed.
+        sharding: The overrides that shard states, such as `planner=osdp`; empty if there are none.
+        more_ranks: Those that take twice as many ranks; empty if that is not for the run to say.
+        attempt_s: How long it takes to plan and compile the step, in seconds.
+        searching: The overrides of planners that search within a limit of memory.
+        offloading: Those that put states into the memory of the host; empty if there are none.
+        host_limit_bytes: What a rank has of that.
+    """
+
+    limit_bytes: float
+    batch_size: int
+    micro_batches: int
+    sharding: tuple[str, ...]
+    more_ranks: tuple[str, ...] = ()
+    attempt_s: float = 0.0
+    searching: tuple[str, ...] = ()
+    offloading: tuple[str, ...] = ()
+    host_limit_bytes: float = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What came of some settings.
+
+    Args:
+        overrides: As one types them.
+        peak_bytes: What the fullest rank needs; 0 if there is no plan, or its memory is not known.
+        step_s: Predicted time of a step, in seconds.
+        fits: Whether it keeps the limit.
+        planned: The plan, if it did not fit.
+    """
+
+    overrides: tuple[str, ...]
+    peak_bytes: int = 0
+    step_s: float = 0.0
+    fits: bool = False
+    planned: Planned | None = None
+
+
+#: Plans with some overrides more.
+Plan = Callable[[Sequence[str]], Planned]
+
+
+class Search:
+    """Looks for settings that fit.
+
+    Args:
+        setup: What may be changed.
+        plan: Plans with overrides; raises `SbpError` for those that lead to no plan.
+        failed: The plan that does not fit; None if the planner found none.
+    """
+
+    def __init__(self, setup: Setup, plan: Plan, failed: Planned | None) -> None:
+        self.setup, self.plan, self.failed = setup, plan, failed
+        self.attempts: list[Attempt] = []
+        #: Whether there was no time for other settings.
+        self.is_cut_short = False
+        self._begun_s = perf_counter()
+        self._attempt_s = setup.attempt_s
+
+    @property
+    def found(self) -> list[Attempt]:
+        """What fits: what changes least first, then what is fastest."""
+        fits = [one for one in self.attempts if one.fits]
+
+        def cost(one: Attempt) -> tuple[int, float]:
+            # A planner with its settings is one change.
+            groups = {text.partition("=")[0].partition(".")[0] for text in one.overrides}
+            return len(groups), one.step_s
+
+        return sorted(fits, key=cost)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are enough answers, or too little time for another."""
+        return len(self.found) >= MOST_FOUND or self._is_late()
+
+    def _is_late(self) -> bool:
+        return perf_counter() - self._begun_s + self._attempt_s > MOST_S
+
+    def run(self) -> None:
+        """Try one change after the other, then two at once."""
+        setup = self.setup
+        recomputing = self._try_budget((), self.failed)
+        self._try(setup.offloading)
+        counts = self._counts(())
+        sharding = self._try(setup.sharding) if setup.sharding else None
+        if sharding is not None and not sharding.fits:
+            self._try_budget(sharding.overrides, sharding.planned)
+            counts += self._counts(setup.sharding)
+        if recomputing is None or not recomputing.fits:
+            for one in counts:
+                if not one.fits:
+                    self._try_budget(one.overrides, one.planned)
+        if not self.found and setup.more_ranks:
+            self._try(setup.more_ranks)
+            self._try((*setup.sharding, *setup.more_ranks) if setup.sharding else ())
+
+    def _counts(self, also: tuple[str, ...]) -> list[Attempt]:
+        """Try more micro-batches until one number of them fits."""
+        made: list[Attempt] = []
+        for count in _more_micro_batches(self.setup):
+            one = self._try((*also, f"trainer.micro_batches={count}"))
+            made += [one] if one is not None else []
+            if one is not None and one.fits:
+                break
+        return made
+
+    def _try_budget(self, also: tuple[str, ...], planned: Planned | None) -> Attempt | None:
+        """Try to recompute beside what was not enough."""
+        rank = fullest(planned.memory) if planned is not None else None
+        if planned is None or rank is None:
+            return None
+        active = rank.kinds.get(MemoryKind.ACTIVATIONS, 0)
+        room = self.setup.limit_bytes - (rank.peak - active)
+        budget_bytes = len(planned.plan.ranks) * room
+        if not 0 < room < active or budget_bytes < least_recompute_budget(planned.graph):
+            return None  # none would make it fit
+        # Tenths of a megabyte, rounded down.
+        budget = f"{int(budget_bytes / 1e5) / 10:.1f}MB"
+        return self._try((*also, f"compile.passes.recompute.memory_bytes={budget}"))
+
+    def _try(self, overrides: tuple[str, ...]) -> Attempt | None:
+        if not overrides:
+            return None
+        if self.is_over:
+            self.is_cut_short = self.is_cut_short or self._is_late()
+            return None
+        begun_s, made = perf_counter(), Attempt(overrides=overrides)
+        with suppress(SbpError):
+            planned = self.plan(overrides)
+            memory, limit_bytes = planned.memory, self.setup.limit_bytes
+            if (rank := fullest(memory)) is not None:
+                on_host = memory.host_peak if isinstance(memory, MemoryReport) else 0
+                fits = rank.peak <= limit_bytes and on_host <= self.setup.host_limit_bytes
+                made = Attempt(
+                    overrides=overrides,
+                    peak_bytes=rank.peak,
+                    step_s=planned.simulation.step_s,
+                    fits=fits,
+                    planned=None if fits else planned,
+                )
+        self._attempt_s = max(self._attempt_s, perf_counter() - begun_s)
+        self.attempts.append(made)
+        return made
+
+
+def _more_micro_batches(setup: Setup) -> list[int]:
+    if not setup.micro_batches:
+        return []
+    counts = (n for n in range(setup.micro_batches + 1, setup.batch_size + 1))
+    divisors = [n for n in counts if setup.batch_size % n == 0 and n % setup.micro_batches == 0]
+    return divisors[:_MOST_COUNTS]
+
+
+def feasible_lines(search: Search) -> Iterator[str]:
+    """Yield what was found, and what was not enough."""
+    found = search.found
+    if found:
+        yield "these settings fit, what changes least first:"
+        for one in found:
+            cost = f"{format_bytes(one.peak_bytes)} on the fullest rank"
+            settings = " ".join(one.overrides)
+            yield f"  {settings}: {cost}, {format_seconds(one.step_s)} a step"
+    short = [one for one in search.attempts if not one.fits and one.peak_bytes > 0]
+    short.sort(key=lambda one: one.peak_bytes)
+    told = ", ".join(
+        f"{' '.join(one.overrides)} ({format_bytes(one.peak_bytes)})" for one in short[:_MOST_SHORT]
+    )
+    if short and (found or len(search.attempts) == 1):
+        yield f"not enough: {told}"
+    elif short:
+        yield f"of {len(search.attempts)} settings that were tried none fits; the nearest: {told}"
+    searching = search.setup.searching
+    if search.is_cut_short and not found and searching:
+        look = "look" if len(searching) > 1 else "looks"
+        counts = search.setup.micro_batches and _more_micro_batches(search.setup)
+        also = ", and with trainer.micro_batches=auto for how many of them it takes" * bool(counts)
+        others = "others" if search.attempts else "other settings"
+        yield (
+            f"{others} were not tried, as each takes long; {' and '.join(searching)} {look} for a "
+            f"plan that fits{also}"
+        )
+
 
 #: Settings whose value is the memory that a rank has.
 _LIMITS = ("cluster.memory_bytes", "planner.memory_bytes")
@@ -62,14 +280,7 @@ def recomposing(
     registry: PluginRegistry,
     overrides: Sequence[str],
 ) -> Recompose:
-    """Return what composes the command line anew; called inside a job of Hydra.
-
-    Args:
-        app: The command.
-        check: Returns the run of a composed config.
-        registry: The plugins.
-        overrides: What the command line said.
-    """
+    """Return what composes the command line anew; called inside a job of Hydra."""
     sources = HydraConfig.get().runtime.config_sources
     own = next((one.path for one in sources if one.provider == "command-line"), None)
     catalog = make_catalog(registry, own)
@@ -97,26 +308,51 @@ def outside_of_hydra() -> Iterator[None]:
             state.initialize(running)
 
 
-def told_what_fits(
-    error: SbpError,
-    run: Run,
-    program: Program,
-    failed: Planned | None,
-    recompose: Recompose,
-    planning_s: float = 0.0,
-) -> ConfigError:
+def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) -> ConfigError:
     """Return the error of a plan that does not fit, with what would make it fit.
 
     Args:
         error: That the plan was refused with.
-        run: What was planned.
-        program: The one-device program.
-        failed: The plan; None if the planner found none.
+        desk: What planned; it has no plan if the planner found none.
         recompose: Returns the run with other settings.
-        planning_s: How long it took to plan, in seconds.
     """
-    setup = replace(_setup(run.config, program, run.registry), attempt_s=planning_s)
-    search = Search(setup, _planning(run, program, recompose), failed)
+    run, program = desk.run, desk.program
+    config, device, trainer = run.config, program.cluster.device, run.config.trainer
+    planner = config.planner
+    limit = planner.settings.get("memory_bytes")
+    changes_count = trainer.micro_batches != "auto" and trainer.loss == "whole_batch"
+    # Of a planner that leaves offloading to its settings.
+    can_offload = device.host_memory_bytes is not None and "offload" in planner.settings
+    offloads = can_offload and not planner.settings.get("offload")
+    # Twice as many ranks along the axis over which data are split.
+    at = config.axes.index("data") if "data" in config.axes else len(config.axes) - 1
+    sizes = [size * (1 + (axis == at)) for axis, size in enumerate(config.mesh)]
+    # Planners that search within a limit of memory, and are not used.
+    searching = [name for name in ("ilp", "auto") if name in run.registry.names("planner")]
+    setup = Setup(
+        limit_bytes=limit if isinstance(limit, int | float) else device.memory_bytes,
+        batch_size=trainer.batch_size,
+        micro_batches=trainer.num_micro_batches if changes_count else 0,
+        sharding=_sharding(config, run.registry),
+        more_ranks=(f"cluster.mesh=[{','.join(map(str, sizes))}]",),
+        attempt_s=desk.planning_s,
+        searching=tuple(f"planner={name}" for name in searching if name != planner.name),
+        offloading=("planner.offload=[optimizer_states]",) if offloads else (),
+        host_limit_bytes=device.host_memory_bytes or 0,
+    )
+    known: dict[object, StepPlanner] = {}
+
+    def plan(overrides: Sequence[str]) -> Planned:
+        config = recompose(overrides)
+        quiet = replace(run, config=config, console=Console(quiet=True))
+        # A step that is captured already is taken.
+        key = config.trainer.micro_batches, config.compile, config.mesh
+        if key not in known:
+            same = config.mesh == run.config.mesh
+            known[key] = planner_of(quiet, program if same else make_program(quiet))
+        return replace(known[key], choice=plan_choice(quiet)).plan()
+
+    search = Search(setup, plan, desk.planned)
     with run.stage(f"looking for what fits {format_bytes(setup.limit_bytes)}"):
         search.run()
     lines = list(feasible_lines(search))
@@ -124,67 +360,12 @@ def told_what_fits(
     return error.replaced(ConfigError, todo=todo)
 
 
-def _setup(config: RunConfig, program: Program, registry: PluginRegistry) -> Setup:
-    limit = config.planner.settings.get("memory_bytes")
-    trainer = config.trainer
-    changes_count = trainer.micro_batches != "auto" and trainer.loss == "whole_batch"
-    return Setup(
-        limit_bytes=limit
-        if isinstance(limit, int | float)
-        else program.cluster.device.memory_bytes,
-        batch_size=trainer.batch_size,
-        micro_batches=trainer.num_micro_batches if changes_count else 0,
-        sharding=_sharding(config, registry),
-        more_ranks=_more_ranks(config),
-        searching=_searching(config, registry),
-        offloading=_offloading(config, program.cluster.device),
-        host_limit_bytes=program.cluster.device.host_memory_bytes or 0,
-    )
-
-
-def _offloading(config: RunConfig, device: Device) -> tuple[str, ...]:
-    """Return the override that offloads states, of a planner that leaves it to its settings."""
-    can = device.host_memory_bytes is not None and "offload" in config.planner.settings
-    is_asked = bool(config.planner.settings.get("offload"))
-    return ("planner.offload=[optimizer_states]",) if can and not is_asked else ()
-
-
-def _more_ranks(config: RunConfig) -> tuple[str, ...]:
-    """Return the override that doubles the axis over which data are split."""
-    at = config.axes.index("data") if "data" in config.axes else len(config.axes) - 1
-    sizes = [size * (1 + (axis == at)) for axis, size in enumerate(config.mesh)]
-    return (f"cluster.mesh=[{','.join(map(str, sizes))}]",)
-
-
 def _sharding(config: RunConfig, registry: PluginRegistry) -> tuple[str, ...]:
     """Return the overrides that shard the states of a run; nothing if it shards them already."""
     axes = [axis for axis, size in zip(config.axes, config.mesh, strict=True) if size > 1]
-    planners = {entry.name for entry in registry.entries if entry.kind == "planner"}
+    planners = registry.names("planner")
     if not axes or PIPE_AXIS in axes or "manual/zero" in config.planner.file:
         return ()
     if config.planner.name != "osdp" and len(axes) == 1 and "osdp" in planners:
         return ("planner=osdp", *([f"planner.axis={axes[0]}"] if axes[0] != "data" else []))
     return ("planner=manual/zero",) if config.planner.name != "osdp" else ()
-
-
-def _searching(config: RunConfig, registry: PluginRegistry) -> tuple[str, ...]:
-    """Return the overrides of planners that search within a limit of memory, and are not used."""
-    planners = {entry.name for entry in registry.entries if entry.kind == "planner"}
-    found = [name for name in ("ilp", "auto") if name in planners and name != config.planner.name]
-    return tuple(f"planner={name}" for name in found)
-
-
-def _planning(run: Run, program: Program, recompose: Recompose) -> Plan:
-    """Return what plans a run with other settings; a step that is captured already is taken."""
-    known: dict[object, StepPlanner] = {}
-
-    def plan(overrides: Sequence[str]) -> Planned:
-        config = recompose(overrides)
-        quiet = replace(run, config=config, console=Console(quiet=True))
-        key = config.trainer.num_micro_batches, config.compile, config.mesh
-        if key not in known:
-            same = config.mesh == run.config.mesh
-            known[key] = step_planner(quiet, program if same else make_program(quiet))
-        return replace(known[key], run=quiet).plan()
-
-    return plan

@@ -15,9 +15,9 @@ from fractions import Fraction
 
 from sbp_core.errors import ConfigError, SbpError, nearest
 from sbp_core.pipeline import SCHEDULES, SimulatedSchedule, pipeline_schedule, simulate
+from sbp_launch.checks import check_writable
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG
-from sbp_launch.output import check_writable
 from sbp_launch.timelines import ENDINGS, show, write_drawings
 
 _ABOUT = {
@@ -35,18 +35,7 @@ _ABOUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
-    """What one call of `sbp-plan pipeline=NAME` says.
-
-    Args:
-        pipeline: Name of the schedule.
-        stages: Ranks of the pipeline.
-        micro_batches: Micro-batches of a step.
-        chunks: Stages a rank; `None` for those that the schedule is known for.
-        times: F, I and W of one rank's part, for all ranks or for each.
-        transfer: Time between stages of different ranks.
-        memory: The most activations alive on a rank; `None` for any number.
-        out: Path of the drawings, without ending.
-    """
+    """What one call of `sbp-plan pipeline=NAME` says, as `_ABOUT` has it; None if it does not."""
 
     pipeline: str
     stages: int
@@ -71,7 +60,22 @@ def run_pipeline(arguments: Sequence[str]) -> int:
         return 0
     try:
         settings = read_settings(arguments)
-        _show(_simulated(settings), settings)
+        for ending in ENDINGS:
+            check_writable("out", settings.out + ending, example="out=pipeline")
+        schedule = pipeline_schedule(
+            settings.pipeline,
+            settings.stages,
+            settings.micro_batches,
+            num_chunks=settings.chunks,
+            times=settings.times,
+            transfer=settings.transfer,
+            memory=settings.memory,
+        )
+        simulated = simulate(schedule, settings.times, transfer=settings.transfer)
+        facts = facts_of(simulated)
+        sys.stdout.write(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
+        show(simulated.timeline(), make_console())
+        write_drawings(simulated.timeline(), facts, settings.out)
     except SbpError as error:
         sys.stderr.write(f"sbp-plan: {error}\n")
         return BAD_CONFIG
@@ -146,30 +150,6 @@ def _times(text: str) -> Sequence[object]:
             todo='write it without spaces, or in quotes: "times=[1, 1.25, 0.75]"',
         )
     return times
-
-
-def _simulated(settings: PipelineSettings) -> SimulatedSchedule:
-    for ending in ENDINGS:
-        check_writable("out", settings.out + ending, example="out=pipeline")
-    schedule = pipeline_schedule(
-        settings.pipeline,
-        settings.stages,
-        settings.micro_batches,
-        num_chunks=settings.chunks,
-        times=settings.times,
-        transfer=settings.transfer,
-        memory=settings.memory,
-    )
-    return simulate(schedule, settings.times, transfer=settings.transfer)
-
-
-def _show(simulated: SimulatedSchedule, settings: PipelineSettings) -> None:
-    facts = facts_of(simulated)
-    told = ", ".join(f"{name} {value}" for name, value in facts.items())
-    sys.stdout.write(f"{told}\n")
-    timeline = simulated.timeline()
-    show(timeline, make_console())
-    write_drawings(timeline, facts, settings.out)
 
 
 def facts_of(simulated: SimulatedSchedule) -> dict[str, str]:

@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -26,12 +27,11 @@ from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
 from sbp_launch.apps.app import run
 from sbp_launch.apps.pipeline import is_asked, run_pipeline
-from sbp_launch.explaining.other_plan import strategy_of
-from sbp_launch.explaining.question import Question
-from sbp_launch.output import check_writable
+from sbp_launch.checks import check_writable
+from sbp_launch.explaining.question import Question, strategy_of
 from sbp_launch.settings.check import check
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
-from sbp_launch.settings.literals import quoted
+from sbp_launch.settings.resumed import quoted
 from sbp_launch.timelines import ENDINGS
 
 #: What `planner=file` reads.
@@ -109,17 +109,15 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRun:
-    """One call of `sbp-plan`.
-
-    Args:
-        run: What is planned, and how.
-        settings: Its own settings.
-        overrides: What the command line said.
-    """
+    """One call of `sbp-plan`: what is planned and how, its own settings, and the overrides."""
 
     run: RunConfig
     settings: PlanConfig
     overrides: tuple[str, ...] = ()
+
+
+#: The names of its own settings.
+_OWN = tuple(field.name for field in fields(PlanConfig))
 
 
 def check_plan(composed: ComposedConfig, registry: PluginRegistry) -> PlanRun:
@@ -128,25 +126,19 @@ def check_plan(composed: ComposedConfig, registry: PluginRegistry) -> PlanRun:
     Raises:
         ConfigError: see `check`; or `out` cannot be written, or exists.
     """
-    own = [field.name for field in fields(PlanConfig)]
-    checked = check(composed, registry, own)
-    overrides = [text for name in own for text in composed.overrides_of(name)]
+    checked = check(composed, registry, _OWN)
+    overrides = [text for name in _OWN for text in composed.overrides_of(name)]
     settings = merge_settings(
         PlanConfig,
-        {name: composed.values[name] for name in own if name in composed.values},
+        {name: composed.values[name] for name in _OWN if name in composed.values},
         where=["sbp_launch/conf/plan.yaml", *overrides],
     )
     return PlanRun(run=checked, settings=settings, overrides=composed.overrides)
 
 
 def next_command(path: str, overrides: Sequence[str]) -> str:
-    """Return the command that trains by a strategy, with the other settings as they were.
-
-    Args:
-        path: File of the strategy.
-        overrides: What the command line of `sbp-plan` said.
-    """
-    own = ("planner", *(field.name for field in fields(PlanConfig)))
+    """Return the command that trains by a strategy, with the other settings as they were."""
+    own = ("planner", *_OWN)
     kept = [text for text in overrides if key_of(text).partition(".")[0] not in own]
     return shlex.join(["sbp-train", "planner=file", f"planner.path={path}", *kept])
 
@@ -159,10 +151,7 @@ def save_strategy(strategy: Strategy, path: str) -> None:
     """
     file = Path(path)
     try:
-        if file.suffix == ".json":
-            strategy.save(file)
-        else:
-            strategy_yaml.save(strategy, file)
+        strategy.save(file) if file.suffix == ".json" else strategy_yaml.save(strategy, file)
     except OSError as error:
         raise ConfigError(f"out={path!r} cannot be written: {error.strerror}") from error
 
@@ -187,19 +176,22 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
     except (ConfigError, PlanError) as error:
         if not (is_of_memory(error) and HydraConfig.initialized()):
             raise
-        recompose = recomposing(application(), _checked_run, registry, config.overrides)
-        raise told_what_fits(
-            error, desk.run, desk.program, desk.planned, recompose, desk.planning_s
-        ) from error
+        # Without a look at the files that are written.
+        check_run = partial(check, own=_OWN)
+        recompose = recomposing(application(), check_run, registry, config.overrides)
+        raise told_what_fits(error, desk, recompose) from error
     planner = desk.planner
     assert planner is not None, "what was planned has a planner"
     if not settings.asks:
         desk.show()
     if settings.why is not None:
-        answer_why(settings.why, planned, planner, desk.planning_s)
+        answer_why(settings.why, planned, planner, desk.planning_s, desk.run.console)
     other = None
     if settings.compare is not None:
-        other = settings.compare, answer_compare(settings.compare, planned, planner, desk.program)
+        other = (
+            settings.compare,
+            answer_compare(settings.compare, planned, planner, desk.run, desk.program),
+        )
     if settings.timeline is not None:
         draw_plan(planned, settings.timeline)
     if settings.trace is not None:
@@ -216,18 +208,10 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         sys.stdout.write(f"  {next_command(path, config.overrides)}\n")
 
 
-def _checked_run(composed: ComposedConfig, registry: PluginRegistry) -> RunConfig:
-    """Return the run of a composed config, without a look at the files that are written."""
-    return check(composed, registry, [field.name for field in fields(PlanConfig)])
-
-
 def with_quoted_question(arguments: Sequence[str]) -> list[str]:
     """Return a command line on which Hydra takes what `why=` asks as it is, brackets and all."""
-
-    def is_to_be_quoted(text: str) -> bool:
-        return re.match(r"why=(?!['\"]|null$).", text) is not None
-
-    return [f"why={quoted(text[4:])}" if is_to_be_quoted(text) else text for text in arguments]
+    asked = re.compile(r"why=(?!['\"]|null$).")
+    return [f"why={quoted(text[4:])}" if asked.match(text) else text for text in arguments]
 
 
 def application() -> Application[PlanRun]:

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from sbp_core.serialize import parse, read_text
 from sbp_launch.run.folder import as_typed
-from sbp_launch.run.result import RunResult, read_result
+from sbp_launch.run.result import read_result
 from sbp_launch.settings.config import key_of
 
 #: A line below the heads, and no others.
@@ -92,7 +92,10 @@ def objective(folder: Path) -> float | None:
 def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
     """Print what came of the runs of a sweep, in a table with a row for each."""
     results = [read_result(job.folder) for job in jobs]
-    keys = _varied(jobs)
+    # The overrides that are not the same in all runs; none of a single one.
+    common = set.intersection(*(set(job.overrides) for job in jobs))
+    texts = (text for job in jobs for text in job.overrides if text not in common)
+    keys = list(dict.fromkeys(key_of(text) for text in texts))
     parent = Path(os.path.commonpath([job.folder.parent for job in jobs]))
     measured = [one for one in results if one is not None]
     heads = _NUMBERS if measured else ()  # plans have none
@@ -106,11 +109,17 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("folder", overflow="fold")
     for job, result in zip(jobs, results, strict=True):
+        cells = [""] * len(heads)
+        if result is not None:
+            losses = (_loss(one) for one in (result.loss, result.held_out_loss, result.best))
+            rate = result.rate
+            told = "" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+            cells = [str(result.step), *losses, told][: len(heads)]
         values = dict(text.partition("=")[::2] for text in job.overrides)
         table.add_row(
             str(job.number),
             *(values.get(key, "") for key in keys),
-            *_cells(result)[: len(heads)],
+            *cells,
             str(job.folder.relative_to(parent)),
         )
     console.print(f"\nthe runs of {as_typed(parent)}:", soft_wrap=True)
@@ -132,24 +141,5 @@ def print_sweep(jobs: Sequence[SweepJob], console: Console) -> None:
         console.print(f"lowest held-out loss: {loss:.4f}, of run {number}")
 
 
-def _varied(jobs: Sequence[SweepJob]) -> list[str]:
-    """Return the keys of the overrides that are not the same in all runs; none of a single one."""
-    common = set.intersection(*(set(job.overrides) for job in jobs))
-    texts = (text for job in jobs for text in job.overrides if text not in common)
-    return list(dict.fromkeys(key_of(text) for text in texts))
-
-
-def _cells(result: RunResult | None) -> list[str]:
-    """Return steps, losses and speed as they are printed."""
-    if result is None:
-        return [""] * (len(_NUMBERS) + 1)
-    losses = (_loss(one) for one in (result.loss, result.held_out_loss, result.best))
-    return [str(result.step), *losses, _rate(result.rate)]
-
-
 def _loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -2,14 +2,24 @@
 
 It may be one of several processes, which torchrun, mpiexec or srun started. Then rank 0 does what
 is said here, and the others follow it.
+
+`sbp-train resume=RUN` goes on with a run, in its folder and with its settings:
+
+    resume=runs/first trainer.steps=900
+
+composes the settings that the run has left in `runs/first/config.yaml`, with those that are given
+instead of its own. Nothing else of the run folder counts: it may come from elsewhere, and what the
+command line of the run said to Hydra (`--config-dir`, `hydra.*`) is not repeated.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -17,19 +27,104 @@ from hydra.types import RunMode
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
+from sbp_core.user_paths import user_path
 from sbp_launch.apps.app import run
-from sbp_launch.apps.resuming import expand_resume
-from sbp_launch.checkpoint.opening import look
-from sbp_launch.checkpoint.places import AUTO, find_checkpoints
-from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
-from sbp_launch.launching.choice import choose_launcher
-from sbp_launch.launching.launching import follow, launch
+from sbp_launch.checkpoint.places import AUTO, find_checkpoints, look
+from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, ended_by
+from sbp_launch.launching.launching import choose_launcher, follow, launch
 from sbp_launch.launching.meeting import Meeting, Told, meet
+from sbp_launch.run.folder import RUN_FILE, load_run
 from sbp_launch.run.status import outlive_status_signals
-from sbp_launch.settings.check import check
-from sbp_launch.settings.config import Application, ComposedConfig, RunConfig
-from sbp_launch.settings.open_mesh import close_mesh
+from sbp_launch.settings.budget import Unit
+from sbp_launch.settings.check import check, close_mesh
+from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
+from sbp_launch.settings.resumed import RESUMED, offer, quoted
 from sbp_launch.world import World
+
+_KEY = "resume"
+
+#: What chooses other settings than those of the run, beside overrides.
+_FLAGS = ("-m", "--multirun", "-cn", "--config-name", "-cp", "--config-path")
+
+#: What batch scripts are made of, so that commands may stand in it.
+_COMMANDS = "launcher.parameters"
+
+
+def expand_resume(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with `resume=RUN` replaced by what goes on with that run.
+
+    Raises:
+        ConfigError: RUN is no folder of a run, or a setting is given that says otherwise.
+    """
+    wanted = [text for text in arguments if text.startswith(f"{_KEY}=")]
+    if not wanted:
+        return list(arguments)
+    given = [text for text in arguments if text not in wanted]
+    for text in given:
+        is_other = key_of(text) in ("trainer.resume", "hydra.run.dir")
+        if is_other or text.partition("=")[0] in _FLAGS:
+            raise ConfigError(
+                f"{wanted[0]} goes on with one run in its own folder, and {text} says otherwise",
+                where="the command line",
+                todo=f"leave out {text}; or trainer.resume=PATH goes on in another folder",
+            )
+    if len(set(wanted)) > 1:
+        raise ConfigError(
+            f"{_KEY} is set twice: {wanted[0]} and {wanted[1]}", where="the command line"
+        )
+    named = wanted[0].partition("=")[2]
+    folder = user_path(named if Path(named).exists() else named.strip("'\""), key=_KEY)
+    earlier = _settings(folder, given)
+    offer(earlier)
+
+    def is_added(text: str) -> bool:
+        """Whether an override adds a setting, also one that the run has."""
+        key = key_of(text)
+        adds = text.startswith("+") and not text.startswith("++")
+        return adds and "." in key and key.partition(".")[0] in earlier.values
+
+    return [
+        *(f"+{text}" if is_added(text) else text for text in given),
+        f"++trainer.resume={AUTO}",
+        f"hydra.run.dir={quoted(str(folder))}",
+        "--config-name",
+        RESUMED,
+    ]
+
+
+def _settings(folder: Path, given: Sequence[str]) -> ComposedConfig:
+    """Return the settings of a run, without those that are not repeated.
+
+    Raises:
+        ConfigError: they cannot be read, or commands would be taken from them.
+    """
+    try:
+        earlier = load_run(folder)
+    except ConfigError as error:
+        raise ConfigError(
+            f"there is no run to go on with in {folder}: {error.what}",
+            where=error.where,
+            accepted=f"the folder of an earlier run of sbp-train with its {RUN_FILE}, such as "
+            "runs/DATE_TIME",
+            todo=f"{_KEY}=FOLDER; or trainer.resume=PATH with the settings of a run",
+        ) from error
+    keys = {key_of(text) for text in given}
+    values = dict(earlier.values)
+    trainer, launcher = values.get("trainer"), values.get("launcher")
+    units = get_args(Unit)
+    if isinstance(trainer, Mapping) and not keys.isdisjoint(f"trainer.{unit}" for unit in units):
+        # A run has one budget.
+        values["trainer"] = {**trainer, **{unit: None for unit in units if unit in trainer}}
+    if isinstance(launcher, Mapping) and (commands := launcher.get("parameters")):
+        if keys.isdisjoint({"launcher", _COMMANDS}):
+            raise ConfigError(
+                f"{_COMMANDS} may hold commands, so it is not taken from a folder: {commands}",
+                where=earlier.files["launcher"],
+                todo=f"if it is yours, say it again: {_KEY}={folder} '{_COMMANDS}={{...}}'",
+            )
+        values["launcher"] = {**launcher, "parameters": {}}
+    return replace(earlier, values=values)
+
 
 _NAME = "sbp-train"
 
@@ -121,9 +216,8 @@ def main() -> None:
         code = _run(world) if world.size == 1 else _run_among(world)
     except SbpError as error:
         # Once, where all ranks say the same; of a failure each has its own to say.
-        if not world.rank or not isinstance(error, ConfigError):
-            sys.stderr.write(f"{_NAME}: {error}\n")
-        code = BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+        is_said = not world.rank or not isinstance(error, ConfigError)
+        code = ended_by(error, _NAME) if is_said else BAD_CONFIG
     except KeyboardInterrupt:  # while it met the others, or waited for the next run
         code = INTERRUPTED
     sys.exit(code)

@@ -1,6 +1,6 @@
 """`sbp-watch RUN`: what each rank of a running run is at, as a table that goes on.
 
-It asks the socket of each process (`sbp_launch.run.live`), which costs the run what it takes to
+It asks the socket of each process (`sbp_launch.run.status`), which costs the run what it takes to
 list its registers. Of them it shows those that are full: whoever fills these waits for a credit of
 the actor that reads last.
 """
@@ -11,21 +11,20 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
-from sbp_launch.console import make_console
-from sbp_launch.exit_codes import BAD_CONFIG, INTERRUPTED
+from sbp_launch.console import make_console, plain_table
+from sbp_launch.exit_codes import INTERRUPTED, ended_by
 from sbp_launch.run.folder import LOGS
-from sbp_launch.run.live import ask
+from sbp_launch.run.status import ask
 
 _HEAD = re.compile(r"rank (?P<rank>\d+), thread (?P<thread>[^:]+): (?P<rest>.*)")
 _AT = re.compile(r"at (?P<actor>.*); (?P<done>\d+ of \d+) firings of the step are done")
@@ -58,14 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _watch(given.run, given.every, is_once=given.once)
     except SbpError as error:
-        sys.exit(_said(error))
+        sys.exit(ended_by(error, "sbp-watch"))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def _said(error: SbpError) -> int:
-    sys.stderr.write(f"sbp-watch: {error}\n")
-    return BAD_CONFIG
 
 
 def _watch(run: Path, every_s: float, *, is_once: bool) -> None:
@@ -77,28 +71,23 @@ def _watch(run: Path, every_s: float, *, is_once: bool) -> None:
     if not 0.05 <= every_s <= 3600:
         raise ConfigError(f"--every {every_s:g}", accepted="0.05 to 3600 seconds")
     console = make_console()
-    sockets = _sockets(run)
-    if is_once:
-        console.print(picture(sockets))
-        return
-    with Live(picture(sockets), console=console, auto_refresh=False) as live:
-        while sockets := sorted((run / LOGS).glob("status_*.sock"), key=_number):
-            live.update(picture(sockets), refresh=True)
-            time.sleep(every_s)
-    console.print("the run has ended")
-
-
-def _sockets(run: Path) -> list[Path]:
-    found = sorted((run / LOGS).glob("status_*.sock"), key=_number)
-    if not found:
-        has = "has ended, or not begun" if (run / LOGS).is_dir() else "is no folder of a run"
+    logs = run / LOGS
+    sockets = sorted(logs.glob("status_*.sock"), key=_number)
+    if not sockets:
         raise ConfigError(
-            f"{run} {has}",
+            f"{run} {'has ended, or not begun' if logs.is_dir() else 'is no folder of a run'}",
             where="the command line",
             accepted="the folder of a run that goes on: it has files logs/status_N.sock",
             todo="take the path that sbp-train prints behind 'run folder:'",
         )
-    return found
+    if is_once:
+        console.print(picture(sockets))
+        return
+    with Live(picture(sockets), console=console, auto_refresh=False) as live:
+        while sockets := sorted(logs.glob("status_*.sock"), key=_number):
+            live.update(picture(sockets), refresh=True)
+            time.sleep(every_s)
+    console.print("the run has ended")
 
 
 def _number(path: Path) -> int:
@@ -107,14 +96,21 @@ def _number(path: Path) -> int:
 
 def picture(sockets: Iterable[Path]) -> RenderableType:
     """Return a table of what the processes at some sockets say, and the registers that are full."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("rank", justify="right", no_wrap=True)
     for name in ("at", "of the step", "does", "registers"):
         table.add_column(name, overflow="fold", no_wrap=name in ("of the step", "registers"))
     heads: list[Text] = []
     full: list[Text] = []
+
+    def answer_of(path: Path) -> list[str] | Text:
+        try:
+            return ask(path)
+        except SbpError as error:
+            return Text(f"process {_number(path)}: {error.what}", style="red")
+
     with ThreadPoolExecutor(_MOST_AT_ONCE) as asking:  # a process that is stuck takes seconds
-        answers = list(asking.map(_answer, sockets))
+        answers = list(asking.map(answer_of, sockets))
     for answer in answers:
         if isinstance(answer, Text):
             heads.append(answer)
@@ -123,53 +119,34 @@ def picture(sockets: Iterable[Path]) -> RenderableType:
         # What is not of a thread, such as how many steps are done.
         whole = [line for line in lines if not line.startswith(("rank ", " "))]
         heads.append(Text(" · ".join((head, *whole)), style="dim"))
-        for start, inside in _threads(lines):
-            table.add_row(*_row(start, inside))
-            full += [Text(f"  rank {start['rank']}: {one}") for one in _full(inside)]
+        # The first line of each thread, and those below it.
+        starts = [(at, one) for at, one in enumerate(map(_HEAD.fullmatch, lines)) if one]
+        ends = [at for at, _ in starts[1:]] + [len(lines)] * bool(starts)
+        for (index, start), end in zip(starts, ends, strict=True):
+            inside = lines[index + 1 : end]
+            thread = "" if start["thread"] == "compute" else f", {start['thread']}"
+            at = _AT.fullmatch(start["rest"])
+            counts = [one["count"] for line in inside if (one := _COUNT.fullmatch(line))]
+            table.add_row(
+                f"{start['rank']}{thread}",
+                at["actor"] if at else start["rest"],
+                at["done"] if at else "",
+                # Without an actor, what comes next are lists: of boxing, of registers.
+                inside[0].strip() if at and inside else "",
+                "".join(f"{count} full" for count in counts),
+            )
+            # Registers of several places: one place is full whenever it is used.
+            found = [one for line in inside if (one := _REGISTER.fullmatch(line))]
+            found = [one for one in found if int(one["alive"]) >= int(one["quota"]) > 1]
+            told = [
+                f"{one['name']} {one['alive']}/{one['quota']} > {one['user']}"
+                for one in found[:_MOST]
+            ]
+            told += [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
+            full += [Text(f"  rank {start['rank']}: {one}") for one in told]
     if full:
         full.insert(0, Text("full, alive/quota > who reads last:", style="bold"))
     return Group(*heads, *([table] if table.row_count else []), *full)
-
-
-def _answer(path: Path) -> list[str] | Text:
-    """Return what a process says, or that it says nothing."""
-    try:
-        return ask(path)
-    except SbpError as error:
-        return Text(f"process {_number(path)}: {error.what}", style="red")
-
-
-def _threads(lines: Sequence[str]) -> Iterator[tuple[re.Match[str], Sequence[str]]]:
-    """Yield the first line of each thread, and those below it."""
-    starts = [(index, one) for index, line in enumerate(lines) if (one := _HEAD.fullmatch(line))]
-    ends = [index for index, _ in starts[1:]] + [len(lines)] * bool(starts)
-    for (index, start), end in zip(starts, ends, strict=True):
-        yield start, lines[index + 1 : end]
-
-
-def _row(start: re.Match[str], inside: Sequence[str]) -> tuple[str, str, str, str, str]:
-    thread = "" if start["thread"] == "compute" else f", {start['thread']}"
-    at = _AT.fullmatch(start["rest"])
-    # Without an actor, what comes next are lists: of boxing, of registers.
-    does = inside[0].strip() if at and inside else ""
-    counts = [one["count"] for line in inside if (one := _COUNT.fullmatch(line))]
-    return (
-        f"{start['rank']}{thread}",
-        at["actor"] if at else start["rest"],
-        at["done"] if at else "",
-        does,
-        "".join(f"{count} full" for count in counts),
-    )
-
-
-def _full(inside: Iterable[str]) -> Iterator[str]:
-    """Yield the full registers of several places: one place is full whenever it is used."""
-    found = [register for line in inside if (register := _REGISTER.fullmatch(line))]
-    full = [one for one in found if int(one["alive"]) >= int(one["quota"]) > 1]
-    for one in full[:_MOST]:
-        yield f"{one['name']} {one['alive']}/{one['quota']} > {one['user']}"
-    if len(full) > _MOST:
-        yield f"and {len(full) - _MOST} more"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,16 @@ def make_call(case: MeasuredCase, size_bytes: int, num_ranks: int) -> Calibratio
     if case.kind == "transfer":
         return _transfer(case, elements, num_ranks)
     n, groups = case.group_size, case.concurrent_groups
-    before, after, shape = _conversion(case.kind, elements, n)
+    width = n * max(1, isqrt(elements) // n)
+    # What a collective of n ranks makes of what, and a shape that n divides.
+    conversions: dict[str, tuple[Sbp, Sbp, tuple[int, ...]]] = {
+        "all-reduce": (Partial("sum"), Broadcast(), (elements,)),
+        "reduce-scatter": (Partial("sum"), Split(0), (_multiple(elements, n),)),
+        "all-gather": (Split(0), Broadcast(), (_multiple(elements, n),)),
+        # Not far from a square.
+        "all-to-all": (Split(0), Split(1), (_multiple(round(elements / width), n), width)),
+    }
+    before, after, shape = conversions[case.kind]
     shared = prod(shape) * _ITEM_BYTES
     if groups == 1:
         mesh = Placement.grid((n,))
@@ -83,21 +92,12 @@ def make_call(case: MeasuredCase, size_bytes: int, num_ranks: int) -> Calibratio
     else:
         # Each group has a slice of dim 0 of its own.
         mesh, own = Placement.grid((groups, n)), Split(0)
-        source, target = (NdSbp(own, _behind(entry)) for entry in (before, after))
+        source, target = (
+            NdSbp(own, Split(entry.dim + 1) if isinstance(entry, Split) else entry)
+            for entry in (before, after)
+        )
         step = _only_step(case, (groups, *shape), (mesh, source), (mesh, target))
     return CalibrationCall(case=case, shared_bytes=shared, step=step)
-
-
-def _conversion(kind: str, elements: int, n: int) -> tuple[Sbp, Sbp, tuple[int, ...]]:
-    """Return what a collective of n ranks makes of what, and a shape that n divides."""
-    if kind == "all-reduce":
-        return Partial("sum"), Broadcast(), (elements,)
-    if kind == "reduce-scatter":
-        return Partial("sum"), Split(0), (_multiple(elements, n),)
-    if kind == "all-gather":
-        return Split(0), Broadcast(), (_multiple(elements, n),)
-    assert kind == "all-to-all", f"no such collective: {kind}"
-    return Split(0), Split(1), _square(elements, n)
 
 
 def _transfer(case: MeasuredCase, elements: int, num_ranks: int) -> CalibrationCall:
@@ -129,16 +129,5 @@ def _only_step(
     return steps[0]
 
 
-def _behind(entry: Sbp) -> Sbp:
-    """Return an entry for a tensor that has one more dim in front."""
-    return Split(entry.dim + 1) if isinstance(entry, Split) else entry
-
-
 def _multiple(elements: int, of: int) -> int:
     return max(of, round(elements / of) * of)
-
-
-def _square(elements: int, n: int) -> tuple[int, int]:
-    """Return a shape of about as many elements, not far from a square, whose dims n divides."""
-    width = n * max(1, isqrt(elements) // n)
-    return _multiple(round(elements / width), n), width

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_launch.calibrate.kept import Kept, kept_of
-from sbp_launch.output import check_writable
+from sbp_launch.checks import check_least, check_writable
 from sbp_launch.settings.check import choose, refuse_unknown
 from sbp_launch.settings.config import ComposedConfig, PluginChoice
 
@@ -71,9 +71,7 @@ class CalibrateConfig:
     def __post_init__(self) -> None:
         if isinstance(self.ops, str):
             object.__setattr__(self, "ops", (self.ops,) if self.ops else ())
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}", accepted="an integer >= 1")
+        check_least(self, 1, *_AT_LEAST_ONE, why="")
         for name in ("time_s", "deadline_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}", accepted="seconds above 0")

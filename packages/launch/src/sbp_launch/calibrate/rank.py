@@ -19,10 +19,8 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.plugins import discover
 from sbp_core.runtime import Runtime
-from sbp_launch.calibrate.busy import measure_busy
-from sbp_launch.calibrate.collectives import RankMeasurer, Stopwatch
-from sbp_launch.calibrate.device import measure_rates
 from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress, Rates
+from sbp_launch.calibrate.measuring import RankMeasurer, Stopwatch, measure_busy, measure_rates
 from sbp_launch.calibrate.steps import SmallModel, measure_large, measure_steps
 from sbp_torch.call_times import CallTimer
 
@@ -103,7 +101,18 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
     report(Progress(what="computing and copying"))
     began = time.monotonic()
     at_most_s = min(1.0, settings.time_s / _RATES_SHARE)
-    rates = _slowest(watch, measure_rates(device, watch.barrier, at_most_s))
+    rates = measure_rates(device, watch.barrier, at_most_s)
+    # Those of the slowest rank.
+    names = list(rates.flop_per_s)
+    times_s = [1 / rates.flop_per_s[name] for name in names]
+    *flop_s, byte_s, launch_s = watch.slowest(
+        [*times_s, 1 / rates.memory_bytes_per_s, rates.launch_s]
+    )
+    rates = Rates(
+        flop_per_s={name: 1 / time_s for name, time_s in zip(names, flop_s, strict=True)},
+        memory_bytes_per_s=1 / byte_s,
+        launch_s=launch_s,
+    )
     (spent_s,) = watch.slowest([time.monotonic() - began])
     # Never nothing: the smallest calls are measured however long a rank computes.
     time_s = max(settings.time_s / 2, settings.time_s - spent_s)
@@ -155,17 +164,3 @@ def time_calls(job: Job, backend: BoxingBackend, rank: int) -> CallTimes:
 def _print(progress: Progress) -> None:
     sys.stdout.write(progress.to_line() + "\n")
     sys.stdout.flush()
-
-
-def _slowest(watch: Stopwatch, rates: Rates) -> Rates:
-    """Return the rates of the slowest rank."""
-    names = list(rates.flop_per_s)
-    times_s = [1 / rates.flop_per_s[name] for name in names]
-    *flop_s, byte_s, launch_s = watch.slowest(
-        [*times_s, 1 / rates.memory_bytes_per_s, rates.launch_s]
-    )
-    return Rates(
-        flop_per_s={name: 1 / time_s for name, time_s in zip(names, flop_s, strict=True)},
-        memory_bytes_per_s=1 / byte_s,
-        launch_s=launch_s,
-    )

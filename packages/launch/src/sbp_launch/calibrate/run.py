@@ -1,35 +1,40 @@
-"""Start the ranks of a calibration, show how far they are, and make a cluster of the findings."""
+"""Start the ranks of a calibration, show how far they are, make a cluster of it, and print it.
+
+What is printed says how fast each kind of call is, and how far predictions are off.
+"""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from statistics import median
 from typing import TypeVar, cast
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.table import Table
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.calibration import Calibration, HeldOut, cross_validate
+from sbp_core.calibration import Calibration, Curve, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.plugins import PluginRegistry
 from sbp_core.processes import Line, supervise
-from sbp_core.units import format_seconds
+from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
 from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress
 from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.calibrate.steps import SmallModel, in_steps, launches
-from sbp_launch.calibrate.table import call_table, error_lines, rate_lines
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
-from sbp_launch.tracing.operators import OperatorTimes
+from sbp_launch.tracing.times import OperatorTimes
 
 T = TypeVar("T")
 
@@ -56,9 +61,9 @@ def calibrate_machine(run: CalibrateRun, registry: PluginRegistry) -> None:
         RunError: a rank ended badly.
     """
     console = make_console()
-    settings = run.settings
+    settings, among = run.settings, _among(run.settings.ranks)
     console.print(
-        f"measuring boxing={run.boxing.name} {_among(settings.ranks)} on this machine: about "
+        f"measuring boxing={run.boxing.name} {among} on this machine: about "
         f"{format_seconds(settings.time_s)} at most, up to {settings.repetitions} repetitions; "
         "starting the ranks, a small model and the fit come on top",
         soft_wrap=True,
@@ -110,9 +115,9 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
         RunError: a rank ended badly.
     """
     console = make_console()
-    settings = run.settings
+    settings, among = run.settings, _among(run.settings.ranks)
     console.print(
-        f"measuring the calls of {settings.ops[0]} {_among(settings.ranks)} on this machine: about "
+        f"measuring the calls of {settings.ops[0]} {among} on this machine: about "
         f"{format_seconds(settings.time_s)} at most",
         soft_wrap=True,
     )
@@ -149,19 +154,13 @@ def measure(
 ) -> T:
     """Start the ranks, and return what they found.
 
-    Args:
-        run: What was asked for.
-        registry: Of the backends.
-        console: Shows how far they are.
-        load: Reads what they left in their folder.
-
     Raises:
         RunError: a rank ended badly, or they took far too long.
     """
     settings = run.settings
     backend = cast(BoxingBackend, registry.make("boxing", run.boxing.name, run.boxing.settings))
     limit = free_memory_bytes() // (_COPIES * settings.ranks)
-    with tempfile.TemporaryDirectory(prefix="sbp-calibrate-") as name, _Show(console) as show:
+    with tempfile.TemporaryDirectory(prefix="sbp-calibrate-") as name, _shown(console) as show:
         folder = Path(name)
         job = Job(
             boxing=run.boxing,
@@ -175,7 +174,7 @@ def measure(
         command = [sys.executable, "-m", "sbp_launch.calibrate", str(folder)]
         ended = supervise(
             backend.launch_specs(settings.ranks, command),
-            on_line=show.line,
+            on_line=show,
             timeout_s=_BESIDE_S + 3 * settings.time_s,
         )
         error = ended.error(quote=False)
@@ -184,64 +183,43 @@ def measure(
         return load(folder)
 
 
-class _Show:
-    """Shows how far the ranks are: a bar on a terminal, plain lines elsewhere."""
+@contextmanager
+def _shown(console: Console) -> Iterator[Callable[[Line], None]]:
+    """Show how far the ranks are: a bar on a terminal, plain lines elsewhere.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._what = ""
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[left]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting the ranks", total=None, left="")
+    Yields:
+        What takes a line that a process wrote.
+    """
+    bar = Bar(
+        *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}")),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task, before = bar.add_task("starting the ranks", total=None, left=""), ""
 
-    def __enter__(self) -> _Show:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-
-    def line(self, line: Line) -> None:
-        """Take a line that a process wrote."""
-        progress = Progress.of_line(line.text)
-        if progress is None:
-            self._console.print(str(line), soft_wrap=True)
+    def show(line: Line) -> None:
+        nonlocal before
+        at = Progress.of_line(line.text)
+        if at is None:
+            console.print(str(line), soft_wrap=True)
             return
-        left = f"{progress.left_s:.0f} s left" if progress.left_s >= 0.5 else ""
-        if self._console.is_terminal:
-            self._bar.update(
-                self._task,
-                description=progress.what,
-                completed=progress.done,
-                total=progress.of or None,
-                left=left,
-            )
-        elif progress.what != self._what:
-            text = f"{progress.what}: {left}" if left else progress.what
-            self._console.print(text)
-        self._what = progress.what
+        left = f"{at.left_s:.0f} s left" if at.left_s >= 0.5 else ""
+        if console.is_terminal:
+            total = at.of or None
+            bar.update(task, description=at.what, completed=at.done, total=total, left=left)
+        elif at.what != before:
+            console.print(f"{at.what}: {left}" if left else at.what)
+        before = at.what
+
+    with bar:
+        yield show
 
 
 def make_cluster(
     run: CalibrateRun, found: CalibrationResult
 ) -> tuple[Cluster, tuple[HeldOut, ...]]:
-    """Return the measured machine, and the predictions behind the errors of its calibration.
-
-    Args:
-        run: What was asked for.
-        found: What was measured.
-    """
+    """Return the measured machine, and the predictions behind the errors of its calibration."""
     settings, name = run.settings, run.boxing.name
     calibrations = dict(run.kept.calibrations)
     held_out: tuple[HeldOut, ...] = ()
@@ -302,3 +280,104 @@ def link_of(calibration: Calibration, num_ranks: int) -> tuple[Link, bool]:
     step_s = max(large_s - small_s, 1e-3 * large_s, 1e-9)
     link = Link(latency_s=message_s(1, 0), bytes_per_s=(_LARGE - _LARGE // 4) / step_s)
     return link, message_s(num_ranks, _LARGE) > _SHARED * large_s
+
+
+#: What errors should stay below: the median, and the 90th percentile.
+GOALS = (0.15, 0.35)
+
+#: A call whose repetitions disagree by more was disturbed.
+_DISTURBED = 0.15
+
+#: Below this, nothing is copied: faster than any memory, in seconds a byte.
+_NO_COPY_S_PER_BYTE = 1e-14
+
+_LEGEND = """\
+at once: groups that called at the same time
+latency: of a call, however small
+bandwidth: bytes that a group shares (the whole tensor, a message) a second,
+  added by a large call; - if it takes no longer than a small one
+error: of predictions for sizes that were left out of the fit
+?: disturbed; one half of the repetitions is over 15% off the other
+"""
+
+
+def rate_lines(cluster: Cluster) -> Iterator[str]:
+    """Yield what one rank computes and copies."""
+    device = cluster.device
+    rates = ", ".join(f"{plain(rate / 1e9)} ({name})" for name, rate in device.flop_per_s.items())
+    yield f"matrix multiplication of one rank, in GFLOP/s: {rates}"
+    yield (
+        f"memory of one rank: {plain(device.memory_bytes_per_s / 1e9)} GB/s, "
+        f"{format_bytes(device.memory_bytes)}"
+    )
+    beside_s = device.boxing_launch_s
+    boxing = f"; a boxing step, beside its call: {format_seconds(beside_s)}" if beside_s else ""
+    yield f"starting an operator: {format_seconds(device.launch_s)}{boxing}"
+    calibration = cluster.calibration
+    if calibration is None:
+        return
+    if calibration.in_steps > 1:
+        yield f"bytes of a call between segments: {calibration.in_steps:.2f} times as long"
+    if calibration.busy is not None:
+        yield f"of a call under way, a rank cannot compute in {calibration.busy:.0%}"
+
+
+def plain(number: float) -> str:
+    """Return a number with three digits, or all before the point: `9.81`, `116`, `1,030`."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
+
+
+def call_table(calibration: Calibration, held_out: Sequence[HeldOut]) -> Table:
+    """Return a row for every kind of call that was measured in more than one size."""
+    table = Table(
+        title=f"boxing={calibration.backend}",
+        # Fits into 80 columns.
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=_LEGEND,
+        caption_justify="left",
+        title_justify="left",
+    )
+    table.add_column("call", no_wrap=True)
+    for name in ("ranks", "at once", "latency", "bandwidth", "largest", "took", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for case, curve in calibration.curves.items():
+        of_case = [one for one in held_out if one.way == "size" and one.sample.case == case]
+        doubts = [sample.doubt for sample in calibration.samples if sample.case == case]
+        mark = "?" if median(doubts) > _DISTURBED else ""
+        largest = max(
+            (sample for sample in calibration.samples if sample.case == case),
+            key=lambda sample: sample.shared_bytes,
+        )
+        table.add_row(
+            case.kind,
+            str(case.group_size),
+            str(case.concurrent_groups),
+            format_seconds(curve.latency_s),
+            bandwidth(curve),
+            format_bytes(largest.shared_bytes),
+            format_seconds(largest.median_s),
+            f"{median(one.error for one in of_case):.0%}{mark}" if of_case else "-",
+        )
+    return table
+
+
+def bandwidth(curve: Curve) -> str:
+    """Return the rate of a curve's last segment; `-` if no memory could be so fast."""
+    rate = curve.s_per_byte[-1]
+    return f"{plain(1e-9 / rate)} GB/s" if rate > _NO_COPY_S_PER_BYTE else "-"
+
+
+def error_lines(calibration: Calibration) -> Iterator[str]:
+    """Yield how far predictions are off what was left out of the fit, and whether that is much."""
+    yield "error of predictions for what was left out of the fit (one size of a call,"
+    yield "all of a call in groups of one size, all calls of a collective):"
+    for error in calibration.errors:
+        good = error.way != "size" or (error.median <= GOALS[0] and error.p90 <= GOALS[1])
+        yield f"  {error}" + ("" if good else "; measure again on an idle machine")
+    doubts = sorted(sample.doubt for sample in calibration.samples)
+    yield (
+        "one half of the repetitions is off the other half, which nothing can predict:\n"
+        f"  median {median(doubts):.1%}, 90th percentile {doubts[int(0.9 * len(doubts))]:.1%}"
+    )

@@ -41,7 +41,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import PlanRequest
 from sbp_core.runtime import Runtime, SpanKind, Trace
 from sbp_core.simulate import simulate
-from sbp_launch.calibrate.collectives import Stopwatch
+from sbp_launch.calibrate.measuring import Stopwatch
 from sbp_torch.capture import capture, initial_states
 
 #: Plan -> SBP of batch and activations, and of parameters, their states, gradients and updates.
@@ -105,31 +105,35 @@ def _batch(name: str, num_ranks: int) -> dict[str, Tensor]:
 def make_plans(
     num_ranks: int, clusters: Sequence[Cluster], size: SmallModel = SmallModel()
 ) -> Mapping[str, list[PhysicalPlan]]:
-    """Return the plans, each compiled for every cluster; one rank has no boxing to run.
-
-    Args:
-        num_ranks: Of the plans.
-        clusters: The machines that say what actors take.
-        size: Of the model.
-    """
+    """Return the plans, each compiled for every cluster; one rank has no boxing to run."""
     model, optimizer = _model(size.layers)
-    mesh = Placement.grid((num_ranks,), ("data",))
-    machine = Cluster.nominal(num_ranks)  # the same strategies, whatever the clusters say
     plans: dict[str, list[PhysicalPlan]] = {}
     for name, (batch, states) in _PLANS.items():
         if name == "together" and num_ranks == 1:
             continue
-        graph = prepare_step(capture(model, _loss, _batch(name, num_ranks), optimizer))
         pins = dict.fromkeys(("batch", "use:batch", "activations"), batch)
         pins |= dict.fromkeys(("parameters", "optimizer_states", "gradients", "updates"), states)
         pins["use:parameters"] = "B"
-        request = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
-        strategy = infer_strategy(request, planner="calibrate", pins=pins)
-        plans[name] = [
-            compile_plan(graph, strategy, CompileOptions(cluster=cluster, bucket_bytes=0))
-            for cluster in clusters
-        ]
+        options = [CompileOptions(cluster=cluster, bucket_bytes=0) for cluster in clusters]
+        step = model, optimizer, _batch(name, num_ranks)
+        plans[name] = _compiled(step, num_ranks, pins, options)
     return plans
+
+
+def _compiled(
+    step: tuple[nn.Module, torch.optim.Optimizer, Mapping[str, Tensor]],
+    num_ranks: int,
+    pins: Mapping[str, str],
+    options: Sequence[CompileOptions],
+) -> list[PhysicalPlan]:
+    """Return the plan of a step, whose strategy is that of the pins, for each of the options."""
+    model, optimizer, batch = step
+    graph = prepare_step(capture(model, _loss, batch, optimizer))
+    mesh = Placement.grid((num_ranks,), ("data",))
+    # The same strategies, whatever the clusters say.
+    request = PlanRequest(graph=graph, mesh=mesh, cluster=Cluster.nominal(num_ranks))
+    strategy = infer_strategy(request, planner="calibrate", pins=pins)
+    return [compile_plan(graph, strategy, one) for one in options]
 
 
 def measure_steps(
@@ -198,25 +202,6 @@ def launches(
     return launch_s, max(0.0, (together_s - launch_s * together_l) / together_b)
 
 
-def _large_plan(num_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer, PhysicalPlan]:
-    torch.manual_seed(0)
-    layers = [nn.Linear(_LARGE_WIDTH, _LARGE_WIDTH, bias=False) for _ in range(_LARGE_LAYERS)]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    graph = prepare_step(capture(model, _loss, _large_batch(num_ranks), optimizer))
-    pins = dict.fromkeys(("batch", "use:batch", "activations"), "S(0)")
-    pins |= dict.fromkeys(("parameters", "optimizer_states", "updates"), "B")
-    mesh, machine = Placement.grid((num_ranks,), ("data",)), Cluster.nominal(num_ranks)
-    request = PlanRequest(graph=graph, mesh=mesh, cluster=machine)
-    strategy = infer_strategy(request, planner="calibrate", pins=pins)
-    return model, optimizer, compile_plan(graph, strategy, CompileOptions(bucket_bytes=0))
-
-
-def _large_batch(num_ranks: int) -> dict[str, Tensor]:
-    shape = (_LARGE_SAMPLES * num_ranks, _LARGE_WIDTH)
-    return {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
-
-
 def measure_large(
     backend: BoxingBackend, runtime: Runtime, num_ranks: int
 ) -> Mapping[int, tuple[float, ...]]:
@@ -231,8 +216,17 @@ def measure_large(
         By their bytes, the seconds of each, from the last rank's beginning to the last one's end;
         nothing where the runtime moves data without the backend.
     """
-    model, optimizer, plan = _large_plan(num_ranks)
-    sent_before, trace, batch = _sent_bytes(backend), Trace(), _large_batch(num_ranks)
+    torch.manual_seed(0)
+    layers = [nn.Linear(_LARGE_WIDTH, _LARGE_WIDTH, bias=False) for _ in range(_LARGE_LAYERS)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shape = (_LARGE_SAMPLES * num_ranks, _LARGE_WIDTH)
+    batch = {"inputs": torch.ones(shape), "targets": torch.zeros(shape)}
+    pins = dict.fromkeys(("batch", "use:batch", "activations"), "S(0)")
+    pins |= dict.fromkeys(("parameters", "optimizer_states", "updates"), "B")
+    options = CompileOptions(bucket_bytes=0)
+    (plan,) = _compiled((model, optimizer, batch), num_ranks, pins, [options])
+    sent_before, trace = _sent_bytes(backend), Trace()
     with runtime.start(plan, initial_states(model, optimizer), _Open(backend)) as session:
         for index in range(_WARM_UP_STEPS + _LARGE_STEPS):
             session.trace = trace if index >= _WARM_UP_STEPS else None
@@ -240,7 +234,13 @@ def measure_large(
     if _sent_bytes(backend) == sent_before:
         return {}
     first, *others = backend.local_ranks()
-    large = _large_all_reduces(plan, first)
+    large: dict[str, int] = {}  # the bytes of each actor that reduces a large tensor
+    for actor in plan.by_rank[first].actors:
+        if isinstance(actor, Collective):
+            step = plan.steps[actor.step]
+            size = TensorType(step.shape, step.dtype).size_bytes
+            if step.kind is StepKind.ALL_REDUCE and size >= 4 * _LARGE_WIDTH**2:
+                large[actor.name] = size
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for span in trace.spans:
         if span.kind is SpanKind.FIRING and span.actor in large:
@@ -252,21 +252,9 @@ def measure_large(
     else:
         times_s = [end_s - begin_s for begin_s, end_s in of_ranks]
     found: dict[int, list[float]] = defaultdict(list)
-    for (actor, _), time_s in zip(spans, times_s, strict=True):
-        found[large[actor]].append(time_s)
+    for (name, _), time_s in zip(spans, times_s, strict=True):
+        found[large[name]].append(time_s)
     return {size: tuple(times) for size, times in found.items()}
-
-
-def _large_all_reduces(plan: PhysicalPlan, rank: int) -> dict[str, int]:
-    """Return the bytes of each actor that reduces a large tensor."""
-    found: dict[str, int] = {}
-    for actor in plan.by_rank[rank].actors:
-        if isinstance(actor, Collective):
-            step = plan.steps[actor.step]
-            size = TensorType(step.shape, step.dtype).size_bytes
-            if step.kind is StepKind.ALL_REDUCE and size >= 4 * _LARGE_WIDTH**2:
-                found[actor.name] = size
-    return found
 
 
 def in_steps(
@@ -302,15 +290,12 @@ class _Open(BoxingBackend):
         """Do nothing."""
 
     def local_ranks(self) -> tuple[int, ...]:
-        """See `BoxingBackend.local_ranks`."""
         return self._backend.local_ranks()
 
     def communicator(self, rank: int) -> Communicator:
-        """See `BoxingBackend.communicator`."""
         return self._backend.communicator(rank)
 
     def fail(self, error: BaseException) -> None:
-        """See `BoxingBackend.fail`."""
         self._backend.fail(error)
 
     def close(self) -> None:

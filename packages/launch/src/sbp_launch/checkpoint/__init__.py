@@ -20,12 +20,8 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
-    from sbp_launch.checkpoint.background import (
-        BackgroundSave,
-    )
-    from sbp_launch.checkpoint.local import (
-        LocalStorage,
-    )
+    from sbp_launch.checkpoint.background import BackgroundSave
+    from sbp_launch.checkpoint.local import LocalStorage
     from sbp_launch.checkpoint.manifest import (
         DamagedError,
         Manifest,
@@ -42,17 +38,13 @@ if TYPE_CHECKING:
         newest_first,
         open_checkpoint,
     )
-    from sbp_launch.checkpoint.reading import (
-        Checkpoint,
-    )
+    from sbp_launch.checkpoint.reading import Checkpoint
     from sbp_launch.checkpoint.saving import (
         Processes,
         prune,
         save,
     )
-    from sbp_launch.checkpoint.settings import (
-        COPY_BYTES,
-    )
+    from sbp_launch.checkpoint.settings import COPY_BYTES
     from sbp_launch.checkpoint.steps import (
         step_name,
         step_of,

@@ -55,7 +55,12 @@ class BackgroundSave:
         self._staged = storage.stage(name)
         self._is_committing = False
         self._error: BaseException | None = None
-        self._thread = self._begin(lambda: self._write(metadata, snapshot))
+
+        def write() -> None:
+            with snapshot:
+                write_part(self._staged, processes.rank, metadata, snapshot)
+
+        self._thread = self._begin(write)
 
     @property
     def is_busy(self) -> bool:
@@ -70,8 +75,20 @@ class BackgroundSave:
             BoxingError: another process has failed, or did not come.
         """
         what, where = f"the checkpoint {self.name} cannot be written", self._storage.place()
+
+        def result() -> None:
+            if isinstance(self._error, OSError | SbpError):
+                raise self._error
+            if self._error is not None:
+                # Or the other processes would wait for this one.
+                raise RunError(f"{type(self._error).__name__}: {self._error}") from self._error
+
+        def commit_it() -> None:
+            commit(self._staged, self._processes.ranks)
+            self._behind_commit()
+
         try:
-            self._processes.agree(self._raise, what, where)
+            self._processes.agree(result, what, where)
         except BaseException:
             self.is_done = True
             if self._processes.is_first:
@@ -82,7 +99,7 @@ class BackgroundSave:
             return
         self._is_committing = True
         if self._processes.is_first:
-            self._thread = self._begin(self._commit)
+            self._thread = self._begin(commit_it)
 
     def finish(self) -> None:
         """Wait until the checkpoint is there; all processes call it.
@@ -122,21 +139,6 @@ class BackgroundSave:
         thread = threading.Thread(target=run, name="sbp checkpoint", daemon=True)
         thread.start()
         return thread
-
-    def _write(self, metadata: Metadata, snapshot: Snapshot) -> None:
-        with snapshot:
-            write_part(self._staged, self._processes.rank, metadata, snapshot)
-
-    def _commit(self) -> None:
-        commit(self._staged, self._processes.ranks)
-        self._behind_commit()
-
-    def _raise(self) -> None:
-        if isinstance(self._error, OSError | SbpError):
-            raise self._error
-        if self._error is not None:
-            # Or the others would wait for this process.
-            raise RunError(f"{type(self._error).__name__}: {self._error}") from self._error
 
 
 class BackgroundSaves:

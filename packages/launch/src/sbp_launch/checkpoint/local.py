@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,9 +26,9 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import StagedFolder, Storage, StorageFactory
+from sbp_core.plugins import StagedFolder, StorageFactory
 from sbp_core.serialize import open_file
-from sbp_launch.checkpoint.direct import DirectFile
+from sbp_launch.checkpoint.files import DirectFile, sync
 
 #: The file that makes a folder a committed one.
 MANIFEST_FILE = "manifest.json"
@@ -48,11 +49,7 @@ class LocalStorageConfig:
 
 def build_local(config: LocalStorageConfig) -> StorageFactory:
     """Return a maker of `LocalStorage`."""
-
-    def make(run_folder: Path) -> Storage:
-        return LocalStorage(run_folder / config.folder)
-
-    return make
+    return lambda run_folder: LocalStorage(run_folder / config.folder)
 
 
 class LocalStorage:
@@ -68,12 +65,9 @@ class LocalStorage:
 
     def names(self) -> Sequence[str]:
         """Return the committed folders."""
-        found = {path.name for path in _folders(self.root) if not path.name.startswith(".")}
-        found |= {
-            path.name[1:].removesuffix(".old")
-            for path in _folders(self.root)
-            if path.name.startswith(".") and path.name.endswith(".old")
-        }
+        there = [path.name for path in self.root.glob("*") if _is_folder(path)]
+        found = {name for name in there if not name.startswith(".")}
+        found |= {name[1:-4] for name in there if re.fullmatch(r"\..*\.old", name)}
         return sorted(name for name in found if (self._path(name) / MANIFEST_FILE).exists())
 
     def sizes(self, name: str) -> Mapping[str, int]:
@@ -83,7 +77,7 @@ class LocalStorage:
 
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file, no link and no device."""
-        return _open(self._path(name) / file)
+        return cast(BinaryIO, open_file(self._path(name) / file, follow=False))
 
     def stage(self, name: str) -> StagedFolder:
         """Return a folder to write to, in the place of none or of a committed one."""
@@ -130,12 +124,19 @@ class LocalStorage:
             ) from error
         try:
             for path in self.root.glob(".step-*"):
-                if path.suffix in (".part", ".old", ".gone"):
-                    self._clear(path)
+                committed = self.root / path.name[1:].removesuffix(".old")
+                is_old = path.suffix == ".old" and _is_folder(path)
+                if is_old and not os.path.lexists(committed):
+                    path.rename(committed)  # a kill between two renames
+                elif path.suffix in (".part", ".old", ".gone"):
+                    _remove(path)
             yield
         finally:
-            if is_new:
-                self._unmake()
+            with suppress(OSError):
+                if is_new and [path.name for path in self.root.iterdir()] == [_LOCK]:
+                    (self.root / _LOCK).unlink()
+                    self.root.rmdir()
+                    self._was_made = False
             os.close(lock)
 
     def _hold(self) -> int:
@@ -162,29 +163,14 @@ class LocalStorage:
             os.close(lock)
             self.root.mkdir(parents=True, exist_ok=True)
 
-    def _unmake(self) -> None:
-        """Remove the folder, if there is nothing in it but the lock."""
-        with suppress(OSError):
-            if [path.name for path in self.root.iterdir()] == [_LOCK]:
-                (self.root / _LOCK).unlink()
-                self.root.rmdir()
-                self._was_made = False
-
     def place(self, name: str = "", file: str = "") -> str:
         """Return the path."""
         return str((self._path(name) if name else self.root) / file)
 
     def _path(self, name: str) -> Path:
         """Return where a committed folder is: one that was to be replaced may still be aside."""
-        path, aside = self.root / name, _aside(self.root, name)
+        path, aside = self.root / name, self.root / f".{name}.old"
         return aside if _is_folder(aside) and not path.is_dir() else path
-
-    def _clear(self, path: Path) -> None:
-        name = path.name[1:].removesuffix(".old")
-        if path.suffix == ".old" and _is_folder(path) and not _is_there(self.root / name):
-            path.rename(self.root / name)  # a kill between two renames
-        else:
-            _remove(path)
 
 
 class _StagedLocal:
@@ -203,7 +189,7 @@ class _StagedLocal:
         """
         self.storage.make()
         target = self.root / self.name
-        if _is_there(target) and not _is_own(target):
+        if os.path.lexists(target) and not _is_own(target):
             raise FileExistsError(
                 errno.EEXIST, "what has its name is no checkpoint, and is not replaced", str(target)
             )
@@ -224,7 +210,7 @@ class _StagedLocal:
 
     def open(self, file: str) -> BinaryIO:
         """Open a file."""
-        return _open(self.path / file)
+        return cast(BinaryIO, open_file(self.path / file, follow=False))
 
     def commit(self, last_file: str, data: bytes, files: Collection[str]) -> None:
         """Sync everything, and rename the folder."""
@@ -234,8 +220,8 @@ class _StagedLocal:
             if path.name != last_file and path.name not in files:
                 path.unlink()
         sync(self.path)
-        target, aside = self.root / self.name, _aside(self.root, self.name)
-        if _is_there(target):
+        target, aside = self.root / self.name, self.root / f".{self.name}.old"
+        if os.path.lexists(target):
             _remove(aside)
             target.rename(aside)
         self.path.rename(target)
@@ -247,28 +233,8 @@ class _StagedLocal:
         _remove(self.path)
 
 
-def sync(path: Path) -> None:
-    """Wait until the names in a folder would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _folders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    return [path for path in root.iterdir() if _is_folder(path)]
-
-
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
-
-
-def _is_there(path: Path) -> bool:
-    """Whether something has a name, be it a link to nothing."""
-    return os.path.lexists(path)
 
 
 def _is_own(path: Path) -> bool:
@@ -288,14 +254,6 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
-
-
-def _aside(root: Path, name: str) -> Path:
-    return root / f".{name}.old"
-
-
-def _open(path: Path) -> BinaryIO:
-    return cast(BinaryIO, open_file(path, follow=False))
 
 
 def _lock(descriptor: int, root: Path) -> None:

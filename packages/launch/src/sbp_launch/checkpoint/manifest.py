@@ -28,6 +28,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -60,6 +61,9 @@ class DamagedError(ConfigError):
 
 def _refuse(what: str, accepted: str) -> None:
     raise ConfigError(what, accepted=accepted)
+
+
+_damaged = partial(DamagedError, todo=ANOTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,18 +211,18 @@ MANIFEST = Document(
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the whole file of a manifest, with its checksum."""
+    dumps = partial(json.dumps, allow_nan=False)
+
+    def lines(value: Any) -> str:
+        """Return JSON with a line for each entry of a mapping."""
+        if not isinstance(value, dict):
+            return dumps(value)
+        parts = [f"{json.dumps(key)}: {dumps(one)}" for key, one in value.items()]
+        return "{\n" + ",\n".join(parts) + "\n}" if parts else "{}"
+
     value = MANIFEST.dump(manifest)
-    lines = [f"{json.dumps(key)}: {_lines(part)}" for key, part in value.items()]
-    body = ("{" + ",\n".join(lines)).encode()
-    return body + f',\n"xxh3_128": "{xxh3_128_hexdigest(body)}"}}\n'.encode()
-
-
-def _lines(value: Any) -> str:
-    """Return JSON with a line for each entry of a mapping."""
-    if not isinstance(value, dict):
-        return json.dumps(value, allow_nan=False)
-    parts = [f"{json.dumps(key)}: {json.dumps(one, allow_nan=False)}" for key, one in value.items()]
-    return "{\n" + ",\n".join(parts) + "\n}" if parts else "{}"
+    body = "{" + ",\n".join(f"{json.dumps(key)}: {lines(part)}" for key, part in value.items())
+    return f'{body},\n"xxh3_128": "{xxh3_128_hexdigest(body.encode())}"}}\n'.encode()
 
 
 def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifest:
@@ -232,23 +236,14 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
     Raises:
         DamagedError: it was changed, is of another version, or says what cannot be.
     """
-    last = _LAST_LINE.search(data, max(0, len(data) - 64))
+    last, accepted = _LAST_LINE.search(data, max(0, len(data) - 64)), "a manifest as it was written"
     if last is None or last.end() != len(data):
-        raise DamagedError(
-            "the manifest does not end in its checksum",
-            where=where,
-            accepted="a manifest as it was written",
-            todo=ANOTHER,
-        )
+        raise _damaged("the manifest does not end in its checksum", where=where, accepted=accepted)
     body = data[: last.start()]
     found = xxh3_128_hexdigest(body)
     if found != last[1].decode():
-        raise DamagedError(
-            f"the manifest is damaged: its xxh3_128 is {found}, not {last[1].decode()}",
-            where=where,
-            accepted="a manifest as it was written",
-            todo=ANOTHER,
-        )
+        what = f"the manifest is damaged: its xxh3_128 is {found}, not {last[1].decode()}"
+        raise _damaged(what, where=where, accepted=accepted)
     try:
         text = f"{body.decode()}}}"
     except UnicodeDecodeError as error:
@@ -269,10 +264,8 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         with storage.open(name, MANIFEST_FILE) as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
-        raise DamagedError(
-            f"the checkpoint {name} cannot be read: {error.strerror or error}",
-            where=place,
-            todo=ANOTHER,
+        raise _damaged(
+            f"the checkpoint {name} cannot be read: {error.strerror or error}", where=place
         ) from error
     if len(data) > MAX_MANIFEST_BYTES:
         raise DamagedError("the manifest is too large", where=place, accepted="at most 64 MiB")
@@ -297,28 +290,25 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
     for name, tensor in manifest.tensors.items():
         for number, piece in enumerate(tensor.pieces):
             if piece.file not in runs_of:
-                raise DamagedError(
+                raise _damaged(
                     f"tensors.{name}.pieces[{number}].file is {piece.file!r}",
                     where=where,
                     accepted=f"one of files: {', '.join(list(runs_of)[:3])}",
-                    todo=ANOTHER,
                 )
             runs_of[piece.file].append((piece.offset, tensor.piece_bytes(piece)))
         if is_whole and not covers([piece.bounds for piece in tensor.pieces], tensor.shape):
-            raise DamagedError(
+            raise _damaged(
                 f"tensors.{name}.pieces do not make up the tensor of shape {list(tensor.shape)}",
                 where=where,
                 accepted="pieces that have each element once",
-                todo=ANOTHER,
             )
     for file_name, runs in runs_of.items():
         file = manifest.files[file_name]
         if not _FILE.fullmatch(file_name):
-            raise DamagedError(
+            raise _damaged(
                 f"files has {file_name!r}, no file of a checkpoint",
                 where=where,
                 accepted="names such as rank-00000.safetensors",
-                todo=ANOTHER,
             )
         at = file.header_bytes
         for offset, size in sorted(runs):
@@ -327,12 +317,11 @@ def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
             at += size
         if at == file.size_bytes:
             continue
-        raise DamagedError(
+        raise _damaged(
             f"files.{file_name}: its pieces do not make up its bytes {file.header_bytes} to "
             f"{file.size_bytes}",
             where=where,
             accepted="pieces one behind the other, from the header to the end",
-            todo=ANOTHER,
         )
 
 

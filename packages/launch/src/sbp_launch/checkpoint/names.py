@@ -84,10 +84,6 @@ def called_here(given: Iterable[str], own: Iterable[str]) -> dict[str, str]:
 
     >>> called_here(["module.w", "w", "module.b"], ["_orig_mod.w", "b"])
     {'module.w': 'module.w', 'w': 'w', 'b': 'module.b'}
-
-    Args:
-        given: Of a checkpoint.
-        own: Of the step.
     """
     known, wanted = [*given], {*own}
     theirs, ours = Counter(map(_unwrapped, known)), Counter(map(_unwrapped, wanted))
@@ -184,7 +180,12 @@ def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dic
     found: dict[str, str] = {}
     used = set()
     for name, source in names.items():
-        old, new = next((pair for pair in renames if _fits(name, pair[0])), ("", ""))
+        fitting = (
+            (old, new)
+            for old, new in renames
+            if (old in name if old[:1] == "." else name.startswith(old))
+        )
+        old, new = next(fitting, ("", ""))
         used.add(old)
         other = name.replace(old, new) if old[:1] == "." else new + name.removeprefix(old)
         if other in found or not other:
@@ -208,7 +209,3 @@ def renamed(names: Mapping[str, str], renames: Sequence[tuple[str, str]]) -> dic
                 todo=suggestion(old, firsts),
             )
     return found
-
-
-def _fits(name: str, old: str) -> bool:
-    return old in name if old[:1] == "." else name.startswith(old)

@@ -17,11 +17,10 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import StagedFolder, Storage, StorageFactory
+from sbp_core.plugins import StagedFolder, StorageFactory
 from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.secret_settings import refuse_secret_address
 
@@ -50,12 +49,9 @@ class FsspecConfig:
 
 def build_fsspec(config: FsspecConfig) -> StorageFactory:
     """Return a maker of `FsspecStorage`."""
-
-    def make(run_folder: Path) -> Storage:
-        url = config.url.replace("{run}", run_folder.absolute().name)
-        return FsspecStorage(url, config.options)
-
-    return make
+    return lambda run_folder: FsspecStorage(
+        config.url.replace("{run}", run_folder.absolute().name), config.options
+    )
 
 
 class FsspecStorage:
@@ -96,10 +92,9 @@ class FsspecStorage:
 
     def sizes(self, name: str) -> Mapping[str, int]:
         """Return the bytes of each file."""
-        entries = self.files.ls(self._committed(name), detail=True)
         return {
             str(entry["name"]).rpartition("/")[2]: int(entry["size"])
-            for entry in entries
+            for entry in self.files.ls(self._committed(name), detail=True)
             if entry["type"] == "file"
         }
 

@@ -1,19 +1,42 @@
-"""Checkpoints by their steps, and where users say that they are."""
+"""Where users say that checkpoints are, by their steps, and what lies at a path.
+
+That is a checkpoint, a run with some, or weights in a format of others. `look` says it, and where
+the tensors lie, without torch; `open_tensors` reads them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING
 
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import Storage
+from sbp_core.serialize import shown
 from sbp_core.user_paths import user_path
+from sbp_launch.checkpoint.formats.distributed_checkpoint import (
+    is_distributed_checkpoint,
+    read_distributed_checkpoint,
+)
+from sbp_launch.checkpoint.formats.index import StoredPiece, StoredTensor, TensorIndex
+from sbp_launch.checkpoint.formats.safetensors_file import (
+    INDEX,
+    is_hugging_face,
+    read_hugging_face,
+    read_safetensors,
+)
 from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
+from sbp_launch.checkpoint.manifest import Manifest, read_manifest
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.steps import step_name, step_of
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.reading import Checkpoint
+    from sbp_launch.checkpoint.tensors import Tensors
+
 
 #: `trainer.resume`: the newest checkpoint of the run folder, if there is one.
 AUTO = "auto"
@@ -47,8 +70,18 @@ def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
     Raises:
         ConfigError: there is none.
     """
-    if "://" in str(place):
-        return _find_objects(str(place))
+    if "://" in (url := str(place)):
+        parent, _, name = url.rstrip("/").rpartition("/")
+        is_one = step_of(name) is not None
+        objects = FsspecStorage(parent if is_one else url)
+        names = [one for one in newest_first(objects) if not is_one or one == name]
+        if not names:
+            raise ConfigError(
+                f"there is no checkpoint at {url}",
+                accepted="the address of a folder of checkpoints, or of one",
+                todo="leave file:// out of the path of anything else" * url.startswith("file://"),
+            )
+        return objects, names
     path = user_path(place)
     try:
         is_one = (path / MANIFEST_FILE).is_file()
@@ -70,23 +103,6 @@ def find_checkpoints(place: str | Path) -> tuple[Storage, list[str]]:
     )
 
 
-def _find_objects(url: str) -> tuple[Storage, list[str]]:
-    parent, _, name = url.rstrip("/").rpartition("/")
-    if step_of(name) is None:
-        storage = FsspecStorage(url)
-        names = newest_first(storage)
-    else:
-        storage = FsspecStorage(parent)
-        names = [name] if name in newest_first(storage) else []
-    if not names:
-        raise ConfigError(
-            f"there is no checkpoint at {url}",
-            accepted="the address of a folder of checkpoints, or of one",
-            todo="leave file:// out of the path of anything else" * url.startswith("file://"),
-        )
-    return storage, names
-
-
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the newest checkpoint that a path means; see `find_checkpoints`.
 
@@ -98,3 +114,218 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     storage, names = find_checkpoints(path)
     return Checkpoint(storage, names[0])
+
+
+#: How our own format is called.
+FORMAT = "sbp"
+
+_READERS: Mapping[str, Callable[[Path], TensorIndex]] = {
+    "safetensors": read_safetensors,
+    "hf": read_hugging_face,
+    "dcp": read_distributed_checkpoint,
+}
+
+#: What holds pickles, by the ends of names.
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+ACCEPTED = (
+    "a run folder, a checkpoint (step-...) or its address, a file of safetensors, or a folder of "
+    "Hugging Face or of torch.distributed.checkpoint"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What lies at a place.
+
+    Args:
+        format: `sbp`, `safetensors`, `hf` or `dcp`.
+        place: Of the file or the folder of one set of tensors: its path, or an address.
+        storage: That a checkpoint is in; None for other formats.
+        name: Of a checkpoint in it.
+        others: The names of the older checkpoints beside it, if a folder with several was asked
+            for; the newest is taken.
+    """
+
+    format: str
+    place: str
+    storage: Storage | None = None
+    name: str = ""
+    others: tuple[str, ...] = ()
+
+
+def look(place: str | Path) -> Found:
+    """Return what lies at a path or an address; of a folder of checkpoints the newest one.
+
+    Raises:
+        ConfigError: nothing that is known lies there.
+    """
+
+    def newest(place: str | Path) -> Found:
+        storage, (name, *others) = find_checkpoints(place)
+        return replace(found_in(storage, name), others=tuple(others))
+
+    if "://" in str(place):
+        return newest(str(place))
+    if "\0" not in str(place):  # which is named below, as it is no text for people
+        place = user_path(place)
+    path = Path(place)
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            what = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{shown(str(path))} cannot be read: {what}", accepted=ACCEPTED
+            ) from error
+        there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = nearest(path.name, there)
+        raise ConfigError(
+            f"there is no {path}",
+            accepted=ACCEPTED,
+            todo=f"did you mean {path.parent / near}?" if near else "name one that is there",
+        ) from None
+    if not S_ISDIR(mode):
+        if not S_ISREG(mode):
+            raise ConfigError(f"{path} is neither a file nor a folder", accepted=ACCEPTED)
+        if path.name == MANIFEST_FILE:
+            return newest(path.parent)
+        if path.name == INDEX:
+            return Found(format="hf", place=str(path.parent))
+        if path.name.endswith(_PICKLES):
+            raise _pickled(path)
+        return Found(format="safetensors", place=str(path))
+    if (path / MANIFEST_FILE).is_file() or checkpoints_of(path) is not None:
+        return newest(path)
+    if is_distributed_checkpoint(path):
+        return Found(format="dcp", place=str(path))
+    if is_hugging_face(path):
+        return Found(format="hf", place=str(path))
+    # What is like it is said of a folder that holds nothing known.
+    names = sorted(entry.name for entry in path.iterdir())
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
+        raise _pickled(path / pickles[0])
+    if (path / FOLDER).is_dir():
+        raise ConfigError(
+            f"no checkpoint of {path} was finished", where=str(path / FOLDER), accepted=ACCEPTED
+        )
+    files = [name for name in names if name.endswith(".safetensors")]
+    folders = (name for name in names if (path / name).is_dir())
+    alike = [*files, *(name for name in folders if checkpoints_of(path / name))][:3]
+    raise ConfigError(
+        f"{path} holds no checkpoint",
+        accepted=ACCEPTED,
+        todo=f"did you mean {' or '.join(str(path / name) for name in alike)}?" if alike else "",
+    )
+
+
+def found_in(storage: Storage, name: str) -> Found:
+    """Return a checkpoint of a storage."""
+    return Found(format=FORMAT, place=storage.place(name), storage=storage, name=name)
+
+
+def checkpoints_of(place: str | Path) -> Storage | None:
+    """Return the checkpoints of a run, or of a folder or an address of them; None without any."""
+    is_one = "://" not in str(place) and (Path(place) / MANIFEST_FILE).is_file()
+    if is_one:
+        return None
+    try:
+        storage, names = find_checkpoints(place)
+    except ConfigError:
+        return None
+    # The address of one is one, too.
+    return None if storage.place(names[0]) == str(place).rstrip("/") else storage
+
+
+def read_index(found: Found) -> TensorIndex:
+    """Return where the tensors lie.
+
+    Raises:
+        ConfigError: something is missing or damaged.
+    """
+    if found.format != FORMAT:
+        return _READERS[found.format](Path(found.place))
+    return manifest_index(manifest_of(found), found)
+
+
+def manifest_of(found: Found) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is missing or damaged.
+    """
+    assert found.storage is not None, "a checkpoint is in a storage"
+    return read_manifest(found.storage, found.name)
+
+
+def manifest_index(manifest: Manifest, found: Found) -> TensorIndex:
+    """Return where the tensors of a checkpoint lie."""
+    tensors = {
+        name: StoredTensor(
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            pieces=tuple(
+                StoredPiece(file=one.file, offset=one.offset, bounds=one.bounds)
+                for one in tensor.pieces
+            ),
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+    return TensorIndex(path=Path(found.place), folder=Path(found.place), tensors=tensors)
+
+
+@contextmanager
+def open_tensors(found: Found) -> Iterator[Tensors]:
+    """Open the tensors, read when they are asked for; those of checkpoints are verified then.
+
+    Raises:
+        ConfigError: something is missing or damaged.
+    """
+    # Here and not above: what only looks takes no torch.
+    from sbp_launch.checkpoint.formats.indexed import IndexedTensors
+    from sbp_launch.checkpoint.reading import Checkpoint
+
+    if found.storage is None:
+        yield IndexedTensors(read_index(found))
+        return
+    with Checkpoint(found.storage, found.name) as checkpoint:
+        yield checkpoint
+
+
+def _pickled(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path.name} is a pickle, which runs code when it is read",
+        where=str(path),
+        accepted=ACCEPTED,
+        todo="if you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), "
+        "'weights.safetensors')",
+    )
+
+
+def place_of_checkpoint(target: str, step: int | None) -> tuple[Storage, str, int]:
+    """Return storage, name and step of a checkpoint that is to be written.
+
+    Args:
+        target: Path or address of the checkpoint, or of the run or the folder that is to have it.
+        step: That it is of; None if nothing is known of it but what `target` says.
+
+    Raises:
+        ConfigError: `target` is called by another step.
+    """
+    parent, _, last = target.rstrip("/").rpartition("/")
+    named = step_of(last)
+    if named is not None and step not in (None, named):
+        raise ConfigError(
+            f"{target} is the place of step {named}, and the checkpoint is of step {step}",
+            accepted=f"{step_name(step or 0)}, or the folder of a run",
+        )
+    is_url = "://" in target
+    folder = (parent or ("" if is_url else ".")) if named is not None else target
+    if is_url:
+        storage: Storage = FsspecStorage(folder)
+    else:
+        path = user_path(folder)
+        is_run = named is None and path.name != FOLDER
+        storage = LocalStorage(path / FOLDER if is_run else path)
+    number = step or named or 0
+    return storage, last if named is not None else step_name(number), number

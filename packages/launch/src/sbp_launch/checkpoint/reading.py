@@ -13,17 +13,17 @@ A piece that is asked for whole goes into its place at once; of any other, one a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from sbp_core.boxing import intersection, volume
+from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
-from sbp_launch.checkpoint.cover import index_of, within
+from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.manifest import (
     ANOTHER,
     DamagedError,
@@ -32,13 +32,13 @@ from sbp_launch.checkpoint.manifest import (
     SavedTensor,
     read_manifest,
 )
-from sbp_launch.checkpoint.tensors import Tensors, bytes_of
+from sbp_launch.checkpoint.tensors import StoredTensors, bytes_of
 
 #: Most files that are open at a time.
 _MOST_FILES = 64
 
 
-class Checkpoint(Tensors):
+class Checkpoint(StoredTensors):
     """The states of a checkpoint: each is read when it is asked for, and verified as it is read.
 
     Attributes:
@@ -57,41 +57,35 @@ class Checkpoint(Tensors):
         self._open: dict[str, BinaryIO] = {}
         self._buffer = bytearray()
         self.manifest: Manifest = read_manifest(storage, name)
+        self.stored = self.manifest.tensors
+        try:
+            sizes = storage.sizes(name)
+        except OSError as error:
+            what = f"its files cannot be listed: {error.strerror or error}"
+            raise self._damaged("", what) from error
         with self:
-            self._check_files()
+            for file, saved in self.manifest.files.items():
+                if file not in sizes:
+                    raise self._damaged(file, "the file is missing")
+                if (size := sizes[file]) != saved.size_bytes:
+                    what = f"the file has {size:,} bytes, not {saved.size_bytes:,}"
+                    raise self._damaged(file, what)
+                header = bytearray(saved.header_bytes)
+                self._fill(file, 0, memoryview(header))
+                self._compare(file, "its header", header, saved.xxh3_128)
 
-    @property
-    def names(self) -> Collection[str]:
-        """The names of the states."""
-        return self.manifest.tensors.keys()
-
-    def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
-        saved = self.manifest.tensors[name]
-        return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
-
-    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a part of a state, on the CPU: (start, stop) of each dim.
+    def read(self, name: str, piece: SavedPiece, bounds: Bounds, target: Tensor) -> None:
+        """Read a part of a piece into a tensor; `bounds` are those within the piece.
 
         Raises:
-            KeyError: there is no such state.
-            DamagedError: a piece that has some of it is damaged.
+            DamagedError: the piece is damaged.
         """
-        saved, wanted = self.manifest.tensors[name], tuple(bounds)
-        found = torch.empty(
-            [stop - start for start, stop in wanted], dtype=getattr(torch, saved.dtype)
-        )
-        for piece in saved.pieces:
-            common = intersection(piece.bounds, wanted)
-            if not volume(common):
-                continue
-            place = found[index_of(within(common, wanted))]
-            if common == piece.bounds and place.is_contiguous():
-                self._read(name, piece, bytes_of(place))
-            else:
-                held = self._held(name, saved, piece)
-                place.copy_(held[index_of(within(common, piece.bounds))])
-        return found
+        shape = tuple(stop - start for start, stop in piece.bounds)
+        if tuple(target.shape) == shape and target.is_contiguous():
+            self._fill_piece(name, piece, bytes_of(target))
+        else:
+            held = self._held(name, self.manifest.tensors[name], piece)
+            target.copy_(held[index_of(bounds)])
 
     @property
     def place(self) -> str:
@@ -136,39 +130,18 @@ class Checkpoint(Tensors):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_files(self) -> None:
-        """See that all files are there, each of its size and with its header.
-
-        Raises:
-            DamagedError: one is not.
-        """
-        try:
-            sizes = self._storage.sizes(self.name)
-        except OSError as error:
-            raise self._damaged("", f"its files cannot be listed: {_reason(error)}") from error
-        for file, saved in self.manifest.files.items():
-            if file not in sizes:
-                raise self._damaged(file, "the file is missing")
-            if sizes[file] != saved.size_bytes:
-                raise self._damaged(
-                    file, f"the file has {sizes[file]:,} bytes, not {saved.size_bytes:,}"
-                )
-            header = bytearray(saved.header_bytes)
-            self._fill(file, 0, memoryview(header))
-            self._compare(file, "its header", header, saved.xxh3_128)
-
     def _held(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
         """Return a whole piece, in the buffer of this checkpoint."""
         size = saved.piece_bytes(piece)
         if len(self._buffer) < size:
             self._buffer = bytearray(size)
         view = memoryview(self._buffer)[:size]
-        self._read(name, piece, view)
+        self._fill_piece(name, piece, view)
         dtype = getattr(torch, saved.dtype)
         shape = [stop - start for start, stop in piece.bounds]
         return torch.frombuffer(view, dtype=dtype).reshape(shape) if size else torch.empty(shape)
 
-    def _read(self, name: str, piece: SavedPiece, into: memoryview) -> None:
+    def _fill_piece(self, name: str, piece: SavedPiece, into: memoryview) -> None:
         self._fill(piece.file, piece.offset, into)
         what = f"tensor {name!r} (bytes {piece.offset:,} to {piece.offset + len(into):,})"
         self._compare(piece.file, what, into, piece.xxh3_128)
@@ -193,7 +166,9 @@ class Checkpoint(Tensors):
                     raise self._damaged(file, f"the file ends after {offset + done:,} bytes")
                 done += count
         except OSError as error:
-            raise self._damaged(file, f"the file cannot be read: {_reason(error)}") from error
+            raise self._damaged(
+                file, f"the file cannot be read: {error.strerror or error}"
+            ) from error
 
     def _compare(self, file: str, what: str, data: bytearray | memoryview, wanted: str) -> None:
         found = xxh3_128_hexdigest(data)
@@ -217,7 +192,3 @@ def none_is_whole(storage: Storage, count: int) -> ConfigError:
         accepted="a checkpoint that verifies",
         todo="begin anew, in another folder",
     )
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

@@ -13,20 +13,26 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
+from sbp_core.graph import ITEMSIZE
 from sbp_core.plugins import Storage
+from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
-from sbp_launch.checkpoint.tensors import Chosen, Tensors
+from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, Tensors, dtype_name
 from sbp_launch.checkpoint.writing import Piece, commit, write_part
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +152,7 @@ def open_together(storage: Storage, name: str, processes: Processes) -> Checkpoi
         ConfigError: the processes open different checkpoints.
         BoxingError: another process has failed, or did not come.
     """
-    opened, problem = None, None
-    try:
-        opened = Checkpoint(storage, name)
-    except DamagedError as error:
-        problem = error
-    if (found := damage_of_any(processes, name, problem)) is not None:
-        raise found
-    assert opened is not None, "else there is a problem"
-    return opened
+    return _together(processes, name, lambda: Checkpoint(storage, name))
 
 
 def verify_together(checkpoint: Checkpoint, processes: Processes) -> None:
@@ -164,26 +162,31 @@ def verify_together(checkpoint: Checkpoint, processes: Processes) -> None:
         DamagedError: something of it is damaged.
         BoxingError: another process has failed, or did not come.
     """
-    problem = None
-    try:
+    share = processes.ranks.index(processes.rank), len(processes.ranks)
+
+    def verify() -> None:
         with checkpoint:
-            share = processes.ranks.index(processes.rank), len(processes.ranks)
             checkpoint.verify(share=share)
+
+    _together(processes, checkpoint.name, verify)
+
+
+def _together(processes: Processes, name: str, action: Callable[[], T]) -> T:
+    """Do something with a checkpoint in every process; raises as `open_together`."""
+    made, problem = [], None
+    try:
+        made.append(action())
     except DamagedError as error:
         problem = error
-    if (found := damage_of_any(processes, checkpoint.name, problem)) is not None:
+    if (found := damage_of_any(processes, name, problem)) is not None:
         raise found
+    return made[0]
 
 
 def damage_of_any(
     processes: Processes, read: str, problem: DamagedError | None
 ) -> DamagedError | None:
     """Return what is damaged, here or for another process; None if nothing is. All call this.
-
-    Args:
-        processes: All of them.
-        read: What this one has read.
-        problem: What it has found damaged in that, if anything.
 
     Raises:
         ConfigError: the processes have read different checkpoints.
@@ -225,11 +228,7 @@ class ReadTogether(Tensors):
         return self._tensors.names
 
     def call(self, own: Collection[str]) -> None:
-        """Call the states as a step does, of which other modules may be wrapped.
-
-        Args:
-            own: The names of the step's states.
-        """
+        """Call the states as a step does, of which other modules may be wrapped."""
         self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:
@@ -278,3 +277,46 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return words_of(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A slice of a tensor, read when its value is asked for."""
+
+    tensors: Tensors
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bounds: Bounds
+
+    @property
+    def value(self) -> Tensor:
+        return self.tensors.part(self.name, self.bounds)
+
+
+def write_checkpoint(storage: Storage, name: str, tensors: Tensors, metadata: Metadata) -> None:
+    """Write tensors as the checkpoint of a run with one process; one of the name is replaced.
+
+    Args:
+        storage: Where.
+        name: Of its folder.
+        tensors: By the names of `Session.state_dict`, of which 64 MiB at a time are in memory.
+        metadata: Where the run was.
+
+    Raises:
+        ConfigError: one has a dtype that no state has.
+        RunError: it cannot be written.
+    """
+    parts = []
+    for own in tensors:
+        like = tensors.like(own)
+        if dtype_name(like) not in ITEMSIZE:
+            raise ConfigError(
+                f"{own!r} is {dtype_name(like)}, which no state has", accepted=", ".join(ITEMSIZE)
+            )
+        shape, dtype = tuple(like.shape), dtype_name(like)
+        parts += [
+            _Part(tensors=tensors, name=own, shape=shape, dtype=dtype, bounds=bounds)
+            for bounds in cut(shape, like.element_size(), PART_BYTES)
+        ]
+    save(storage, name, metadata, parts, Processes())

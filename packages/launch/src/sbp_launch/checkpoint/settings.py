@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from sbp_core.errors import ConfigError
+from sbp_launch.checks import check_least
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
@@ -37,13 +38,9 @@ class CheckpointConfig:
     copy_bytes: int | None = COPY_BYTES
 
     def __post_init__(self) -> None:
-        if self.keep < 0:
-            raise ConfigError(f"keep={self.keep} is too small", accepted="an integer >= 0; 0: all")
-        if self.copy_bytes is not None and self.copy_bytes < 0:
-            raise ConfigError(
-                f"copy_bytes={self.copy_bytes} is too small",
-                accepted="an integer >= 0, or with a unit, such as 1GiB; null: copies of all",
-            )
+        check_least(self, 0, "keep", accepted="an integer >= 0; 0: all")
+        accepted = "an integer >= 0, or with a unit, such as 1GiB; null: copies of all"
+        check_least(self, 0, "copy_bytes", accepted=accepted)
         if self.every is not None and not (self.every_steps or self.every_s):
             raise ConfigError(
                 f"every={self.every!r} is no number of steps and no time",

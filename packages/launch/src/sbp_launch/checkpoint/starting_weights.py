@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_launch.checkpoint.cover import index_of
-from sbp_launch.checkpoint.names import model_names, without_wrappers
-from sbp_launch.checkpoint.opening import Found, look, open_tensors
+from sbp_launch.checkpoint.names import called_here, model_names, without_wrappers
+from sbp_launch.checkpoint.places import Found, look, open_tensors
 from sbp_launch.checkpoint.tensors import Tensors
 from sbp_torch.capture import UpdateOptions, copied_states
 from sbp_torch.interchange.torch_states import graph_names, stored_names
@@ -83,7 +83,7 @@ def find_weights(
     over, such as `_orig_mod.` of `torch.compile`.
 
     Args:
-        path: A checkpoint, or what `sbp_launch.checkpoint.opening.look` knows.
+        path: A checkpoint, or what `sbp_launch.checkpoint.places.look` knows.
         model: The one-device program; its values may be deferred.
         optimizer: Over its parameters.
         update: As given to `capture`.
@@ -99,13 +99,24 @@ def find_weights(
         possible = graph_names(model)
         renamed = _renamed(model_names(tensors), possible)
         place = (found.place, where)
-        needed = {*stored_names(model).values()} - _counters(model)
-        _check_names(renamed, possible, needed, place)
+        # Counters that PyTorch lets weights leave out, which older ones do.
+        counters = {
+            f"{path}.num_batches_tracked".removeprefix(".")
+            for path, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+        }
+        lacking = {*stored_names(model).values()} - counters
+        lacking -= {possible[name] for name in renamed if name in possible}
+        missing = [name for name, state in possible.items() if state in lacking]
+        unknown = [name for name in renamed if name not in possible]
+        if unknown or missing:
+            raise _misnamed(unknown, missing, renamed, possible, place)
         sources: dict[str, Source] = {}
         for name, source in renamed.items():
             state = possible[name]
             before = sources[state].names if state in sources else ()
-            value = _tensor_of(model, state)
+            home, _, key = state.rpartition(".")
+            value: Tensor = getattr(model.get_submodule(home), key)
             _check_form(source, tensors, value, place)
             sources[state] = Source(names=(*before, source), shape=value.shape, dtype=value.dtype)
     for state, (parameter, dtype) in copied_states(model, optimizer, update).items():
@@ -117,29 +128,8 @@ def named_as_in(states: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, 
     """Return states by the names that a model has, of which other modules may be wrapped."""
     own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if all(name in states for name in own):
-        return states
-    named = {plain: name for name, plain in without_wrappers(own).items()}
-    found = {}
-    for name, plain in without_wrappers(states).items():
-        parameter, _, key = plain.rpartition(".")
-        other = named.get(plain) or (f"{named[parameter]}.{key}" if parameter in named else name)
-        found[other] = states[name]
-    return found
-
-
-def _tensor_of(model: nn.Module, name: str) -> Tensor:
-    path, _, key = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), key)
-    return found
-
-
-def _counters(model: nn.Module) -> set[str]:
-    """Return the names of counters that PyTorch lets weights leave out, which older ones do."""
-    return {
-        f"{path}.num_batches_tracked" if path else "num_batches_tracked"
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-    }
+        return states  # which may be made when they are asked for
+    return {here: states[there] for here, there in called_here(states, own).items()}
 
 
 def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
@@ -157,36 +147,27 @@ def _renamed(given: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
         beginnings |= {("", one.removesuffix(name)) for one in own if one.endswith(f".{name}")}
         beginnings |= {(name.removesuffix(one), "") for one in own if name.endswith(f".{one}")}
 
-    def changed(name: str, old: str, new: str) -> str:
-        return new + name.removeprefix(old)
-
     def fit(pair: tuple[str, str]) -> tuple[int, int]:
-        return sum(changed(name, *pair) in own for name in names), -len("".join(pair))
+        fitting = sum(pair[1] + name.removeprefix(pair[0]) in own for name in names)
+        return fitting, -len("".join(pair))
 
-    best = max(sorted(beginnings), key=fit)
-    found = {name: changed(plain, *best) for plain, name in names.items()}
-    return {own.get(plain, plain): name for name, plain in found.items()}
+    old, new = max(sorted(beginnings), key=fit)
+    found = {new + plain.removeprefix(old): name for plain, name in names.items()}
+    return {own.get(plain, plain): name for plain, name in found.items()}
 
 
-def _check_names(
+def _misnamed(
+    unknown: Sequence[str],
+    missing: Sequence[str],
     renamed: Mapping[str, str],
     possible: Mapping[str, str],
-    needed: set[str],
     place: tuple[str, ...],
-) -> None:
-    """Check that all names are known, and that all that are needed are there.
-
-    Raises:
-        ConfigError: one is unknown, or missing; names the nearest.
-    """
-    unknown = [name for name in renamed if name not in possible]
-    known = {possible[name] for name in renamed if name in possible}
-    lacking = needed - known
-    missing = [name for name, state in possible.items() if state in lacking]
+) -> ConfigError:
+    """Return the error for names that are unknown, or else missing; it says the nearest."""
     if unknown:
         near = nearest(unknown[0], missing or possible)
         more = f" (nor {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
-        raise ConfigError(
+        return ConfigError(
             f"the model has nothing called {renamed[unknown[0]]!r}{more}",
             where=place,
             accepted=f"its own names, such as {', '.join(list(possible)[:4])}",
@@ -195,15 +176,14 @@ def _check_names(
             else "sbp-checkpoint convert writes them with other names (--rename), or without some "
             "(--drop)",
         )
-    if missing:
-        near = nearest(missing[0], renamed)
-        more = f" (nor {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        raise ConfigError(
-            f"there is no {missing[0]!r}{more}, which the model has",
-            where=place,
-            accepted="all parameters and buffers of the model",
-            todo=f"is it {near!r}?" if near else "take weights of this very model",
-        )
+    near = nearest(missing[0], renamed)
+    more = f" (nor {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+    return ConfigError(
+        f"there is no {missing[0]!r}{more}, which the model has",
+        where=place,
+        accepted="all parameters and buffers of the model",
+        todo=f"is it {near!r}?" if near else "take weights of this very model",
+    )
 
 
 def _check_form(name: str, tensors: Tensors, own: Tensor, place: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from sbp_core.boxing import SurvivingRanks
@@ -66,11 +66,27 @@ def pieces_left(
     except RunError as error:
         problem = words_of(error)[:_QUOTED]
     said = left.gather(json.dumps([step, is_saved, problem]), limit_s)
-    if _check_step(left.ranks, said):
+    steps: dict[int, list[int]] = {}
+    any_saved = False
+    for rank, text in zip(left.ranks, said, strict=True):
+        its_step, its_saved, its_problem = json.loads(text)
+        any_saved = any_saved or its_saved
+        if its_problem:
+            raise RunError(f"rank {rank} says: {its_problem}")
+        steps.setdefault(its_step, []).append(rank)
+    if len(steps) > 1:
+        told = "; ".join(f"step {at}: {', '.join(map(str, of))}" for at, of in steps.items())
+        raise RunError(f"the ranks that are left do not stand behind one step ({told})")
+    if any_saved:
         return (), True
     if not session.steps_done:
         raise RunError("no step has been done")
-    _check_whole(plan, left.ranks)
+    if lost := lost_states(plan, left.ranks):
+        holders = sorted({rank for rest in lost.values() for rank in rest})
+        raise RunError(
+            f"rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))} alone held a part of "
+            f"{len(lost)} state{'s' * (len(lost) != 1)}, such as {next(iter(lost))!r}"
+        )
     return pieces, False
 
 
@@ -95,43 +111,3 @@ def claimed_from_the_lost(storage: Storage) -> Iterator[None]:
                     raise
                 time.sleep(_LOOK_S)
         yield
-
-
-def _check_step(ranks: Sequence[int], said: Sequence[str]) -> bool:
-    """See that all ranks have whole states, of one step; return whether these are saved already.
-
-    Raises:
-        RunError: they do not.
-    """
-    steps: dict[int, list[int]] = {}
-    any_saved = False
-    for rank, text in zip(ranks, said, strict=True):
-        step, is_saved, problem = json.loads(text)
-        any_saved = any_saved or is_saved
-        if problem:
-            raise RunError(f"rank {rank} says: {problem}")
-        steps.setdefault(step, []).append(rank)
-    if len(steps) > 1:
-        told = "; ".join(
-            f"step {step}: {', '.join(map(str, ranks))}" for step, ranks in steps.items()
-        )
-        raise RunError(f"the ranks that are left do not stand behind one step ({told})")
-    return any_saved
-
-
-def _check_whole(plan: PhysicalPlan, ranks: Sequence[int]) -> None:
-    """See that ranks hold all states together.
-
-    Raises:
-        RunError: a part of some is lost with others.
-    """
-    lost = lost_states(plan, ranks)
-    if not lost:
-        return
-    holders = sorted({rank for rest in lost.values() for rank in rest})
-    gone = ", ".join(map(str, holders))
-    name = next(iter(lost))
-    raise RunError(
-        f"rank{'s' if len(holders) > 1 else ''} {gone} alone held a part of "
-        f"{len(lost)} state{'s' * (len(lost) != 1)}, such as {name!r}"
-    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sbp_launch.checkpoint.cover import cut
+from sbp_core.boxing import Bounds, intersection, volume
+from sbp_launch.checkpoint.cover import cut, index_of, within
 
 #: Most bytes of a part, of who reads a tensor part by part.
 PART_BYTES = 64 * 2**20
@@ -58,16 +60,55 @@ class Tensors(Mapping[str, Tensor]):
             yield self.part(name, bounds)
 
 
+class StoredTensors(Tensors):
+    """Tensors that lie in pieces, of which a part is put together."""
+
+    #: By name; each has `shape`, `dtype` by its name, and `pieces` with their `bounds`.
+    stored: Mapping[str, Any]
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors."""
+        return self.stored.keys()
+
+    def like(self, name: str) -> Tensor:
+        """See `Tensors.like`."""
+        stored = self.stored[name]
+        return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """See `Tensors.part`."""
+        stored, wanted = self.stored[name], tuple(bounds)
+        shape = [stop - start for start, stop in wanted]
+        found = torch.empty(shape, dtype=getattr(torch, stored.dtype))
+        for piece in stored.pieces:
+            common = intersection(piece.bounds, wanted)
+            if volume(common):
+                target = found[index_of(within(common, wanted))]
+                self.read(name, piece, within(common, piece.bounds), target)
+        return found
+
+    @abstractmethod
+    def read(self, name: str, piece: Any, bounds: Bounds, target: Tensor) -> None:
+        """Read a part of a piece into a tensor; `bounds` are those within the piece."""
+
+
 class Chosen(Tensors):
     """Some of the tensors of a mapping, perhaps under other names.
 
     Args:
         tensors: Where they are.
         names: Name there, by name here; `sources` of what this makes.
+        tell: Is told the bytes of every part that was read.
     """
 
-    def __init__(self, tensors: Tensors, names: Mapping[str, str]) -> None:
-        self._tensors, self.sources = tensors, dict(names)
+    def __init__(
+        self,
+        tensors: Tensors,
+        names: Mapping[str, str],
+        tell: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._tensors, self.sources, self._tell = tensors, dict(names), tell
 
     @property
     def names(self) -> Collection[str]:
@@ -80,32 +121,7 @@ class Chosen(Tensors):
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """See `Tensors.part`."""
-        return self._tensors.part(self.sources[name], bounds)
-
-
-class Told(Tensors):
-    """Tensors that say how much of them is read.
-
-    Args:
-        tensors: Where they are.
-        tell: Is told the bytes of every part that was read.
-    """
-
-    def __init__(self, tensors: Tensors, tell: Callable[[int], None]) -> None:
-        self._tensors, self._tell = tensors, tell
-
-    @property
-    def names(self) -> Collection[str]:
-        """Their names."""
-        return self._tensors.names
-
-    def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
-        return self._tensors.like(name)
-
-    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """See `Tensors.part`."""
-        found = self._tensors.part(name, bounds)
+        found = self._tensors.part(self.sources[name], bounds)
         self._tell(size_bytes(found))
         return found
 

@@ -134,7 +134,11 @@ def write_part(
         # Those of large elements first, so that all are aligned.
         found = sorted(pieces, key=lambda one: (-itemsize(one.dtype), one.name, one.bounds))
         slices, values = found, iter(found)
-    entries = _entries(slices)
+    entries, offset = [], 0  # with their places, one after the other
+    for one in slices:
+        size = itemsize(one.dtype) * prod(stop - start for start, stop in one.bounds)
+        entries.append(_Entry(piece=one, offset=offset, size_bytes=size))
+        offset += size
     header = json.dumps({entry.name: entry.header() for entry in entries}).encode()
     header += b" " * (-len(header) % 8)
     start = len(header).to_bytes(8, "little") + header
@@ -147,7 +151,11 @@ def write_part(
                 # No name for the piece: it would keep its memory while the next is waited for.
                 blocks = _write_piece(file, name, size_bytes, next(values))
                 size_bytes += entry.size_bytes
-                _add(tensors, entry.piece, blocks)
+                saved, known = entry.piece, tensors.get(entry.piece.name)
+                pieces_of = (*known.pieces, *blocks) if known else tuple(blocks)
+                tensors[saved.name] = SavedTensor(
+                    shape=saved.shape, dtype=saved.dtype, pieces=pieces_of
+                )
     files = {
         name: SavedFile(
             size_bytes=size_bytes, header_bytes=len(start), xxh3_128=xxh3_128_hexdigest(start)
@@ -190,32 +198,12 @@ def commit(staged: StagedFolder, ranks: Sequence[int]) -> Manifest:
     return manifest
 
 
-def _entries(slices: Iterable[Slice]) -> list[_Entry]:
-    """Return slices with their places, one behind the other."""
-    found, offset = [], 0
-    for piece in slices:
-        size = itemsize(piece.dtype) * prod(stop - start for start, stop in piece.bounds)
-        found.append(_Entry(piece=piece, offset=offset, size_bytes=size))
-        offset += size
-    return found
-
-
 def _write_piece(file: BinaryIO, name: str, offset: int, piece: Piece) -> list[SavedPiece]:
-    """Append a piece to the file of a name; return its blocks."""
-    blocks = []
-    for bounds, data in _blocks(piece):
-        digest = xxh3_128_hexdigest(data)
-        file.write(data)
-        blocks.append(SavedPiece(file=name, offset=offset, bounds=bounds, xxh3_128=digest))
-        offset += len(data)
-    return blocks
-
-
-def _blocks(piece: Piece) -> Iterator[tuple[Bounds, memoryview]]:
-    """Yield the bytes of a piece in blocks: where each lies in the state, and its bytes."""
-    value = piece.value
+    """Append a piece to the file of a name; return its blocks: where each lies in the state."""
+    value, blocks = piece.value, []
     shape = tuple(stop - start for start, stop in piece.bounds)
-    whole = value if isinstance(value, Tensor) else _number(value, piece.dtype)
+    dtype = getattr(torch, piece.dtype)
+    whole = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
     if tuple(whole.shape) != shape or dtype_name(whole) != piece.dtype:
         raise SbpValueError(
             f"the piece of {piece.name!r} has shape {tuple(whole.shape)} and dtype "
@@ -225,17 +213,9 @@ def _blocks(piece: Piece) -> Iterator[tuple[Bounds, memoryview]]:
     for block in cut(shape, itemsize(piece.dtype), BLOCK_BYTES):
         moved = zip(piece.bounds, block, strict=True)
         bounds = tuple((start + first, start + last) for (start, _), (first, last) in moved)
-        yield bounds, bytes_of(whole[index_of(block)])
-
-
-def _add(tensors: dict[str, SavedTensor], piece: Slice, blocks: list[SavedPiece]) -> None:
-    known = tensors.get(piece.name)
-    tensors[piece.name] = SavedTensor(
-        shape=piece.shape,
-        dtype=piece.dtype,
-        pieces=(*known.pieces, *blocks) if known else tuple(blocks),
-    )
-
-
-def _number(value: float | int, dtype: str) -> Tensor:
-    return torch.tensor(value, dtype=getattr(torch, dtype))
+        data = bytes_of(whole[index_of(block)])
+        digest = xxh3_128_hexdigest(data)
+        file.write(data)
+        blocks.append(SavedPiece(file=name, offset=offset, bounds=bounds, xxh3_128=digest))
+        offset += len(data)
+    return blocks

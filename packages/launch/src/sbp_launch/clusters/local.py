@@ -1,16 +1,22 @@
-"""The cluster profile `local`: ranks on this machine, with declared rates."""
+"""The cluster profiles of this machine: `local`, with declared rates, and `measured`.
+
+`measured` is a mesh on a machine that `sbp-calibrate` has measured.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import inf, prod
+from pathlib import Path
 from typing import Literal
 
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, ClusterFactory
+from sbp_launch.checks import check_least
 
 #: What to say in place of a mesh that is no list.
 MESH_TODO = "give the ranks along each axis: cluster.mesh=[4], or 'cluster.mesh=[2, 2]'"
@@ -102,10 +108,8 @@ class LocalConfig:
         object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
         if self.device not in RATES:
             raise ConfigError(f"device={self.device!r}", accepted=" or ".join(RATES))
-        if self.cores is not None and self.cores < 1:
-            raise ConfigError(
-                f"cores={self.cores}", accepted="1 or more, or null for all that there are"
-            )
+        accepted = "1 or more, or null for all that there are"
+        check_least(self, 1, "cores", accepted=accepted, why="")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value is None:
@@ -213,3 +217,77 @@ def build_local(config: LocalConfig) -> ClusterFactory:
         )
 
     return make
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredConfig:
+    """A mesh of ranks, and the file that says what they and the links between them can do.
+
+    Args:
+        file: Cluster file that `sbp-calibrate` wrote.
+        mesh: Ranks along each axis, >= 1; of one axis -1, as many as the launcher has started.
+        axes: Distinct name of each axis; None, once made, is those of
+            `sbp_launch.clusters.local.AXES`.
+        world_size: Ranks in all; None takes what the mesh has.
+        backend: Boxing backend whose times are used; empty for the one that the file names.
+        extrapolate: Whether the mesh may have more ranks than were measured. They are taken to be
+            as fast, and groups of them are predicted from smaller ones.
+
+    Raises:
+        ConfigError: the mesh cannot be meant, or the file cannot be read or says too little.
+    """
+
+    file: str = "cluster.json"
+    mesh: tuple[int, ...] = field(default=(2,), metadata={INSTEAD: MESH_TODO})
+    axes: tuple[str, ...] | None = None
+    world_size: int | None = None
+    backend: str = ""
+    extrapolate: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", named_axes(self.mesh, self.axes, self.world_size))
+        load(self, prod(self.mesh))
+
+
+def load(config: MeasuredConfig, num_devices: int) -> Cluster:
+    """Return the measured machine, with as many ranks as a mesh has.
+
+    Raises:
+        ConfigError: the file cannot be read, knows no such backend, or has too few ranks.
+    """
+    cluster = Cluster.load(Path(config.file))
+    if config.backend and config.backend not in cluster.calibrations:
+        raise ConfigError(
+            f"backend={config.backend!r} is not in file={config.file!r}",
+            accepted=", ".join(cluster.calibrations) or "none: only one rank was measured",
+            todo=f"sbp-calibrate boxing={config.backend} ranks={cluster.num_devices} "
+            f"out={config.file}",
+        )
+    if num_devices > cluster.num_devices and not config.extrapolate:
+        raise ConfigError(
+            f"mesh={list(config.mesh)} has {_ranks(num_devices)}, and file={config.file!r} was "
+            f"measured with {cluster.num_devices}: more ranks share cores, memory and links, and "
+            "nobody knows how",
+            accepted=f"a mesh of at most {_ranks(cluster.num_devices)}, or extrapolate=true",
+            todo=f"sbp-calibrate boxing={cluster.backend or 'local'} ranks={num_devices} "
+            "out=FILE with another file and cluster.file=FILE, or cluster.extrapolate=true for a "
+            "guess",
+        )
+    per_node = cluster.devices_per_node
+    if cluster.num_devices <= per_node == cluster.group_sizes[-1]:
+        # Only one node was measured, and nothing is said of others: all ranks are on one, which
+        # still has a whole number of what may be inside it.
+        per_node *= -(-num_devices // per_node)
+    backend = config.backend or cluster.backend
+    if backend in cluster.calibrations:
+        cluster = cluster.priced_by(backend)
+    return replace(cluster, num_devices=num_devices, devices_per_node=per_node)
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def build_measured(config: MeasuredConfig) -> ClusterFactory:
+    """Return a maker of the measured cluster."""
+    return partial(load, config)

@@ -20,6 +20,7 @@ from sbp_core.cluster import Cluster, Device, Link, LinkLevel
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import INSTEAD, ClusterFactory
+from sbp_launch.checks import check_least
 from sbp_launch.clusters.local import MESH_TODO, RATES, named_axes
 
 #: Latency of one message of a ring over NVLink, PCIe and the network, in seconds. Source: NCCL
@@ -188,18 +189,15 @@ class GpuConfig:
     operators: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 1), ("nodes_per_rack", 2)):
-            count = getattr(self, name)
-            if count is not None and count < least:
-                raise ConfigError(f"{name}={count}", accepted=f"{least} or more")
+        check_least(self, 1, "nodes", "gpus_per_node", accepted="1 or more", why="")
+        check_least(self, 2, "nodes_per_rack", accepted="2 or more", why="")
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name.endswith(("efficiency", "fraction")) and not 0 < value <= 1:
                 raise ConfigError(f"{entry.name}={value!r}", accepted="above 0, at most 1")
             if entry.name.endswith("launch_s") and not 0 <= value < inf:
                 raise ConfigError(f"{entry.name}={value!r}", accepted="seconds >= 0")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ConfigError(f"memory_bytes={self.memory_bytes}", accepted="1 or more, or null")
+        check_least(self, 1, "memory_bytes", accepted="1 or more, or null", why="")
         if not 1 <= self.rack_oversubscription < inf:
             raise ConfigError(
                 f"rack_oversubscription={self.rack_oversubscription!r}",

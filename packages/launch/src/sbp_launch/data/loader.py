@@ -4,26 +4,72 @@
     step              |       step 0      |      step 1     | step 2       loaded and not yet taken
 
 A batch takes a credit before it is loaded and gives it back when it is taken, so no more than
-`ahead` of them are in memory beside the one of the step. What is loaded depends on the cursor only,
-so it is the same without the thread.
+`ahead` of them are in memory next to the one of the step. What is loaded depends on the cursor
+only, so it is the same without the thread. A process loads the rows that its ranks hold:
+
+    batch of a step     0  1  2  3  4  5  6  7     micro-batches of 4, split over two ranks
+    process of rank 0   0  1        4  5           loads these rows, and nothing else
+    process of rank 1         2  3        6  7
+
+Where the ranks of a process hold other rows of one tensor than of another, as the stages of a
+pipeline may, it loads the rows of all, and each tensor is cut.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import Condition, Thread
-from types import TracebackType
 from typing import Self
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import PluginError, SbpError, words_of
-from sbp_launch.data.local_part import LocalPart
+from sbp_core.runtime import batch_parts
 from sbp_launch.data.order import DataCursor
 from sbp_launch.data.source import SampleSource
+
+
+class LocalPart:
+    """What some ranks hold of each batch of a plan.
+
+    Args:
+        plan: Says how batches are split.
+        ranks: Those of this process.
+
+    Attributes:
+        rows: Of the batch, ascending: int64 (n,).
+    """
+
+    def __init__(self, plan: PhysicalPlan, ranks: Iterable[int]) -> None:
+        own = {name: part for name, part in batch_parts(plan, ranks).items() if part.shape}
+        none = np.empty(0, np.int64)
+        rows = {
+            name: np.concatenate([none, *(np.arange(one.start, one.stop) for one in part.samples)])
+            for name, part in own.items()
+        }
+        self.rows = np.unique(np.concatenate([none, *rows.values()]))
+        #: Where the rows of each tensor are among `rows`; None if they are all of them.
+        self._cuts: dict[str, Tensor | None] = {
+            name: None
+            if len(found) == len(self.rows)
+            else torch.from_numpy(np.searchsorted(self.rows, found))
+            for name, found in rows.items()
+        }
+
+    def cut(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `Session.step(batch_is="local")` takes, of the samples of `rows`."""
+        found = {}
+        for name, cut in self._cuts.items():
+            if name in loaded:  # what is not there is told by the session
+                found[name] = loaded[name] if cut is None else loaded[name][cut]
+        return found
+
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +162,7 @@ class BatchLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _load(self) -> LocalBatch:

@@ -116,7 +116,15 @@ class SampleSource:
             try:
                 found = self.data.samples(numbers, split)
             except Exception as error:
-                raise self._failure(error, numbers, split) from error
+                failed = error
+                # One that fails alone, too, is the one to be named.
+                for number in numbers[:, None] if len(numbers) > 1 else ():
+                    try:
+                        self.data.samples(number, split)
+                    except Exception as alone:
+                        failed, numbers = alone, number
+                        break
+                raise self._error(failed, numbers, split, "samples") from error
             self._check(found, numbers, "samples")
             if epochs is None or split != "train" or not isinstance(self.data, AugmentedDataset):
                 return found
@@ -144,18 +152,6 @@ class SampleSource:
     def _returned(self, found: object, accepted: str, by: str, told: str) -> PluginError:
         error = self.plugin.returned(found, accepted, by=by)
         return error.replaced(PluginError, what=f"{error.what}: {told}", accepted=accepted)
-
-    def _failure(self, error: Exception, numbers: npt.NDArray[np.int64], split: str) -> SbpError:
-        """Return the error to raise for one that asking for samples has raised."""
-        found = error
-        # One that fails alone, too, is the one to be named.
-        for number in numbers[:, None] if len(numbers) > 1 else ():
-            try:
-                self.data.samples(number, split)
-            except Exception as alone:
-                found, numbers = alone, number
-                break
-        return self._error(found, numbers, split, "samples")
 
     def _error(
         self, found: Exception, numbers: npt.NDArray[np.int64], split: str, by: str

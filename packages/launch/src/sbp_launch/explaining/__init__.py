@@ -1,9 +1,8 @@
 """Why a plan is as it is, and what another one would cost.
 
-`figures` is what a plan costs. `question` reads what `why=` asks, `alternatives` makes the plans
-that answer it, `differences` says what travels in one plan and not in another, `reasons` puts it in
-a sentence, and `why` prints all of it; `compare` prints two plans side by side, `feasible` looks
-for settings with which a plan fits. `plan_page` is a plan as one HTML file.
+`question` reads what `why=` and `compare=` ask. `compare` is what a plan costs, and prints two of
+them side by side; `reasons` says what travels in one and not in another, and puts it in a sentence;
+`why` makes the plans that answer `why=`, and prints them. `plan_page` is a plan as one HTML file.
 
 Stability: internal.
 """

@@ -1,58 +1,256 @@
-"""Two plans of one model side by side: what they cost, and which modules are cut otherwise.
+"""What a plan costs, as JSON for scripts, and two plans of one model side by side.
 
                      this plan   runs/other   change
     predicted step   19.8 ms     36.4 ms      +84%
     ...
     blocks.* x4  mlp.up   parameters (B, B) -> (B, S(0))   output (S(0), B) -> (S(0), S(2))
 
-Meshes, stages and micro-batches may differ; SBPs of plans with other axes are texts, too.
+Meshes, stages and micro-batches may differ; SBPs of plans with other axes are texts, too. For
+scripts, keys end in their units; what is not known is null. All of it is predicted.
+
+    {"planner": "ilp", "step_s": 0.0132, "samples_per_s": 606.0, "bound_s": 0.0132, "gap": 0.0,
+     "memory": {"limit_bytes": ..., "ranks": {"0": {"peak_bytes": ..., "kinds": {...}}}}, ...}
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from sbp_core.boxing import StepKind
+from sbp_core.boxing import BoxingStep, StepKind
+from sbp_core.cluster import Cluster
+from sbp_core.compile import COMMIT, BoxingActor, PhysicalPlan
 from sbp_core.graph import graph_hash
+from sbp_core.memory import MemoryReport, RankMemory
+from sbp_core.simulate import Simulation
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.explaining.columns import change_text, columns
-from sbp_launch.explaining.figures import Figures, figures_of, memory_kinds
+from sbp_launch.console import change_text, columns
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.rows import ModuleRow
 from sbp_launch.planning.table import groups_of
+from sbp_launch.planning.utilization import ModelWork, samples_of_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Boxing of one kind over links of one level, in a training step.
+
+    Args:
+        kind: The collective, or transfers.
+        level: Of `Cluster.levels`, the number of the smallest whose groups hold those that talk: 0
+            is the innermost.
+        num_calls: How often, buckets of small tensors being one.
+        sent_bytes: What all ranks together send.
+        time_s: What the calls take one after the other, in seconds.
+    """
+
+    kind: StepKind
+    level: int
+    num_calls: int
+    sent_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a step of a plan costs.
+
+    Args:
+        step_s: Predicted time of a step, in seconds.
+        computing_s, boxing_s: For how long a thread computes and boxes, in the mean of all ranks.
+        num_ranks: Ranks of the plan.
+        sent_bytes: What all ranks together send, the commit of the step included.
+        traffic: The same by kind and link, without the commit.
+        fullest: The memory of the rank that needs most; None if it is not known.
+        limit_bytes: The memory that a rank has.
+    """
+
+    step_s: float
+    computing_s: float
+    boxing_s: float
+    num_ranks: int
+    sent_bytes: int
+    traffic: tuple[Traffic, ...]
+    fullest: RankMemory | None
+    limit_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits its memory, as far as that is known."""
+        return self.fullest is None or self.fullest.peak <= self.limit_bytes
+
+    def sent_by(self, kind: StepKind) -> float:
+        """Return what a rank sends in steps of a kind, in bytes, in the mean of all ranks."""
+        return sum(one.sent_bytes for one in self.traffic if one.kind is kind) / self.num_ranks
+
+    def calls_of(self, kind: StepKind) -> int:
+        """Return how many boxing steps of a kind there are."""
+        return sum(one.num_calls for one in self.traffic if one.kind is kind)
+
+
+def figures_of(planned: Planned) -> Figures:
+    """Return what a plan costs."""
+    plan, simulation, memory = planned.plan, planned.simulation, planned.memory
+    cluster = planned.settings.cluster
+    computing, boxing = busy_s(plan, simulation)
+    num_ranks = len(plan.ranks)
+    return Figures(
+        step_s=simulation.step_s,
+        computing_s=sum(computing.values()) / num_ranks,
+        boxing_s=sum(boxing.values()) / num_ranks,
+        num_ranks=num_ranks,
+        sent_bytes=plan.boxing_bytes,
+        traffic=tuple(traffic(plan, cluster)),
+        fullest=fullest(memory),
+        limit_bytes=cluster.device.memory_bytes,
+    )
+
+
+def fullest(memory: MemoryReport | str) -> RankMemory | None:
+    """Return the rank that needs most, the first of several; None if that is not known."""
+    if isinstance(memory, str):
+        return None
+    return max(memory.ranks.values(), key=lambda rank: rank.peak)
+
+
+def busy_s(plan: PhysicalPlan, simulation: Simulation) -> tuple[dict[int, float], dict[int, float]]:
+    """Return for how long the threads of each rank compute, and for how long they box."""
+    computing = dict.fromkeys((part.rank for part in plan.ranks), 0.0)
+    boxing = dict(computing)
+    for one in simulation.firings:
+        to = boxing if isinstance(one.actor, BoxingActor) else computing
+        to[one.rank] += one.free_s - one.start_s
+    return computing, boxing
+
+
+def traffic(plan: PhysicalPlan, cluster: Cluster) -> Iterator[Traffic]:
+    """Yield the boxing between ranks by kind and level, without the commit of the step."""
+    calls: dict[int, tuple[int, float]] = {}
+    for part in plan.ranks:
+        for actor in part.actors:
+            if isinstance(actor, BoxingActor) and actor.name != COMMIT:
+                calls[actor.step] = actor.num_firings(plan.repetitions), actor.time_s
+    found: dict[tuple[StepKind, int], list[tuple[int, int, float]]] = defaultdict(list)
+    for index, (count, time_s) in calls.items():
+        if size := (step := plan.steps[index]).size_bytes:
+            key = step.kind, level_of(step, cluster)
+            found[key].append((count, count * size, count * time_s))
+    for (kind, level), parts in sorted(found.items(), key=lambda one: (one[0][0].value, one[0][1])):
+        num_calls, sent_bytes, times_s = zip(*parts, strict=True)
+        yield Traffic(
+            kind=kind,
+            level=level,
+            num_calls=sum(num_calls),
+            sent_bytes=sum(sent_bytes),
+            time_s=sum(times_s),
+        )
+
+
+def level_of(step: BoxingStep, cluster: Cluster) -> int:
+    """Return the number of the smallest level whose groups hold those that talk in a step."""
+    (source, _), (target, _) = step.source, step.target
+    if step.kind is StepKind.TRANSFER:
+        groups: tuple[tuple[int, ...], ...] = ((*source.rank_list, *target.rank_list),)
+    else:
+        groups = source.groups(*step.axes)
+    return max(
+        sum(len({rank // size for rank in group}) > 1 for size in cluster.group_sizes)
+        for group in groups
+    )
+
+
+def change_row(
+    name: str,
+    before: Figures,
+    after: Figures,
+    value: Callable[[Figures], float],
+    text: Callable[[float], str],
+) -> list[str]:
+    """Return a figure of two plans as the cells of a row: its name, both texts, the change."""
+    old, new = value(before), value(after)
+    return [name, text(old), text(new), change_text(old, new)]
+
+
+def figures_json(planned: Planned) -> dict[str, Any]:
+    """Return what a plan costs as a JSON value."""
+    figures, plan, memory = figures_of(planned), planned.plan, planned.memory
+    strategy, cluster = planned.strategy, planned.settings.cluster
+    work = ModelWork.of(planned.graph, cluster.device, figures.num_ranks)
+    samples = samples_of_step(planned.graph)
+    reported = {
+        name: float(value) if isinstance(value, int | float) else None
+        for name in ("bound_s", "gap")
+        for value in [strategy.report.get(name)]
+    }
+    told: dict[str, Any] = {"limit_bytes": figures.limit_bytes, "ranks": None}
+    if isinstance(memory, str):
+        told["unknown"] = memory
+    else:
+        told["ranks"] = {
+            str(number): {
+                "peak_bytes": rank.peak,
+                "host_bytes": rank.host_peak,
+                "kinds": {kind.value: size for kind, size in rank.kinds.items()},
+            }
+            for number, rank in sorted(memory.ranks.items())
+        }
+    return {
+        "planner": strategy.planner,
+        "cluster": cluster.name,
+        "num_ranks": figures.num_ranks,
+        "micro_batches": plan.num_micro_batches,
+        "stages": [
+            {
+                "ranks": list(stage.rank_list),
+                "mesh": dict(zip(stage.axes, stage.mesh_shape, strict=True)),
+            }
+            for stage in strategy.stages
+        ],
+        "step_s": figures.step_s,
+        "period_s": planned.checked.period_s,
+        "samples_per_s": samples / figures.step_s if samples and figures.step_s else None,
+        "model_flop": work.flop,
+        "mfu": work.mfu(figures.step_s) if figures.step_s else None,
+        "computing_s": figures.computing_s,
+        "boxing_s": figures.boxing_s,
+        **reported,
+        "sent_bytes": figures.sent_bytes,
+        "traffic": [
+            {
+                "collective": one.kind.value,
+                "within": cluster.levels[one.level].name,
+                "calls": one.num_calls,
+                "sent_bytes": one.sent_bytes,
+                "time_s": one.time_s,
+            }
+            for one in figures.traffic
+        ],
+        "memory": told,
+    }
+
 
 _ARROW = " -> "
 
 
 def compare_lines(this: Planned, other: Planned, name: str) -> Iterator[str]:
-    """Yield the comparison of a plan with another one.
-
-    Args:
-        this: The plan.
-        other: The other one, of the same model.
-        name: What the other one is called.
-    """
+    """Yield the comparison of a plan with another one."""
     yield f"this plan: {plan_text(this.strategy)}"
     yield f"{name}: {plan_text(other.strategy)}"
     if other.strategy.graph_hash != graph_hash(other.graph):
         yield f"{name} was made for other sizes or settings; both are priced for the step of now"
-    yield from columns([["", "this plan", _shortened(name), "change"], *figure_rows(this, other)])
+    short = name if len(name) <= 24 else f"...{name[-21:]}"
+    yield from columns([["", "this plan", short, "change"], *figure_rows(this, other)])
     said, *lines = changed_rows(this, other, name)
     yield said[0]
     yield from columns([[f"  {head}", what, text] for head, what, text in lines], left=2)
 
 
 def changed_rows(this: Planned, other: Planned, name: str) -> Iterator[list[str]]:
-    """Yield how many modules are cut otherwise, then of each its name, what of it, and how.
-
-    Args:
-        this: The plan.
-        other: The other one.
-        name: What the other one is called.
-    """
+    """Yield how many modules are cut otherwise, then of each its name, what of it, and how."""
     changed, num_modules = changes(this.module_rows, other.module_rows)
     if not changed:
         yield [f"all {num_modules} modules are cut alike"]
@@ -86,70 +284,48 @@ def plan_text(strategy: Strategy) -> str:
 def figure_rows(this: Planned, other: Planned) -> Iterator[list[str]]:
     """Yield the rows of figures, those that are zero in both left out."""
     before, after = figures_of(this), figures_of(other)
-
-    def row(
-        name: str, value: Callable[[Figures], float], text: Callable[[float], str]
-    ) -> list[str]:
-        old, new = value(before), value(after)
-        return [name, text(old), text(new), change_text(old, new)]
-
-    yield row("predicted step", lambda one: one.step_s, format_seconds)
-    yield row("  a rank computes", lambda one: one.computing_s, format_seconds)
-    yield row("  a rank boxes", lambda one: one.boxing_s, format_seconds)
-    yield row("a rank sends", lambda one: one.sent_bytes / one.num_ranks, format_bytes)
+    row = partial(change_row, before=before, after=after)
+    yield row("predicted step", value=lambda one: one.step_s, text=format_seconds)
+    yield row("  a rank computes", value=lambda one: one.computing_s, text=format_seconds)
+    yield row("  a rank boxes", value=lambda one: one.boxing_s, text=format_seconds)
+    yield row("a rank sends", value=lambda one: one.sent_bytes / one.num_ranks, text=format_bytes)
     kinds = [kind for kind in StepKind if before.calls_of(kind) or after.calls_of(kind)]
     for kind in kinds:
-        yield row(f"  in {kind.value}s", partial(_sent_by, kind), format_bytes)
+        yield row(
+            f"  in {kind.value}s", value=partial(Figures.sent_by, kind=kind), text=format_bytes
+        )
     for kind in kinds:
-        yield row(f"number of {kind.value}s", partial(_calls_of, kind), _whole)
+        calls = partial(Figures.calls_of, kind=kind)
+        yield row(f"number of {kind.value}s", value=calls, text="{:.0f}".format)
     if before.fullest is None or after.fullest is None:
         return
-    yield row("memory of the fullest rank", _peak, format_bytes)
-    yield from _memory_rows(memory_kinds(before.fullest), memory_kinds(after.fullest))
-
-
-def _memory_rows(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[list[str]]:
-    for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name, 0), after.get(name, 0)
-        yield [f"  {name}", format_bytes(old), format_bytes(new), change_text(old, new)]
-
-
-def _sent_by(kind: StepKind, figures: Figures) -> float:
-    return figures.sent_by(kind) / figures.num_ranks
-
-
-def _calls_of(kind: StepKind, figures: Figures) -> float:
-    return figures.calls_of(kind)
-
-
-def _peak(figures: Figures) -> float:
-    return figures.fullest.peak if figures.fullest is not None else 0
-
-
-def _whole(number: float) -> str:
-    return f"{number:.0f}"
+    name = "memory of the fullest rank"
+    yield row(name, value=lambda one: one.fullest.peak if one.fullest else 0, text=format_bytes)
+    for part in dict.fromkeys((*before.fullest.kinds, *after.fullest.kinds)):
+        old, new = before.fullest.kinds.get(part, 0), after.fullest.kinds.get(part, 0)
+        texts = format_bytes(old), format_bytes(new), change_text(old, new)
+        yield [f"  {part.value}", *texts]
 
 
 def changes(this: Sequence[ModuleRow], other: Sequence[ModuleRow]) -> tuple[list[ModuleRow], int]:
     """Return the modules that are cut otherwise, as rows of texts `before -> after`, and how many.
 
-    Args:
-        this: The rows of a plan; the result is in their order.
-        other: Those of another plan.
-
     Returns:
         The rows that differ, and the number of all modules. Moves are left out.
     """
-    then = {row.module: row for row in other}
-    found = []
-    modules = dict.fromkeys((*(row.module for row in this), *then))
-    now = {row.module: row for row in this}
+    now, then = ({row.module: row for row in rows} for rows in (this, other))
+    found, modules = [], dict.fromkeys((*now, *then))
     for module in modules:
         old, new = now.get(module), then.get(module)
         if old is None or new is None:
             # Such as a module of views, whose row tells of nothing but boxing.
             continue
-        parameters = _parameter_changes(old, new)
+        # Those that change alike stand together.
+        after, alike = dict(new.parameters), defaultdict[str, list[str]](list)
+        for name, sbp in old.parameters:
+            if text := _changed(sbp, after.get(name, "-")):
+                alike[text].append(name)
+        parameters = tuple((", ".join(names), text) for text, names in alike.items())
         output = _changed(old.output, new.output)
         stage = _changed(f"stage {old.stage}", f"stage {new.stage}")
         if parameters or output or stage:
@@ -158,19 +334,5 @@ def changes(this: Sequence[ModuleRow], other: Sequence[ModuleRow]) -> tuple[list
     return found, len(modules)
 
 
-def _parameter_changes(old: ModuleRow, new: ModuleRow) -> tuple[tuple[str, str], ...]:
-    """Return (names, change) of the parameters that differ, those that change alike together."""
-    after = dict(new.parameters)
-    found: dict[str, list[str]] = {}
-    for name, sbp in old.parameters:
-        if text := _changed(sbp, after.get(name, "-")):
-            found.setdefault(text, []).append(name)
-    return tuple((", ".join(names), text) for text, names in found.items())
-
-
 def _changed(old: str, new: str) -> str:
     return "" if old == new else f"{old or '-'}{_ARROW}{new or '-'}"
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 24 else f"...{name[-21:]}"

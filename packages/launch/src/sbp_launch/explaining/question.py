@@ -1,12 +1,15 @@
-"""What `why=` asks: a pattern of tensors, and how they might be cut; read without PyTorch."""
+"""What `why=` and `compare=` name, read without PyTorch: a question, and another strategy."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from sbp_core.errors import ConfigError
+from sbp_core import strategy_yaml
+from sbp_core.errors import ConfigError, SbpError
 from sbp_core.infer import PinValue, check_pin
+from sbp_core.strategy import Strategy
 
 _QUESTION = re.compile(r"(?P<pattern>(?:use:)?[^:\s]+)\s*(?::\s*(?P<value>.+))?", re.S)
 _EXAMPLE = "why='blocks.0.mlp.up: S(1)', or why=blocks.0.mlp.up for all that it could be"
@@ -37,7 +40,15 @@ class Question:
         if found["value"] is None:
             return cls(pattern=found["pattern"])
         value = found["value"].strip()
-        pin: PinValue = _by_axis(value) if value.startswith("{") else value
+        pin: PinValue = value
+        if value.startswith("{"):
+            by_axis = {}
+            for part in value.removeprefix("{").removesuffix("}").split(","):
+                axis, colon, entry = part.partition(":")
+                if not colon or not value.endswith("}"):
+                    raise ConfigError(f"why: {value!r} is no mapping", accepted=_EXAMPLE)
+                by_axis[axis.strip().strip("'\"")] = entry.strip().strip("'\"")
+            pin = by_axis
         try:
             check_pin(found["pattern"], pin)
         except ConfigError as error:
@@ -62,12 +73,41 @@ def value_text(value: PinValue) -> str:
     return "{" + ", ".join(f"{axis}: {entry}" for axis, entry in value.items()) + "}"
 
 
-def _by_axis(text: str) -> dict[str, str]:
-    """Read `{axis: SBP, ...}`."""
-    found = {}
-    for part in text.removeprefix("{").removesuffix("}").split(","):
-        axis, colon, entry = part.partition(":")
-        if not colon or not text.endswith("}"):
-            raise ConfigError(f"why: {text!r} is no mapping", accepted=_EXAMPLE)
-        found[axis.strip().strip("'\"")] = entry.strip().strip("'\"")
-    return found
+#: What a run leaves of its plan, and what `sbp-plan out=` writes.
+_NAMES = ("strategy.yaml", "strategy.json")
+_ENDINGS = (".yaml", ".yml", ".json")
+
+
+def strategy_of(place: str) -> Path:
+    """Return the file of the strategy that `compare=` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(place)
+    if path.is_dir():
+        found = [path / name for name in _NAMES if (path / name).is_file()]
+        if not found:
+            raise ConfigError(
+                f"compare={place!r} is a folder without {' or '.join(_NAMES)}",
+                accepted="the folder of a run that has planned, or a strategy file",
+            )
+        return found[0]
+    if path.suffix not in _ENDINGS or not path.is_file():
+        raise ConfigError(
+            f"compare={place!r} is no strategy file" if path.exists() else f"no file {place!r}",
+            accepted=f"a file {', '.join(_ENDINGS)} that out= wrote, or the folder of a run",
+        )
+    return path
+
+
+def read_strategy(path: Path) -> Strategy:
+    """Read a strategy file.
+
+    Raises:
+        ConfigError: it is none of this version.
+    """
+    try:
+        return Strategy.load(path) if path.suffix == ".json" else strategy_yaml.load(path)
+    except SbpError as error:
+        raise error.replaced(ConfigError, where=(str(path), *error.where)) from error

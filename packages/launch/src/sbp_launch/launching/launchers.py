@@ -19,6 +19,7 @@ from sbp_core.boxing import LaunchSpec, thread_share
 from sbp_core.errors import BoxingError, ConfigError
 from sbp_core.plugins import LaunchRequest
 from sbp_core.processes import mpiexec_specs
+from sbp_launch.checks import check_least
 from sbp_launch.world import FORGET_LAUNCHER
 
 #: How torchrun names the first process that failed.
@@ -76,13 +77,9 @@ class SlurmConfig:
     cluster: Literal["slurm", "local"] = "slurm"
 
     def __post_init__(self) -> None:
-        for name, low in (("nodes", 1), ("cpus_per_rank", 1), ("gpus_per_rank", 0)):
-            if getattr(self, name) < low:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is too small", accepted=f"an integer >= {low}"
-                )
-        if self.timeout_min < 1:
-            raise ConfigError(f"timeout_min={self.timeout_min}", accepted="minutes >= 1")
+        check_least(self, 1, "nodes", "cpus_per_rank")
+        check_least(self, 0, "gpus_per_rank")
+        check_least(self, 1, "timeout_min", accepted="minutes >= 1", why="")
         if self.cluster == "local" and self.nodes > 1:
             raise ConfigError(
                 f"nodes={self.nodes} with cluster=local, which is this machine",
@@ -119,12 +116,10 @@ class Torchrun:
     def launch_specs(self, request: LaunchRequest) -> tuple[LaunchSpec, ...]:
         """See `Launcher.launch_specs`."""
         options = ("--standalone", f"--nproc-per-node={request.num_ranks}", "--no-python")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *options)
         return (
             LaunchSpec(
-                command=(
-                    *(sys.executable, "-m", "torch.distributed.run", *options),
-                    *request.command,
-                ),
+                command=(*torchrun, *request.command),
                 ranks=tuple(range(request.num_ranks)),
                 defaults=thread_share(request.num_ranks),
                 failure_patterns=_TORCHRUN_FAILURES,
@@ -159,18 +154,10 @@ class Slurm:
         if find_spec("submitit") is None:
             raise ConfigError("launcher=slurm needs submitit, which is missing", todo=_SUBMITIT)
         settings = json.dumps({"num_ranks": request.num_ranks, **asdict(self.config)})
+        module = (sys.executable, "-m", "sbp_launch.launching.slurm_job")
         return (
             LaunchSpec(
-                command=(
-                    *(
-                        sys.executable,
-                        "-m",
-                        "sbp_launch.launching.slurm_job",
-                        str(request.folder),
-                        settings,
-                    ),
-                    *request.command,
-                ),
+                command=(*module, str(request.folder), settings, *request.command),
                 ranks=tuple(range(request.num_ranks)),
                 forwards_signals=True,
                 # It would send SIGUSR2, which asks ranks what they are at, when time is almost up.
@@ -189,19 +176,18 @@ def _refusing() -> Iterator[None]:
         raise error.replaced(ConfigError) from error
 
 
-def build_threads(config: ThreadsConfig) -> Threads:
+def build_threads(config: ThreadsConfig | AutoConfig) -> Threads:
     """Return the launcher `threads`."""
     return Threads()
+
+
+#: What `auto` stands for where nothing is known of boxing: `choose_launcher` decides.
+build_auto = build_threads
 
 
 def build_spawn(config: ProcessesConfig) -> Spawn:
     """Return the launcher `spawn`."""
     return Spawn()
-
-
-def build_auto(config: AutoConfig) -> Threads:
-    """Return what `auto` stands for where nothing is known of boxing: `choice` decides."""
-    return Threads()
 
 
 def build_torchrun(config: ProcessesConfig) -> Torchrun:
@@ -214,6 +200,5 @@ def build_mpiexec(config: ProcessesConfig) -> Mpiexec:
     return Mpiexec()
 
 
-def build_slurm(config: SlurmConfig) -> Slurm:
-    """Return the launcher `slurm`."""
-    return Slurm(config)
+#: The launcher `slurm`.
+build_slurm = Slurm

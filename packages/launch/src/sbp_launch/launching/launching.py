@@ -1,4 +1,12 @@
-"""Start the ranks of a run as its launcher says, and see to it that all of them end.
+"""Choose the launcher of a run, start the ranks as it says, and see to it that all of them end.
+
+The launcher is checked against boxing, the mesh, and who started this process. What the user chose
+has to fit; only `auto` is replaced.
+
+| boxing connects | nobody started this process | torchrun, mpiexec or srun did |
+|---|---|---|
+| threads of one process | `threads` | refused, if they started several |
+| processes | `spawn` | that one |
 
 | the ranks are | what happens here |
 |---|---|
@@ -13,26 +21,120 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import cast
 
 from sbp_core.boxing import BoxingBackend, LaunchSpec
-from sbp_core.errors import RunError, SbpError
+from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
-from sbp_core.processes import ExitReport, Line, supervise
+from sbp_core.processes import Line, supervise
 from sbp_core.serialize import open_file
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, SIGNALS
-from sbp_launch.launching.choice import has_threads, is_started
-from sbp_launch.launching.logs import log_path
 from sbp_launch.launching.meeting import Meeting, Told
-from sbp_launch.launching.rank import run_rank
+from sbp_launch.launching.rank import log_path, run_rank
 from sbp_launch.run.folder import resume_command
 from sbp_launch.run.status import status_signals
 from sbp_launch.run.stopping import SAVING, STARTING
-from sbp_launch.settings.config import RunConfig
-from sbp_launch.world import World
+from sbp_launch.settings.config import ComposedConfig, PluginChoice, RunConfig
+from sbp_launch.world import MPIEXEC, SLURM, THREADS, TORCHRUN, World
+
+#: The option that leaves the choice to `choose_launcher`, and what it takes on this machine.
+AUTO, SPAWN = "auto", "spawn"
+
+#: How each launcher starts a command, for N ranks.
+_COMMANDS = {
+    TORCHRUN: "torchrun --nproc-per-node={} $(which sbp-train) ...",
+    MPIEXEC: "mpiexec -n {} sbp-train ...",
+    SLURM: "srun --ntasks={} sbp-train ...",
+}
+
+
+def choose_launcher(
+    config: RunConfig, composed: ComposedConfig, registry: PluginRegistry, world: World
+) -> RunConfig:
+    """Return a run with the launcher that it means.
+
+    Args:
+        config: Checked, group by group.
+        composed: What it was made of.
+        registry: The plugins.
+        world: Who started this process.
+
+    Raises:
+        ConfigError: the launcher does not fit boxing, the mesh, or who started this process.
+    """
+    boxing, asked = config.boxing.name, config.launcher.name
+    groups = ("launcher", "boxing", "cluster")
+    said = [line for group in groups for line in composed.overrides_of(group)]
+    refusal = partial(ConfigError, where=said)
+    is_between = _spans_processes(registry, "boxing", config.boxing)
+    started = f"{world.launcher} has started {world.size} processes"
+    name = asked
+    if asked == AUTO and world.size == 1:
+        fits = not world.is_alone and prod(config.mesh) == 1
+        name = (world.launcher if fits else SPAWN) if is_between else THREADS
+    elif asked == AUTO:
+        name = world.launcher
+    elif world.size > 1 and asked != world.launcher:
+        raise refusal(
+            f"launcher={asked} starts the ranks itself, and {started} already",
+            accepted=f"launcher={world.launcher}, or none",
+            todo=f"leave out launcher={asked}, or start sbp-train without {world.launcher}",
+        )
+    choice = config.launcher if name == asked else PluginChoice(name=name)
+    if _spans_processes(registry, "launcher", choice) != is_between:
+        # One of the two has processes, the other threads.
+        if world.size == 1 and name == THREADS:
+            raise refusal(
+                f"boxing={boxing} connects one process a rank, and launcher={name} runs all ranks "
+                "in one process",
+                accepted="launcher=spawn, torchrun, mpiexec or slurm beside it; or boxing=local",
+                todo=f"leave out launcher={name}, or say launcher=spawn",
+            )
+        starts = started if world.size > 1 else f"launcher={name} starts one process a rank"
+        instead = "start one process: sbp-train ..."
+        if world.size == 1:
+            instead = f"leave out launcher={name}"
+        raise refusal(
+            f"{starts}, and boxing={boxing} connects the threads of one",
+            accepted="boxing=torch or boxing=mpi, between processes",
+            todo=f"add boxing={'mpi' if name == MPIEXEC else 'torch'}, or {instead}",
+        )
+    ranks = prod(config.mesh)
+    # One process of Slurm may well submit a job of many.
+    may_start = name == SLURM and world.size == 1
+    if name == world.launcher != THREADS and world.size != ranks and not may_start:
+        shape = ", ".join(map(str, config.mesh))
+        example = f'"cluster.mesh=[{world.size}]" "cluster.axes=[data]"'
+        raise refusal(
+            f"{world.launcher} has started {world.size} process{'es' * (world.size != 1)}, and "
+            f"cluster.mesh=[{shape}] has {ranks} rank{'s' * (ranks != 1)}",
+            accepted="one process a rank",
+            todo=f"{_COMMANDS[world.launcher].format(ranks)}, or a mesh of {world.size}, such as "
+            f"{example}",
+        )
+    return replace(config, launcher=choice)
+
+
+def is_started(config: RunConfig, world: World) -> bool:
+    """Say whether the ranks of a run, whose launcher is chosen, have been started already."""
+    return config.launcher.name == world.launcher != THREADS and world.size == prod(config.mesh)
+
+
+def has_threads(config: RunConfig, registry: PluginRegistry) -> bool:
+    """Say whether the ranks of a run, whose launcher is chosen, are threads of this process."""
+    return not _spans_processes(registry, "launcher", config.launcher)
+
+
+def _spans_processes(registry: PluginRegistry, kind: str, choice: PluginChoice) -> bool:
+    config = registry.configure(kind, choice.name, choice.settings)
+    return bool(getattr(config, "spans_processes", False))
+
 
 #: Seconds that ranks get to end by themselves when one has failed: those that wait for it are told
 #: at once; one that captures or plans waits for nobody.
@@ -97,24 +199,6 @@ def follow(meeting: Meeting, world: World) -> int:
     return told.code or failed
 
 
-def rank_command(folder: Path) -> tuple[str, ...]:
-    """Return the command of every rank of the run in a folder.
-
-    It finds the modules that this process finds: the working folder only where this one does.
-    """
-    finds_here = "" in sys.path or str(Path.cwd()) in sys.path
-    options = () if finds_here else ("-P",)
-    width = str(make_console().width)
-    return (
-        sys.executable,
-        *options,
-        "-m",
-        "sbp_launch.launching.rank",
-        str(folder.absolute()),
-        width,
-    )
-
-
 def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """Start the ranks, and wait for them.
 
@@ -125,8 +209,11 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     """
     num_ranks = prod(config.mesh)
     boxing, choice = config.boxing, config.launcher
+    # It finds the modules that this process finds: the working folder only where this one does.
+    finds_here = "" in sys.path or str(Path.cwd()) in sys.path
+    python = (sys.executable, *([] if finds_here else ["-P"]), "-m", "sbp_launch.launching.rank")
     request = LaunchRequest(
-        command=rank_command(folder),
+        command=(*python, str(folder.absolute()), str(make_console().width)),
         num_ranks=num_ranks,
         backend=cast(BoxingBackend, registry.make("boxing", boxing.name, boxing.settings)),
         folder=folder.absolute(),
@@ -155,8 +242,31 @@ def _start(config: RunConfig, registry: PluginRegistry, folder: Path) -> None:
     if any(end.code == BAD_CONFIG for end in report.exits if 0 in end.spec.ranks):
         raise SystemExit(BAD_CONFIG)  # a setting, of which rank 0 has told
     error = report.error(quote=False)
-    if error is not None:
-        raise _with_checkpoint(_with_logs(error, report, folder), config, registry, folder)
+    if error is None:
+        return
+    if (cause := report.cause) is not None:
+        # What the rank that failed first has written last is quoted.
+        rank = cause.spec.ranks[0]
+        if len(cause.spec.ranks) > 1 and cause.root_cause is not None:
+            rank = int(cause.root_cause[0])
+        path = log_path(folder, rank)
+        with suppress(OSError), open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
+            lines = file.read(_SHOWN_BYTES).decode("utf-8", "replace").splitlines()
+            quoted = (f"    {line}" for line in lines[-_SHOWN_LINES:])
+            text = "\n".join([f"{path}, which ends so:", *quoted])
+            error = error.replaced(RunError, where=(*error.where, text))
+    from sbp_launch.checkpoint import (
+        newest_first,  # here: it takes a while, and only failures need it
+    )
+
+    with suppress(SbpError):  # what has failed matters more
+        storage = config.storage
+        make = cast(StorageFactory, registry.make("storage", storage.name, storage.settings))
+        if names := newest_first(make(folder)):
+            resume = f"to go on from {names[0]}: {resume_command(folder)}"
+            error = error.replaced(RunError, todo=f"{error.todo}\n  {resume}")
+    raise error
 
 
 class _Output:
@@ -184,43 +294,3 @@ class _Output:
     def more_grace_s(self) -> float:
         """Return how much longer the others get when a rank has failed."""
         return {STARTING: _STEP_S, SAVING: _SAVE_S}.get(self._at, 0.0)
-
-
-def _with_checkpoint(
-    error: RunError, config: RunConfig, registry: PluginRegistry, folder: Path
-) -> RunError:
-    """Return an error that says how to go on from the newest checkpoint, if there is one."""
-    from sbp_launch.checkpoint import (
-        newest_first,  # here: it takes a while, and only failures need it
-    )
-
-    try:
-        choice = config.storage
-        make = cast(StorageFactory, registry.make("storage", choice.name, choice.settings))
-        names = newest_first(make(folder))
-    except SbpError:
-        return error  # which matters more
-    if not names:
-        return error
-    return error.replaced(
-        RunError, todo=f"{error.todo}\n  to go on from {names[0]}: {resume_command(folder)}"
-    )
-
-
-def _with_logs(error: RunError, report: ExitReport, folder: Path) -> RunError:
-    """Return an error that quotes what the rank that failed first has written last."""
-    cause = report.cause
-    if cause is None:
-        return error
-    rank = cause.spec.ranks[0]
-    if len(cause.spec.ranks) > 1 and cause.root_cause is not None:
-        rank = int(cause.root_cause[0])
-    path = log_path(folder, rank)
-    try:
-        with open_file(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
-            lines = file.read(_SHOWN_BYTES).decode("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
-    except OSError:
-        return error
-    quoted = "\n".join([f"{path}, which ends so:", *(f"    {line}" for line in lines)])
-    return error.replaced(RunError, where=(*error.where, quoted))

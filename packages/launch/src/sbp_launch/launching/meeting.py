@@ -177,7 +177,8 @@ class _StoreMeeting(Meeting):
         key = str(self._told)
         try:
             while not self._store.check([key]):
-                self._check_rank_0()
+                if 0 in self._siblings.ended():  # seen where torchrun has the store
+                    raise _without_a_word("it has ended")
                 time.sleep(_LOOK_S)
             text: bytes = self._store.get(key)
         except SbpError:
@@ -186,11 +187,6 @@ class _StoreMeeting(Meeting):
             raise _without_a_word(str(error).partition("\n")[0]) from None
         self._told += 1
         return text.decode()
-
-    def _check_rank_0(self) -> None:
-        """Raise `RunError` if rank 0 is seen to have ended, where torchrun has the store."""
-        if 0 in self._siblings.ended():
-            raise _without_a_word("it has ended")
 
 
 def _without_a_word(why: str) -> RunError:

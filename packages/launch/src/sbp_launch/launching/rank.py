@@ -1,28 +1,140 @@
-"""One rank of a run, in a process of its own.
+"""One rank of a run, in a process of its own, and what it writes.
 
 `python -m sbp_launch.launching.rank RUN_FOLDER WIDTH` reads the settings that the run folder holds,
 and trains; Hydra is not asked again. Which rank it is its launcher has said (`world`).
+
+Each rank writes to a file of its own, `RUN/logs/rank_N.txt`. Rank 0 also writes to the terminal.
+All others write there only, down to what libraries and crashes print, save for their last words. A
+log begins with who writes it; messages of `logging`, to which warnings go, too, have the time.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import io
+import logging
 import os
 import socket
 import sys
 import traceback
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
-from sbp_core.plugins import blame, discover
+from sbp_core.plugins import discover
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
-from sbp_launch.launching.logs import RankLog
-from sbp_launch.run.file import load_run
+from sbp_launch.run.folder import LOGS, load_run
 from sbp_launch.run.status import outlive_status_signals
-from sbp_launch.settings.check import check, in_use
-from sbp_launch.settings.open_mesh import close_mesh
+from sbp_launch.settings.check import blaming, check, close_mesh
 from sbp_launch.world import MPIEXEC, World
+
+#: How messages of `logging` are written: to a log, and by rank 0 to the terminal.
+_TIMED = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_PLAIN = "%(levelname)s %(name)s: %(message)s"
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """Return where a rank logs."""
+    return folder / LOGS / f"rank_{rank}.txt"
+
+
+class RankLog:
+    """The output of this process goes to its log, inside the `with` block.
+
+    Args:
+        folder: Of the run.
+        rank: Of this process.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path, self.rank = log_path(folder, rank), rank
+        self._before = (sys.stdout, sys.stderr)
+        self._saved: tuple[int, int] | None = None
+
+    def __enter__(self) -> RankLog:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        if self.rank == 0:
+            sys.stdout, sys.stderr = (_Both(stream, self._file) for stream in self._before)
+        else:
+            for stream in self._before:
+                stream.flush()
+            self._saved = (os.dup(1), os.dup(2))
+            for number in (1, 2):
+                os.dup2(self._file.fileno(), number)
+        # Where a library crashes, the log says in which call.
+        faulthandler.enable(self._file)
+        self._handlers = logging.root.handlers[:]
+        logging.root.handlers[:] = [_handler(self._file, _TIMED)]
+        if self.rank == 0:
+            logging.root.addHandler(_handler(self._before[1], _PLAIN))
+        logging.captureWarnings(True)
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._file.write(
+            f"{now} rank {self.rank}: host {socket.gethostname()}, process {os.getpid()}\n"
+        )
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        faulthandler.disable()
+        logging.captureWarnings(False)
+        logging.root.handlers[:] = self._handlers
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = self._before
+        if self._saved is not None:
+            for number, saved in zip((1, 2), self._saved, strict=True):
+                os.dup2(saved, number)
+                os.close(saved)
+            self._saved = None
+        self._file.close()
+
+    def note(self, text: str) -> None:
+        """Write a text to the log alone."""
+        sys.stdout.flush()
+        self._file.write(text)
+
+    def last_words(self, text: str) -> None:
+        """Write a text to the log, and to where this process wrote before."""
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+        if self._saved is not None:
+            os.write(self._saved[1], f"{text}\n".encode())
+
+
+def _handler(stream: TextIO, form: str) -> logging.Handler:
+    """Return what writes messages to a stream."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter(form))
+    return handler
+
+
+class _Both(io.TextIOBase):
+    """Writes to a stream, and to a log; otherwise the stream."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override] # an attribute there
+        return self._stream.encoding
 
 
 def run_rank(folder: Path, world: World, width: int | None = None) -> int:
@@ -38,7 +150,11 @@ def run_rank(folder: Path, world: World, width: int | None = None) -> int:
         try:
             _train(folder, world, width, log)
         except SbpError as error:
-            log.note(_original_traceback(error))
+            # The traceback of what it comes from, if that is none of ours.
+            cause: BaseException | None = error
+            while isinstance(cause, SbpError):
+                cause = cause.__cause__
+            log.note("".join(traceback.format_exception(cause)) if cause is not None else "")
             log.last_words(f"{_speaker(world)}: {error}")
             return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
         except KeyboardInterrupt:
@@ -72,24 +188,8 @@ def _train(folder: Path, world: World, width: int | None, log: RankLog) -> None:
     log.note(f"settings: {hash_of(asdict(config))}\n")  # equal in the logs of all ranks
     if world.launcher == MPIEXEC:  # which gives its ranks a terminal of its own
         width = width or FILE_WIDTH
-    try:
+    with blaming(composed, registry, first=traceback.print_exc):
         train(config, registry, folder, world, make_console(width))
-    except SbpError:
-        raise
-    except Exception as error:
-        guilty = blame(error, in_use(composed, registry))
-        if guilty is None:
-            raise
-        traceback.print_exc()
-        raise guilty from error
-
-
-def _original_traceback(error: SbpError) -> str:
-    """Return the traceback of what an error comes from, if that is none of ours; else ""."""
-    cause: BaseException | None = error
-    while isinstance(cause, SbpError):
-        cause = cause.__cause__
-    return "" if cause is None else "".join(traceback.format_exception(cause))
 
 
 def _speaker(world: World) -> str:

@@ -115,23 +115,16 @@ class Job:
             time.sleep(_LOOK_S)
         self._pass_on()
         failed = 0
-        for task, (kind, value) in enumerate(self._outcomes()):
-            code = value if kind == "code" else 1
+        for task in range(self._job.num_tasks):
+            try:
+                code = self._job.task(task).result()
+                how = f"exit code {code}"
+            except Exception as error:
+                code, how = 1, str(error).strip().splitlines()[-1]
             if code:
-                how = f"exit code {value}" if kind == "code" else value
                 sys.stdout.write(f"task {task} of the job failed: {how}\n")
             failed = failed or code
         return failed if failed >= 0 else 128 - failed
-
-    def _outcomes(self) -> list[tuple[str, Any]]:
-        """Return what each task returned, or why it did not."""
-        found: list[tuple[str, Any]] = []
-        for task in range(self._job.num_tasks):
-            try:
-                found.append(("code", self._job.task(task).result()))
-            except Exception as error:
-                found.append(("error", str(error).strip().splitlines()[-1]))
-        return found
 
     def _pass_on(self) -> None:
         path = Path(self._job.task(0).paths.stdout)

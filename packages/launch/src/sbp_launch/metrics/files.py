@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import EmptyConfig, MetricSink, MetricSinkFactory
+from sbp_core.plugins import EmptyConfig, MetricSinkFactory
 from sbp_core.serialize import open_file
-from sbp_launch.checkpoint.formats.aside import writing_aside
+from sbp_launch.checkpoint.files import writing_aside
 
 
 def _check_file(file: str, key: str = "file") -> None:
@@ -96,7 +96,23 @@ def _kept(path: Path, resumed_step: int, step_of: Callable[[str], int]) -> str:
     return "".join(kept)
 
 
-class JsonlSink:
+class _FileSink:
+    """A file that goes on with what an earlier part of the run has left in it, up to a step."""
+
+    def __init__(
+        self, path: Path, resumed_step: int, head: str, step_of: Callable[[str], int]
+    ) -> None:
+        kept = _kept(path, resumed_step, step_of)
+        with writing_aside(path) as file:
+            file.write((head + kept).encode())
+        self._file = path.open("a", encoding="utf-8", newline="")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class JsonlSink(_FileSink):
     """Write one JSON object a line: `{"step": 1, "loss": 5.5}`.
 
     Every line is flushed, so a run that is killed keeps what it logged. JSON has no infinities and
@@ -108,10 +124,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        kept = _kept(path, resumed_step, lambda line: int(json.loads(line)["step"]))
-        with writing_aside(path) as file:
-            file.write(kept.encode())
-        self._file = path.open("a", encoding="utf-8")
+        super().__init__(path, resumed_step, "", lambda line: int(json.loads(line)["step"]))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
@@ -121,12 +134,8 @@ class JsonlSink:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
-
-class CsvSink:
+class CsvSink(_FileSink):
     """Write a line `step,metric,value` for each metric, so that metrics may come and go.
 
     Args:
@@ -136,20 +145,13 @@ class CsvSink:
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         head = "step,metric,value\n"
-        kept = _kept(path, resumed_step, lambda line: int(line.partition(",")[0]))
-        with writing_aside(path) as file:
-            file.write((head + kept).encode())
-        self._file = path.open("a", encoding="utf-8", newline="")
+        super().__init__(path, resumed_step, head, lambda line: int(line.partition(",")[0]))
         self._writer = csv.writer(self._file, lineterminator="\n")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
         self._writer.writerows((step, name, repr(value)) for name, value in metrics.items())
         self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class NoSink:
@@ -164,26 +166,14 @@ class NoSink:
 
 def build_jsonl(config: JsonlConfig) -> MetricSinkFactory:
     """Return a maker of `JsonlSink`."""
-
-    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
-        return JsonlSink(run_folder / config.file, resumed_step)
-
-    return make
+    return lambda run_folder, *, resumed_step=0: JsonlSink(run_folder / config.file, resumed_step)
 
 
 def build_csv(config: CsvConfig) -> MetricSinkFactory:
     """Return a maker of `CsvSink`."""
-
-    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
-        return CsvSink(run_folder / config.file, resumed_step)
-
-    return make
+    return lambda run_folder, *, resumed_step=0: CsvSink(run_folder / config.file, resumed_step)
 
 
 def build_none(config: EmptyConfig) -> MetricSinkFactory:
     """Return a maker of `NoSink`."""
-
-    def make(run_folder: Path, *, resumed_step: int = 0) -> MetricSink:
-        return NoSink()
-
-    return make
+    return lambda run_folder, *, resumed_step=0: NoSink()

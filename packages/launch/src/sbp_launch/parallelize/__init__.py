@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +36,20 @@ from sbp_launch.parallelize.arguments import (
     sample_dims,
     update_options,
 )
-from sbp_launch.parallelize.buckets import LengthBuckets, make_padding
 from sbp_launch.parallelize.choices import Choice, Choices
-from sbp_launch.parallelize.comparison import Comparison
-from sbp_launch.parallelize.engine import Engine
-from sbp_launch.parallelize.flow import Pins, plan_program
-from sbp_launch.parallelize.following import Following
-from sbp_launch.parallelize.neutral import prove_padding
-from sbp_launch.parallelize.output import StepOutput
-from sbp_launch.parallelize.program import OneDeviceProgram
-from sbp_launch.parallelize.program_step import ProgramStep
 from sbp_launch.parallelize.ranks import backend_of, mesh_of
 from sbp_launch.parallelize.step import ParallelStep
-from sbp_launch.parallelize.training import Training
 from sbp_launch.planning.one_at_a_time import one_at_a_time
+from sbp_launch.step.buckets import LengthBuckets, make_padding
+from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.engine import Engine
+from sbp_launch.step.following import Following
+from sbp_launch.step.neutral import prove_padding
+from sbp_launch.step.output import StepOutput
+from sbp_launch.step.planning import Pins, PlanChoice, plan_program
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_launch.step.program_step import ProgramStep
+from sbp_launch.step.training import Training
 from sbp_launch.world import World
 from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import DeferredModel
@@ -71,7 +71,7 @@ def parallelize(
     planner: Choice | Planner | Strategy = "infer",
     pins: Pins | None = None,
     cluster: Choice | Cluster = "local",
-    micro_batches: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     loss_is: LossIs = "whole_batch",
     micro_batches_per_update: int = 1,
     batch_is: BatchIs = "global",
@@ -107,7 +107,8 @@ def parallelize(
             a strategy.
         pins: How you decide on tensors by name, over what the planner says.
         cluster: The machine that is planned for: `local`, `measured`.
-        micro_batches: Parts of one step, whose gradients are accumulated.
+        micro_batches: Parts of one step, whose gradients are accumulated; `auto` takes as few as
+            fit the memory of the ranks, or as many as the planner chooses.
         loss_is: What gradients of several micro-batches are of: `whole_batch`, the loss of the
             batch as if it were one; `mean_of_micro_batches`, the mean of theirs; or
             `each_micro_batch`, its own, with an update behind each, or behind every few.
@@ -186,14 +187,15 @@ def parallelize(
     )
     padding = make_padding(pad_to, batch, world, samples)
     example = padding.largest(batch)
-    planned = plan_program(program, example, chosen_planner, pins, engine, following, training)
+    choice = PlanChoice(
+        planner=chosen_planner, pins=pins or {}, chooses_micro_batches=micro_batches == "auto"
+    )
+    planned = plan_program(program, example, choice, engine, following, training)
     prove_padding(program, padding, settings, states)
     compared = (
         Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
     )
-    return ParallelStep(
-        planned, engine, following, training, padding, chosen_planner, states, compared
-    )
+    return ParallelStep(planned, choice, engine, following, training, padding, states, compared)
 
 
 make_callable(__name__)

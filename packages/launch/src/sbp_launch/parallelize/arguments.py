@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 import torch
+import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_aten.pass_options import LossMeaning
 from sbp_core.cluster import Cluster
-from sbp_core.errors import ConfigError, suggestion
+from sbp_core.errors import ConfigError, PlanError, suggestion
 from sbp_core.placement import Placement
 from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
 from sbp_core.runtime import BatchIs
@@ -23,19 +24,22 @@ from sbp_torch.capture import SampleDims, UpdateOptions, flatten_batch
 #: What the loss of several micro-batches is.
 LossIs = Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"]
 
-#: Keys of `sbp-train`'s config, and the arguments of `parallelize` that they are.
-_KEYS = {
+#: Settings of `sbp-train`, and the arguments of `parallelize` that they are.
+_ARGUMENTS = {
     "cluster.mesh": "mesh",
     "cluster.axes": "axes",
     "trainer.micro_batches_per_update": "micro_batches_per_update",
     "trainer.micro_batches": "micro_batches",
     "trainer.loss": "loss_is",
     "trainer.batch_size": "batch",
+    "trainer.update": "update",
 }
-_KEY = re.compile("|".join(map(re.escape, _KEYS)))
 
-#: A list of names, as the command line takes it.
-_NAMES = re.compile(r"(?<=axes=\[)[\w,]+(?=\])")
+#: A setting of `sbp-train` in a text, and its value if one is given.
+_SETTING = re.compile(
+    r"(?<![\w./'])((?:trainer|cluster|planner|compile|runtime|boxing)(?:\.[a-z_]+)+)"
+    r"(=(?:\[[^\]]*\]|[\w.@/-]*[\w/]))?"
+)
 
 _BATCH_DIM = "the argument batch_dim"
 
@@ -47,24 +51,36 @@ _PRECISIONS = ("bfloat16", "float16")
 def in_arguments() -> Iterator[None]:
     """Let errors of the `with` block speak of the arguments of `parallelize`.
 
-    before: set cluster.mesh=[4] cluster.axes=[data]
-    after:  set mesh=[4] axes=['data']
+    before: set cluster.mesh=[4] cluster.axes=[data]; planner.memory_bytes >= 5000
+    after:  set mesh=[4] axes=['data']; planner={'memory_bytes': ...} >= 5000
     """
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, PlanError) as error:
         parts = (error.what, "\n".join(error.where), error.accepted, error.todo)
-        what, where, accepted, todo = map(_as_arguments, parts)
+        what, where, accepted, todo = (_SETTING.sub(_as_argument, part) for part in parts)
         if (what, where, accepted, todo) == parts:
             raise
-        raise ConfigError(
-            what, where=where.splitlines(), accepted=accepted, todo=todo
-        ) from error.__cause__
+        said = error.replaced(
+            type(error), what=what, where=where.splitlines(), accepted=accepted, todo=todo
+        )
+        raise said from error.__cause__
 
 
-def _as_arguments(text: str) -> str:
-    said = _KEY.sub(lambda key: _KEYS[key[0]], text)
-    return _NAMES.sub(lambda names: ", ".join(map(repr, names[0].split(","))), said)
+def _as_argument(setting: re.Match[str]) -> str:
+    """Return a setting as an argument: `planner={'offload': ['optimizer_states']}`."""
+    key, text = setting[1], (setting[2] or "").removeprefix("=")
+    value = repr(yaml.safe_load(text)) if text else ""
+    known = next((one for one in _ARGUMENTS if key == one or key.startswith(f"{one}.")), None)
+    argument, *inner = key.split(".")
+    if known is not None:
+        argument, inner = _ARGUMENTS[known], key.removeprefix(known).split(".")[1:]
+    elif argument == "trainer":
+        return setting[0]
+    if not inner:
+        return f"{argument}={value}" if value else argument
+    opened = "".join(f"{{'{name}': " for name in inner)
+    return f"{argument}={opened}{value or '...'}{'}' * len(inner)}"
 
 
 def make_settings(
@@ -72,7 +88,7 @@ def make_settings(
     mesh: Placement,
     cluster: Cluster,
     config: CompileConfig,
-    micro_batches: int,
+    micro_batches: int | Literal["auto"],
     loss_is: LossIs,
     micro_batches_per_update: int,
     update: UpdateOptions,
@@ -83,7 +99,7 @@ def make_settings(
         ConfigError: there are no micro-batches, or they do not divide into updates; or their loss
             has no such meaning, or another one than what has several updates.
     """
-    checked_micro_batches(micro_batches)
+    count = micro_batches_of(micro_batches)
     if loss_is not in get_args(LossIs):
         raise ConfigError(
             f"loss_is={loss_is!r}",
@@ -92,7 +108,8 @@ def make_settings(
         )
     several = loss_is == "each_micro_batch"
     fits = type(micro_batches_per_update) is int and micro_batches_per_update >= 1
-    if not fits or micro_batches % (micro_batches_per_update if several else 1):
+    is_divided = micro_batches != "auto"
+    if not fits or (is_divided and count % (micro_batches_per_update if several else 1)):
         raise ConfigError(
             f"micro_batches_per_update={micro_batches_per_update!r} of "
             f"micro_batches={micro_batches}",
@@ -111,24 +128,27 @@ def make_settings(
         cluster=cluster,
         compile=config,
         passes=tuple(cast(GraphPass, registry.make("pass", name)) for name in config.plugins),
-        micro_batches=micro_batches,
+        micro_batches=count,
         loss=LossMeaning(loss_is),
         micro_batches_per_update=micro_batches_per_update,
         update=update,
     )
 
 
-def checked_micro_batches(micro_batches: int) -> int:
-    """Return how many micro-batches a step has.
+def micro_batches_of(micro_batches: int | Literal["auto"]) -> int:
+    """Return how many micro-batches a step has; 1 where the planner chooses.
 
     Raises:
         ConfigError: it is no number of them.
     """
+    if micro_batches == "auto":
+        return 1
     if type(micro_batches) is not int or micro_batches < 1:
         raise ConfigError(
             f"micro_batches={micro_batches!r}",
             where="the argument micro_batches",
-            accepted="an integer >= 1",
+            accepted="an integer >= 1, or 'auto': as few as fit the memory, or as many as the "
+            "planner chooses",
         )
     return micro_batches
 

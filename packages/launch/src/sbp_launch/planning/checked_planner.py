@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from sbp_core.errors import SbpTypeError
+from sbp_core.planning import SearchedPlanner, fitted, may_offload
 from sbp_core.plugins import Planner, PlanRequest, PluginEntry
 from sbp_core.strategy import Strategy
 
@@ -22,8 +23,13 @@ class CheckedPlanner:
     planner: Planner
     entry: PluginEntry | None = None
 
+    @property
+    def chooses_variants(self) -> bool:
+        """Whether it chooses among the variants of a step, micro-batches among them."""
+        return bool(getattr(self.planner, "chooses_variants", False))
+
     def plan(self, request: PlanRequest) -> Strategy:
-        """Return its strategy.
+        """Return its strategy; that of a planner without a search is fitted into memory.
 
         Raises:
             PluginError: a plugin raises an error that is none of sbp's, or returns anything else.
@@ -32,7 +38,9 @@ class CheckedPlanner:
         with self.entry.called("plan") if self.entry else nullcontext():
             found: object = self.planner.plan(request)
         if isinstance(found, Strategy):
-            return found
+            # The search around other planners does so itself.
+            is_searched = isinstance(self.planner, SearchedPlanner)
+            return found if is_searched or not may_offload(request) else fitted(request, found)
         if self.entry is not None:
             raise self.entry.returned(found, "a Strategy", by="plan")
         raise SbpTypeError(

@@ -28,38 +28,15 @@ _DISTRIBUTIONS = ("torch", "numpy", "hydra-core", "omegaconf", "mpi4py", "safete
 
 #: Variables that are recorded where they are set: threads, devices, transports, launchers.
 VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "KMP_AFFINITY",
-    "PYTHONHASHSEED",
-    "PYTHONPATH",
-    "SBP_DISABLE_PLUGINS",
-    "LD_PRELOAD",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_LOGS",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "NCCL_DEBUG",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "GLOO_SOCKET_IFNAME",
-    "TP_SOCKET_IFNAME",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_NTASKS",
-    "SLURM_JOB_NUM_NODES",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY"),
+    *("PYTHONHASHSEED", "PYTHONPATH", "SBP_DISABLE_PLUGINS", "LD_PRELOAD"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS", "TORCHINDUCTOR_CACHE_DIR"),
+    *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"),
+    *("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"),
     "SLURM_STEP_NODELIST",
 )
 
@@ -100,9 +77,6 @@ def environment(registry: PluginRegistry) -> dict[str, Any]:
 
 def git_state(folder: Path) -> Mapping[str, object] | None:
     """Return commit, branch and changed files of the working tree that a folder is in, if any.
-
-    Args:
-        folder: Any folder of the working tree.
 
     Returns:
         `commit` (None before the first one), `branch` (None if detached), `is_dirty`, and `changed`

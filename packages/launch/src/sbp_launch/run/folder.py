@@ -1,4 +1,14 @@
-"""The folder of a run: a new one, one that can be written, none that an earlier run has filled."""
+"""The folder of a run: a new one, one that can be written, none that an earlier run has filled.
+
+It holds the composed config of the run as a file, which every rank reads. So it is composed once,
+whatever starts the ranks, and it says afterwards what was run:
+
+    model:
+      name: gpt
+      num_layers: 4
+    trainer:
+      steps: 300
+"""
 
 from __future__ import annotations
 
@@ -8,11 +18,16 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
-from sbp_core.errors import ConfigError, RunError
-from sbp_core.serialize import read_bytes
+import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
+
+from sbp_core.errors import ConfigError, RunError, SbpError, suggestion
+from sbp_core.serialize import read_bytes, read_text, read_yaml, shown
+from sbp_launch.checkpoint.files import writing_aside
+from sbp_launch.settings.config import GROUPS, ComposedConfig
 
 #: The folder of checkpoints in that of a run, as `trainer.checkpoint` has it if nothing is set.
 CHECKPOINTS = "checkpoints"
@@ -21,26 +36,15 @@ CHECKPOINTS = "checkpoints"
 #: logs are no such files: a run that is refused may have written them.
 RUN_FILES = (
     CHECKPOINTS,
-    "strategy.yaml",
-    "strategy.json",
-    "plan.json",
-    "plan.txt",
-    "memory.txt",
-    "metrics.jsonl",
-    "metrics.csv",
-    "tensorboard",
-    "trace.json",
-    "operators.json",
-    "result.json",
+    *("strategy.yaml", "strategy.json", "plan.json", "plan.txt", "memory.txt"),
+    *("metrics.jsonl", "metrics.csv", "tensorboard"),
+    *("trace.json", "operators.json", "result.json"),
 )
 
 #: What is written of a run before it begins: Hydra's files, its settings, and where it runs.
 _FIRST_FILES = (
-    ".hydra/config.yaml",
-    ".hydra/hydra.yaml",
-    ".hydra/overrides.yaml",
-    "config.yaml",
-    "environment.json",
+    *(".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"),
+    *("config.yaml", "environment.json"),
 )
 
 #: The folder of what each process of a run writes, in the run folder.
@@ -76,28 +80,19 @@ def take_folder(folder: Path, *, overwrite: bool) -> None:
     """Make sure that there is a folder in which a run can be kept.
 
     Raises:
-        ConfigError: it cannot be made or written, holds an earlier run, or has links.
+        ConfigError: it cannot be made or written, holds an earlier run, or has links or pipes where
+            files are written.
     """
     with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _try_to_write(folder)
     check_unused(folder, overwrite=overwrite)
-    _refuse_links(folder)
-
-
-def _refuse_links(folder: Path) -> None:
-    """Refuse a run folder with links or pipes where files are written: it may be from elsewhere.
-
-    The folder of checkpoints may lie on another disk; what is written there follows no link.
-
-    Raises:
-        ConfigError: it has such links, or pipes.
-    """
+    # It may be from elsewhere. The folder of checkpoints may lie on another disk; what is written
+    # there follows no link.
     inside = [path for own in (folder, folder / LOGS, folder / ".hydra") for path in own.glob("*")]
     if pipes := [path for path in inside if path.is_fifo() and not path.is_symlink()]:
         raise ConfigError(f"{pipes[0]} is a pipe, which a run would wait for", todo="remove it")
-    links = [path for path in inside if path.is_symlink() and path.name != CHECKPOINTS]
-    if links:
+    if links := [path for path in inside if path.is_symlink() and path.name != CHECKPOINTS]:
         raise ConfigError(
             f"the run folder {folder} has links, and a run would write to what they lead to: "
             + ", ".join(f"{path.relative_to(folder)} -> {path.readlink()}" for path in links),
@@ -123,15 +118,14 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
 
 
 def _left(folder: Path) -> list[str]:
-    """Return the files and folders that a run has left."""
-    return [name for name in RUN_FILES if _is_left(folder / name)]
+    """Return the files that a run has left, and the folders with something that is not hidden."""
 
+    def is_left(path: Path) -> bool:
+        if path.is_dir():
+            return any(not inside.name.startswith(".") for inside in path.iterdir())
+        return path.exists()
 
-def _is_left(path: Path) -> bool:
-    """Whether a run has left a file, or something in a folder that is not hidden."""
-    if path.is_dir():
-        return any(not inside.name.startswith(".") for inside in path.iterdir())
-    return path.exists()
+    return [name for name in RUN_FILES if is_left(folder / name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +155,15 @@ class FolderBefore:
             ConfigError: something in it cannot be read.
         """
         paths = [folder / name for name in _FIRST_FILES]
+        read = partial(
+            read_bytes, error=ConfigError, todo="name another folder: hydra.run.dir=FOLDER"
+        )
         with _refusing(folder):
             return cls(
                 folder=folder,
                 is_new=not folder.exists(),
                 run_files=frozenset(_left(folder)),
-                first_files={path: _content(path) if path.is_file() else None for path in paths},
+                first_files={path: read(path) if path.is_file() else None for path in paths},
             )
 
     def restore(self) -> None:
@@ -182,10 +179,6 @@ class FolderBefore:
                     path.write_bytes(content)
                 else:
                     path.unlink(missing_ok=True)
-
-
-def _content(path: Path) -> bytes:
-    return read_bytes(path, error=ConfigError, todo="name another folder: hydra.run.dir=FOLDER")
 
 
 def as_typed(folder: Path) -> str:
@@ -237,3 +230,56 @@ def _refusing(folder: Path) -> Iterator[None]:
             accepted="a folder that is there or can be made, with room in it",
             todo="name another one: hydra.run.dir=FOLDER",
         ) from error
+
+
+#: Its name in the run folder.
+RUN_FILE = "config.yaml"
+
+_HEAD = "# The settings of this run, as they were composed; every rank reads them here.\n"
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc] # yaml has no types
+    """Writes what stands in two places twice, as readers take no references."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """See `yaml.Dumper`."""
+        return True
+
+
+def save_run(composed: ComposedConfig, folder: Path) -> None:
+    """Write a composed config into a run folder."""
+    values = {name: value for name, value in composed.values.items() if name in GROUPS}
+    text = yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None
+    )
+    with writing_aside(folder / RUN_FILE) as file:
+        file.write((_HEAD + text).encode())
+
+
+def load_run(folder: Path) -> ComposedConfig:
+    """Return the composed config that `save_run` wrote.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    path = folder / RUN_FILE
+    try:
+        values, lines = read_yaml(read_text(path), str(path))
+        if not isinstance(values, dict):
+            raise ConfigError(f"it is {shown(values)}", where=lines.where([]), accepted="a mapping")
+        for name in values:
+            if name not in GROUPS:
+                raise ConfigError(
+                    f"there is no group {shown(name)}",
+                    where=lines.where([str(name)]),
+                    accepted=", ".join(GROUPS),
+                    todo=suggestion(str(name), GROUPS),
+                )
+    except SbpError as error:
+        raise error.replaced(
+            ConfigError,
+            what=f"the settings of the run cannot be read: {error.what}",
+            todo="the run folder has to be on a disk that all hosts share: hydra.run.dir=FOLDER",
+        ) from error
+    files = dict.fromkeys(GROUPS, str(path))
+    return ComposedConfig(values=values, files=files, overrides=())

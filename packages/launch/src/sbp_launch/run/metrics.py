@@ -62,15 +62,12 @@ def calling_sink(run: Run, method: str) -> Iterator[None]:
         except SbpError:
             raise
         except Exception as error:
-            if isinstance(error, OSError) and _is_of_folder(error, run.folder):
-                raise
+            # It may be one of a file in the folder; libraries derive theirs, too.
+            if isinstance(error, OSError) and type(error).__module__ == "builtins":
+                named = error.filename
+                folder = run.folder.absolute()
+                inside = not isinstance(named, str) or Path(named).absolute().is_relative_to(folder)
+                is_of_network = isinstance(error, ConnectionError | TimeoutError)
+                if inside and not is_of_network and error.errno not in _OF_NETWORKS:
+                    raise
             raise run.entry("logger").raised(error, method) from error
-
-
-def _is_of_folder(error: OSError, folder: Path) -> bool:
-    """Return whether an error may be one of a file in a folder; libraries derive theirs, too."""
-    if isinstance(error, ConnectionError | TimeoutError) or error.errno in _OF_NETWORKS:
-        return False
-    named = error.filename
-    inside = not isinstance(named, str) or Path(named).absolute().is_relative_to(folder.absolute())
-    return type(error).__module__ == "builtins" and inside

@@ -1,4 +1,6 @@
-"""What a run writes when SIGUSR1 or SIGUSR2 asks it what it is at: `RUN/logs/status_RANK.txt`.
+"""What a run says when it is asked what it is at: by SIGUSR1 or SIGUSR2, or by a socket.
+
+A signal has it write `RUN/logs/status_RANK.txt`:
 
     2026-11-23 17:20:04+00:00 process 0 of 2: host node1, pid 4711
     120 steps are done
@@ -7,10 +9,12 @@
     ...
 
 Then come the Python stacks of all threads. Each process of a run writes a file of its own and goes
-on; what is asked later is written behind it. What each thread is at is said to stderr, too, where
+on; what is asked later is written after it. What each thread is at is said to stderr, too, where
 the log of the run takes it up.
 
-`sbp-watch RUN` asks by a socket instead (`live`), and is told the same lines.
+`sbp-watch RUN` asks by the socket of each process instead, `RUN/logs/status_RANK.sock`, and is told
+the same lines. It costs a run nothing that nobody asks: the thread that hears the signals waits for
+it, too.
 
 In a job of Slurm, SIGUSR1 says that its time is almost up (`stopping`), and SIGUSR2 alone asks.
 """
@@ -23,16 +27,85 @@ import selectors
 import signal
 import socket
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from sbp_core.errors import SbpError
 from sbp_core.runtime import Session
-from sbp_launch.run.live import answer, listen
 from sbp_launch.world import World, is_slurm_job
+
+#: An address of a socket holds a few more bytes than that.
+_MOST_BYTES = 100
+
+#: Most seconds that a process may take to answer, and somebody who asks to listen.
+_WAIT_S = 2.0
+
+
+def listen(path: Path) -> socket.socket | None:
+    """Return a socket that listens at a path, for this user alone.
+
+    A file that an earlier run has left there is replaced. None if there can be no socket, as on
+    some network storages, or on Windows.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with _address(path) as address:
+            made.bind(address)
+        path.chmod(0o600)
+        made.listen()
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def answer(listener: socket.socket, lines: list[str]) -> None:
+    """Tell the one who has connected some lines; whoever does not listen is left alone."""
+    with suppress(OSError), listener.accept()[0] as asking:
+        asking.settimeout(_WAIT_S)
+        asking.sendall("\n".join(lines).encode())
+
+
+def ask(path: Path) -> list[str]:
+    """Return what the process at a socket says.
+
+    Raises:
+        SbpError: it does not answer.
+    """
+    try:
+        with _address(path) as address, socket.socket(socket.AF_UNIX) as asking:
+            asking.settimeout(_WAIT_S)
+            asking.connect(address)
+            parts = list(iter(lambda: asking.recv(1 << 16), b""))
+    except OSError as error:
+        raise SbpError(
+            f"no answer: {error.strerror or error}",
+            where=str(path),
+            accepted="a process of this machine that has not ended",
+        ) from error
+    return b"".join(parts).decode().splitlines()
+
+
+@contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """Yield an address of a file that is short enough, however long the names of its folders."""
+    if len(os.fsencode(path)) <= _MOST_BYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
 
 #: What stands for none where numbers of signals are written.
 _NO_SIGNAL = b"\0"
@@ -49,14 +122,14 @@ def outlive_status_signals() -> None:
 
     Who asks a run may do so when some of its processes have not come to their step yet.
     """
+
+    def not_begun(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            os.write(2, b"sbp-train: there is nothing to tell yet, or no more\n")
+
     for number in status_signals():
         if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _not_begun)
-
-
-def _not_begun(number: int, frame: FrameType | None) -> None:
-    with suppress(OSError):
-        os.write(2, b"sbp-train: there is nothing to tell yet, or no more\n")
+            signal.signal(number, not_begun)
 
 
 class StatusSignal:

@@ -1,14 +1,22 @@
 """From a composed config to a checked `RunConfig`: every setting of every group, before torch.
 
-Builds nothing; the plugins' own config dataclasses say what is legal.
+Builds nothing; the plugins' own config dataclasses say what is legal. An axis of the mesh may be
+left open: it is as long as the processes that were started make it.
+
+    cluster.mesh=[-1]      of 4 processes: [4]
+    cluster.mesh=[-1,2]    of 6 processes: [3,2]
+
+So a run that a launcher starts again, with fewer or more processes, is planned for those.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeVar
 
 from sbp_core.errors import ConfigError, SbpError, SbpLookupError, nearest
 from sbp_core.plugins import ChecksOthers, PluginEntry, PluginRegistry, blame, merge_settings
@@ -24,6 +32,7 @@ from sbp_launch.settings.config import (
     key_of,
 )
 from sbp_launch.settings.known_keys import known_settings, meant, ours_of
+from sbp_launch.world import World
 
 T = TypeVar("T")
 
@@ -60,35 +69,22 @@ def check(composed: ComposedConfig, registry: PluginRegistry, own: Iterable[str]
     for name in compile_config.plugins:
         with _naming_overrides(composed, "compile", f"compile.plugins={name}"):
             registry.factory("pass", name)
-    callbacks = _callbacks(composed, registry, trainer)
-    _check_together(composed, registry, callbacks, {**configs, "trainer": trainer})
-    return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
-
-
-def _callbacks(
-    composed: ComposedConfig, registry: PluginRegistry, trainer: TrainerConfig
-) -> dict[str, object]:
-    """Return the checked configs of the callbacks, by key.
-
-    Raises:
-        ConfigError: one is unknown or twice there, or a setting of one is not known or refused.
-    """
-    found: dict[str, object] = {}
+    callbacks: dict[str, object] = {}
+    file = composed.files.get("trainer", "")
     with _naming_overrides(composed, "trainer"):
         try:
-            choices = trainer.callback_choices
+            named = trainer.callback_choices
         except ConfigError as error:
             what = f"trainer.{error.what}"
-            where = (composed.files.get("trainer", ""),)
-            raise error.replaced(ConfigError, what=what, where=where) from None
-    for index, choice in enumerate(choices):
+            raise error.replaced(ConfigError, what=what, where=(file,)) from None
+    for index, choice in enumerate(named):
         key = f"trainer.callbacks[{index}]"
         with _naming_overrides(composed, "trainer", f"{key} is {choice.name!r}"):
-            file = composed.files.get("trainer", "")
-            found[key] = registry.configure(
+            callbacks[key] = registry.configure(
                 "callback", choice.name, choice.settings, key=key, where=file
             )
-    return found
+    _check_together(composed, registry, callbacks, {**configs, "trainer": trainer})
+    return RunConfig(**choices, trainer=trainer, compile=compile_config, mesh=mesh, axes=axes)
 
 
 def _check_together(
@@ -113,7 +109,8 @@ def _check_together(
         if not isinstance(config, ChecksOthers):
             continue
         try:
-            config.check_beside({kind: one for kind, one in configs.items() if kind != group})
+            with blaming(composed, registry):
+                config.check_beside({kind: one for kind, one in configs.items() if kind != group})
         except ConfigError as error:
             told = f"{error.what} {error.accepted} {error.todo}"
             asking = group.partition(".")[0]
@@ -122,13 +119,6 @@ def _check_together(
             said = [line for one in about for line in composed.overrides_of(one)]
             where = (*error.where, *files, *said)
             raise error.replaced(ConfigError, where=where) from error
-        except SbpError:
-            raise
-        except Exception as error:
-            guilty = blame(error, in_use(composed, registry))
-            if guilty is None:
-                raise
-            raise guilty from error
 
 
 def refuse_unknown(
@@ -197,12 +187,6 @@ def _of_a_folder(
     """Say how a file takes the settings of an option in a folder of its group, or `""`.
 
     With `defaults: [manual/zero]`, Hydra puts them into `planner.manual`.
-
-    Args:
-        composed: The config.
-        registry: The plugins.
-        group: Whose settings are looked through.
-        name: Of the folder; empty for any.
     """
     value = composed.values.get(group)
     for key, below in value.items() if isinstance(value, Mapping) else ():
@@ -245,13 +229,7 @@ def _settings(composed: ComposedConfig, group: str) -> dict[str, object]:
 
 @contextmanager
 def _naming_overrides(composed: ComposedConfig, group: str, asked: str = "") -> Iterator[None]:
-    """Name the overrides that an error in the `with` block is about.
-
-    Args:
-        composed: The config.
-        group: Whose settings are checked.
-        asked: What asks for a plugin that may not be known.
-    """
+    """Name the overrides that an error in the `with` block is about."""
     try:
         yield
     except (ConfigError, SbpLookupError) as error:
@@ -292,6 +270,34 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
         raise error.replaced(ConfigError, todo=todo) from error
 
 
+@contextmanager
+def blaming(
+    composed: ComposedConfig,
+    registry: PluginRegistry,
+    first: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Blame the plugin whose code fails in the `with` block, if that is known.
+
+    Args:
+        composed: Names the plugins that are in use.
+        registry: The plugins.
+        first: Is called before a plugin is blamed, while its error is handled.
+
+    Raises:
+        PluginError: a plugin has raised an error that is not one of ours.
+    """
+    try:
+        yield
+    except SbpError:
+        raise
+    except Exception as error:
+        guilty = blame(error, in_use(composed, registry))
+        if guilty is None:
+            raise
+        first()
+        raise guilty from error
+
+
 def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEntry]:
     """Return the plugins whose code a run may call: those it names, passes and signatures."""
     trainer = composed.values.get("trainer")
@@ -310,3 +316,34 @@ def in_use(composed: ComposedConfig, registry: PluginRegistry) -> list[PluginEnt
         for entry in registry.entries
         if (entry.kind, entry.name) in named or entry.kind in ("pass", "signature")
     ]
+
+
+#: In the place of the length of an axis.
+OPEN = -1
+
+
+def close_mesh(composed: ComposedConfig, world: World) -> ComposedConfig:
+    """Return a config whose mesh has as many ranks as there are processes, if it is left open.
+
+    Where no launcher has started this process, nobody says how many there are: it stays open, and
+    its cluster refuses it.
+
+    Raises:
+        ConfigError: the other axes do not divide the number of processes.
+    """
+    cluster: Any = composed.values.get("cluster")
+    mesh = cluster.get("mesh") if isinstance(cluster, dict) else None
+    if not isinstance(mesh, list) or not all(type(length) is int for length in mesh):
+        return composed  # which is refused as what it is
+    if mesh.count(OPEN) != 1 or world.is_alone:
+        return composed
+    others = prod(length for length in mesh if length != OPEN)
+    if others < 1 or world.size % others:
+        raise ConfigError(
+            f"cluster.mesh={mesh}: {world.launcher} has started {world.size} processes",
+            where=composed.overrides_of("cluster"),
+            accepted=f"processes of which there are a multiple of {others}, for its other axes",
+            todo="start more of them, or fewer; or give another mesh",
+        )
+    whole = [world.size // others if length == OPEN else length for length in mesh]
+    return replace(composed, values={**composed.values, "cluster": {**cluster, "mesh": whole}})

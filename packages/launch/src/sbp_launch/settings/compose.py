@@ -26,9 +26,14 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.plugins import ConfigFolder
 from sbp_core.serialize import read_bytes, read_text
 from sbp_launch.secret_settings import leaves
-from sbp_launch.settings.catalog import OWN_FOLDER, PRIMARY, Catalog
+from sbp_launch.settings.catalog import (
+    OWN_FOLDER,
+    PRIMARY,
+    Catalog,
+    refuse_expansion,
+    refuse_faults,
+)
 from sbp_launch.settings.config import GROUPS, PLUGIN_GROUPS, Application, ComposedConfig, key_of
-from sbp_launch.settings.option_file import refuse_expansion, refuse_faults
 from sbp_launch.settings.refusals import (
     as_hydra_says,
     faulty_file,
@@ -87,28 +92,23 @@ def compose(catalog: Catalog, app: Application[Any], overrides: Sequence[str]) -
     Raises:
         ConfigError: Hydra cannot; names the key, its file and the nearest valid name.
     """
-    _refuse_expansions(catalog)
+    for folder in catalog.folders:
+        # Files of the user's own may be such that Hydra would take all memory to read them.
+        root = Path(folder.path.removeprefix("file://"))
+        depths = ("*.yaml", "*/*.yaml", "*/*/*.yaml") if folder.distribution == OWN_FOLDER else ()
+        # Options of groups, and those in a folder of their own there.
+        for path in (path for depth in depths for path in root.glob(depth)):
+            try:
+                text = read_text(path)
+            except SbpError:
+                continue  # which Hydra finds if it is chosen
+            refuse_expansion(text, str(path))
     try:
         return _compose(catalog, app.config_name, overrides)
     except OverrideParseException as error:
         raise unreadable(error) from error
     except Exception as error:  # not all are of Hydra: ValueError, TypeError
         raise _explain(error, catalog, app, overrides) from error
-
-
-def _refuse_expansions(catalog: Catalog) -> None:
-    """Refuse option files of the user's own that Hydra would take all memory to read."""
-    for folder in catalog.folders:
-        if folder.distribution != OWN_FOLDER:
-            continue
-        root = Path(folder.path.removeprefix("file://"))
-        # Options of groups, and those in a folder of their own there.
-        for path in (*root.glob("*.yaml"), *root.glob("*/*.yaml"), *root.glob("*/*/*.yaml")):
-            try:
-                text = read_text(path)
-            except SbpError:
-                continue  # which Hydra finds if it is chosen
-            refuse_expansion(text, str(path))
 
 
 def _compose(catalog: Catalog, config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -232,24 +232,20 @@ def _plain(config: DictConfig, group: str, file: str, catalog: Catalog) -> objec
     except MissingMandatoryValue as error:
         key = error.full_key or group
         option = config.hydra.runtime.choices.get(group, "")
-        raise _not_set(key, group, option, file, catalog) from error
+        # From its comment in the option file.
+        comment = catalog.comments(f"{group}/{option}").get(key.removeprefix(f"{group}."), "")
+        shown = re.search(rf"\b{re.escape(key)}=\S+", comment)
+        # Options below this one set it.
+        below = [f"{group}={one}" for one in catalog.options(group) if one.startswith(f"{option}/")]
+        others = f", or choose {', '.join(below)}" if below else ""
+        raise ConfigError(
+            f"{key} is not set",
+            where=file,
+            accepted="" if shown else comment,
+            todo=f"set {shown[0] if shown else f'{key}=VALUE'}{others}",
+        ) from error
     except OmegaConfBaseException as error:
         raise unresolved(error, group, file) from error
-
-
-def _not_set(key: str, group: str, option: str, file: str, catalog: Catalog) -> ConfigError:
-    """Make the error of a setting without a value, from its comment in the option file."""
-    comment = catalog.comments(f"{group}/{option}").get(key.removeprefix(f"{group}."), "")
-    shown = re.search(rf"\b{re.escape(key)}=\S+", comment)
-    # Options below this one set it.
-    below = [f"{group}={one}" for one in catalog.options(group) if one.startswith(f"{option}/")]
-    others = f", or choose {', '.join(below)}" if below else ""
-    return ConfigError(
-        f"{key} is not set",
-        where=file,
-        accepted="" if shown else comment,
-        todo=f"set {shown[0] if shown else f'{key}=VALUE'}{others}",
-    )
 
 
 def expand_globs(overrides: Sequence[str], catalog: Catalog) -> list[str]:

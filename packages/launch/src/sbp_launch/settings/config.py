@@ -16,24 +16,16 @@ from typing import Any, Generic, Literal, TypeVar
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, PluginRegistry
 from sbp_launch.checkpoint.settings import CheckpointConfig
+from sbp_launch.checks import check_least
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.data.order import Order
-from sbp_launch.settings.budget import DEFAULT_STEPS, Budget, Unit
-from sbp_launch.settings.schedules import ScheduleConfig
+from sbp_launch.settings.budget import DEFAULT_STEPS, Budget, ScheduleConfig, Unit
 from sbp_torch.update_options import UpdateOptions
 
 #: Config groups whose options name a plugin, in the order of a run.
 PLUGIN_GROUPS = (
-    "model",
-    "data",
-    "cluster",
-    "boxing",
-    "runtime",
-    "planner",
-    "optimizer",
-    "logger",
-    "storage",
-    "launcher",
+    *("model", "data", "cluster", "boxing", "runtime", "planner", "optimizer", "logger"),
+    *("storage", "launcher"),
 )
 
 #: All config groups.
@@ -46,18 +38,6 @@ _AT_LEAST_ONE = (
     "steps", "tokens", "batch_size", "micro_batches", "micro_batches_per_update", "log_every",
 )  # fmt: skip
 _AT_LEAST_ZERO = ("seed", "compare_steps", "sample_tokens", "plan_rows", "prefetch")
-
-
-def _check_least(config: object, low: int, names: tuple[str, ...]) -> None:
-    """Check settings that are whole numbers, those that are set.
-
-    Raises:
-        ConfigError: one is below `low`.
-    """
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, int) and value < low:
-            raise ConfigError(f"{name}={value} is too small", accepted=f"an integer >= {low}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +53,8 @@ class EvaluateConfig:
     batches: int = 4
 
     def __post_init__(self) -> None:
-        _check_least(self, 1, ("every",))
-        _check_least(self, 0, ("batches",))
+        check_least(self, 1, "every")
+        check_least(self, 0, "batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +154,8 @@ class TrainerConfig:
     update: UpdateOptions = field(default_factory=lambda: UpdateOptions(fused=True))
 
     def __post_init__(self) -> None:
-        _check_least(self, 1, _AT_LEAST_ONE)
-        _check_least(self, 0, _AT_LEAST_ZERO)
+        check_least(self, 1, *_AT_LEAST_ONE)
+        check_least(self, 0, *_AT_LEAST_ZERO)
         self._check_budget()
         if self.micro_batches == "auto" and self.loss == "each_micro_batch":
             raise ConfigError(
@@ -297,23 +277,9 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """All choices of one run, checked.
+    """All choices of one run, checked: of each kind of plugin, of the trainer, and of compiling.
 
-    Args:
-        model: Kind `model`.
-        data: Kind `data`.
-        cluster: Kind `cluster`.
-        boxing: Kind `boxing`.
-        runtime: Kind `runtime`.
-        planner: Kind `planner`.
-        optimizer: Kind `optimizer`.
-        logger: Kind `logger`.
-        trainer: How long and how it trains.
-        compile: How a step becomes a plan.
-        mesh: Ranks along each mesh axis, from the cluster's config.
-        axes: Name of each mesh axis, from the cluster's config.
-        launcher: Kind `launcher`.
-        storage: Kind `storage`.
+    `mesh` and `axes` are the ranks along each mesh axis and its name, from the cluster's config.
     """
 
     model: PluginChoice
@@ -361,13 +327,13 @@ class ComposedConfig:
             f"the command line: {text}"
             for text in self.overrides
             if (key := key_of(text)).partition(".")[0] == group
-            and (not what or _names(what, key) or key.startswith(f"{unknown}."))
+            # Whether it has the last part of the key, as a word of its own.
+            and (
+                not what
+                or re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", what)
+                or key.startswith(f"{unknown}.")
+            )
         ]
-
-
-def _names(what: str, key: str) -> bool:
-    """Whether a text has the last part of a key, as a word of its own."""
-    return re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", what) is not None
 
 
 def key_of(override: str) -> str:

@@ -11,17 +11,21 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import PluginEntry
-from sbp_launch.settings.callbacks import callbacks_of, settings_of
 from sbp_launch.settings.catalog import Catalog
 from sbp_launch.settings.config import GROUPS, Application, ComposedConfig
-from sbp_launch.settings.known_keys import known_settings, nested_configs, takes_of
+from sbp_launch.settings.known_keys import (
+    SettingRow,
+    callbacks_of,
+    known_settings,
+    setting_rows,
+    settings_of,
+)
 
 #: Columns of a help that goes to no terminal.
 _WIDTH = 100
@@ -71,13 +75,7 @@ def overrides_of(topics: Sequence[str], catalog: Catalog) -> list[str]:
 
 
 def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalog) -> str:
-    """Return the help of an app: groups, options, flags.
-
-    Args:
-        app: The app.
-        composed: Its config with the overrides of the command line.
-        catalog: What one can choose from; plugins with problems are listed.
-    """
+    """Return the help of an app: groups, options, flags."""
     width = _columns()
     lines = [f"{app.name}: {app.about}", ""]
     usage = ("[GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]", *app.usage)
@@ -99,9 +97,16 @@ def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalo
     if own:
         lines += ["", f"Settings of its own (`{own[0]}=VALUE` changes one):"]
         for row in _rows(app, composed, catalog, ""):
-            lines += row.lines(width)
+            lines += _lines(row, width)
     lines += ["", "Settings (`KEY=VALUE` changes one):"] if groups else []
-    for topic, what in _topics_to_try(app, shown).items():
+    topics = {
+        "trainer": "every setting of the chosen option, with its value",
+        "planner=osdp": "those of another option",
+        "trainer.steps": "one setting, and what it takes",
+    }
+    if app.groups:
+        topics = {shown: "every setting of the chosen option"}
+    for topic, what in topics.items():
         lines.append(f"  {app.name + ' --help ' + topic:<40} {what}"[:width])
     lines += ["", "Flags:"]
     lines += [f"  {flag:<{_OPTION + 4}} {what}"[:width] for flag, what in _FLAGS.items()]
@@ -111,49 +116,26 @@ def render_help(app: Application[Any], composed: ComposedConfig, catalog: Catalo
     return "\n".join(lines) + "\n"
 
 
-def _topics_to_try(app: Application[Any], shown: str) -> dict[str, str]:
-    if app.groups:
-        return {shown: "every setting of the chosen option"}
-    return {
-        "trainer": "every setting of the chosen option, with its value",
-        "planner=osdp": "those of another option",
-        "trainer.steps": "one setting, and what it takes",
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """One setting: its key, value, comment, and what it takes; the value of a heading is below."""
-
-    key: str
-    value: object
-    comment: str
-    takes: str = ""
-    is_heading: bool = False
-
-    def lines(self, width: int, *, whole: bool = False) -> Iterator[str]:
-        """Yield what is printed of it; `whole` adds what values it takes."""
-        text = f"  {self.key}:" if self.is_heading else f"  {self.key}={plain(self.value)}"
-        nested: list[str] = []
-        if isinstance(self.value, Mapping) and len(text) > _SETTING:
-            # Too long for a line; so it can be typed into a file.
-            text, nested = f"  {self.key}:", [f"      {line}" for line in _block(self.value)]
-        comment = f"{self.comment} (takes {self.takes})" if whole and self.takes else self.comment
-        told = textwrap.wrap(comment.strip(), max(24, width - _SETTING - 2))
-        if len(text) > _SETTING or not told:
-            yield text
-        else:
-            yield f"{text:<{_SETTING}}  {told.pop(0)}"
-        for line in told:
-            yield f"{'':<{_SETTING}}  {line}"
-        yield from nested
-
-
-def _block(mapping: Mapping[object, object]) -> Iterator[str]:
-    """Yield the lines of a mapping in YAML, one an item."""
-    for name, item in mapping.items():
-        flow = None if isinstance(item, Mapping | list | tuple) else False
-        yield yaml.safe_dump({name: item}, default_flow_style=flow, width=10**6).rstrip()
+def _lines(row: SettingRow, width: int, *, whole: bool = False) -> Iterator[str]:
+    """Yield what is printed of a setting; `whole` adds what values it takes."""
+    text = f"  {row.key}:" if row.is_heading else f"  {row.key}={plain(row.value)}"
+    nested: list[str] = []
+    if isinstance(row.value, Mapping) and len(text) > _SETTING:
+        # Too long for a line; so it can be typed into a file.
+        text = f"  {row.key}:"
+        for name, item in row.value.items():
+            flow = None if isinstance(item, Mapping | list | tuple) else False
+            item_text = yaml.safe_dump({name: item}, default_flow_style=flow, width=10**6)
+            nested.append(f"      {item_text.rstrip()}")
+    takes = f" (takes {row.takes})" if whole and row.takes and not row.is_heading else ""
+    told = textwrap.wrap(f"{row.comment}{takes}".strip(), max(24, width - _SETTING - 2))
+    if len(text) > _SETTING or not told:
+        yield text
+    else:
+        yield f"{text:<{_SETTING}}  {told.pop(0)}"
+    for line in told:
+        yield f"{'':<{_SETTING}}  {line}"
+    yield from nested
 
 
 def _cut(text: str, width: int) -> str:
@@ -207,16 +189,30 @@ def render_topics(
     callbacks = callbacks_of(catalog.registry) if "trainer" in composed.files else []
     rows = [row for group in ("", *composed.values) for row in _rows(app, composed, catalog, group)]
     for topic in topics:
-        key = _group_of(topic, catalog) or topic.partition("=")[0]
+        # The group of a topic that is one, or an option of one.
+        key = topic.partition("=")[0]
+        owners = [group for group in catalog.groups() if topic in catalog.options(group)]
+        if key not in catalog.groups() and len(owners) == 1:
+            key = owners[0]
         found = [row for row in rows if row.key == key or row.key.endswith(f".{key}")]
         below = [row for row in rows if row.key.startswith(f"{key}.")]
         if key in composed.files:
-            lines += [*_about(composed, catalog, key), ""]
-            lines += [line for row in below for line in row.lines(width)] or ["  no settings"]
+            # The heading: the chosen option, whose it is, the others.
+            option = _option(composed, catalog, key)
+            owner = " ".join(catalog.owners(f"{key}/{option}"))
+            lines.append(f"{key}={option}, of {owner}: {composed.files[key]}")
+            lines += [f"  {line}" for line in catalog.about(f"{key}/{option}")]
+            if others := [one for one in catalog.options(key) if one != option]:
+                text, indent = f"other options: {', '.join(others)}", "  "
+                lines += textwrap.wrap(
+                    text, width - 2, initial_indent=indent, subsequent_indent=indent
+                )
+            lines.append("")
+            lines += [line for row in below for line in _lines(row, width)] or ["  no settings"]
         elif found or below:
             for row in found or below:
-                lines += row.lines(width, whole=not below)
-                lines += [line for one in below for line in one.lines(width, whole=True)]
+                lines += _lines(row, width, whole=not below)
+                lines += [line for one in below for line in _lines(one, width, whole=True)]
             if [row.key for row in found] == ["trainer.callbacks"]:
                 lines += [line for one in callbacks for line in _callback(one, width)]
         elif named := [one for one in callbacks if one.name == topic]:
@@ -231,21 +227,26 @@ def _callback(entry: PluginEntry, width: int) -> Iterator[str]:
     """Yield what a callback is, and its settings."""
     yield f"callback {entry.name}, of {entry.distribution}: {entry.summary}"
     for one in settings_of(entry):
-        row = _Row(key=one.name, value=one.default, comment=one.meaning, takes=one.takes)
-        yield from row.lines(width, whole=True)
+        yield from _lines(one, width, whole=True)
 
 
-def _about(composed: ComposedConfig, catalog: Catalog, group: str) -> list[str]:
-    """Return the heading of a group's settings: the chosen option, whose it is, the others."""
-    file, option = composed.files[group], _option(composed, catalog, group)
-    owner = " ".join(catalog.owners(f"{group}/{option}"))
-    lines = [f"{group}={option}, of {owner}: {file}"]
-    lines += [f"  {line}" for line in catalog.about(f"{group}/{option}")]
-    others = [one for one in catalog.options(group) if one != option]
-    if others:
-        text = f"other options: {', '.join(others)}"
-        lines += textwrap.wrap(text, _columns() - 2, initial_indent="  ", subsequent_indent="  ")
-    return lines
+def _rows(
+    app: Application[Any], composed: ComposedConfig, catalog: Catalog, group: str
+) -> Iterator[SettingRow]:
+    """Yield the settings of a group, or, for `""`, those of the app itself."""
+    if not group:
+        comments = catalog.comments(app.config_name)
+        for key, value in composed.values.items():
+            if key not in composed.files:
+                yield SettingRow(key=key, value=value, comment=comments.get(key, ""))
+        return
+    values = composed.values[group]
+    if group in composed.files and isinstance(values, Mapping):
+        config = catalog.config(group, values.get("name"))
+        comments = catalog.comments(f"{group}/{_option(composed, catalog, group)}")
+        own = {name: value for name, value in values.items() if name != "name"}
+        rows = setting_rows(own, config, comments, group)
+        yield from (row for row in rows if row.comment or not row.is_heading)
 
 
 def _option(composed: ComposedConfig, catalog: Catalog, group: str) -> str:
@@ -254,65 +255,18 @@ def _option(composed: ComposedConfig, catalog: Catalog, group: str) -> str:
     return next(one for one in catalog.options(group) if catalog.file(f"{group}/{one}") == file)
 
 
-def _rows(
-    app: Application[Any], composed: ComposedConfig, catalog: Catalog, group: str
-) -> Iterator[_Row]:
-    """Yield the settings of a group, or, for `""`, those of the app itself."""
-    if not group:
-        comments = catalog.comments(app.config_name)
-        for key, value in composed.values.items():
-            if key not in composed.files:
-                yield _Row(key=key, value=value, comment=comments.get(key, ""))
-        return
-    values = composed.values[group]
-    if group not in composed.files or not isinstance(values, Mapping):
-        return
-    option = next(
-        one
-        for one in catalog.options(group)
-        if catalog.file(f"{group}/{one}") == composed.files[group]
-    )
-    comments = catalog.comments(f"{group}/{option}")
-    config = catalog.config(group, values.get("name"))
-    yield from _nested_rows(values, config, comments, group, "")
-
-
-def _nested_rows(
-    values: Mapping[str, object],
-    config: type | None,
-    comments: Mapping[str, str],
-    group: str,
-    prefix: str,
-) -> Iterator[_Row]:
-    nested = nested_configs(config) if config else {}
-    takes = takes_of(config) if config else {}
-    for name, value in values.items():
-        if (prefix, name) == ("", "name"):
-            continue
-        key, comment = f"{group}.{prefix}{name}", comments.get(f"{prefix}{name}", "")
-        inner = nested.get(name)
-        if inner is not None and isinstance(value, Mapping):
-            if comment:
-                yield _Row(key=key, value={}, comment=comment, is_heading=True)
-            yield from _nested_rows(value, inner, comments, group, f"{prefix}{name}.")
-        else:
-            yield _Row(key=key, value=value, comment=comment, takes=takes.get(name, ""))
-
-
-def _group_of(topic: str, catalog: Catalog) -> str:
-    """Return the group of a topic that is one, or an option of one, or `""`."""
-    name = topic.partition("=")[0]
-    if name in catalog.groups():
-        return name
-    owners = [group for group in catalog.groups() if topic in catalog.options(group)]
-    return owners[0] if len(owners) == 1 else ""
-
-
 def _unknown(
-    topic: str, rows: Sequence[_Row], catalog: Catalog, composed: ComposedConfig
+    topic: str, rows: Sequence[SettingRow], catalog: Catalog, composed: ComposedConfig
 ) -> ConfigError:
     groups = [group for group in GROUPS if group in composed.files]
-    others = _takers(topic, composed, catalog)
+    # Options that take it, where none that is chosen does.
+    settings = known_settings(composed, catalog.registry)
+    takers = (one for one in settings if topic in (one.key, one.leaf))
+    others: dict[str, None] = {}
+    for choice in (choice for setting in takers for choice in setting.options):
+        group, _, name = choice.partition("=")
+        names = [one for one in catalog.options(group) if f"{one}/".startswith(f"{name}/")]
+        others |= dict.fromkeys(f"{group}={one}" for one in names[:1])
     options = [f"{group}={one}" for group in groups for one in catalog.options(group)]
     leaves = {row.key.rpartition(".")[2] for row in rows}
     near = nearest(topic, [*composed.files, *(row.key for row in rows), *options, *leaves])
@@ -329,19 +283,6 @@ def _unknown(
         accepted=f"one of the groups {', '.join(groups)}; GROUP=OPTION; a key",
         todo=f"did you mean --help {near}?" if near else "--help alone lists the options",
     )
-
-
-def _takers(topic: str, composed: ComposedConfig, catalog: Catalog) -> list[str]:
-    """Return the options that take a setting, where none that is chosen does."""
-    found: dict[str, None] = {}
-    for setting in known_settings(composed, catalog.registry):
-        if topic not in (setting.key, setting.leaf):
-            continue
-        for choice in setting.options:
-            group, _, name = choice.partition("=")
-            names = [one for one in catalog.options(group) if f"{one}/".startswith(f"{name}/")]
-            found |= dict.fromkeys(f"{group}={one}" for one in names[:1])
-    return list(found)
 
 
 def _columns() -> int:

@@ -1,53 +1,47 @@
 """The keys of all settings, and which of them an unknown key may mean.
 
-A key is looked for in all groups, by its last name: `steps` may mean `trainer.steps`.
+A key is looked for in all groups, by its last name: `steps` may mean `trainer.steps`. What settings
+callbacks take is read from their dataclasses, as no option file tells of them.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Union, get_args, get_origin
 
-from sbp_core.plugins import PluginRegistry, describe_type, type_hints
+from sbp_core.plugins import PluginEntry, PluginRegistry, describe_type, type_hints
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import PLUGIN_GROUPS, ComposedConfig, TrainerConfig
 
 #: What other trainers call our settings.
-OTHER_NAMES: Mapping[str, str] = {
-    "accumulate_grad_batches": "trainer.micro_batches",
-    "batch": "trainer.batch_size",
-    "data_path": "data.path",
-    "devices": "cluster.mesh",
-    "eval_batches": "trainer.evaluate.batches",
-    "eval_every": "trainer.evaluate.every",
-    "eval_steps": "trainer.evaluate.every",
-    "global_batch_size": "trainer.batch_size",
-    "grad_clip": "trainer.update.clip_norm",
-    "gradient_accumulation_steps": "trainer.micro_batches",
-    "gradient_clip_val": "trainer.update.clip_norm",
-    "gradient_clipping": "trainer.update.clip_norm",
-    "learning_rate": "optimizer.lr",
-    "local_batch_size": "trainer.batch_size",
-    "limit_val_batches": "trainer.evaluate.batches",
-    "max_epochs": "trainer.epochs",
-    "max_grad_norm": "trainer.update.clip_norm",
-    "max_norm": "trainer.update.clip_norm",
-    "max_steps": "trainer.steps",
-    "max_time": "trainer.hours",
-    "mixed_precision": "compile.autocast",
-    "n_layer": "model.num_layers",
-    "nproc_per_node": "cluster.mesh",
-    "num_epochs": "trainer.epochs",
-    "num_steps": "trainer.steps",
-    "num_train_epochs": "trainer.epochs",
-    "precision": "compile.autocast",
-    "seq_len": "model.context",
-    "val_check_interval": "trainer.evaluate.every",
-    "warmup": "trainer.schedule.warmup_steps",
+_CALLED = {
+    "cluster.mesh": "devices nproc_per_node",
+    "compile.autocast": "mixed_precision precision",
+    "data.path": "data_path",
+    "model.context": "seq_len",
+    "model.num_layers": "n_layer",
+    "optimizer.lr": "learning_rate",
+    "trainer.batch_size": "batch global_batch_size local_batch_size",
+    "trainer.epochs": "max_epochs num_epochs num_train_epochs",
+    "trainer.evaluate.batches": "eval_batches limit_val_batches",
+    "trainer.evaluate.every": "eval_every eval_steps val_check_interval",
+    "trainer.hours": "max_time",
+    "trainer.micro_batches": "accumulate_grad_batches gradient_accumulation_steps",
+    "trainer.schedule.warmup_steps": "warmup",
+    "trainer.steps": "max_steps num_steps",
+    "trainer.update.clip_norm": "grad_clip gradient_clip_val gradient_clipping max_grad_norm "
+    "max_norm",
 }
+
+#: Our key of each of these names, in the order of the names.
+OTHER_NAMES: Mapping[str, str] = dict(
+    sorted((name, ours) for ours, names in _CALLED.items() for name in names.split())
+)
 
 #: How much alike a slip of the pen and what was meant are, at least.
 _ALIKE = 0.6
@@ -175,3 +169,92 @@ def meant(key: str, settings: Iterable[Setting], value: str = "") -> str:
         named = f"{one.key}={value}" if value else f"'{one.key}'"
         hints.append(f"{named} of {' or '.join(one.options)}" if one.options else named)
     return f"did you mean {', or '.join(hints)}?" if best else ""
+
+
+#: Where `Args:` of a docstring begins a setting: `patience: Evaluations without ...`.
+_ARGUMENT = re.compile(r" {4}(?P<name>\w+): (?P<meaning>.*)")
+
+
+def callbacks_of(registry: PluginRegistry) -> list[PluginEntry]:
+    """Return the callbacks that there are, by name."""
+    return [one for one in registry.entries if one.kind == "callback" and one.factory is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRow:
+    """One setting as it is told of: what its file or docstring says, and what values it takes.
+
+    Args:
+        key: Of the setting; of a callback the name of the field.
+        value: That it has; `...` if it has to be given, `{}` of a heading.
+        comment: What is said of it, or `""`.
+        takes: What values it takes, in words.
+        is_heading: Whether its settings have rows of their own, below.
+    """
+
+    key: str
+    value: object
+    comment: str
+    takes: str = ""
+    is_heading: bool = False
+
+
+def setting_rows(
+    values: Mapping[str, object],
+    config: type | None,
+    comments: Mapping[str, str],
+    group: str,
+    prefix: str = "",
+) -> Iterator[SettingRow]:
+    """Yield the settings of a group, and those inside them.
+
+    Args:
+        values: By name.
+        config: The dataclass of the settings, if it is known.
+        comments: What the file says of them, by key without the group.
+        group: Its name.
+        prefix: Of the keys in it.
+    """
+    nested, takes = (nested_configs(config), takes_of(config)) if config else ({}, {})
+    for name, value in values.items():
+        inner, key = nested.get(name), f"{prefix}{name}"
+        is_heading = inner is not None and isinstance(value, Mapping)
+        yield SettingRow(
+            key=f"{group}.{key}",
+            value={} if is_heading else value,
+            comment=comments.get(key, ""),
+            takes=takes.get(name, ""),
+            is_heading=is_heading,
+        )
+        if is_heading and isinstance(value, Mapping):
+            yield from setting_rows(value, inner, comments, group, f"{key}.")
+
+
+def settings_of(entry: PluginEntry) -> Iterator[SettingRow]:
+    """Yield the settings of a callback, in their order."""
+    assert entry.factory is not None, "an entry of a kind has a factory"
+    config = entry.factory.config
+    takes, meanings = takes_of(config), _meanings(config)
+    for field in fields(config):
+        default = ... if field.default is MISSING else field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        name = field.name
+        comment = meanings.get(name, "")
+        yield SettingRow(key=name, value=default, comment=comment, takes=takes.get(name, ""))
+
+
+def _meanings(config: type) -> dict[str, str]:
+    """Return what the `Args:` of a docstring say, by name."""
+    _, _, told = inspect.cleandoc(config.__doc__ or "").partition("\nArgs:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in told.splitlines():
+        if start := _ARGUMENT.fullmatch(line):
+            name = start["name"]
+            found[name] = start["meaning"]
+        elif line.startswith(" " * 8) and name:
+            found[name] += f" {line.strip()}"
+        else:
+            name = ""
+    return found

@@ -86,14 +86,7 @@ def option_of(override: str) -> str:
 def missing_option(
     config: str, overrides: Sequence[str], file: str, catalog: Catalog
 ) -> ConfigError:
-    """Say that a group has no such option, and which package may bring it.
-
-    Args:
-        config: Group and option: `planner/manual/zeroo`.
-        overrides: The command line.
-        file: The config that asks for the option if the command line does not.
-        catalog: What one can choose from; a plugin that is broken may bring the option.
-    """
+    """Say that a group has no such option, and which package may bring it."""
     group, _, option = config.partition("/")
     said = [text for text in overrides if option_of(text) == config]
     return no_option(
@@ -108,13 +101,7 @@ def missing_option(
 
 
 def forced(text: str, groups: Collection[str], error: Exception) -> str:
-    """Return an override as one that Hydra takes, whether or not a file has its key.
-
-    Args:
-        text: The override.
-        groups: Those of which one chooses an option.
-        error: Of Hydra, which quotes a key that it cannot delete.
-    """
+    """Return an override as one that Hydra takes, whether or not a file has its key."""
     key = key_of(text)
     if key.partition("/")[0] in groups or re.match("hydra[./]", key):
         return text

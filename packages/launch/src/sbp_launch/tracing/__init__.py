@@ -1,5 +1,5 @@
 """The trace of some steps of a run.
 
-`tracer` takes it, `gather` puts it together over processes, `events` draws it for Perfetto, and
-`times` sums it up, by rank, and `operators` by operator.
+`tracer` takes it and puts it together over processes, `events` draws it for Perfetto, and `times`
+sums it up, by rank and by operator.
 """

@@ -34,7 +34,6 @@ from sbp_core.compile import (
     Actor,
     ActorId,
     BoxingActor,
-    Collective,
     Compute,
     PhysicalPlan,
     Receive,
@@ -119,8 +118,26 @@ class _Events:
             self.begins_ns[span.step] = min(begin_ns, span.begin_ns)
 
     def __iter__(self) -> Iterator[Event]:
-        yield from self._names()
-        yield from self._steps()
+        # The names of processes and lanes, in the order of ranks.
+        for rank in sorted({rank for rank, _ in self.lanes}):
+            yield _meta("process_name", rank, 0, name=f"rank {rank}")
+            yield _meta("process_sort_index", rank, 0, sort_index=rank)
+            if host := self.traced.hosts.get(rank, ""):
+                yield _meta("process_labels", rank, 0, labels=host)
+        ranks = {span.rank for span in self.traced.spans}
+        for (rank, thread), lane in self.lanes.items():
+            if rank in ranks:
+                yield _meta("thread_name", rank, lane, name=thread)
+                yield _meta("thread_sort_index", rank, lane, sort_index=lane)
+        # A slice for each step on each lane, around those of its firings.
+        steps: dict[tuple[int, str, int], Span] = {}
+        for span in self.traced.spans:
+            known = steps.setdefault((span.rank, span.thread, span.step), span)
+            begin_ns, end_ns = min(known.begin_ns, span.begin_ns), max(known.end_ns, span.end_ns)
+            around = replace(known, begin_ns=begin_ns, end_ns=end_ns)
+            steps[span.rank, span.thread, span.step] = around
+        for span in steps.values():
+            yield self._slice(span, f"step {span.step + 1}", "step", span.end_ns, {})
         for span in self.traced.spans:
             yield from self._slices(span)
         yield from self._arrows()
@@ -133,31 +150,6 @@ class _Events:
 
     def _us(self, time_ns: int) -> float:
         return (time_ns - self.start_ns) / 1000
-
-    def _names(self) -> Iterator[Event]:
-        """Name the processes and lanes, in the order of ranks."""
-        for rank in sorted({rank for rank, _ in self.lanes}):
-            host = self.traced.hosts.get(rank, "")
-            yield _meta("process_name", rank, 0, name=f"rank {rank}")
-            yield _meta("process_sort_index", rank, 0, sort_index=rank)
-            if host:
-                yield _meta("process_labels", rank, 0, labels=host)
-        ranks = {span.rank for span in self.traced.spans}
-        for (rank, thread), lane in self.lanes.items():
-            if rank in ranks:
-                yield _meta("thread_name", rank, lane, name=thread)
-                yield _meta("thread_sort_index", rank, lane, sort_index=lane)
-
-    def _steps(self) -> Iterator[Event]:
-        """Return a slice for each step on each lane, around those of its firings."""
-        found: dict[tuple[int, str, int], Span] = {}
-        for span in self.traced.spans:
-            key = span.rank, span.thread, span.step
-            known = found.setdefault(key, span)
-            begin_ns, end_ns = min(known.begin_ns, span.begin_ns), max(known.end_ns, span.end_ns)
-            found[key] = replace(known, begin_ns=begin_ns, end_ns=end_ns)
-        for span in found.values():
-            yield self._slice(span, f"step {span.step + 1}", "step", span.end_ns, {})
 
     def _slices(self, span: Span) -> Iterator[Event]:
         """Return the slice of a span, and the wait for other ranks inside of it."""
@@ -214,7 +206,9 @@ class _Events:
             kind = {Send: "send", Receive: "receive"}.get(type(actor), str(step.kind))
             args |= {"bytes": step.size_bytes, "boxing": str(step)}
             args["ranks"] = list(step.group(rank))
-            return f"{kind} {_value_of(actor)}", args
+            # What it moves: `blocks.0.proj.addmm` of its key, without where it goes.
+            value = actor.name.removeprefix("send ").removeprefix("receive ").partition("@")[0]
+            return f"{kind} {value}", args
         if not isinstance(actor, Compute):
             return f"accumulate {_PHASES[actor.phase]}", args
         found = [self.nodes[one.node] for one in actor.instructions if one.node in self.nodes]
@@ -290,12 +284,6 @@ class _Events:
 
 def _meta(name: str, rank: int, lane: int, /, **args: object) -> Event:
     return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
-
-
-def _value_of(actor: Collective | Send | Receive) -> str:
-    """Return what a boxing actor moves: `blocks.0.proj.addmm` of its key, without where it goes."""
-    name = actor.name.removeprefix("send ").removeprefix("receive ")
-    return name.partition("@")[0]
 
 
 def _module_of(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of traced steps went: computing, boxing, waiting, by rank.
+"""Where the time of traced steps went, by rank: computing, boxing, waiting; and by operator.
 
 A boxing call does not say how long it waited for the others. It is told from when they came:
 
@@ -14,12 +14,17 @@ Where a call is begun, and its end awaited later, the same is told of that wait:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sbp_core.compile import BoxingActor, Collective, PhysicalPlan, Receive
+from sbp_core.errors import ConfigError
+from sbp_core.operators import MeasuredOperator
 from sbp_core.runtime import Span, SpanKind
+from sbp_core.serialize import Document
 from sbp_core.units import format_seconds
+from sbp_launch.console import columns
 
 #: How a span begins to say that it waits for the end of boxing that was begun before.
 END_OF = "the end of "
@@ -28,7 +33,16 @@ END_OF = "the end of "
 _MOST_RANKS = 16
 
 #: Titles of the table's columns.
-_HEADS = ("rank", "step", "compute", "boxing", "for others", "for its turn", "rest", "most for")
+_HEADS: tuple[str, ...] = (
+    "rank",
+    "step",
+    "compute",
+    "boxing",
+    "for others",
+    "for its turn",
+    "rest",
+    "most for",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +54,7 @@ class Late:
 
 
 def late_ranks(plan: PhysicalPlan, spans: Sequence[Span]) -> Mapping[Span, Late]:
-    """Return for each boxing call, and wait for the end of one, what it waited for.
-
-    Args:
-        plan: What ran.
-        spans: Of all ranks.
-    """
+    """Return for each boxing call, and wait for the end of one, what it waited for."""
     senders: dict[tuple[int, str], list[tuple[int, str]]] = defaultdict(list)
     for link in plan.links:
         senders[link.receiver].append(link.sender)
@@ -158,31 +167,69 @@ def time_table(plan: PhysicalPlan, spans: Sequence[Span], file: str = "the trace
     steps = sorted({span.step + 1 for span in spans})
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
     has_threads = len(times) > len({rank for rank, _ in times})
-    rows = [_HEADS, *_rows(times, len(steps), has_threads=has_threads)]
+    rows = [_HEADS]
+    for (rank, thread), one in times.items():
+        parts = (one.steps, one.compute, one.boxing, one.waiting, one.turn, one.rest)
+        late = one.late.most_common(1)
+        rows.append(
+            (
+                f"{rank} {thread}" if has_threads else str(rank),
+                *(format_seconds(part / len(steps) * 1e-9) if part > 0 else "-" for part in parts),
+                f"rank {late[0][0]}" if late else "-",
+            )
+        )
     # A column in which nothing happened says nothing.
     shown = [
         column
         for column in range(len(_HEADS))
         if any(row[column] not in ("", "-") for row in rows[1:])
     ]
-    widths = [max(len(row[column]) for row in rows[: _MOST_RANKS + 1]) for column in shown]
+    printed = [[row[column] for column in shown] for row in rows[: _MOST_RANKS + 1]]
     lines = [f"where the time of a step went (mean of {which})"]
-    for row in rows[: _MOST_RANKS + 1]:
-        cells = [row[column].rjust(width) for column, width in zip(shown, widths, strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
+    lines += [f"  {line}" for line in columns(printed, left=0)]
     if len(rows) > _MOST_RANKS + 1:
         lines.append(f"  and {len(rows) - 1 - _MOST_RANKS} more in {file}")
     return lines
 
 
-def _rows(
-    times: Mapping[tuple[int, str], RankTimes], num_steps: int, *, has_threads: bool
-) -> Iterator[tuple[str, ...]]:
-    for (rank, thread), one in times.items():
-        parts = (one.steps, one.compute, one.boxing, one.waiting, one.turn, one.rest)
-        late = one.late.most_common(1)
-        yield (
-            f"{rank} {thread}" if has_threads else str(rank),
-            *(format_seconds(part / num_steps * 1e-9) if part > 0 else "-" for part in parts),
-            f"rank {late[0][0]}" if late else "-",
-        )
+#: The file of a run folder that holds the times.
+OPERATORS = "operators.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTimes:
+    """What the operators of a run took.
+
+    Args:
+        backend: Its boxing backend.
+        num_ranks: Its ranks, which shared the machine.
+        machine: See `Cluster.machine`.
+        operators: Each call of an operator once.
+    """
+
+    backend: str
+    num_ranks: int
+    machine: Mapping[str, str]
+    operators: tuple[MeasuredOperator, ...]
+
+    def save(self, path: Path) -> None:
+        """Write the file of a run folder."""
+        OPERATOR_TIMES.write(self, path)
+
+    @classmethod
+    def load(cls, path: Path) -> OperatorTimes:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: there is no such file, or it is another one.
+        """
+        return OPERATOR_TIMES.read(path)
+
+
+OPERATOR_TIMES: Document[OperatorTimes] = Document(
+    kind=OperatorTimes,
+    format="sbp-operators",
+    version=1,
+    todo="trace the operators of a run: sbp-train trainer.trace=5..14 trainer.trace_operators=true",
+    error=ConfigError,
+)

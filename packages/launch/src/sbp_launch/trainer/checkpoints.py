@@ -24,13 +24,9 @@ from sbp_launch.data import DataCursor
 from sbp_launch.planning import Planned
 from sbp_launch.run.environment import versions
 from sbp_launch.run.run import Run
-from sbp_launch.team import Team
 from sbp_launch.trainer.saved_settings import config_hash, settings_of
 
 logger = logging.getLogger(__name__)
-
-#: How a run saves to another place, for messages.
-ELSEWHERE = "name another place: hydra.run.dir=FOLDER"
 
 #: What is kept of a run whose loss is no number, apart from the checkpoints to go on from.
 _NOT_FINITE = "not-finite"
@@ -259,14 +255,6 @@ class RunCheckpoints:
         """Return states of the checkpoint that was saved last, whole."""
         with Checkpoint(self.storage, step_name(self._saved_step)) as checkpoint:
             return {name: checkpoint[name] for name in checkpoint if name in names}
-
-
-def processes_of(run: Run, team: Team) -> Processes:
-    """Return the processes of a run, as checkpoints know them."""
-    if run.world.size == 1:
-        return Processes(gather=team.gather, elsewhere=ELSEWHERE)
-    ranks = tuple(range(run.world.size))
-    return Processes(rank=run.world.rank, ranks=ranks, gather=team.gather, elsewhere=ELSEWHERE)
 
 
 def place_of(run: Run, storage: Storage, name: str) -> str:

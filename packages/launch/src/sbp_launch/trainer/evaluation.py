@@ -1,4 +1,4 @@
-"""The mean loss of a run over held-out data, on the session that trains.
+"""The mean loss of a run over held-out data, by the step that trains.
 
 Where parameters are averaged (`trainer.update.ema_decay`), the averages are evaluated.
 """
@@ -6,56 +6,28 @@ Where parameters are averaged (`trainer.update.ema_decay`), the averages are eva
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
-from types import TracebackType
 
-from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import SbpError
-from sbp_core.runtime import Runtime, Session
 from sbp_launch.data import BatchLoader, LocalBatch, LocalPart, is_for_gpus
-from sbp_launch.planning.flow import Planned
 from sbp_launch.run.run import Run
-from sbp_launch.team import Team, fail_together
-from sbp_launch.trainer.planned import plan_evaluation
+from sbp_launch.step.training_step import TrainingStep
+from sbp_launch.team import fail_together
 from sbp_launch.trainer.program import Program
 
 
 class Evaluator:
-    """Evaluates what a session trains, as often as it is asked. Use it as a context manager.
+    """Evaluates what a step trains, as often as it is asked.
 
     It is planned and started when it is first asked. Its batches are the same each time.
 
     Args:
         run: The run.
         program: Gives the batches.
-        planned: What the session runs.
-        session: Whose states are evaluated, where they are; it takes no step meanwhile.
-        team: The processes of the run; this one alone if None.
+        step: Whose states are evaluated, where they are.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        program: Program,
-        planned: Planned,
-        session: Session,
-        team: Team | None = None,
-    ) -> None:
-        self.run, self.program, self.planned, self.session = run, program, planned, session
-        self.team = team or Team()
-        self._started = ExitStack()
-        self._evaluating: tuple[Session, PhysicalPlan] | None = None
-
-    def __enter__(self) -> Evaluator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._started.close()
+    def __init__(self, run: Run, program: Program, step: TrainingStep) -> None:
+        self.run, self.program, self.step = run, program, step
 
     def metrics(self) -> dict[str, float]:
         """Return `held_out_loss`, and `held_out_NAME` for each metric of the model: their means.
@@ -67,7 +39,9 @@ class Evaluator:
             SbpError: a sample cannot be loaded; names it.
         """
         settings = self.run.config.trainer
-        evaluating, plan = self._session()
+        example = self.program.example(settings.micro_batch_size)
+        averaged = settings.update.ema_decay is not None
+        evaluating, plan = self.step.evaluator(example, averaged=averaged)
         totals: Counter[str] = Counter()
         count = settings.evaluate.batches * settings.num_micro_batches
         loader = BatchLoader(
@@ -97,13 +71,5 @@ class Evaluator:
             batch = loader.next()
         except SbpError as error:
             problem = error
-        fail_together(self.team, problem)
+        fail_together(self.step.team, problem)
         return batch
-
-    def _session(self) -> tuple[Session, PhysicalPlan]:
-        if self._evaluating is None:
-            runtime: Runtime = self.run.make("runtime")
-            plan = plan_evaluation(self.run, self.program, self.planned).plan
-            session = runtime.start(plan, self.session)
-            self._evaluating = self._started.enter_context(session), plan
-        return self._evaluating

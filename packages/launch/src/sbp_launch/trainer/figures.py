@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import mean, median
 
-from torch import Tensor
-
 from sbp_core.boxing import BoxingBackend
 from sbp_core.cluster import Cluster
 from sbp_core.compile import PhysicalPlan
-from sbp_core.runtime import Number, Session
+from sbp_core.runtime import Session, StepResult
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.run.speed import MIN_STEPS, median_of, warm_up_steps
 from sbp_torch.memory import MemoryMeter
@@ -66,7 +64,7 @@ class Measured:
 
 
 class StepMeter:
-    """Runs the steps of a session and measures time, memory and bytes sent.
+    """Measures time, memory and bytes sent of the steps of a session.
 
     Every step is timed, and what boxing has counted is read. What ranks hold is counted in the
     first step only, as watching makes every operator call some 50 µs slower.
@@ -94,23 +92,18 @@ class StepMeter:
         self.step_s: list[float] = []
         self.sent_bytes: list[int] = []
 
-    def step(
-        self, session: Session, batch: Mapping[str, Tensor], scalars: Mapping[str, Number]
-    ) -> Mapping[str, Tensor]:
-        """Run a step on what the local ranks hold of its batch, and return its outputs.
-
-        See `Session.step`.
-        """
+    def take(self, session: Session, take: Callable[[], StepResult]) -> StepResult:
+        """Take a step of a session by calling a function, and return what that returns."""
         is_first = not self.step_s
         sent = self._total_sent_bytes()
         began = time.perf_counter()
         with self.meter.watching(session) if self.meter and is_first else nullcontext():
-            outputs = session.step(batch, scalars, batch_is="local").outputs
+            found = take()
             # A device may still be at work on it.
-            outputs["loss"].item()
+            found.loss.item()
         self.step_s.append(time.perf_counter() - began)
         self.sent_bytes.append(self._total_sent_bytes() - sent)
-        return outputs
+        return found
 
     @property
     def measured(self) -> Measured:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from sbp_core.errors import SbpError
 from sbp_core.plugins import (
@@ -25,10 +25,8 @@ from sbp_core.plugins import (
     TrainerState,
     TrainingContext,
 )
-from sbp_core.runtime import Session
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.planning.utilization import ModelWork
 from sbp_launch.run.metrics import calling_sink, metric_sink
 from sbp_launch.run.progress import StepProgress
@@ -36,6 +34,8 @@ from sbp_launch.run.run import Run
 from sbp_launch.run.speed import Speed
 from sbp_launch.run.stopping import StopSignals
 from sbp_launch.settings.budget import Allowance
+from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import Team, fail_together, stop_together, vote_deadline_s
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer.callbacks import ask, make_callbacks, restore, together
@@ -71,26 +71,22 @@ class TrainingLoop:
     Args:
         run: The run.
         program: Gives the batches.
-        planned: What the session runs.
-        session: Takes the steps.
+        step: Takes the steps; its processes stop together.
         step_meter: Measures them.
         tracer: Traces those that are to be traced.
-        reference: The one-device program, which takes the first steps, too.
+        comparison: Takes the first steps on one device, too.
         signals: May ask to stop after a step.
-        team: The processes of the run, which stop together.
         checkpoints: Saves the states.
         state: Where the run goes on.
     """
 
     run: Run
     program: Program
-    planned: Planned
-    session: Session
+    step: TrainingStep
     step_meter: StepMeter
     tracer: StepTracer
-    reference: EagerReference | None
+    comparison: Comparison | None
     signals: StopSignals
-    team: Team
     checkpoints: RunCheckpoints
     state: TrainerState = field(default_factory=TrainerState)
 
@@ -109,18 +105,18 @@ class TrainingLoop:
         #: Why callbacks have ended the run, if they have.
         self.stopped_for = ""
         self._saved_s = 0.0  # seconds of saving that are logged
-        self._begun_s, self._begun_step = self.state.train_s, self.state.step
-        self._steps = StepTaker(
-            self.run,
-            self.program,
-            self.planned,
-            self.session,
-            self.step_meter,
-            self.tracer,
-            self.team,
-            self.speed,
-            self._step_units,
-        )
+        self._begun_s = self.state.train_s
+        self._steps = StepTaker(self.run.config, self.step, self.speed, self._step_units)
+
+    @property
+    def planned(self) -> Planned:
+        """What the ranks run."""
+        return self.step.planned
+
+    @property
+    def team(self) -> Team:
+        """The processes of the run."""
+        return self.step.team
 
     def saved_state(self) -> TrainerState:
         """Return the state that a checkpoint is to keep, with that of the callbacks."""
@@ -128,7 +124,7 @@ class TrainingLoop:
         return replace(self.state, callbacks={name: own for name, own in kept.items() if own})
 
     def save(self, *, is_finite: bool = True) -> str:
-        """Save what the session has; all processes call this. Return where it is, for people.
+        """Save what the ranks have; all processes call this. Return where it is, for people.
 
         Args:
             is_finite: Whether a run can go on from it.
@@ -139,12 +135,12 @@ class TrainingLoop:
         self.count_done()
         with self.phases.timing("saving"):
             return self.checkpoints.save(
-                self.session, self.saved_state(), self.cursor, is_finite=is_finite
+                self.step.session, self.saved_state(), self.cursor, is_finite=is_finite
             )
 
     def count_done(self) -> None:
         """Count steps that are done, where an interrupt has come before they were counted."""
-        while self.state.step < self._begun_step + self.session.steps_done:
+        while self.state.step < self.step.steps_done:
             self._advance()
 
     @cached_property
@@ -193,9 +189,7 @@ class TrainingLoop:
             callback.on_train_begin(context, begun)
         with ExitStack() as opened:
             sink = opened.enter_context(metric_sink(self.run, begun.step))
-            evaluator = opened.enter_context(
-                Evaluator(self.run, self.program, self.planned, self.session, self.team)
-            )
+            evaluator = Evaluator(self.run, self.program, self.step)
             loader = opened.enter_context(self._loader(total_steps))
             with StepProgress(
                 self.run.console,
@@ -223,7 +217,7 @@ class TrainingLoop:
             "train",
             self.cursor,
             settings.batch_size,
-            LocalPart(plan, self.session.local_ranks),
+            LocalPart(plan, self.step.session.local_ranks),
             ahead=settings.prefetch,
             num_batches=None if total_steps is None else total_steps - self.state.step,
             pinned=is_for_gpus(plan),
@@ -252,7 +246,11 @@ class TrainingLoop:
         settings, step = self.run.config.trainer, self.state.step + 1
         batch = self._batch
         place = self.allowance.place(self.state)
-        taken = self._steps.take(batch, self.state.step, place, self._waited_s)
+        compared = self.comparison if self.comparison and self.comparison.is_due else None
+        if compared is not None and not compared.has_begun:
+            with self.phases.timing("comparison"):
+                compared.begin(self.step.state_dict(to=0), self.state.step)
+        taken = self._steps.take(batch, place, self._waited_s)
         self.loss = taken.loss
         if not taken.bad_value:
             self._advance()
@@ -262,12 +260,10 @@ class TrainingLoop:
         control = TrainerControl()
         try:
             self.tracer.finish(step)  # first, as the ranks of all processes meet there
-            if self.reference is not None and step <= settings.compare_steps:
+            if compared is not None:
                 with self.phases.timing("comparison"):
-                    whole = self.program.batch(batch.begin, settings.batch_size)
-                    groups = self.reference.optimizer.param_groups
-                    rates = [{"lr": group["lr"] * taken.factor} for group in groups]
-                    self.reference.step(whole, taken.loss, rates)
+                    whole = partial(self.program.batch, batch.begin, settings.batch_size)
+                    compared.step(whole, taken.loss, taken.rates)
             progress.advance(step, taken.loss, self._train_s)
             if not is_due:
                 self._log(sink, step, row)
@@ -296,7 +292,7 @@ class TrainingLoop:
         if control.save and not self._is_over:  # else the run saves when it is over
             with self.phases.timing("saving"):
                 self.checkpoints.begin(
-                    self.session,
+                    self.step.session,
                     self.saved_state(),
                     self.cursor,
                     lambda news: progress.say(step, news),

@@ -13,19 +13,21 @@ from sbp_core.plugins import ClusterFactory
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.flow import Captured, Planned, compiled
 from sbp_launch.run.run import Run
-from sbp_launch.trainer.planned import StepPlanner, step_planner
+from sbp_launch.step.planning import StepPlanner
+from sbp_launch.trainer.planned import planner_of
 from sbp_launch.trainer.program import Program
 
 #: Names that a message lists.
 _MOST_NAMES = 3
 
 
-def planned_as(strategy: Strategy, planner: StepPlanner, program: Program) -> Planned:
+def planned_as(strategy: Strategy, planner: StepPlanner, run: Run, program: Program) -> Planned:
     """Return the checked plan of a strategy, on as many ranks and micro-batches as it says.
 
     Args:
         strategy: That was read.
         planner: Of the run; its captured step is taken again where it fits.
+        run: The run.
         program: The one-device program.
 
     Raises:
@@ -33,13 +35,13 @@ def planned_as(strategy: Strategy, planner: StepPlanner, program: Program) -> Pl
     """
     known = planner
     if not _fits(planner.captured, strategy):
-        known = _captured_for(strategy, planner.run, program)
+        known = _captured_for(strategy, run, program)
     graph = _fits(known.captured, strategy)
     if graph is None:
         raise _of_another_model(strategy, known.captured.graph)
     settings = known.settings
     if (last := max(strategy.ranks)) >= settings.cluster.num_devices:
-        make: ClusterFactory = planner.run.make("cluster")
+        make: ClusterFactory = run.make("cluster")
         settings = replace(settings, cluster=make(last + 1))
     try:
         check_strategy(graph, strategy)
@@ -57,7 +59,7 @@ def _captured_for(strategy: Strategy, run: Run, program: Program) -> StepPlanner
     # Refused, if the batch has no so many parts.
     trainer = replace(run.config.trainer, micro_batches=strategy.num_micro_batches)
     known = replace(run, config=replace(run.config, trainer=trainer))
-    return step_planner(known, replace(program, mesh=_mesh_of(strategy)))
+    return planner_of(known, replace(program, mesh=_mesh_of(strategy)))
 
 
 def _mesh_of(strategy: Strategy) -> Placement:

@@ -13,8 +13,8 @@ from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.machine import machine_lines
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import RunConfig
-from sbp_launch.trainer.micro_batches import plan_fitting
-from sbp_launch.trainer.planned import StepPlanner, check_memory_of, step_planner
+from sbp_launch.step.planning import StepPlanner
+from sbp_launch.trainer.planned import planner_of, with_micro_batches
 from sbp_launch.trainer.program import make_program
 from sbp_launch.trainer.trainer import show_plan
 
@@ -45,18 +45,15 @@ class PlanningOnly:
         Raises:
             ConfigError: there is none; the last one that did not fit is kept.
         """
-        self.run, planned = plan_fitting(self.run, self._plan)
-        return planned
-
-    def _plan(self, run: Run) -> Planned:
         self.planned = None
-        self.planner = step_planner(run, self.program)
+        self.planner = planner_of(self.run, self.program)
         begun_s = perf_counter()
         try:
             self.planned = self.planner.plan()
         finally:
             self.planning_s = perf_counter() - begun_s
-        check_memory_of(self.planned, run)
+        self.planner.check_fits(self.planned)
+        self.run = with_micro_batches(self.run, self.planned)
         return self.planned
 
     def show(self) -> None:

@@ -23,6 +23,8 @@ from sbp_launch.optimizers import optimizer_over
 from sbp_launch.run.run import Run
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.settings.patterns import check_patterns
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import DeferredModel, deferred
 from sbp_torch.kinds import Dataset, OptimizerFactory, TextDataset
 
@@ -70,6 +72,7 @@ class Program:
     `model` is without data; `made` can make it whole.
 
     Args:
+        update: What happens once a step, besides the optimizer.
         source: The samples of `data`.
         order: In which they are trained on.
         seed: Of that order.
@@ -85,6 +88,18 @@ class Program:
     seed: int
     mesh: Placement
     cluster: Cluster
+    update: UpdateOptions
+
+    @property
+    def one_device(self) -> OneDeviceProgram:
+        """Model, loss and optimizer, as a step takes them."""
+        return OneDeviceProgram(
+            model=self.model,
+            loss=model_loss,
+            optimizer=self.optimizer,
+            update=self.update,
+            deferred=self.made,
+        )
 
     def cursor(self, split: str = "train") -> DataCursor:
         """Return the beginning of a split.
@@ -165,6 +180,7 @@ def make_program(run: Run) -> Program:
         seed=config.trainer.seed,
         mesh=mesh,
         cluster=cluster,
+        update=config.trainer.update,
     )
 
 

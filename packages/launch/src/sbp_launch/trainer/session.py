@@ -1,17 +1,13 @@
-"""The session of a run: how it starts, and what is saved of it."""
+"""What a run checks before it captures anything, and what is saved of it at its end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-
-from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.compile import PhysicalPlan
 from sbp_core.errors import BoxingError, ConfigError, RunError
 from sbp_core.plugins import ClusterFactory
-from sbp_core.runtime import Runtime, Session
+from sbp_core.runtime import Runtime
 from sbp_launch.run.folder import resume_command
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import Terminated
@@ -46,14 +42,6 @@ def check_devices(run: Run) -> None:
     """
     make_cluster: ClusterFactory = run.make("cluster")
     check_device(make_cluster(math.prod(run.config.mesh)).device.kind)
-
-
-def start(
-    run: Run, plan: PhysicalPlan, states: Mapping[str, Tensor], backend: BoxingBackend
-) -> Session:
-    """Start a plan on the chosen runtime."""
-    runtime: Runtime = run.make("runtime")
-    return runtime.start(plan, states, backend)
 
 
 def check_traces(run: Run) -> None:

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sbp_core.errors import RunError
-from sbp_core.runtime import NotFiniteStepError, Session
 from sbp_launch.data.loader import LocalBatch
-from sbp_launch.planning.flow import Planned
-from sbp_launch.run.run import Run
 from sbp_launch.run.speed import Speed
-from sbp_launch.team import Team
-from sbp_launch.tracing.tracer import StepTracer
-from sbp_launch.trainer.figures import StepMeter
+from sbp_launch.settings.config import RunConfig
+from sbp_launch.step.first_bad_value import UndoneStepError
+from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.trainer.finite_loss import FiniteLoss
-from sbp_launch.trainer.first_bad_value import first_bad_value
-from sbp_launch.trainer.planned import program_guard
-from sbp_launch.trainer.program import Program
-from sbp_torch.capture import scalar_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,77 +36,46 @@ class Taken:
 
 
 class StepTaker:
-    """Takes steps on the session of a run, and measures and traces them.
+    """Takes the steps of a run, with the learning rates of its schedule.
 
     Args:
-        run: The run.
-        program: Whose model and optimizer give the scalars of a step.
-        planned: What the session runs.
-        session: Takes the steps; is told whether it is to undo those that are not finite.
-        step_meter: Measures them.
-        tracer: Traces those that are to be traced.
-        team: The processes of the run, which look for a bad value together.
+        config: Of the run.
+        step: Takes the steps; is told whether it is to undo those that are not finite.
         speed: Is told of each step.
         step_units: Tokens or samples of a step, as `speed` counts them.
     """
 
     def __init__(
-        self,
-        run: Run,
-        program: Program,
-        planned: Planned,
-        session: Session,
-        step_meter: StepMeter,
-        tracer: StepTracer,
-        team: Team,
-        speed: Speed,
-        step_units: int,
+        self, config: RunConfig, step: TrainingStep, speed: Speed, step_units: int
     ) -> None:
-        trainer = run.config.trainer
-        self._seed, self._schedule = trainer.seed, trainer.schedule
-        self._planned, self._session, self._step_meter = planned, session, step_meter
-        self._tracer, self._team = tracer, team
+        self._schedule, self._step = config.trainer.schedule, step
         self._speed, self._step_units = speed, step_units
-        self._given = scalar_values(program.model, program.optimizer, trainer.update)
-        self._guard = program_guard(run, program)
-        self._finite = FiniteLoss(run.config)
-        session.only_finite = self._finite.undoes
+        self._rates = {
+            name: value for name, value in step.scalars.items() if name.partition(".")[0] == "lr"
+        }
+        self._finite = FiniteLoss(config)
+        step.only_finite = self._finite.undoes
 
-    def take(
-        self, batch: LocalBatch, index: int, place: tuple[float, float], waited_s: float
-    ) -> Taken:
+    def take(self, batch: LocalBatch, place: tuple[float, float], waited_s: float) -> Taken:
         """Take a step.
 
         Args:
             batch: What this process holds of its batch.
-            index: Steps done before.
             place: Where the step is in the run, as schedules take it.
             waited_s: Seconds that the step has waited for its batch.
 
         Raises:
-            RunError: a rank failed; or something has changed what the program reads.
+            RunError: a rank failed; or what the program reads has changed, and cannot be followed.
         """
-        if changes := self._guard.changes():
-            raise RunError(
-                f"{changes[0].what}: it is another step now",
-                where=changes[0].where,
-                accepted="a program that stays what it was when the run began",
-                todo="let the data give what changes, as a tensor of the batch; or start another "
-                "run with trainer.init_from",
-            )
         self._speed.begin(waited_s)
         factor = self._schedule.factor(*place)
-        rates = {n: v * factor for n, v in self._given.items() if n.partition(".")[0] == "lr"}
-        scalars = {**self._given, **rates, "seed": self._seed, "step": index}
+        rates = {name: value * factor for name, value in self._rates.items()}
         bad_value: tuple[str, ...] = ()
         try:
-            with self._tracer.step(index + 1, self._session):
-                outputs = self._step_meter.step(self._session, batch.values, scalars)
-        except NotFiniteStepError as error:
-            outputs = error.outputs
-            bad_value = first_bad_value(
-                self._session, self._planned.graph, batch.values, scalars, self._team.gather
-            )
+            found = self._step(batch.values, **rates)
+            outputs = {"loss": found.loss, **found.metrics}
+        except UndoneStepError as error:
+            outputs, bad_value = dict(error.outputs), error.bad_value
         self._speed.end(self._step_units)
         metrics = {name: value.item() for name, value in outputs.items() if not value.dim()}
         return Taken(metrics=metrics, factor=factor, rates=rates, bad_value=bad_value)

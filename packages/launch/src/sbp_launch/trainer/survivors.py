@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterable
 
 from sbp_core.boxing import SurvivingRanks
+from sbp_core.runtime import StatePiece
 from sbp_launch.checkpoint.saving import Processes
-from sbp_launch.checkpoint.survivors import MEET_S, claimed_from_the_lost, pieces_left
+from sbp_launch.checkpoint.survivors import MEET_S, pieces_left
 from sbp_launch.run.run import Run
 from sbp_launch.run.stopping import SAVING
+from sbp_launch.step.saved import with_those_left
 from sbp_launch.team import DEADLINE_S
-from sbp_launch.trainer.checkpoints import ELSEWHERE
 from sbp_launch.trainer.loop import TrainingLoop
 
 
@@ -39,7 +40,7 @@ def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
     under_way = loop.checkpoints.abandon()
     pieces, is_saved = pieces_left(
         loop.planned.plan,
-        loop.session,
+        loop.step.session,
         left,
         loop.state.step,
         DEADLINE_S,
@@ -47,20 +48,16 @@ def _save(run: Run, loop: TrainingLoop, left: SurvivingRanks) -> str:
     )
     if is_saved:
         return loop.checkpoints.place(loop.state.step)
-    processes = Processes(
-        rank=run.world.rank,
-        ranks=left.ranks,
-        gather=lambda text: left.gather(text, DEADLINE_S),
-        elsewhere=ELSEWHERE,
-    )
     storage = loop.checkpoints.storage
-    with ExitStack() as held:
 
-        def prepare() -> None:
-            if processes.is_first and not run.is_first:
-                held.enter_context(claimed_from_the_lost(storage))
-            if processes.is_first and under_way:
-                storage.stage(under_way).discard()
+    def prepare(processes: Processes) -> None:
+        if processes.is_first and under_way:
+            storage.stage(under_way).discard()
 
-        processes.agree(prepare, "what is left cannot be written", storage.place())
-        return loop.checkpoints.save_pieces(pieces, loop.saved_state(), loop.cursor, processes)
+    def write(pieces: Iterable[StatePiece], processes: Processes) -> None:
+        loop.checkpoints.save_pieces(pieces, loop.saved_state(), loop.cursor, processes)
+
+    with_those_left(
+        loop.step.processes, left, storage, pieces, prepare, write, is_claimed=run.is_first
+    )
+    return loop.checkpoints.place(loop.state.step)

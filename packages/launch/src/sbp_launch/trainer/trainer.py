@@ -5,21 +5,25 @@ Everything that can be swapped is asked of the registry; what happens in between
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import nn
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import RunError, SbpValueError, words_of
 from sbp_core.plugins import PluginRegistry, Storage, TrainerState
+from sbp_core.runtime import Session, StepResult
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
 from sbp_launch.console import make_console
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import Planned
-from sbp_launch.planning.one_device import EagerReference
 from sbp_launch.planning.output import print_plan, write_plan
 from sbp_launch.planning.report import counted, crowding
 from sbp_launch.planning.source_lines import with_source_line
@@ -29,19 +33,24 @@ from sbp_launch.run.run import Run
 from sbp_launch.run.status import StatusSignal
 from sbp_launch.run.stopping import STARTING, StopSignals
 from sbp_launch.settings.config import RunConfig
-from sbp_launch.team import Team, stop_together
+from sbp_launch.step.buckets import Padding
+from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.following import Following
+from sbp_launch.step.planning import plan_program
+from sbp_launch.step.training import Training
+from sbp_launch.step.training_step import TrainingStep
+from sbp_launch.team import stop_together
 from sbp_launch.tracing.tracer import StepTracer
-from sbp_launch.trainer.checkpoints import (
-    RunCheckpoints,
-    claimed,
-    processes_of,
-    run_storage,
-)
+from sbp_launch.trainer.checkpoints import RunCheckpoints, claimed, run_storage
 from sbp_launch.trainer.figures import Measured, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
-from sbp_launch.trainer.micro_batches import plan_fitting
-from sbp_launch.trainer.planned import plan_step
-from sbp_launch.trainer.program import Program, make_program, model_loss
+from sbp_launch.trainer.planned import (
+    engine_of,
+    plan_choice,
+    whole_example,
+    with_micro_batches,
+)
+from sbp_launch.trainer.program import Program, make_program
 from sbp_launch.trainer.resume import Resume
 from sbp_launch.trainer.sampling import printable, sample_text
 from sbp_launch.trainer.session import (
@@ -50,7 +59,6 @@ from sbp_launch.trainer.session import (
     make_backend,
     save_states,
     save_states_after_error,
-    start,
 )
 from sbp_launch.trainer.summary import (
     held_out_lines,
@@ -119,21 +127,84 @@ def train(
         if not backend.spans_processes:
             run.say(crowding(program.mesh.size, usable_cores()))
         try:
-            run, planned = plan_fitting(run, lambda known: plan_step(known, program))
+            made = make_step(run, program, backend)
+            planned = made.step.planned
+            run = with_micro_batches(run, planned)
             if run.is_first:
                 with writing(folder):
                     write_plan(folder, planned)
             show_plan(run, planned)
-            loop = train_states(
-                run, program, planned, backend, signals, status, storage, resume or weights
-            )
+            loop = train_states(run, program, made, signals, status, storage, resume or weights)
             if run.is_first:
                 show_sample(run, program, loop.checkpoints)
-            if loop.reference is not None and loop.reference.losses:
-                run.console.print(loop.reference.verdict())
+            if loop.comparison is not None:
+                run.say(loop.comparison.lines())
             run.say(saved_lines(run, loop))
         finally:
             run.console.print(f"run folder: {folder}", soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """The step of a run, planned and not started, and what measures and traces it.
+
+    Args:
+        step: The step.
+        meter: Measures what it takes.
+        tracer: Traces steps that are to be traced.
+        comparison: Takes its first steps on one device, too, if that is asked for.
+    """
+
+    step: TrainingStep
+    meter: StepMeter
+    tracer: StepTracer
+    comparison: Comparison | None
+
+
+def make_step(run: Run, program: Program, backend: BoxingBackend) -> MeasuredStep:
+    """Capture, plan, compile, check and prove the training step of a run.
+
+    Args:
+        run: The run.
+        program: The one-device program.
+        backend: Not yet open.
+
+    Raises:
+        SbpError: it cannot be planned, or does not fit its memory.
+    """
+    config, one = run.config, program.one_device
+    engine, choice = engine_of(run, program, backend), plan_choice(run)
+    training = Training(one.model, has_states=False, holds_interrupts=engine.holds_interrupts)
+    following, whole = Following(one), whole_example(run, program)
+    found = plan_program(one, whole, choice, engine, following, training, whole=whole)
+    # Compiled segments call no operators that could be watched.
+    eager = config.runtime.settings.get("compile", "eager") == "eager"
+    here = [run.world.rank] if backend.spans_processes else None
+    meter = StepMeter(found.planned.plan, backend, counts_memory=eager, ranks=here)
+    tracer = StepTracer(
+        found.planned,
+        backend,
+        config.trainer.traced_steps,
+        run.folder,
+        operators_of=config.boxing.name if config.trainer.trace_operators else "",
+    )
+
+    def measuring(session: Session, take: Callable[[], StepResult]) -> StepResult:
+        with tracer.step(step.steps_done + 1, session):
+            return meter.take(session, take)
+
+    engine = replace(engine, make_backend=lambda: meter.backend, measuring=measuring)
+    step = TrainingStep(found, choice, engine, following, training, Padding())
+    comparison = None
+    if config.trainer.compare_steps:
+
+        def copied() -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = program.made.whole_model()
+            return model, optimizer_over(program.make_optimizer, model)
+
+        steps = config.trainer.compare_steps
+        comparison = Comparison(one, found.planned, engine, steps, copied)
+    return MeasuredStep(step=step, meter=meter, tracer=tracer, comparison=comparison)
 
 
 def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
@@ -148,8 +219,7 @@ def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
 def train_states(
     run: Run,
     program: Program,
-    planned: Planned,
-    backend: BoxingBackend,
+    made: MeasuredStep,
     signals: StopSignals,
     status: StatusSignal,
     storage: Storage,
@@ -160,59 +230,33 @@ def train_states(
     Returns:
         The loop, which is through.
     """
-    config = run.config
-    # Compiled segments call no operators that could be watched.
-    eager = config.runtime.settings.get("compile", "eager") == "eager"
-    ranks = [part.rank for part in planned.plan.ranks]
-    here = [run.world.rank] if backend.spans_processes else None
-    step_meter = StepMeter(planned.plan, backend, counts_memory=eager, ranks=here)
-    tracer = StepTracer(
-        planned,
-        backend,
-        config.trainer.traced_steps,
-        run.folder,
-        operators_of=config.boxing.name if config.trainer.trace_operators else "",
-    )
-    reference: EagerReference | None = None
+    step, meter, tracer, planned = made.step, made.meter, made.tracer, made.step.planned
     resume = begin if isinstance(begin, Resume) else None
     weights = begin if isinstance(begin, StartingWeights) else None
-    if resume is not None:  # one device would have to begin with the first step
-        with run.stage(f"loading the states and {STARTING}"), resume.fitting():
-            session = start(run, planned.plan, resume.states, step_meter.backend)
-    else:
-        with run.stage(f"making the states and {STARTING}"):
-            if config.trainer.compare_steps and run.is_first:
-                model = program.made.whole_model()
-                if weights is not None:
-                    weights.load_into(model)
-                reference = EagerReference(
-                    model,
-                    model_loss,
-                    optimizer_over(program.make_optimizer, model),
-                    planned.settings,
-                    config.trainer.seed,
-                    planned.plan.staleness,
-                )
-            made = program.made.states(program.optimizer, config.trainer.update)
-            with weights.over(made) if weights is not None else nullcontext(made) as first:
-                session = start(run, planned.plan, first, step_meter.backend)
-    with session:
-        status.session = session
-        team = Team.of(backend, ranks)
-        processes = processes_of(run, team)
-        state = TrainerState() if resume is None else resume.agree(session, processes)
-        checkpoints = RunCheckpoints(run, planned, storage, processes, state.step)
+    with ExitStack() as started:
+        if resume is not None:
+            with run.stage(f"loading the states and {STARTING}"), resume.fitting():
+                step.start(resume.states)
+        else:
+            with run.stage(f"making the states and {STARTING}"):
+                states = program.made.states(program.optimizer, run.config.trainer.update)
+                with weights.over(states) if weights is not None else nullcontext(states) as first:
+                    step.start(first)
+        started.push(step)
+        status.session, team = step.session, step.team
+        state = TrainerState()
+        if resume is not None:
+            state = resume.agree(step.session, step.processes)
+            step.steps_done = state.step
         loop = TrainingLoop(
             run=run,
             program=program,
-            planned=planned,
-            session=session,
-            step_meter=step_meter,
+            step=step,
+            step_meter=meter,
             tracer=tracer,
-            reference=reference,
+            comparison=made.comparison,
             signals=signals,
-            team=team,
-            checkpoints=checkpoints,
+            checkpoints=RunCheckpoints(run, planned, storage, step.processes, state.step),
             state=state,
         )
         try:
@@ -231,7 +275,7 @@ def train_states(
             raise
         with signals.saving():
             save_states(run, loop)
-        measured = Measured.of_all(team.gather(step_meter.measured.to_text()))
+        measured = Measured.of_all(team.gather(meter.measured.to_text()))
         steps = counted(loop.state.step, "step")
         if team.highest(signals.pending_number):
             run.say([f"the states of all {steps} are saved"])
@@ -239,7 +283,7 @@ def train_states(
         if loop.stopped_for:
             run.say([f"stopped behind step {loop.state.step}: {loop.stopped_for}"])
         run.say(speed_lines(run, loop))
-        run.say(step_meter.lines(predicted_of(run, program, planned), measured))
+        run.say(meter.lines(predicted_of(run, program, planned), measured))
         run.say(tracer.lines)
         run.say([f"time of training: {loop.phases.line()}"])
         run.say(held_out_lines(run, loop))

@@ -37,12 +37,12 @@ from typing import Any
 from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PinValue, SharedTables, StepProblem, joint_problem
+from sbp_core.planning import forms_of, leaner_forms, smaller_variants, variant_words
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.joint.near import bound_from_below
 from sbp_planner.joint.search import Assigned, JointSearch, JointSettings, Values
-from sbp_planner.variants import forms_of, leaner_forms, smaller_variants, variant_words
 
 #: Of the time that is left, what one variant may take.
 _SHARE = 0.5

@@ -39,11 +39,11 @@ from sbp_core.infer import (
     one_forward_one_backward,
     strategy_of,
 )
+from sbp_core.planning import Compilation, Compiled
 from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
-from sbp_planner.compiled import Compilation, Compiled
 from sbp_planner.joint.layers import repeated, tie, untied
 from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step

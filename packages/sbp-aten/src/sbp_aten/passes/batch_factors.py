@@ -1,20 +1,30 @@
 """Where the batch lies in each value of a graph: as a dim, or as a factor of one.
 
 The position of the batch is propagated from dim 0 of the batch inputs through the graph, by the
-notation of each operator. Where that does not say it, it is not known.
+notation of each operator. Where that does not say it, it is not known. It also tells where a module
+goes from sample to sample of a batch, which it takes for steps of time:
+
+x (time, samples, 4)  --view, mm, view-->  (time, samples, 16)  --unbind(0)-->  time steps
+the batch is dim 0                         dim 0              goes through the batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from sbp_aten.passes.whole_batch.layout import Samples, reshaped
 from sbp_core.errors import SignatureError
-from sbp_core.graph import InputKind, LogicalGraph, Node
+from sbp_core.graph import InputKind, LogicalGraph, Node, Phase
 from sbp_core.signatures import Notation, OpCall, installed_rules
 
 RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+
+#: Recurrent networks, which go through dim 0 of their first argument.
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn", "mkldnn_rnn_layer"})
+
+#: Operators in which positions meet each other, and their dims along which these do not.
+_ATTENTION = {"bmm": (0,), "baddbmm": (0,), "_scaled_dot_product": (0, 1)}
 
 
 class BatchFactor(NamedTuple):
@@ -43,25 +53,15 @@ def find_batch_factors(graph: LogicalGraph) -> dict[str, BatchFactor]:
         if node.is_host or not any(value in found for value in node.inputs()):
             continue
         if node.op in RESHAPES:
-            source = found[node.args[0].name]
-            shapes = (graph.tensor(value).shape for value in (node.args[0].name, node.outputs[0]))
-            factor = _through_reshape(source, *shapes)
-            if factor is not None:
-                found[node.outputs[0]] = factor
+            dim, blocks, batch, _ = found[node.args[0].name]
+            before, after = (graph.tensor(v).shape for v in (node.args[0].name, node.outputs[0]))
+            samples = reshaped(Samples(dim, blocks), before, after, batch)
+            if samples is not None:  # else the reshape cuts through the batch
+                rest = after[samples.dim] // (samples.blocks * batch)
+                found[node.outputs[0]] = BatchFactor(samples.dim, samples.blocks, batch, rest)
         else:
             found |= _through_operator(graph, node, found)
     return found
-
-
-def _through_reshape(
-    factor: BatchFactor, before: tuple[int, ...], after: tuple[int, ...]
-) -> BatchFactor | None:
-    """Return the batch factor after a reshape; None if the reshape cuts through the batch."""
-    samples = reshaped(Samples(factor.dim, factor.before), before, after, factor.batch)
-    if samples is None:
-        return None
-    rest = after[samples.dim] // (samples.blocks * factor.batch)
-    return BatchFactor(samples.dim, samples.blocks, factor.batch, rest)
 
 
 def _through_operator(
@@ -80,3 +80,34 @@ def _through_operator(
             if len(labels) == 1 and labels in dims and labels[0] not in notation.whole:
                 yield value, factor._replace(dim=dims.index(labels))
                 break
+
+
+def samples_met(graph: LogicalGraph, modules: Collection[str]) -> Node | None:
+    """Return where one of some modules goes through the samples of a batch.
+
+    Args:
+        graph: As captured, with samples along dim 0 of each tensor of the batch.
+        modules: Paths of recurrent modules, and of those that attend.
+
+    Returns:
+        The first such node of the forward phase; None if there is none that is known.
+    """
+    factors = find_batch_factors(graph) if modules else {}
+    for node in graph.nodes:
+        inputs = node.inputs()
+        if node.module not in modules or node.phase is not Phase.FORWARD or not inputs:
+            continue
+        factor = factors.get(inputs[0])
+        if factor is not None and not factor.is_strided and _meet(node, factor.dim):
+            return node
+    return None
+
+
+def _meet(node: Node, dim: int) -> bool:
+    """Whether a call goes through a dim of its first argument."""
+    if node.kind == "unbind":
+        return dim == (node.args[1] if len(node.args) > 1 else 0)
+    if node.kind in _RECURRENT:
+        return dim == 0
+    free = (dims for kind, dims in _ATTENTION.items() if node.kind.startswith(kind))
+    return dim not in next(free, (dim,))

@@ -23,12 +23,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from sbp_aten.passes.losses import computed_in
 from sbp_core.graph import (
     Argument,
     LogicalGraph,
     Node,
     Ref,
-    Symbol,
     TensorType,
     drop_dead,
     rename_uses,
@@ -38,9 +38,6 @@ from sbp_core.passes import GraphWriter
 _FORWARD = "aten._native_batch_norm_legit_functional.default"
 _BACKWARD = "aten.native_batch_norm_backward.default"
 _FIXED = "aten._native_batch_norm_legit_no_training.default"
-
-#: Dtypes whose statistics are of float32.
-_LOW = ("bfloat16", "float16")
 
 
 def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
@@ -59,7 +56,7 @@ def split_batch_norm(graph: LogicalGraph) -> LogicalGraph:
             _Norm(writer, node, node.args[1]).backward()
         else:
             writer.nodes.append(node)
-    return drop_dead(graph.with_nodes(tuple(writer.nodes), types=writer.types))
+    return drop_dead(writer.written())
 
 
 class _Norm:
@@ -77,7 +74,7 @@ class _Norm:
         self.full = writer.tensor(data.name)
         self.channels = self.full.shape[1]
         self.count = max(1, prod(self.full.shape) // max(1, self.channels))
-        self.dtype = "float32" if self.full.dtype in _LOW else self.full.dtype
+        self.dtype = computed_in(self.full.dtype)
         self.flat = TensorType((self.channels,), self.dtype)
 
     def forward(self) -> None:
@@ -107,7 +104,13 @@ class _Norm:
         """Write the gradients of data, weight and bias that are asked for."""
         grad, data, weight, _, _, mean, spread, _, eps, mask = self.node.args
         wide_weight, mean, spread = map(self._wide, (weight, mean, spread))
-        sums = self._gradient_sums(grad, wide_weight, mean, spread, eps)
+        # The gradients of weight and bias are those of the fused operator, [2, C].
+        outputs = (f"{self.node.name}.dot", f"{self.node.name}.total")
+        wanted = (False, True, True)
+        args = (grad, self.data, wide_weight, None, None, mean, spread, True, eps, wanted)
+        self._several("sums", _BACKWARD, args, outputs, (self.flat, self.flat))
+        pair = TensorType((2, self.channels), self.dtype)
+        sums = self._call("aten.stack.default", tuple(map(Ref, outputs)), made=pair)
         made = []
         if mask[0]:
             scale = spread
@@ -125,17 +128,6 @@ class _Norm:
             made.append(self._like(data, found))
         rows = (self._row(sums, row) for row in (0, 1) if mask[row + 1])
         self._leave(*made, *(row if weight is None else self._like(weight, row) for row in rows))
-
-    def _gradient_sums(
-        self, grad: Ref, weight: Argument, mean: Argument, spread: Argument, eps: float
-    ) -> Ref:
-        """Write the gradients of weight and bias by the fused operator; return them, [2, C]."""
-        outputs = (f"{self.node.name}.dot", f"{self.node.name}.total")
-        mask = (False, True, True)
-        args = (grad, self.data, weight, None, None, mean, spread, True, eps, mask)
-        self._several("sums", _BACKWARD, args, outputs, (self.flat, self.flat))
-        pair = TensorType((2, self.channels), self.dtype)
-        return self._call("aten.stack.default", tuple(map(Ref, outputs)), made=pair)
 
     def _normalised(
         self, data: Ref, weight: Argument, bias: Argument, mean: Ref, var: Ref, *numbers: float
@@ -167,26 +159,13 @@ class _Norm:
 
     def _wide(self, value: Argument) -> Argument:
         """Return a tensor in the dtype of the statistics; None stays None."""
-        return value if value is None else self._converted(value, self.dtype)
+        return value if value is None else self.writer.converted(self.node, value, self.dtype)
 
     def _like(self, other: Ref, value: Ref) -> Ref:
-        return self._converted(value, self.writer.tensor(other.name).dtype)
+        return self.writer.converted(self.node, value, self.writer.tensor(other.name).dtype)
 
-    def _converted(self, value: Ref, dtype: str) -> Ref:
-        kind = self.writer.tensor(value.name)
-        if kind.dtype == dtype:
-            return value
-        made = TensorType(kind.shape, dtype)
-        kwargs = {"dtype": Symbol("dtype", dtype)}
-        op = "aten._to_copy.default"
-        return self.writer.call(self.node, op, (value,), made, kwargs=kwargs, pointwise=True)
-
-    def _pointwise(self, op: str, first: Argument, *others: Argument, **kwargs: Argument) -> Ref:
-        """Write a pointwise operator whose result is of the type of its first argument."""
-        made = self.writer.tensor(first.name)
-        args = (first, *others)
-        op = f"aten.{op}"
-        return self.writer.call(self.node, op, args, made, kwargs=kwargs, pointwise=True)
+    def _pointwise(self, op: str, first: Ref, *others: Argument, **kwargs: Argument) -> Ref:
+        return self.writer.pointwise(self.node, op, first, *others, **kwargs)
 
     def _call(self, op: str, *args: Argument, made: TensorType) -> Ref:
         return self.writer.call(self.node, op, args, made)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sbp_aten.pass_options import CastPlacement
-from sbp_aten.passes.identities import WIDER
+from sbp_aten.passes.simplify import WIDER
 from sbp_core.graph import (
     InputKind,
     LogicalGraph,
@@ -86,11 +86,20 @@ class _CastPlacer:
             node = rename_uses(old, names)
             if _is_narrowing(self.writer, node):
                 narrow = self._trace_cast(node)
-                if node.args[0].name != narrow.source or self._is_shared(narrow, node):
+                key = self._key(narrow, node)
+                if node.args[0].name != narrow.source or key in self.converted:
                     names[node.outputs[0]] = self._materialize(narrow, node)
                     continue
-                self.converted[self._key(narrow, node)] = node.outputs[0]
-            self._write(rename_uses(node, self._in_phase_of(node)))
+                self.converted[key] = node.outputs[0]
+            # Of a cast parameter of another phase, a node uses that of its own phase.
+            own = {
+                value: self._materialize(self.of_parameters[value], node)
+                for value in node.inputs()
+                if value in self.of_parameters
+                and not self.shared_by_phases
+                and self.made[value].phase is not node.phase
+            }
+            self._write(rename_uses(node, own))
         outputs = rename_outputs(self.graph.outputs, names)
         nodes, types = tuple(self.writer.nodes), self.writer.types
         return drop_dead(self.graph.with_nodes(nodes, outputs=outputs, types=types))
@@ -103,19 +112,6 @@ class _CastPlacer:
             self.of_parameters[node.outputs[0]] = self._trace_cast(node)
         elif self._is_view(node) and (seen := self.of_parameters.get(node.args[0].name)):
             self.of_parameters[node.outputs[0]] = replace(seen, views=(*seen.views, node))
-
-    def _in_phase_of(self, node: Node) -> dict[str, str]:
-        """Map each cast parameter of another phase that a node uses to that of its own phase."""
-        found: dict[str, str] = {}
-        for value in node.inputs():
-            narrow = self.of_parameters.get(value)
-            if (
-                narrow is not None
-                and not self.shared_by_phases
-                and self.made[value].phase is not node.phase
-            ):
-                found[value] = self._materialize(narrow, node)
-        return found
 
     def _trace_cast(self, node: Node) -> _NarrowedValue:
         """Return what a cast makes, with the views before the cast moved behind it."""
@@ -135,9 +131,6 @@ class _CastPlacer:
         """Return the key under which users share one cast."""
         per_phase = not self.shared_by_phases and self._is_parameter(narrow.source)
         return narrow.source, narrow.dtype, user.rate, user.phase if per_phase else ""
-
-    def _is_shared(self, narrow: _NarrowedValue, user: Node) -> bool:
-        return self._key(narrow, user) in self.converted
 
     def _materialize(self, narrow: _NarrowedValue, user: Node) -> str:
         """Return the name of a narrow value for a user; writes its cast and views if need be."""
@@ -190,35 +183,38 @@ def _is_narrowing(writer: GraphWriter, node: Node) -> bool:
 
 def _widen_products(graph: LogicalGraph) -> LogicalGraph:
     """Let products whose only use is a cast to a float32 gradient compute in float32."""
-    wide: dict[str, Node] = {}
+    float32 = Symbol("dtype", "float32")
     results = {out.value for out in graph.outputs}
+    wide: dict[str, Node] = {}
     for node in graph.nodes:
-        product = _widenable_product(graph, node, results)
-        if product is not None:
+        if (
+            node.op != "aten._to_copy.default"
+            or node.phase is not Phase.BACKWARD
+            or node.kwargs.get("dtype") != float32
+        ):
+            continue
+        (value,) = node.inputs()
+        product = graph.producers.get(value)
+        if (
+            product is not None
+            and product.op in _WIDE_PRODUCT
+            and product.rate is node.rate
+            and len(graph.users[value]) == 1
+            and value not in results
+            and _is_gradient(graph, node.outputs[0])
+        ):
             wide[node.name] = product
     if not wide:
         return graph
     replaced = {product.name for product in wide.values()}
-    nodes = [
-        _widened(node, wide[node.name]) if node.name in wide else node
-        for node in graph.nodes
-        if node.name not in replaced
-    ]
+    nodes = []
+    for node in graph.nodes:
+        if product := wide.get(node.name):
+            args, op = (*product.args, float32), _WIDE_PRODUCT[product.op]
+            node = replace(product, op=op, args=args, name=node.name, outputs=node.outputs)
+        if node.name not in replaced:
+            nodes.append(node)
     return graph.with_nodes(tuple(nodes))
-
-
-def _widenable_product(graph: LogicalGraph, node: Node, results: set[str]) -> Node | None:
-    """Return the product that a node casts to a float32 gradient; None if it does not."""
-    if node.op != "aten._to_copy.default" or node.phase is not Phase.BACKWARD:
-        return None
-    if node.kwargs.get("dtype") != Symbol("dtype", "float32"):
-        return None
-    (value,) = node.inputs()
-    product = graph.producers.get(value)
-    if product is None or product.op not in _WIDE_PRODUCT or product.rate is not node.rate:
-        return None
-    only_use = len(graph.users[value]) == 1 and value not in results
-    return product if only_use and _is_gradient(graph, node.outputs[0]) else None
 
 
 def _is_gradient(graph: LogicalGraph, value: str) -> bool:
@@ -230,10 +226,3 @@ def _is_gradient(graph: LogicalGraph, value: str) -> bool:
         if passes and user.phase is Phase.BACKWARD and _is_gradient(graph, user.outputs[0]):
             return True
     return False
-
-
-def _widened(node: Node, product: Node) -> Node:
-    args = (*product.args, Symbol("dtype", "float32"))
-    return replace(
-        product, op=_WIDE_PRODUCT[product.op], args=args, name=node.name, outputs=node.outputs
-    )

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_aten.passes.identities import may_have_gaps
+from sbp_aten.passes.simplify import may_have_gaps
+from sbp_aten.traits import filled_with
 from sbp_core.graph import (
     Argument,
     LogicalGraph,
@@ -136,7 +137,7 @@ class _Folding:
         self.known[node.outputs[0]] = found
         number = found.number
         # A device that is not known here cannot be written into a `full`.
-        stays = node.op in _FACTORIES or node.kind == "expand" or found.device == _ELSEWHERE
+        stays = not node.inputs() or node.kind == "expand" or found.device == _ELSEWHERE
         if stays or number is None:
             return node
         kind = self.graph.tensor(node.outputs[0])
@@ -158,11 +159,15 @@ class _Folding:
             return None
         inputs = node.inputs()
         device: Symbol | None = node.kwargs.get("device")
-        if node.op in _FACTORIES:
-            array = _FACTORIES[node.op](node, kind)
-        elif node.op in _LIKE:
-            array = _LIKE[node.op](node, kind)
-            device = device or _ELSEWHERE
+        fill = filled_with(node)
+        if node.kind == "arange":
+            array = _arange(node, kind)
+        elif node.op == "sbp.constant.default":  # of values and size
+            array = np.array(node.args[0], dtype=_kept_as(kind)).reshape(kind.shape)
+        elif fill is not None:
+            array = _filled(fill, kind)
+            # Factories that take their dtype or shape from a tensor do not read it.
+            device = device or (_ELSEWHERE if inputs else None)
         elif inputs and all(value in self.known for value in inputs):
             array = self._computed(node, kind)
             # Tensors without dims on a CPU go with tensors of any device.
@@ -266,8 +271,6 @@ _HOST: Mapping[str, Callable[..., Any]] = {
 
 # Factories
 
-_Factory = Callable[[Node, TensorType], _Array | None]
-
 
 def _kept_as(kind: TensorType) -> np.dtype[Any]:
     """Return the dtype of the array of a known value."""
@@ -280,47 +283,12 @@ def _filled(number: Argument, kind: TensorType) -> _Array | None:
     return np.broadcast_to(np.asarray(number).astype(_kept_as(kind)), kind.shape)
 
 
-def _constant(number: int) -> _Factory:
-    return lambda _, kind: _filled(number, kind)
-
-
-def _given(at: int) -> _Factory:
-    """Return the maker of an operator that is told its number in argument `at`."""
-    return lambda node, kind: _filled(node.args[at], kind) if len(node.args) > at else None
-
-
 def _arange(node: Node, kind: TensorType) -> _Array | None:
     whole = all(type(part) is int for part in node.args)
     if not whole or not kind.dtype.startswith("int") or kind.shape[0] > _MOST_ELEMENTS:
         return None
     return np.arange(*node.args, dtype=kind.dtype)
 
-
-def _written_out(node: Node, kind: TensorType) -> _Array | None:
-    """`sbp.constant(values, size)`."""
-    return np.array(node.args[0], dtype=_kept_as(kind)).reshape(kind.shape)
-
-
-_FACTORIES: Mapping[str, _Factory] = {
-    "aten.arange.default": _arange,
-    "aten.arange.start": _arange,
-    "aten.arange.start_step": _arange,
-    "aten.full.default": _given(1),
-    "aten.ones.default": _constant(1),
-    "aten.scalar_tensor.default": _given(0),
-    "aten.zeros.default": _constant(0),
-    "sbp.constant.default": _written_out,
-}
-
-#: Factories that take their dtype or shape from a tensor that they do not read.
-_LIKE: Mapping[str, _Factory] = {
-    "aten.full_like.default": _given(1),
-    "aten.new_full.default": _given(2),
-    "aten.new_ones.default": _constant(1),
-    "aten.new_zeros.default": _constant(0),
-    "aten.ones_like.default": _constant(1),
-    "aten.zeros_like.default": _constant(0),
-}
 
 # Looks and arithmetic: functions of the type that is made, and of the arguments in order
 
@@ -392,11 +360,6 @@ def _comparison(function: np.ufunc) -> _Function:
     return compute
 
 
-_LOOKS = frozenset(
-    {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "t", "transpose"}
-    | {"permute", "alias", "detach", "clone"}
-)
-
 #: Named arguments that do not matter to the result.
 _ALLOWED: Mapping[str, frozenset[str]] = {
     "_to_copy": frozenset({"dtype", "device", "layout"}),
@@ -413,14 +376,19 @@ _POINTWISE: Mapping[str, _Function] = {
     "sub": _pointwise(np.subtract),
 }
 
-_FUNCTIONS: Mapping[str, _Function] = {
-    "_to_copy": _converted,
-    "_unsafe_view": _reshaped,
-    "alias": _reshaped,
-    "clone": _reshaped,
-    "detach": _reshaped,
-    "eq": _comparison(np.equal),
+_LOOKS: Mapping[str, _Function] = {
+    **dict.fromkeys(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"), _reshaped),
+    **dict.fromkeys(("alias", "clone", "detach"), _reshaped),
+    **dict.fromkeys(("t", "transpose"), _transposed),
     "expand": _expanded,
+    "permute": _permuted,
+}
+
+_FUNCTIONS: Mapping[str, _Function] = {
+    **_LOOKS,
+    **_POINTWISE,
+    "_to_copy": _converted,
+    "eq": _comparison(np.equal),
     "ge": _comparison(np.greater_equal),
     "gt": _comparison(np.greater),
     "le": _comparison(np.less_equal),
@@ -429,12 +397,4 @@ _FUNCTIONS: Mapping[str, _Function] = {
     "logical_or": _comparison(np.logical_or),
     "lt": _comparison(np.less),
     "ne": _comparison(np.not_equal),
-    "permute": _permuted,
-    "reshape": _reshaped,
-    "squeeze": _reshaped,
-    "t": _transposed,
-    "transpose": _transposed,
-    "unsqueeze": _reshaped,
-    "view": _reshaped,
-    **_POINTWISE,
 }

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from sbp_aten.passes.losses import computed_in
 from sbp_core.errors import GraphError
 from sbp_core.graph import (
     Argument,
@@ -39,9 +40,6 @@ from sbp_core.graph import (
     ValueType,
     drop_dead,
 )
-
-#: Dtypes whose squares are summed in float32.
-_NARROW = ("float16", "bfloat16")
 
 _STACK = "aten.stack.default"
 
@@ -128,7 +126,7 @@ class _Squares:
     def _rewrite(self, node: Node, norm: _Norm) -> None:
         made = self.graph.tensor(norm.made)
         # Squares of narrow floats overflow or vanish long before the norm does.
-        wide = replace(made, dtype="float32") if made.dtype in _NARROW else made
+        wide = replace(made, dtype=computed_in(made.dtype))
         squared = self._squares_of_norms(node, norm, wide) or self._squared(node, norm, wide)
         total = f"{norm.made}.squares"
         if norm.dims is None and not norm.keeps:
@@ -139,13 +137,10 @@ class _Squares:
             self._add(node, total, "aten.sum.dim_IntList", args, wide)
         # The norm keeps its name, so that whoever used it need not be rewritten.
         self.squares[norm.made] = total
-        if wide == made:
-            self._add(node, norm.made, "aten.sqrt.default", (Ref(total),), made, pointwise=True)
-            return
-        self._add(
-            node, f"{norm.made}.root", "aten.sqrt.default", (Ref(total),), wide, pointwise=True
-        )
-        self._cast(node, norm.made, f"{norm.made}.root", made)
+        root = norm.made if wide == made else f"{norm.made}.root"
+        self._add(node, root, "aten.sqrt.default", (Ref(total),), wide, pointwise=True)
+        if wide != made:
+            self._cast(node, norm.made, root, made)
 
     def _squares_of_norms(self, node: Node, norm: _Norm, wide: TensorType) -> str:
         """Return the stacked squares if the argument is a stack of norms; else nothing."""

@@ -7,7 +7,6 @@ the kernel of fused attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from sbp_core.errors import GraphError
@@ -53,33 +52,24 @@ def place_on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
             attention.backward(node)
         else:
             writer.nodes.append(_on_device(node, device))
-    return graph.with_nodes(tuple(writer.nodes), types=writer.types)
+    return writer.written()
 
 
 def _on_device(node: Node, device: str) -> Node:
-    """Return a node whose factory makes its tensor on the device."""
-    if not any(_symbols((*node.args, *node.kwargs.values()))):
-        return node
-
-    def moved(argument: Argument) -> Argument:
-        if isinstance(argument, Symbol) and argument.kind == "device":
-            return Symbol("device", device)
-        return tuple(map(moved, argument)) if isinstance(argument, tuple) else argument
-
-    return replace(
-        node,
-        args=tuple(map(moved, node.args)),
-        kwargs={name: moved(value) for name, value in node.kwargs.items()},
-    )
+    """Return a node whose factory makes its tensor on the device; the node itself if it is none."""
+    args = _moved(node.args, device)
+    kwargs = {name: _moved(value, device) for name, value in node.kwargs.items()}
+    same = args == node.args and kwargs == node.kwargs
+    return node if same else replace(node, args=args, kwargs=kwargs)
 
 
-def _symbols(arguments: tuple[Argument, ...]) -> Iterator[Symbol]:
-    """Yield the devices that arguments name."""
-    for argument in arguments:
-        if isinstance(argument, Symbol) and argument.kind == "device":
-            yield argument
-        elif isinstance(argument, tuple):
-            yield from _symbols(argument)
+def _moved(argument: Argument, device: str) -> Argument:
+    """Return an argument that names the device where it named another one."""
+    if isinstance(argument, Symbol) and argument.kind == "device":
+        return Symbol("device", device)
+    if isinstance(argument, tuple):
+        return tuple(_moved(part, device) for part in argument)
+    return argument
 
 
 class _Attention:
@@ -110,7 +100,8 @@ class _Attention:
                 "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
             )
         out, rows = node.outputs
-        seed, offset = (self._number(f"{node.name}.{name}") for name in ("seed", "offset"))
+        seed, offset = (Ref(f"{node.name}.{name}") for name in ("seed", "offset"))
+        self.writer.types |= {ref.name: TensorType((), "int64") for ref in (seed, offset)}
         batch, heads, queries, _ = kind.shape
         padded = -(-queries // _PADDED_QUERIES) * _PADDED_QUERIES
         self.writer.types[rows] = TensorType((batch, heads, padded), "float32")
@@ -120,7 +111,7 @@ class _Attention:
                 node,
                 op=_EFFICIENT,
                 args=(query, key, value, mask, True, dropout, is_causal),
-                kwargs=_scale(node),
+                kwargs={key: node.kwargs[key] for key in node.kwargs if key == "scale"},
                 outputs=(out, rows, seed.name, offset.name),
             )
         )
@@ -138,14 +129,9 @@ class _Attention:
                     (True, True, True, False),
                     is_causal,
                 ),
-                kwargs=_scale(node),
+                kwargs={key: node.kwargs[key] for key in node.kwargs if key == "scale"},
             )
         )
-
-    def _number(self, name: str) -> Ref:
-        """Return a new 0-d tensor of integers."""
-        self.writer.types[name] = TensorType((), "int64")
-        return Ref(name)
 
     def _aligned(self, node: Node, mask: Argument) -> Argument:
         """Return a mask of every batch entry and head, in rows that are aligned."""
@@ -166,7 +152,3 @@ class _Attention:
             return mask
         made = TensorType(shape, kind.dtype)
         return self.writer.call(node, "aten.expand.default", (mask, shape), made)
-
-
-def _scale(node: Node) -> dict[str, Argument]:
-    return {name: value for name, value in node.kwargs.items() if name == "scale"}

@@ -14,16 +14,24 @@ Products of the same numbers over separate dims leave the batch a dim that can b
     x t b i,   w i o -> t b o          matmul    S(1), as the batch is split
     g t b o,   x t b i -> o i          tensordot: the gradient of the weight, partial sums
 
-Products of batches of matrices whose two batch dims were merged get them back first, so that heads
-can be split, too (`merged_batches`).
-
 A product whose rows have no known batch (`batch_factors`) stays as it is.
+
+Likewise batched products over merged batch dims. PyTorch writes `q @ k.mT` over (batch, heads,
+times, features) as a product of a batch of matrices, one for each pair of batch and head. Split
+heads are no contiguous part of such pairs, so that every rank would have to gather all of them.
+Products over separate dims, which come first, leave both dims that can be split:
+
+    q (b h) t k, k (b h) k s -> (b h) t s      bmm      only the batch can be split
+    q b h t k,   k b h k s   -> b h t s        matmul   so can heads
+
+It is the same kernel: `matmul` merges the dims again, of what a rank has of them.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sbp_aten.passes.batch_factors import RESHAPES, BatchFactor, find_batch_factors
-from sbp_aten.passes.merged_batches import separate_merged_batches
 from sbp_aten.passes.simplify import fold_views
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, drop_dead
 from sbp_core.passes import GraphWriter
@@ -32,6 +40,8 @@ _T = "aten.t.default"
 _MM = "aten.mm.default"
 _ADDMM = "aten.addmm.default"
 _SUM = "aten.sum.dim_IntList"
+_TRANSPOSE = "aten.transpose.int"
+_BMM = "aten.bmm.default"
 
 
 def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
@@ -41,19 +51,15 @@ def expose_batch_dim(graph: LogicalGraph) -> LogicalGraph:
     after:  z = matmul(x, w)                          x is [t, b, i]
     """
     graph = separate_merged_batches(graph)
-    factors = find_batch_factors(graph) if any(map(_is_flattening, graph.nodes)) else {}
+    flattens = any(node.op in RESHAPES and len(node.args[1]) == 2 for node in graph.nodes)
+    factors = find_batch_factors(graph) if flattens else {}
     if not any(factor.is_strided for factor in factors.values()):
         return graph
     writer = _ProductRewriter(graph, factors)
     for node in graph.nodes:
         if not writer.rewrite(node):
             writer.out.nodes.append(node)
-    nodes, types = tuple(writer.out.nodes), writer.out.types
-    return fold_views(drop_dead(graph.with_nodes(nodes, types=types)))
-
-
-def _is_flattening(node: Node) -> bool:
-    return node.op in RESHAPES and len(node.args[1]) == 2
+    return fold_views(drop_dead(writer.out.written()))
 
 
 class _ProductRewriter:
@@ -80,14 +86,8 @@ class _ProductRewriter:
     def _flattened_batch(self, value: Argument) -> BatchFactor | None:
         """Return the batch factor of a matrix's rows; None if its rows are no flattened batch."""
         factor = self.factors.get(value.name)
-        if (
-            factor is None
-            or not factor.is_strided
-            or factor.dim != 0
-            or self._before_flattening(value) is None
-        ):
-            return None
-        return factor
+        strided = factor is not None and factor.is_strided and factor.dim == 0
+        return factor if strided and self._before_flattening(value) is not None else None
 
     def _before_flattening(self, value: Argument) -> Ref | None:
         """Return the tensor that was reshaped to a matrix; None if there is none."""
@@ -123,7 +123,7 @@ class _ProductRewriter:
         else:
             y = self.out.call(node, "aten.matmul.default", (x, right), made)
             if bias:
-                y = self.out.call(node, "aten.add.Tensor", (y, bias[0]), made, pointwise=True)
+                y = self.out.pointwise(node, "add.Tensor", y, bias[0])
         return self._restore(node, y)
 
     def _rewrite_contraction(self, node: Node, left: Ref, right: Ref) -> bool:
@@ -165,3 +165,73 @@ class _ProductRewriter:
         self.out.call(node, "aten.view.default", (made, kind.shape), kind)
         self.out.rename_last(node)
         return True
+
+
+# Merged batches
+
+
+class _Apart(NamedTuple):
+    """The tensor of four dims that became a batch of matrices, and whether these are transposed."""
+
+    source: str
+    transposed: bool
+
+
+def separate_merged_batches(graph: LogicalGraph) -> LogicalGraph:
+    """Rewrite products over merged batch dims so that these are dims of their own.
+
+    before: a = view(x, [b * h, t, k]); c = view(y, [b * h, k, s]); d = bmm(a, c)
+            z = view(d, [b, h, t, s])
+    after:  z = matmul(x, y)                   x is [b, h, t, k], y is [b, h, k, s]
+    """
+    writer = GraphWriter(graph)
+    found = False
+    for node in graph.nodes:
+        if node.op == _BMM and _rewrite(graph, writer, node):
+            found = True
+        else:
+            writer.nodes.append(node)
+    if not found:
+        return graph
+    return fold_views(drop_dead(writer.written()))
+
+
+def _rewrite(graph: LogicalGraph, writer: GraphWriter, node: Node) -> bool:
+    """Write a product over separate dims; return whether its factors have them."""
+    factors = [_apart(graph, value) for value in graph.tensor_inputs(node)]
+    left, right = factors if len(factors) == 2 and not node.kwargs else (None, None)
+    if left is None or right is None:
+        return False
+    batch = graph.tensor(left.source).shape[:2]
+    if graph.tensor(right.source).shape[:2] != batch:
+        return False
+    kind = graph.tensor(node.outputs[0])
+    made = TensorType((*batch, *kind.shape[1:]), kind.dtype)
+    matrices = []
+    for source, transposed in (left, right):
+        matrix, wide = Ref(source), writer.tensor(source)
+        if transposed:
+            *lead, rows, columns = wide.shape
+            turned = TensorType((*lead, columns, rows), wide.dtype)
+            matrix = writer.call(node, _TRANSPOSE, (matrix, 2, 3), turned)
+        matrices.append(matrix)
+    product = writer.call(node, "aten.matmul.default", tuple(matrices), made)
+    writer.call(node, "aten.view.default", (product, kind.shape), kind)
+    writer.rename_last(node)
+    return True
+
+
+def _apart(graph: LogicalGraph, value: str) -> _Apart | None:
+    """Return what a batch of matrices was before its two batch dims were merged."""
+    node = graph.producers.get(value)
+    if node is None or not node.args or not isinstance(node.args[0], Ref):
+        return None
+    source = node.args[0].name
+    if node.op == _TRANSPOSE and {dim % 3 for dim in node.args[1:]} == {1, 2}:
+        inner = _apart(graph, source)
+        return inner and _Apart(inner.source, not inner.transposed)
+    if node.op not in RESHAPES:
+        return None
+    before, after = graph.tensor(source).shape, graph.tensor(value).shape
+    merges = len(before) == 4 and after == (before[0] * before[1], *before[2:])
+    return _Apart(source, False) if merges and min(before[:2]) > 1 else None

@@ -3,6 +3,13 @@
 States stay float32, and are converted where they are used; `casts` then puts the conversions where
 they cost least. Losses are not scaled: float16 needs that (`torch.amp.GradScaler`'s scaling is part
 of a capture under autocast), bfloat16 does not.
+
+Which operators compute in low precision, which in float32, and which in what they are given.
+Source: PyTorch 2.13, docs "Automatic Mixed Precision package", section "Autocast Op Reference" for
+CUDA, and aten/src/ATen/autocast_mode.h (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
+`AT_FORALL_FP32_SET_OPT_DTYPE`), carried over from the operators that users call to those that a
+step holds once it is captured, backward operators included. Two differences, both to the side of
+float32: every reduction and every norm is in float32, and so is every operator not named here.
 """
 
 from __future__ import annotations
@@ -12,14 +19,6 @@ from enum import Enum, auto
 from fnmatch import fnmatchcase
 
 from sbp_aten.pass_options import MixedPrecision
-from sbp_aten.passes.precision_lists import (
-    DTYPE_ARGUMENT,
-    FLOAT32_OUTPUTS,
-    FULL_POINTWISE,
-    LIKE,
-    LOW,
-    MOVING,
-)
 from sbp_core.graph import (
     Argument,
     LogicalGraph,
@@ -34,6 +33,52 @@ from sbp_core.graph import (
     rename_outputs,
 )
 from sbp_core.passes import GraphWriter
+
+_ATTENTION = tuple(
+    f"_scaled_dot_product_{name}_attention{suffix}"
+    for name, suffix in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""), ("cudnn", ""))
+)
+
+#: Products: their time is what low precision saves, and they sum in float32 inside.
+_LOW = frozenset(
+    {"mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr"}
+    | {"convolution", "convolution_backward", "_convolution", "_grouped_mm"}
+    | {"mkldnn_convolution", "cudnn_convolution"}
+    | {*_ATTENTION, *(f"{name}_backward" for name in _ATTENTION)}
+)
+
+#: Outputs of those that are float32 in any case, by place: sums of powers that attention keeps.
+_FLOAT32_OUTPUTS = dict.fromkeys(_ATTENTION, (1,))
+
+#: Pointwise operators that lose too much: their results grow fast, or differences cancel in them.
+_FULL_POINTWISE = frozenset(
+    {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"}
+    | {"reciprocal", "rsqrt", "sinh", "tan", "pow", "softplus", "softplus_backward"}
+    | {"hinge_embedding_loss", "kl_div", "binary_cross_entropy", "log_sigmoid_forward"}
+    | {"log_sigmoid_backward", "binary_cross_entropy_with_logits", "binary_cross_entropy_backward"}
+    | {"smooth_l1_loss", "huber_loss", "mse_loss", "soft_margin_loss", "xlogy", "logaddexp"}
+)
+
+#: Operators that only move elements; like those that ATen tags as pointwise they compute in what
+#: they are given, and in float32 if that differs.
+_MOVING = frozenset(
+    {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze"}
+    | {"expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "alias"}
+    | {"detach", "clone", "cat", "stack", "repeat", "flip", "roll", "constant_pad_nd", "narrow"}
+    | {"index", "index_select", "gather", "slice_backward", "select_backward", "max_pool2d"}
+    | {"max_pool2d_with_indices", "max_pool2d_with_indices_backward", "tril", "triu"}
+    | {"pixel_shuffle", "pixel_unshuffle", "diagonal", "unfold"}
+)
+
+#: Reductions that can be told to sum in float32 what is not.
+_DTYPE_ARGUMENT = frozenset({"sum", "mean"})
+
+#: Factories that read of their argument only what it looks like.
+_LIKE = frozenset(
+    {"ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like"}
+    | {"new_ones", "new_zeros", "new_full", "new_empty"}
+)
+
 
 _FULL = "float32"
 
@@ -60,7 +105,7 @@ def mixed_precision(graph: LogicalGraph, how: MixedPrecision | None = None) -> L
     after:  xl = _to_copy(x, bfloat16); wl = _to_copy(w, bfloat16); hl = mm(xl, wl)
             h = _to_copy(hl, float32); s = _softmax(h)
 
-    Which is which follows PyTorch's autocast (`precision_lists`). Values of float64 stay as they
+    Which is which follows PyTorch's autocast (see the lists). Values of float64 stay as they
     are. Losses, metrics and new states have the dtypes that they had.
     """
     return _Lowering(graph, how or MixedPrecision()).run()
@@ -82,20 +127,16 @@ class _Lowering:
                 self.writer.nodes.append(node)
             else:
                 self._write(node)
-        outputs = tuple(
-            rename_outputs([out], {out.value: self._in_original_dtype(out.value)})[0]
-            for out in self.graph.outputs
-        )
+        # Outputs of the graph are cast back to the dtypes that they had.
+        names: dict[str, str] = {}
+        for out in self.graph.outputs:
+            before = self.graph.types[out.value]
+            if isinstance(before, TensorType) and before != self.writer.types[out.value]:
+                producer = self.graph.producers[out.value]
+                names[out.value] = self._cast(out.value, before.dtype, producer).name
         nodes, types = tuple(self.writer.nodes), self.writer.types
+        outputs = rename_outputs(self.graph.outputs, names)
         return drop_dead(self.graph.with_nodes(nodes, outputs=outputs, types=types))
-
-    def _in_original_dtype(self, value: str) -> str:
-        """Return an output of the graph, cast back to the dtype that it had."""
-        before = self.graph.types[value]
-        if before == self.writer.types[value]:
-            return value
-        assert isinstance(before, TensorType)
-        return self._cast(value, before.dtype, self.graph.producers[value]).name
 
     def _write(self, node: Node) -> None:
         precision = self._precision(node)
@@ -106,43 +147,43 @@ class _Lowering:
             node = replace(node, kwargs={**node.kwargs, "dtype": Symbol("dtype", _FULL)})
         elif precision is not _Precision.AS_GIVEN:
             node = self._cast_inputs(node, self.how.dtype if precision is _Precision.LOW else _FULL)
-        if precision in (_Precision.LOW, _Precision.AS_GIVEN):
-            self._lower_outputs(node)
+        lowers = precision in (_Precision.LOW, _Precision.AS_GIVEN)
+        for at, value in enumerate(node.outputs if lowers else ()):
+            if at in _FLOAT32_OUTPUTS.get(node.kind, ()):
+                self.stays_float32.add(value)
+            elif self._was_float32(value):
+                kind = self.graph.tensor(value)
+                self.writer.types[value] = replace(kind, dtype=self.how.dtype)
         self.writer.nodes.append(node)
 
     def _precision(self, node: Node) -> _Precision:
         """Return the dtype in which a node computes."""
-        if node.phase is Phase.OPTIMIZER or node.rate is Rate.STEP or self._is_excluded(node):
+        kept = any(
+            node.kind == pattern or (node.module and fnmatchcase(node.module, pattern))
+            for pattern in self.how.keep
+        )
+        if kept or node.phase is Phase.OPTIMIZER or node.rate is Rate.STEP:
             return _Precision.FULL
-        if node.kind in LOW or (node.kind in self.how.lower and node.kind not in LIKE):
+        if node.kind in _LOW or (node.kind in self.how.lower and node.kind not in _LIKE):
             return _Precision.LOW if self._was_float32(node.outputs[0]) else _Precision.FULL
         now = {self.writer.tensor(v).dtype for v in node.inputs() if self._was_float32(v)}
         if now != {self.how.dtype}:
             return _Precision.FULL
-        if node.kind in LIKE:
+        if node.kind in _LIKE:
             return _Precision.LIKE
         if (
-            node.kind in DTYPE_ARGUMENT
+            node.kind in _DTYPE_ARGUMENT
             and len(node.inputs()) == 1
             and self._was_float32(node.outputs[0])
         ):
             return _Precision.DTYPE_ARGUMENT
-        moves = node.kind in MOVING or "pointwise" in node.tags
+        moves = node.kind in _MOVING or "pointwise" in node.tags
         given = any(isinstance(part, Symbol) for part in (*node.args, *node.kwargs.values()))
-        as_given = moves and node.kind not in FULL_POINTWISE and not self._converts(node)
+        as_given = moves and node.kind not in _FULL_POINTWISE and node.kind != "_to_copy"
         return (
             _Precision.AS_GIVEN
             if as_given and not (given and node.kind != "clone")
             else _Precision.FULL
-        )
-
-    def _converts(self, node: Node) -> bool:
-        return node.kind == "_to_copy"
-
-    def _is_excluded(self, node: Node) -> bool:
-        return any(
-            node.kind == pattern or (node.module and fnmatchcase(node.module, pattern))
-            for pattern in self.how.keep
         )
 
     def _was_float32(self, value: str) -> bool:
@@ -150,14 +191,6 @@ class _Lowering:
         kind = self.graph.types.get(value)
         stays_float32 = value in self.stays_float32
         return isinstance(kind, TensorType) and kind.dtype == _FULL and not stays_float32
-
-    def _lower_outputs(self, node: Node) -> None:
-        for at, value in enumerate(node.outputs):
-            if at in FLOAT32_OUTPUTS.get(node.kind, ()):
-                self.stays_float32.add(value)
-            elif self._was_float32(value):
-                kind = self.graph.tensor(value)
-                self.writer.types[value] = replace(kind, dtype=self.how.dtype)
 
     def _cast_inputs(self, node: Node, dtype: str) -> Node:
         """Return the node with its float32 inputs cast to a dtype."""

@@ -162,7 +162,17 @@ class _Slicer:
             ConfigError: an operator cannot be sliced so.
         """
         uses = {use.node.name: use for use in _uses(self.graph, self.name)}
-        gradients = set(self._gradients(set(uses)))
+        shape = sorted(self.graph.tensor(self.name).shape)
+        # What makes the gradient of the parameter.
+        gradients = {
+            node.name
+            for node in self.graph.nodes
+            if node.phase is Phase.BACKWARD
+            and node.forward in uses
+            and node.name not in uses
+            and node.op in (*_CONTRACTIONS, _EMBEDDING_BACKWARD)
+            and sorted(self.graph.tensor(node.outputs[0]).shape) == shape
+        }
         nodes: list[Node] = []
         for node in self.graph.nodes:
             self.made = []
@@ -173,19 +183,6 @@ class _Slicer:
             nodes += self.made or [node]
         return self.graph.with_nodes(tuple(nodes), types=self.types)
 
-    def _gradients(self, forward: set[str]) -> Iterator[str]:
-        """Yield the operators that make the gradient of the parameter."""
-        shape = sorted(self.graph.tensor(self.name).shape)
-        for node in self.graph.nodes:
-            if (
-                node.phase is Phase.BACKWARD
-                and node.forward in forward
-                and node.name not in forward
-                and node.op in (*_CONTRACTIONS, _EMBEDDING_BACKWARD)
-                and sorted(self.graph.tensor(node.outputs[0]).shape) == shape
-            ):
-                yield node.name
-
     # Slices
 
     def _slice_use(self, use: _Use) -> None:
@@ -193,68 +190,64 @@ class _Slicer:
         if node.op == _EMBEDDING:
             if self.how.along is not SliceAlong.OUTPUT:
                 raise self._misfit(node, "rows of an embedding are not sliced", "along='output'")
-            self._by_outputs(node, 0, -1, -1, use.chain, settled=False)
+            self._by_outputs(node, 0, -1, use.chain, settled=False)
             return
         left, right, _ = _CONTRACTIONS[node.op]
         is_left = use.position == left
         # Which dim of the parameter is which: as left factor (i k) its rows make outputs, as right
         # factor (k j) its columns do. Counted from the back, as a batch may stand in front.
         output, summed = (-2, -1) if is_left else (-1, -2)
-        along = self._along(factor.shape[output], factor.shape[summed])
+        extents = {
+            SliceAlong.OUTPUT: factor.shape[output],
+            SliceAlong.CONTRACTION: factor.shape[summed],
+        }
+        # If both fit, or neither, what was asked for; `_check` then refuses what does not fit.
+        fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
+        along = fit[0] if len(fit) == 1 else self.how.along
         if along is SliceAlong.OUTPUT or node.op not in _SUMMABLE:
-            self._by_outputs(node, use.position, output, output, use.chain, settled=False)
+            self._by_outputs(node, use.position, output, use.chain, settled=False)
             return
         self._check(node, factor.shape[summed])
         self._by_addends(use, right if is_left else left, (summed, output))
 
-    def _along(self, output: int, summed: int) -> SliceAlong:
-        """Return along what to slice: the other way if only that one can be cut equally."""
-        extents = {SliceAlong.OUTPUT: output, SliceAlong.CONTRACTION: summed}
-        # If both fit, or neither, what was asked for; `_check` then refuses what does not fit.
-        fit = [along for along, extent in extents.items() if extent % self.how.count == 0]
-        return fit[0] if len(fit) == 1 else self.how.along
-
     def _slice_gradient(self, node: Node) -> None:
         """Slice the gradient by rows, or by columns if the rows cannot be cut."""
         if node.op == _EMBEDDING_BACKWARD:
-            self._by_outputs(node, 0, -1, -1, (), settled=True)
+            self._by_outputs(node, 0, -1, (), settled=True)
             return
         left, right, _ = _CONTRACTIONS[node.op]
         rows = self.graph.tensor(node.outputs[0]).shape[-2]
         # Of dW = x' dy, rows take parts of x' (left) and columns parts of dy (right).
-        if rows % self.how.count == 0:
-            self._by_outputs(node, left, -2, -2, (), settled=True)
-        else:
-            self._by_outputs(node, right, -1, -1, (), settled=True)
+        position, dim = (left, -2) if rows % self.how.count == 0 else (right, -1)
+        self._by_outputs(node, position, dim, (), settled=True)
 
     def _by_outputs(
-        self,
-        node: Node,
-        position: int,
-        dim: int,
-        output_dim: int,
-        chain: Sequence[Node],
-        *,
-        settled: bool,
+        self, node: Node, position: int, dim: int, chain: Sequence[Node], *, settled: bool
     ) -> None:
-        """Make parts of the output out of parts of one argument, and put them together."""
+        """Make parts of the output out of parts of one argument, and put them together.
+
+        Both are cut along the same dim, counted from behind.
+        """
         count, name = self.how.count, node.outputs[0]
         whole, made = self.graph.tensor(node.args[position].name), self.graph.tensor(name)
         self._check(node, whole.shape[dim])
-        out = output_dim % len(made.shape)
+        out = dim % len(made.shape)
         part = replace(made, shape=_cut(made.shape, out, count))
         # The first part waits for the data of the operator, each other one for the part before. So
         # no part is gathered early, and not two at once:
         #
         #     x ----> piece 0 -> y/0 ----> piece 1 -> y/1 ----> ...    -> stack, view
-        token = self._data(node, position)
-        added = _CONTRACTIONS.get(node.op, (0, 0, -1))[2]
+        sliced = node.args[position].name
+        *factors, added = _CONTRACTIONS.get(node.op, (0, 1, -1))
+        others = (node.args[at].name for at in factors if at != position)
+        data = {value for value in self.graph.tensor_inputs(node) if value != sliced}
+        token = next((value for value in others if value in data), sliced)
         parts: list[str] = []
         for index in range(count):
             args = list(node.args)
             args[position] = Ref(self._piece(node, position, dim, index, token, chain, settled))
             if added >= 0:
-                args[added] = self._added(node, node.args[added], output_dim, index)
+                args[added] = self._added(node, node.args[added], dim, index)
             token = self._add(node, f"{name}/{index}", node.op, tuple(args), part)
             parts.append(token)
         # Part j are the elements j, j + count, ...: stacked behind the dim, not one after the
@@ -332,28 +325,16 @@ class _Slicer:
             )  # fmt: skip
         return made
 
-    def _added(self, node: Node, added: Argument, output_dim: int, index: int) -> Argument:
+    def _added(self, node: Node, added: Argument, dim: int, index: int) -> Argument:
         """Return the part of what is added to a product that goes with a part of the output."""
         kind = self.graph.tensor(added.name)
         # Broadcast along the dim: every part takes all of it.
-        if len(kind.shape) < -output_dim or kind.shape[output_dim] == 1:
+        if len(kind.shape) < -dim or kind.shape[dim] == 1:
             return added
-        at, count = output_dim % len(kind.shape), self.how.count
-        return Ref(
-            self._add(
-                node, f"{added.name}/{index}", "aten.slice.Tensor",
-                (added, at, index, kind.shape[at], count),
-                replace(kind, shape=_cut(kind.shape, at, count)),
-            )
-        )  # fmt: skip
-
-    def _data(self, node: Node, position: int) -> str:
-        """Return the first tensor argument but the one that is sliced."""
-        sliced: str = node.args[position].name
-        found = [value for value in self.graph.tensor_inputs(node) if value != sliced]
-        own = _CONTRACTIONS.get(node.op, (0, 1, -1))
-        preferred = [node.args[at].name for at in own[:2] if at != position]
-        return next((value for value in preferred if value in found), sliced)
+        at, count = dim % len(kind.shape), self.how.count
+        part = replace(kind, shape=_cut(kind.shape, at, count))
+        args = (added, at, index, kind.shape[at], count)
+        return Ref(self._add(node, f"{added.name}/{index}", "aten.slice.Tensor", args, part))
 
     # Nodes
 

@@ -26,26 +26,30 @@ The order, and why it is so:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import is_
 
-from sbp_aten.pass_options import PassOptions
+from sbp_aten.pass_options import LossMeaning, PassOptions
 from sbp_aten.passes.batch_norm import split_batch_norm
 from sbp_aten.passes.casts import place_casts
-from sbp_aten.passes.class_split import split_classes
 from sbp_aten.passes.constants import fold_constants
-from sbp_aten.passes.deferred_reductions import defer_reductions
+from sbp_aten.passes.deferred_reductions import accumulate_addends, defer_reductions
 from sbp_aten.passes.expose_batch_dim import expose_batch_dim
-from sbp_aten.passes.identities import drop_identities
-from sbp_aten.passes.losses import sum_losses
+from sbp_aten.passes.losses import split_classes, sum_losses
 from sbp_aten.passes.mixed_precision import mixed_precision
 from sbp_aten.passes.operator_slicing import slice_operators
-from sbp_aten.passes.simplify import fold_views, share_expressions
+from sbp_aten.passes.simplify import drop_identities, fold_views, share_expressions
 from sbp_aten.passes.split_backward import split_backward
 from sbp_aten.passes.step_counters import tie_step_counters
-from sbp_aten.passes.whole_batch import whole_batch_loss
-from sbp_core.graph import LogicalGraph
-from sbp_core.passes import recompute
+from sbp_aten.passes.whole_batch.rewriting import whole_batch_loss
+from sbp_core.errors import GraphError
+from sbp_core.graph import LogicalGraph, verify_graph
+from sbp_core.passes import RecomputeOptions, accumulate, recompute, unalias_outputs
+
+_LOG = logging.getLogger(__name__)
+
 
 #: A pure function graph -> graph.
 GraphPass = Callable[[LogicalGraph], LogicalGraph]
@@ -54,7 +58,7 @@ GraphPass = Callable[[LogicalGraph], LogicalGraph]
 def chosen_passes(
     options: PassOptions, extra: Iterable[GraphPass] = (), whole_batch_of: int = 1
 ) -> Iterator[tuple[str, GraphPass]]:
-    """Yield name and function of each pass that is on, in order.
+    """Return name and function of each pass that is on, in order.
 
     Args:
         options: Which passes are on, and how.
@@ -62,45 +66,124 @@ def chosen_passes(
         whole_batch_of: Micro-batches whose loss is that of the whole batch; 1 leaves the loss of
             each as it is.
     """
-    cleaning: dict[str, GraphPass] = {
-        "tie_step_counters": partial(tie_step_counters, apart=options.counters_apart),
-        "fold_constants": fold_constants,
-        "drop_identities": drop_identities,
-        "fold_views": fold_views,
-        "share_expressions": share_expressions,
-    }
-    yield from ((name, cleaning[name]) for name in cleaning if getattr(options, name))
-    if options.mixed_precision is not None:
-        yield "mixed_precision", partial(mixed_precision, how=options.mixed_precision)
-    if options.place_casts is not None:
-        yield "place_casts", partial(place_casts, how=options.place_casts)
-    if options.split_classes is not None:
-        yield (
+    loss = whole_batch_of > 1
+    passes: list[tuple[str, object, GraphPass]] = [
+        (
+            "tie_step_counters",
+            options.tie_step_counters,
+            partial(tie_step_counters, apart=options.counters_apart),
+        ),
+        ("fold_constants", options.fold_constants, fold_constants),
+        ("drop_identities", options.drop_identities, drop_identities),
+        ("fold_views", options.fold_views, fold_views),
+        ("share_expressions", options.share_expressions, share_expressions),
+        (
+            "mixed_precision",
+            options.mixed_precision,
+            partial(mixed_precision, how=options.mixed_precision),
+        ),
+        ("place_casts", options.place_casts, partial(place_casts, how=options.place_casts)),
+        (
             "split_classes",
+            options.split_classes,
             partial(split_classes, how=options.split_classes, num_micro_batches=whole_batch_of),
-        )
-    if options.sum_losses:
-        yield "sum_losses", sum_losses
-    if whole_batch_of > 1:
-        if options.expose_batch_dim:
-            yield "expose_batch_dim", expose_batch_dim
-        yield "whole_batch_loss", partial(whole_batch_loss, num_micro_batches=whole_batch_of)
-    if options.split_batch_norm:
-        yield "split_batch_norm", split_batch_norm
-    if options.split_backward:
-        yield "split_backward", split_backward
-    yield from ((_name(apply), apply) for apply in extra)
-    if options.slices:
-        yield "slice_operators", partial(slice_operators, slices=options.slices)
-    if options.expose_batch_dim:
-        yield "expose_batch_dim", expose_batch_dim
-    if options.recompute is not None:
-        yield "recompute", partial(recompute, how=options.recompute)
-    if options.defer_reductions:
-        yield "defer_reductions", defer_reductions
+        ),
+        ("sum_losses", options.sum_losses, sum_losses),
+        ("expose_batch_dim", options.expose_batch_dim and loss, expose_batch_dim),
+        ("whole_batch_loss", loss, partial(whole_batch_loss, num_micro_batches=whole_batch_of)),
+        ("split_batch_norm", options.split_batch_norm, split_batch_norm),
+        ("split_backward", options.split_backward, split_backward),
+        *((_name(apply), True, apply) for apply in extra),
+        ("slice_operators", options.slices, partial(slice_operators, slices=options.slices or {})),
+        ("expose_batch_dim", options.expose_batch_dim, expose_batch_dim),
+        (
+            "recompute",
+            options.recompute,
+            partial(recompute, how=options.recompute or RecomputeOptions()),
+        ),
+        ("defer_reductions", options.defer_reductions, defer_reductions),
+    ]
+    return ((name, apply) for name, wanted, apply in passes if wanted)
 
 
 def _name(apply: GraphPass) -> str:
     """Return what a message calls a pass."""
     plain = apply.func if isinstance(apply, partial) else apply
     return getattr(plain, "__name__", type(plain).__name__)
+
+
+def prepare_step(
+    graph: LogicalGraph,
+    num_micro_batches: int = 1,
+    extra: Iterable[GraphPass] = (),
+    *,
+    options: PassOptions | None = None,
+    loss: LossMeaning = LossMeaning.MEAN_OF_MICRO_BATCHES,
+    micro_batches_per_update: int = 1,
+) -> LogicalGraph:
+    """Bring a captured graph into the form that is planned; verified after every pass.
+
+    Args:
+        graph: As captured, at micro-batch size.
+        num_micro_batches: Micro-batches of one step.
+        extra: Further passes (plugins of kind `pass`), run before the accumulation.
+        options: Which passes run, and how; the defaults if omitted.
+        loss: What the loss of several micro-batches is.
+        micro_batches_per_update: With `LossMeaning.EACH_MICRO_BATCH`: so many micro-batches end
+            with an update. They divide the micro-batches of a step.
+
+    Raises:
+        GraphError: a pass broke the specification; or the updates do not divide; or the loss of
+            the whole batch is asked for, and does not follow from those of micro-batches.
+    """
+    options = options or PassOptions()
+    parts = num_micro_batches if loss is LossMeaning.WHOLE_BATCH else 1
+    verified: LogicalGraph | None = None
+    for name, apply in chosen_passes(options, extra, parts):
+        before = len(graph.nodes)
+        graph = apply(graph)
+        if verified is None or not _is_unchanged(graph, verified):
+            verified = _verified(graph, name)
+        _LOG.debug("pass %s: %d nodes, %+d", name, len(graph.nodes), len(graph.nodes) - before)
+    graph = _verified(unalias_outputs(graph), "unalias_outputs")
+    num_updates = 1
+    if loss is LossMeaning.EACH_MICRO_BATCH:
+        if micro_batches_per_update < 1 or num_micro_batches % micro_batches_per_update:
+            # The last update would have fewer micro-batches.
+            raise GraphError(
+                f"an update of every {micro_batches_per_update} micro-batches, "
+                f"and {num_micro_batches} micro-batches",
+                where="trainer.micro_batches_per_update",
+                accepted="a divisor of trainer.micro_batches",
+            )
+        num_updates = num_micro_batches // micro_batches_per_update
+    graph = accumulate(graph, num_micro_batches, num_updates=num_updates)
+    graph = _verified(graph, "accumulate")
+    if options.accumulate_addends:
+        graph = accumulate_addends(graph, options.accumulate_addends)
+        graph = _verified(graph, "accumulate_addends")
+    return graph
+
+
+def _is_unchanged(graph: LogicalGraph, verified: LogicalGraph) -> bool:
+    """Whether a graph has the very nodes of another, and the same inputs, outputs and types."""
+    return (
+        len(graph.nodes) == len(verified.nodes)
+        and all(map(is_, graph.nodes, verified.nodes))
+        and graph.inputs == verified.inputs
+        and graph.outputs == verified.outputs
+        and graph.types == verified.types
+    )
+
+
+def _verified(graph: LogicalGraph, name: str) -> LogicalGraph:
+    """Verify what a pass has made.
+
+    Raises:
+        GraphError: names the pass as well.
+    """
+    try:
+        return verify_graph(graph)
+    except GraphError as error:
+        where = (*error.where, f"the graph that pass {name!r} made")
+        raise error.replaced(GraphError, where=where) from error

@@ -1,18 +1,17 @@
 """The rules of PyTorch's operators and our own, a module for each family.
 
-    pointwise (in what monotone: effects), elementwise             maps of elements
-    reductions, scans, histograms, distance                        sums, maxima, orders, counts
-    matmul, grouped, linalg, fft                                   products and factorisations
-    attention (its calls: attention_call), recurrent, layers       layers as one operator
-    normalisation, batch_norm, loss, nll, ctc                      softmax, norms, losses
-    convolution, pooling, folding, padding, resampling             windows and planes in space
-    reshape, views, rearrange, selection, triangular, memory       where elements stand
-    indexing, advanced, embedding, embedding_bag                   reading by index
-    scatter, index_put, replace_view, data_dependent               writing by index, masks
-    factories, random, foreach, fused, sbp_ops                     all else
+    pointwise (in what monotone: effects), foreach                 maps of elements
+    reductions, scans                                              sums, maxima, orders, counts
+    matmul, grouped, linalg                                        products and factorisations
+    attention, layers, normalisation, loss                         layers as one operator
+    convolution, pooling, folding, resampling                      windows and planes in space
+    reshape, rearrange, selection                                  where elements stand
+    indexing, advanced, embedding_bag                              reading by index
+    scatter, replace_view                                          writing by index, views, masks
+    factories, sbp_ops                                             all else
 
-Without rules of their own: `arrangement`, `windows`, `updates`, `means`, `sliding` and `planes`
-hold what several families share.
+Without rules of their own: `formula` reads notations of any rank; `arrangement`, `windows` and
+`sliding` hold what several families share.
 
 Stability: internal.
 """
@@ -31,12 +30,10 @@ from sbp_core.signatures import Rule, RuleSet
 __all__ = ["FAMILIES", "GROUPED_MM", "GROUPED_MM_GRADIENTS", "RULES"]
 
 _FAMILIES = (
-    "advanced", "attention", "batch_norm", "convolution", "ctc", "data_dependent", "distance",
-    "elementwise", "embedding", "embedding_bag", "factories", "fft", "folding", "foreach",
-    "fused", "grouped", "histograms", "index_put", "indexing", "layers", "linalg", "loss",
-    "matmul", "memory", "nll", "normalisation", "padding", "pointwise", "pooling", "random",
-    "rearrange", "recurrent", "reductions", "replace_view", "resampling", "reshape", "sbp_ops",
-    "scans", "scatter", "selection", "triangular", "views",
+    "advanced", "attention", "convolution", "embedding_bag", "factories", "folding", "foreach",
+    "grouped", "indexing", "layers", "linalg", "loss", "matmul", "normalisation", "pointwise",
+    "pooling", "rearrange", "reductions", "replace_view", "resampling", "reshape", "sbp_ops",
+    "scans", "scatter", "selection",
 )  # fmt: skip
 
 #: Name -> module of the rules of a family, whose docstring says what they have in common.

@@ -1,24 +1,44 @@
-"""What a list of indices means, as in `x[i, :, j]` or `x[mask]`; and reading by one.
+"""What a list of indices means, as in `x[i, :, j]` or `x[mask]`; reading and writing by one.
 
 The indices are broadcast together, to dims `b0 b1`, which stand in the result where the first of
 them stood, or in front if a dim that is not indexed lies between them. Dims that are not indexed
 are free (`d1`), those that are indexed are windows (`v0`). A mask stands for as many dims as it
-has, and makes one whose extent only the data tell. Writing is in `index_put`.
+has, and makes one whose extent only the data tell.
+
+    v0 d1, b0, b0 d1 => v0 d1    x[i] = values
+    v*, i*, i* => v*             put: into the flattened tensor
+
+A rank that holds a window of an indexed dim redirects the updates of other windows to a spare row,
+which it cuts off afterwards. So shapes do not depend on the values of indices:
+
+    x has 6 rows, i = [4, 0, 5], and this rank holds rows 0 to 2:
+
+        row 0 <- i[1]       local index [3, 0, 3]
+        row 1
+        row 2
+        spare <- i[0], i[2]
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from sbp_aten.rules.formula import notation
+from sbp_aten.rules.indexing import flat_positions
+from sbp_aten.rules.scatter import Updates, combining, replacing
 from sbp_aten.rules.windows import (
     given,
     is_cut,
     lookup_reduction,
     only_zeros,
     readable,
+    shape_of,
+    with_spare,
+    without_spare,
     wrapped,
+    writable,
 )
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
@@ -35,12 +55,13 @@ from sbp_core.signatures import (
     argument,
     fresh_dims,
     increasing,
+    labels,
     linear,
     run_as_is,
 )
 
 #: Why dims stay whole that a mask reads, and those that it makes.
-DATA = "a mask makes as many elements as it has true ones"
+_DATA = "a mask makes as many elements as it has true ones"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +202,7 @@ class Indexing:
         ]
 
 
-def right_aligned(shape: Sequence[int], wide: Sequence[int], dims: Dims) -> Dims:
+def _right_aligned(shape: Sequence[int], wide: Sequence[int], dims: Dims) -> Dims:
     """Return the dims of a tensor that is broadcast to a shape with given dims."""
     behind = len(dims) - len(shape)
     return tuple(
@@ -190,82 +211,37 @@ def right_aligned(shape: Sequence[int], wide: Sequence[int], dims: Dims) -> Dims
     )
 
 
+# Reading
+
+#: The operators whose mask says which elements are read or written.
+_MASKED = "aten._unsafe_masked_index.default"
+_MASKED_PUT = "aten._unsafe_masked_index_put_accumulate.default"
+
+
 def _index(call: OpCall) -> Notation:
-    """Return `v0 d1, b0 => b0 d1` for `x[i]`."""
-    made = call.outputs[0]
-    indexing = Indexing.of(call, 1, 1)
-    return Notation(
-        inputs=(indexing.tensor(), *map(indexing.of_index, indexing.indices)),
-        outputs=(indexing.result(),),
-        dependences=(linear(0), increasing(0)),
-        whole=indexing.whole(),
-        reductions=_reductions(indexing, call),
-        work_flop=float(prod(made.shape)),
-        why=DATA if indexing.masked else "",
-    )
+    """Return `v0 d1, b0 => b0 d1` for `x[i]`.
 
-
-def _reductions(indexing: Indexing, call: OpCall) -> tuple[tuple[str, str], ...]:
-    kind = lookup_reduction(call.outputs[0])
-    return tuple((f"v{dim}", kind) for index in indexing.indices for dim in index.dims)
-
-
-def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Read what lies in the windows of all dims that are indexed."""
-    (tensor, entries), _ = given(call, ("self", "indices"))
-    shape, bounds = call.inputs[0].shape, shards.inputs[0]
-    indexing = Indexing.of(call, 1, 1)
-    cut = indexing.cut(shape, bounds)
-    if not cut:
-        return run_as_is(call)
-    if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
-        return only_zeros(tensor, shards.output_shape())
-    builder = LocalProgramBuilder()
-    local = list(entries)
-    outside: list[Ref] = []
-    for index in cut:
-        (dim,) = index.dims
-        place = wrapped(builder, entries[index.slot], shape[dim])
-        local[index.slot], beyond = readable(builder, place, bounds[dim])
-        outside.append(beyond)
-    # Every place is read, those outside of the window at element 0 of it, and overwritten with
-    # zeros: shapes stay static, and the sum over the ranks has each element once.
-    found = builder(call.op, tensor, tuple(local))
-    behind = len(indexing.free) - indexing.at
-    return builder.program(without(builder, found, outside, behind, 0))
-
-
-def without(
-    builder: LocalProgramBuilder, found: Ref, outside: Sequence[Ref], behind: int, fill: object
-) -> Ref:
-    """Fill what lies outside of a window; `behind`: dims of the result behind those made."""
-    # `beyond` has the dims that the indices make; it is aligned with them by new dims behind.
-    for beyond in outside:
-        for _ in range(behind):
-            beyond = builder("aten.unsqueeze.default", beyond, -1)
-        found = builder("aten.masked_fill.Scalar", found, beyond, fill)
-    return found
-
-
-def _masked_index(call: OpCall) -> Notation:
-    """Return `v0 d1, b0 d1, b0 => b0 d1`: an element where the mask holds, else a number."""
-    made = call.outputs[0].shape
-    indexing = Indexing.of(call, 2, 2)
+    Masked: `v0 d1, b0 d1, b0 => b0 d1`, an element where the mask holds, else a number.
+    """
+    made, masked = call.outputs[0], call.op == _MASKED
+    indexing = Indexing.of(call, 1 + masked, 1 + masked)
     result = indexing.result()
-    mask = right_aligned(call.inputs[1].shape, made, result)
-    filled = argument(call, 3, "fill") != 0
+    masks = [_right_aligned(call.inputs[1].shape, made.shape, result)] if masked else []
+    filled = masked and argument(call, 3, "fill") != 0
     return Notation(
-        inputs=(indexing.tensor(), mask, *map(indexing.of_index, indexing.indices)),
+        inputs=(indexing.tensor(), *masks, *map(indexing.of_index, indexing.indices)),
         outputs=(result,),
         dependences=(increasing(0),) if filled else (linear(0), increasing(0)),
         whole=indexing.whole(),
-        reductions=_reductions(indexing, call),
-        work_flop=float(prod(made)),
-        why=DATA if indexing.masked else "",
+        reductions=tuple(
+            (f"v{dim}", lookup_reduction(made)) for index in indexing.indices for dim in index.dims
+        ),
+        work_flop=float(prod(made.shape)),
+        why=_DATA if indexing.masked else "",
     )
 
 
-def clamped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
+def _clamped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
     """Return an index as the `_unsafe_masked_*` operators take it: counted from the front.
 
     What lies beyond either end means the last element there.
@@ -273,37 +249,142 @@ def clamped(builder: LocalProgramBuilder, index: Ref, extent: int) -> Ref:
     return wrapped(builder, builder("aten.clamp.default", index, -extent, extent - 1), extent)
 
 
-def _masked_index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Read what lies in the windows; the number that fills the rest is given by the first rank."""
-    (tensor, mask, entries, fill), _ = given(call, ("self", "mask", "indices", "fill"))
+def _index_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Read what lies in the windows of all dims that are indexed.
+
+    The number that fills the rest, beside a mask, is given by the first rank.
+    """
+    masked = call.op == _MASKED
+    names = ("self", "mask", "indices", "fill") if masked else ("self", "indices")
+    (tensor, *masks), _ = given(call, names)
+    entries = masks.pop(1 if masked else 0)
     shape, bounds = call.inputs[0].shape, shards.inputs[0]
-    indexing = Indexing.of(call, 2, 2)
+    indexing = Indexing.of(call, 1 + masked, 1 + masked)
     cut = indexing.cut(shape, bounds)
     if not cut:
         return run_as_is(call)
+    windows = [bounds[dim] for index in cut for dim in index.dims]
+    if any(first == last for first, last in windows):
+        return only_zeros(tensor, shards.output_shape())
+    builder, local, outside = LocalProgramBuilder(), list(entries), list[Ref]()
+    for index, window in zip(cut, windows, strict=True):
+        front = (_clamped if masked else wrapped)(
+            builder, entries[index.slot], shape[index.dims[0]]
+        )
+        local[index.slot], beyond = readable(builder, front, window)
+        outside.append(beyond)
+    # Every place is read, those outside of the window at element 0 of it, and overwritten with
+    # zeros: shapes stay static, and the sum over the ranks has each element once.
+    found = builder(call.op, tensor, *masks[:1], tuple(local), *[0] * masked)
+    for beyond in outside:
+        # `beyond` has the dims that the indices make; it is aligned with them by new dims behind.
+        for _ in range(len(indexing.free) - indexing.at):
+            beyond = builder("aten.unsqueeze.default", beyond, -1)
+        found = builder("aten.masked_fill.Scalar", found, beyond, 0)
     # Ranks add up what they find, so the number that stands where the mask does not hold must come
     # from one rank only: that of the first window. The others fill zeros.
-    first = all(bounds[dim][0] == 0 < bounds[dim][1] for index in cut for dim in index.dims)
-    if any(bounds[dim][0] == bounds[dim][1] for index in cut for dim in index.dims):
-        return only_zeros(tensor, shards.output_shape())
-    builder = LocalProgramBuilder()
-    local = list(entries)
-    outside: list[Ref] = []
+    if masked and masks[1] != 0 and all(first == 0 for first, _ in windows):
+        beside = builder("aten.logical_not.default", masks[0])
+        found = builder("aten.masked_fill.Scalar", found, beside, masks[1])
+    return builder.program(found)
+
+
+# Writing
+
+
+def _updates(call: OpCall, over: list[str]) -> Updates:
+    """Return how updates combine with the tensor; their values are the last tensor argument."""
+    values = len(call.inputs) - 1
+    if call.op == _MASKED_PUT or argument(call, 3, "accumulate", False):
+        return combining("sum", call.inputs[0], values, over)
+    return replacing(call.inputs[0], values, over)
+
+
+def _index_put(call: OpCall) -> Notation:
+    """Return the notation of a write; an argument more may say which values to write."""
+    at = 2 if call.op == _MASKED_PUT else 1
+    indexing = Indexing.of(call, at, at)
+    shape, values = call.inputs[0].shape, call.inputs[-1].shape
+    result, free = indexing.result(), [shape[dim] for dim in indexing.free]
+    extents = indexing.extents if not indexing.masked else ()
+    if indexing.masked:
+        # Beside a mask, the dims that indices make are as the values have them there.
+        behind = len(free) - indexing.at
+        padded = (1,) * (behind + indexing.num_made) + values
+        extents = padded[len(padded) - behind - indexing.num_made : len(padded) - behind]
+    wide = (*free[: indexing.at], *extents, *free[indexing.at :])
+    aligned = _right_aligned(values, wide, result)
+    if at == 1 and [index.mask for index in indexing.indices] == [True] and set(extents) == {1}:
+        # `m0 d1, m0, d1 => m0 d1`: one mask, and values that do not differ along it.
+        (index,) = indexing.indices
+        tensor = tuple(
+            (f"m{dim}" if dim in index.dims else f"d{dim}",) for dim in range(len(shape))
+        )
+        mask = tuple(tensor[dim] for dim in index.dims)
+        return Notation(
+            inputs=(tensor, mask, tuple(() if dim == ("b0",) else dim for dim in aligned)),
+            outputs=(tensor,),
+            dependences=_updates(call, []).dependences,
+        )
+    updates = _updates(call, [name for (name,) in indexing.made()])
+    masks = [_right_aligned(call.inputs[1].shape, wide, result)] if at == 2 else []
+    indices = map(indexing.of_index, indexing.indices)
+    inputs = (indexing.tensor(), *masks, *indices, aligned)
+    return updates.notation(inputs, indexing.whole(), _DATA * indexing.masked)
+
+
+def _index_put_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Redirect updates of other windows to a spare row of each dim that is cut and indexed."""
+    masked = call.op == _MASKED_PUT
+    names = ("self", "mask", "indices") if masked else ("self", "indices")
+    arguments, named = given(call, (*names, "values"))
+    target, *between, entries = arguments[: len(names)]
+    shape, bounds = call.inputs[0].shape, shards.inputs[0]
+    cut = Indexing.of(call, len(names) - 1, len(names) - 1).cut(shape, bounds)
+    if not cut:
+        return run_as_is(call)
+    builder, local = LocalProgramBuilder(), list(entries)
     for index in cut:
         (dim,) = index.dims
-        place = clamped(builder, entries[index.slot], shape[dim])
-        local[index.slot], beyond = readable(builder, place, bounds[dim])
-        outside.append(beyond)
-    found = builder("aten._unsafe_masked_index.default", tensor, mask, tuple(local), 0)
-    found = without(builder, found, outside, len(indexing.free) - indexing.at, 0)
-    if first and fill != 0:
-        beside = builder("aten.logical_not.default", mask)
-        found = builder("aten.masked_fill.Scalar", found, beside, fill)
-    return builder.program(found)
+        front = (_clamped if masked else wrapped)(builder, entries[index.slot], shape[dim])
+        local[index.slot] = writable(builder, front, bounds[dim])
+    windows = {dim: bounds[dim] for index in cut for dim in index.dims}
+    target = with_spare(builder, target, list(windows), len(shape))
+    made = builder(call.op, target, *between, tuple(local), *arguments[len(names) :], **named)
+    return builder.program(without_spare(builder, made, windows))
+
+
+def _put(call: OpCall) -> Notation:
+    """Return `v*, i*, i* => v*`: the tensor is written to as if it had one dim."""
+    updates = _updates(call, [*labels("i", len(call.inputs[1].shape))])
+    if call.inputs[1].shape != call.inputs[2].shape:
+        found = notation(call, "v*, i*!, s*! => v*; why index and values differ in shape")
+        return replace(found, dependences=updates.dependences)
+    return updates.notation(notation(call, "v*, i*, i* => v*").inputs)
+
+
+def _localize_put(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Redirect updates of other shards to a spare element behind the flattened shard."""
+    (target, index, *rest), named = given(call, ("self", "index", "source"))
+    shape, bounds = call.inputs[0].shape, shards.inputs[0]
+    local = shape_of(bounds)
+    if local == shape:
+        return run_as_is(call)
+    builder = LocalProgramBuilder()
+    place, outside = flat_positions(builder, index, shape, bounds)
+    place = builder("aten.masked_fill.Scalar", place, outside, prod(local))
+    flat = builder("aten.reshape.default", target, (prod(local),))
+    flat = builder(call.op, with_spare(builder, flat, (0,), 1), place, *rest, **named)
+    written = builder("aten.slice.Tensor", flat, 0, 0, prod(local))
+    return builder.program(builder("aten.view.default", written, local))
 
 
 RULES = {
     "aten._unsafe_index.Tensor": Rule(_index, _index_shard),
-    "aten._unsafe_masked_index.default": Rule(_masked_index, _masked_index_shard),
+    "aten._unsafe_index_put.default": Rule(_index_put, _index_put_shard),
+    _MASKED: Rule(_index, _index_shard),
+    _MASKED_PUT: Rule(_index_put, _index_put_shard),
     "aten.index.Tensor": Rule(_index, _index_shard),
+    "aten.index_put.default": Rule(_index_put, _index_put_shard),
+    "aten.put.default": Rule(_put, _localize_put),
 }

@@ -1,5 +1,8 @@
 """Fused attention: queries `b (h g) t d`, keys and values `b h s d`; each key serves `g` queries.
 
+Labels: `b` batch, `h` heads of keys, `g` queries that share a head of keys, `t` queries, `s` keys,
+`d` and `e` the head dims of keys and values; `u` to `z` further batch dims.
+
 Forward, keys are needed whole (a softmax runs over them). Backward, where the log-sum-exp of the
 softmax is given, they are not: gradients of queries are sums over keys, and those of keys and
 values sums over queries.
@@ -12,14 +15,17 @@ shards may not be empty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import inf, prod
 
-from sbp_aten.rules.attention_call import SPLITTABLE, AttentionCall, AttentionKernel
-from sbp_core.graph import Symbol
+from sbp_aten.rules.formula import by_operator
+from sbp_core.graph import Argument, Ref, Symbol
 from sbp_core.signatures import (
     Dependence,
+    Dim,
+    Dims,
     LocalCall,
     LocalProgram,
     LocalProgramBuilder,
@@ -27,16 +33,187 @@ from sbp_core.signatures import (
     OpCall,
     Rule,
     Shards,
+    fresh_dims,
     linear,
     opaque,
     run_as_is,
     with_literals,
 )
 
-_RAGGED = opaque("sequences that differ share one dim, or tables that say how they differ")
+_BATCH = "uvwxyz"
 
 
-def _dependences(attention: AttentionCall, roles: Sequence[str]) -> tuple[Dependence, ...]:
+#: Labels that may be split, unless `_Call.whole` names them.
+_SPLITTABLE = frozenset(f"{_BATCH}bhgts")
+
+
+#: What a tensor is, by the name of the argument; any other is whole (seeds, lengths).
+_ROLES = {
+    "grad_out": "out",
+    "grad_out_": "out",
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "out": "out",
+    "logsumexp": "rows",
+    "attn_bias": "mask",
+    "attn_mask": "mask",
+    "bias": "mask",
+    "dropout_mask": "mask",
+}
+
+
+#: Arguments of a batch of sequences that differ.
+_RAGGED = (
+    *("cu_seqlens_q", "cu_seqlens_k", "cum_seq_q", "cum_seq_k", "seqlen_k", "seqused_k"),
+    *("alibi_slopes", "block_table"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """One fused attention operator: its arguments, and what it restricts.
+
+    Args:
+        arguments: Names of its arguments, in order.
+        outputs: Roles of its first outputs; any other is whole.
+        order: Letters of the dims of a query.
+        backward: Whether it is a backward operator.
+        masks: Whether a causal mask may be given as a mask instead.
+        pads: Whether the log-sum-exp is padded to a multiple of 32 queries, and masks are aligned.
+        composite: Whether it is composed of products and a softmax, which take empty shards, and
+            values of another head dim than keys.
+    """
+
+    arguments: str
+    outputs: str
+    order: str = "bhtd"
+    backward: bool = False
+    masks: bool = False
+    pads: bool = False
+    composite: bool = False
+
+    def named(self, call: OpCall) -> dict[str, Argument]:
+        """Return the arguments of a call by name, in order."""
+        return {**dict(zip(self.arguments.split(), call.args, strict=False)), **call.kwargs}
+
+    def is_ragged(self, call: OpCall) -> bool:
+        """Return whether the sequences of the batch differ, in length or otherwise."""
+        named = self.named(call)
+        return any(named.get(name) is not None for name in _RAGGED)
+
+    def position(self, name: str) -> int:
+        """Return the position of an argument; one past the last if it can be given by name only."""
+        listed = self.arguments.split()
+        return listed.index(name) if name in listed else len(listed)
+
+
+class _Call:
+    """One call of a kernel: its tensors in labels, and the labels that may not be split."""
+
+    def __init__(self, kernel: _Kernel, call: OpCall) -> None:
+        self.kernel = kernel
+        self.call = call
+        self.named = kernel.named(call)
+        tensors = [
+            name
+            for name, value in self.named.items()
+            if isinstance(value, Ref) and value.name in call.tensor_names
+        ]
+        #: Types of the tensor arguments by name, in order.
+        self.types = dict(zip(tensors, call.inputs, strict=True))
+        query, key = self.types["query"].shape, self.types["key"].shape
+        self._order = f"{_BATCH}{kernel.order}"[-len(query) :]
+        #: Extents of the labels of queries and keys; `h` counts the heads of queries.
+        self.sizes = dict(zip(self._order, query, strict=True))
+        keys = dict(zip(self._order.replace("t", "s"), key, strict=True))
+        self.sizes["s"] = keys["s"]
+        self._heads: Dim = ("h",) if keys.get("h") == self.sizes.get("h") else ("h", "g")
+
+    @property
+    def causal(self) -> bool:
+        """Whether positions of queries and keys are compared."""
+        windows = ("window_size", "window_size_left", "window_size_right")
+        return any(self.named.get(name) for name in ("is_causal", "custom_mask_type")) or any(
+            self.named.get(name) is not None for name in windows
+        )
+
+    @property
+    def mask(self) -> bool:
+        """Whether a mask is given."""
+        return any(_ROLES.get(name) == "mask" for name in self.types)
+
+    def inputs(self) -> list[Dims]:
+        """Return the dims of each tensor argument."""
+        return [
+            self._dims(_ROLES.get(name, "other"), entry.shape, f"i{index}_")
+            for index, (name, entry) in enumerate(self.types.items())
+        ]
+
+    def outputs(self) -> list[tuple[str, Dims]]:
+        """Return role and dims of each output; gradients that are not wanted are left out."""
+        wanted = self.named.get("grad_input_mask")
+        roles = self.kernel.outputs.split()
+        if isinstance(wanted, tuple):
+            roles = [role for role, want in zip(roles, wanted, strict=True) if want]
+        made = self.call.outputs
+        roles = [*roles, *["other"] * len(made)][: len(made)]
+        return [
+            (role, self._dims(role, entry.shape, f"o{index}_"))
+            for index, (role, entry) in enumerate(zip(roles, made, strict=True))
+        ]
+
+    def _dims(self, role: str, shape: Sequence[int], prefix: str) -> Dims:
+        """Return the dims of a tensor in a role; `prefix` is that of labels of any other tensor."""
+        order = self._order
+        if role in ("query", "out"):
+            return self._dims_of_letters(
+                order if role == "query" else order.replace("d", "e"), self._heads
+            )
+        if role in ("key", "value"):
+            keys = order.replace("t", "s")
+            return self._dims_of_letters(keys if role == "key" else keys.replace("d", "e"), ("h",))
+        if role == "mask":
+            letters = f"{_BATCH}bhts"[-len(shape) :] if shape else ""
+            kept = [size == self.sizes[name] for name, size in zip(letters, shape, strict=True)]
+            named = self._dims_of_letters(letters, self._heads)
+            return tuple(dim if keep else () for dim, keep in zip(named, kept, strict=True))
+        if role == "rows":
+            fits = tuple(shape[:3]) == tuple(self.sizes[name] for name in "bht")
+            rows = (
+                self._dims_of_letters("bht", self._heads)
+                if fits
+                else (("b",), self._heads, (prefix,))
+            )
+            return (*rows, *((),) * (len(shape) - 3))
+        return fresh_dims(len(shape), prefix)
+
+    def _dims_of_letters(self, letters: str, heads: Dim) -> Dims:
+        return tuple(heads if letter == "h" else (letter,) for letter in letters)
+
+    def whole(self) -> Iterator[tuple[str, str]]:
+        """Yield labels that may not be split, and why."""
+        named, kernel = self.named, self.kernel
+        every = "".join(sorted(_SPLITTABLE))
+        yield "d", "scores are sums over the head dim, before the softmax"
+        if not kernel.composite:
+            yield "e", "the kernel takes one head dim for keys and values"
+        if named.get("dropout_p", 0.0) != 0:
+            yield every, "a shard would drop other elements"
+        if not kernel.backward:
+            yield "s", "the softmax runs over all keys"
+        if self.causal and (not kernel.masks or self.mask):
+            yield "ts", "a causal mask counts positions from the start of queries and keys"
+        if kernel.pads and (kernel.backward or named.get("compute_log_sumexp")):
+            yield "t", "the log-sum-exp is padded to a multiple of 32 queries"
+        if kernel.pads and self.mask:
+            yield "s", "the kernel wants the rows of the mask aligned"
+
+
+_PACKED = opaque("sequences that differ share one dim, or tables that say how they differ")
+
+
+def _dependences(attention: _Call, roles: Sequence[str]) -> tuple[Dependence, ...]:
     """Return in what attention is linear: the values; backward, the gradient of the output.
 
     The gradients of queries, keys and mask are those of scores, which are linear in values and
@@ -49,21 +226,21 @@ def _dependences(attention: AttentionCall, roles: Sequence[str]) -> tuple[Depend
     return (linear(0), linear(at["value"], at["out"], outputs=scores))
 
 
-def _meaning(kernel: AttentionKernel, call: OpCall) -> Notation:
+def _meaning(kernel: _Kernel, call: OpCall) -> Notation:
     """Return `b (h g) t d!, b h s! d!, b h s! e! => b (h g) t e!, b (h g) t` and alike.
 
     Forward makes two products of queries (or alike) with keys (or alike), backward five; a causal
     mask halves each.
     """
     if kernel.is_ragged(call):
-        return _RAGGED.notation(call)
-    attention = AttentionCall(kernel, call)
+        return _PACKED.notation(call)
+    attention = _Call(kernel, call)
     inputs = attention.inputs()
     roles, outputs = zip(*attention.outputs(), strict=True)
     reasons = list(attention.whole())
     present = {name for tensor in (*inputs, *outputs) for dim in tensor for name in dim}
     needed_whole = {name for group, _ in reasons for name in group}
-    whole = present & (needed_whole | (present - SPLITTABLE - {"e"}))
+    whole = present & (needed_whole | (present - _SPLITTABLE - {"e"}))
     free = present - whole
     # Forward, what lacks a label does not depend on it (seeds); backward, it is a sum over it.
     unreduced = [
@@ -86,7 +263,7 @@ def _meaning(kernel: AttentionKernel, call: OpCall) -> Notation:
 
 
 def _localize_causal_mask(
-    kernel: AttentionKernel, call: OpCall, shards: Shards
+    kernel: _Kernel, call: OpCall, shards: Shards
 ) -> LocalCall | LocalProgram:
     """Give a shard whose positions do not begin at 0 its part of the causal mask as a tensor.
 
@@ -99,7 +276,7 @@ def _localize_causal_mask(
               2   o o o .
               3   o o o o
     """
-    names = list(AttentionCall(kernel, call).types)
+    names = list(_Call(kernel, call).types)
     query, key = names.index("query"), names.index("key")
     (query_start, query_stop), (key_start, key_stop) = (
         shards.inputs[query][-2],
@@ -122,91 +299,69 @@ def _localize_causal_mask(
     return builder.program(*made)
 
 
-def _rule(kernel: AttentionKernel) -> Rule:
-    if not kernel.masks:
-        return Rule(lambda call: _meaning(kernel, call))
-    return Rule(
-        lambda call: _meaning(kernel, call),
-        lambda call, shards: _localize_causal_mask(kernel, call, shards),
-    )
-
-
 _GIVEN = "query key value"
-_GRADIENTS = "query key value"
 _SAVED = "out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
-_EFFICIENT = AttentionKernel(
-    arguments=f"{_GIVEN} attn_bias compute_log_sumexp dropout_p is_causal",
-    outputs="out rows",
-    pads=True,
-)
+_EFFICIENT = f"{_GIVEN} attn_bias compute_log_sumexp dropout_p is_causal"
+
+_forward = partial(_Kernel, outputs="out rows")
+_gradients = partial(_Kernel, outputs=_GIVEN, backward=True)
+_with_mask = partial(_Kernel, outputs=f"{_GIVEN} mask", backward=True, pads=True)
 
 _KERNELS = {
-    "_efficient_attention_backward": AttentionKernel(
+    "_efficient_attention_backward": _with_mask(
         arguments=f"grad_out_ {_GIVEN} bias out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
         " logsumexp dropout_p philox_seed philox_offset custom_mask_type bias_requires_grad",
-        outputs=f"{_GRADIENTS} mask",
         order="bthd",
-        backward=True,
-        pads=True,
     ),
-    "_efficient_attention_forward": AttentionKernel(
+    "_efficient_attention_forward": _forward(
         arguments=f"{_GIVEN} bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p"
         " custom_mask_type compute_log_sumexp",
-        outputs="out rows",
         order="bthd",
         pads=True,
     ),
-    "_flash_attention_backward": AttentionKernel(
-        arguments=f"grad_out {_GIVEN} {_SAVED} rng_state unused",
-        outputs=_GRADIENTS,
-        order="bthd",
-        backward=True,
+    "_flash_attention_backward": _gradients(
+        arguments=f"grad_out {_GIVEN} {_SAVED} rng_state unused", order="bthd"
     ),
-    "_flash_attention_forward": AttentionKernel(
+    "_flash_attention_forward": _forward(
         arguments=f"{_GIVEN} cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
-        outputs="out rows",
         order="bthd",
     ),
-    "_scaled_dot_product_attention_math": AttentionKernel(
+    "_scaled_dot_product_attention_math": _Kernel(
         arguments=f"{_GIVEN} attn_mask dropout_p is_causal dropout_mask",
         outputs="out mask",
         masks=True,
         composite=True,
     ),
-    "_scaled_dot_product_cudnn_attention": replace(
-        _EFFICIENT, arguments=f"{_EFFICIENT.arguments} return_debug_mask", pads=False
-    ),
-    "_scaled_dot_product_cudnn_attention_backward": AttentionKernel(
+    "_scaled_dot_product_cudnn_attention": _forward(arguments=f"{_EFFICIENT} return_debug_mask"),
+    "_scaled_dot_product_cudnn_attention_backward": _gradients(
         arguments=f"grad_out {_GIVEN} out logsumexp philox_seed philox_offset attn_bias cum_seq_q"
-        " cum_seq_k max_q max_k dropout_p is_causal",
-        outputs=_GRADIENTS,
-        backward=True,
+        " cum_seq_k max_q max_k dropout_p is_causal"
     ),
-    "_scaled_dot_product_efficient_attention": _EFFICIENT,
-    "_scaled_dot_product_efficient_attention_backward": AttentionKernel(
+    "_scaled_dot_product_efficient_attention": _forward(arguments=_EFFICIENT, pads=True),
+    "_scaled_dot_product_efficient_attention_backward": _with_mask(
         arguments=f"grad_out_ {_GIVEN} attn_bias out logsumexp philox_seed philox_offset dropout_p"
-        " grad_input_mask is_causal",
-        outputs=f"{_GRADIENTS} mask",
-        backward=True,
-        pads=True,
+        " grad_input_mask is_causal"
     ),
-    "_scaled_dot_product_flash_attention": AttentionKernel(
-        arguments=f"{_GIVEN} dropout_p is_causal return_debug_mask", outputs="out rows"
+    "_scaled_dot_product_flash_attention": _forward(
+        arguments=f"{_GIVEN} dropout_p is_causal return_debug_mask"
     ),
-    "_scaled_dot_product_flash_attention_backward": AttentionKernel(
-        arguments=f"grad_out {_GIVEN} {_SAVED} philox_seed philox_offset",
-        outputs=_GRADIENTS,
-        backward=True,
+    "_scaled_dot_product_flash_attention_backward": _gradients(
+        arguments=f"grad_out {_GIVEN} {_SAVED} philox_seed philox_offset"
     ),
-    "_scaled_dot_product_flash_attention_for_cpu": AttentionKernel(
-        arguments=f"{_GIVEN} dropout_p is_causal", outputs="out rows", masks=True
+    "_scaled_dot_product_flash_attention_for_cpu": _forward(
+        arguments=f"{_GIVEN} dropout_p is_causal", masks=True
     ),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": AttentionKernel(
-        arguments=f"grad_out {_GIVEN} out logsumexp dropout_p is_causal",
-        outputs=_GRADIENTS,
-        backward=True,
-        masks=True,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _gradients(
+        arguments=f"grad_out {_GIVEN} out logsumexp dropout_p is_causal", masks=True
     ),
 }
 
-RULES = {f"aten.{name}.default": _rule(kernel) for name, kernel in _KERNELS.items()}
+RULES = by_operator(
+    {
+        name: Rule(
+            partial(_meaning, kernel),
+            partial(_localize_causal_mask, kernel) if kernel.masks else None,
+        )
+        for name, kernel in _KERNELS.items()
+    }
+)

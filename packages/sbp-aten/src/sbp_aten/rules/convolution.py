@@ -10,11 +10,15 @@ channels may not be empty, because the kernels refuse weights without channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import partial
 from math import prod
+from typing import Any, NamedTuple
 
-from sbp_aten.rules.sliding import Slide, Space, space, spread
+from sbp_aten.rules.formula import by_operator
+from sbp_aten.rules.sliding import Slide, space, spread
+from sbp_aten.rules.windows import length
+from sbp_core.graph import Argument
 from sbp_core.signatures import (
     Dependence,
     Dim,
@@ -32,34 +36,26 @@ from sbp_core.signatures import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LabelledConvolution:
+class _Labelled(NamedTuple):
     """A convolution with its dims as labels, of the forward or the backward operator.
 
     Args:
         source, target: Dims of the input and of the output.
         weight, bias: Dims of the weights and of the bias.
-        space: Labels of the spatial dims.
-        whole: Labels that may not be split, channels included.
-        nonempty: Labels whose shards may not be empty.
-        sizes: Extent of the groups.
         work_flop: Work of one such sum of products.
+        rest: What else its notation says: labels that may not be split or whose shards may not be
+            empty, channels included, and the extent of the groups.
     """
 
     source: Dims
     target: Dims
     weight: Dims
     bias: Dims
-    space: Space
-    whole: frozenset[str]
-    nonempty: frozenset[str]
-    sizes: tuple[tuple[str, int], ...]
     work_flop: float
+    rest: Mapping[str, Any]
 
 
-def _labelled(
-    call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int
-) -> _LabelledConvolution:
+def _labelled(call: OpCall, shapes: tuple[tuple[int, ...], ...], first: int) -> _Labelled:
     """Return a convolution in labels.
 
     Args:
@@ -99,16 +95,18 @@ def _labelled(
     channels = (dim("g", "i"), dim("o")) if transposed else (dim("g", "o"), dim("i"))
     in_space = (shape.windows, shape.elements) if transposed else (shape.elements, shape.windows)
     used = {name for name, size in sizes.items() if size != 1}
-    return _LabelledConvolution(
+    return _Labelled(
         source=(("n",), dim("g", "i"), *in_space[0]),
         target=(("n",), dim("g", "o"), *in_space[1]),
         weight=(*channels, *shape.kernel),
         bias=(dim("g", "o"),),
-        space=shape,
-        whole=shape.whole,
-        nonempty=shape.nonempty | used,
-        sizes=(("g", groups),) if groups != 1 else (),
         work_flop=2.0 * prod(weight) * source[0] * prod(small[2:]),
+        rest={
+            "whole": shape.whole,
+            "nonempty": shape.nonempty | used,
+            "sizes": (("g", groups),) if groups != 1 else (),
+            "why": shape.why,
+        },
     )
 
 
@@ -122,11 +120,8 @@ def _forward(call: OpCall) -> Notation:
         addends=(0, 0, 1) if with_bias else (0, 0),
         # Each element of the output grows with one element of the bias.
         dependences=(increasing(2),) if with_bias else (),
-        whole=labelled.whole,
-        nonempty=labelled.nonempty,
-        sizes=labelled.sizes,
         work_flop=labelled.work_flop,
-        why=labelled.space.why,
+        **labelled.rest,
     )
 
 
@@ -160,12 +155,9 @@ def _backward(call: OpCall) -> Notation:
         inputs=(labelled.target, labelled.source, labelled.weight),
         outputs=tuple(results[output] for output in positions),
         dependences=(linear(0), *_bilinear(positions.get(1), positions.get(0))),
-        whole=labelled.whole,
-        nonempty=labelled.nonempty,
-        sizes=labelled.sizes,
         reductions=tuple(independent),
         work_flop=labelled.work_flop * (wanted[0] + wanted[1]) + prod(gradient) * wanted[2],
-        why=labelled.space.why,
+        **labelled.rest,
     )
 
 
@@ -182,35 +174,27 @@ def _bilinear(of_weight: int | None, of_input: int | None) -> Iterator[Dependenc
         yield linear(1, 2, outputs=(of_input, of_weight))
 
 
-def _groups(call: OpCall, shards: Shards, *, first: int) -> int:
-    """Return the groups of a shard: its channels over those of one group, as the weights tell."""
+def _local(call: OpCall, shards: Shards, *, backward: bool) -> LocalCall:
+    """Give a shard its groups: its channels over those of one group, as the weights tell."""
+    first = 4 if backward else 3
     groups: int = argument(call, first + 5, "groups", 1)
-    backward = first == 4
     transposed = argument(call, first + 3, "transposed", False)
+    # Shards of gradient, input and weights, or of input and output.
+    bounds = shards.inputs if backward else (*shards.inputs, *shards.outputs)
     source, target = (1, 0) if backward else (0, -1)
-    bounds = (*shards.inputs, *shards.outputs) if not backward else shards.inputs
-    channels = _length(bounds[target if transposed else source][1])
-    of_group = _length(shards.inputs[2 if backward else 1][1])
-    return channels // of_group if groups != 1 and of_group else groups
+    channels = length(bounds[target if transposed else source][1])
+    of_group = length(shards.inputs[2 if backward else 1][1])
+    if groups != 1 and of_group:
+        groups = channels // of_group
+    changes: list[tuple[int, str, Argument]] = [(first + 5, "groups", groups)]
+    if backward and argument(call, 3, "bias_sizes") is not None:
+        changes.append((3, "bias_sizes", (length(shards.inputs[0][1]),)))
+    return with_literals(call, *changes)
 
 
-def _length(bounds: tuple[int, int]) -> int:
-    start, stop = bounds
-    return stop - start
-
-
-def _localize(call: OpCall, shards: Shards) -> LocalCall:
-    return with_literals(call, (8, "groups", _groups(call, shards, first=3)))
-
-
-def _localize_backward(call: OpCall, shards: Shards) -> LocalCall:
-    groups = (9, "groups", _groups(call, shards, first=4))
-    if argument(call, 3, "bias_sizes") is None:
-        return with_literals(call, groups)
-    return with_literals(call, groups, (3, "bias_sizes", (_length(shards.inputs[0][1]),)))
-
-
-RULES = {
-    "aten.convolution.default": Rule(_forward, _localize),
-    "aten.convolution_backward.default": Rule(_backward, _localize_backward),
-}
+RULES = by_operator(
+    {
+        "convolution": Rule(_forward, partial(_local, backward=False)),
+        "convolution_backward": Rule(_backward, partial(_local, backward=True)),
+    }
+)

@@ -62,18 +62,6 @@ _CLAUSES = {
     ),
 }
 
-#: Arguments of `rrelu_with_noise_backward`.
-_RRELU = ((3, "lower"), (4, "upper"), (5, "training"))
-
-#: Operators that do nothing to integers.
-_TO_INTEGERS = "ceil floor round trunc"
-
-#: Operators that are increasing from zero on and not defined below it.
-_FROM_ZERO = "log log10 log1p log2 sqrt"
-
-#: Operators that are decreasing from zero on, which only unsigned numbers are sure to be.
-_FALLING_FROM_ZERO = "logical_not reciprocal"
-
 #: Unsigned numbers: `bool` counts as 0 and 1.
 _UNSIGNED = ("bool", "uint8", "uint16", "uint32", "uint64")
 
@@ -89,10 +77,6 @@ def _sign(value: object) -> int | None:
     if not isinstance(value, int | float) or not isfinite(value):
         return None
     return (value > 0) - (value < 0)
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and not isfinite(value)
 
 
 def _direction(index: int, sign: int | None) -> str:
@@ -124,23 +108,21 @@ def _on_exact(exact: str, otherwise: str) -> Callable[[OpCall], str]:
     return lambda call: exact if _is_exact(call) else otherwise
 
 
+def _on_unsigned(unsigned: str, otherwise: str) -> Callable[[OpCall], str]:
+    """Return the clauses of an operator of which only unsigned numbers are sure to be in order."""
+    return lambda call: unsigned if _all_unsigned(call) else otherwise
+
+
 def _sum(call: OpCall) -> str:
-    """`add` and `sub`: x + alpha y, where `sub` has the other sign. Of bools, `add` is "or"."""
+    """`add`, `sub`, `rsub`: x + alpha y, x - alpha y, y - alpha x. Of bools, `add` is "or"."""
     if _wraps(call):
         return "linear 0 1"
-    sign = _sign(argument(call, 2, "alpha", 1))
-    minus = call.op.startswith("aten.sub.")
-    joint = "; max 0 1" if _all_bool(call) else ""
-    turned = -sign if minus and sign is not None else sign
-    return f"linear 0 1; increasing 0{_direction(1, turned)}{joint}"
-
-
-def _reversed_difference(call: OpCall) -> str:
-    """`rsub`: y - alpha x."""
-    if _wraps(call):
-        return "linear 0 1"
-    sign = _sign(argument(call, 2, "alpha", 1))
-    return f"linear 0 1{_direction(0, None if sign is None else -sign)}; increasing 1"
+    kind, sign = call.op.split(".")[1], _sign(argument(call, 2, "alpha", 1))
+    turned = -sign if kind != "add" and sign is not None else sign
+    both = ["; increasing 0", _direction(1, turned)]
+    if kind == "rsub":
+        both = [_direction(0, turned), "; increasing 1"]
+    return "linear 0 1" + "".join(both) + "; max 0 1" * (_all_bool(call) and kind != "rsub")
 
 
 def _product(call: OpCall) -> str:
@@ -155,7 +137,8 @@ def _product(call: OpCall) -> str:
         return f"{clauses}; min 0 1" if _all_bool(call) else clauses
     factor = argument(call, 1, "other")
     # Infinity times parts of both signs does not sum up to infinity.
-    return "" if _is_infinite(factor) else clauses + _direction(0, _sign(factor))
+    infinite = isinstance(factor, float) and not isfinite(factor)
+    return "" if infinite else clauses + _direction(0, _sign(factor))
 
 
 def _quotient(call: OpCall) -> str:
@@ -195,14 +178,10 @@ def _power(call: OpCall) -> str:
     return "" if exponent % 2 == 0 else "min 0"
 
 
-def _logic(upper: bool) -> Callable[[OpCall], str]:
-    """Return the clauses of "or" (`upper`) and "and", which are max and min of bools."""
-
-    def clauses(call: OpCall) -> str:
-        fits = _all_bool if "bitwise" in call.op else _all_unsigned
-        return (_UPPER if upper else _LOWER) if fits(call) else ""
-
-    return clauses
+def _logic(call: OpCall) -> str:
+    """Return the clauses of "or" and "and", which are max and min of bools."""
+    fits = _all_bool if "bitwise" in call.op else _all_unsigned
+    return "" if not fits(call) else _UPPER if "or" in call.op.split(".")[1] else _LOWER
 
 
 def _choice(call: OpCall) -> str:
@@ -274,7 +253,8 @@ def _logit(call: OpCall) -> str:
 
 def _randomised_gradient(call: OpCall) -> str:
     """`rrelu_with_noise_backward(g, x, noise, ...)`: g noise in training, else as `leaky_relu`."""
-    lower, upper, trains = (argument(call, at, name) for at, name in _RRELU)
+    names = enumerate(("lower", "upper", "training"), 3)
+    lower, upper, trains = (argument(call, at, name) for at, name in names)
     if _sign(lower) is None or _sign(upper) is None:
         return "linear 0"
     if trains and upper - lower > 1e-6:
@@ -289,19 +269,22 @@ def _cleaned(call: OpCall) -> str:
 
 
 _BY_CALL: dict[str, Callable[[OpCall], str]] = {
-    **dict.fromkeys(("add", "sub"), _sum),
+    **dict.fromkeys(("add", "rsub", "sub"), _sum),
     **dict.fromkeys(("div", "floor_divide", "true_divide"), _quotient),
     **dict.fromkeys(("elu", "elu_backward"), _exponential_unit),
-    **dict.fromkeys(("bitwise_or", "__or__", "logical_or"), _logic(True)),
-    **dict.fromkeys(("bitwise_and", "__and__", "logical_and"), _logic(False)),
+    **dict.fromkeys(("bitwise_or", "__or__", "logical_or"), _logic),
+    **dict.fromkeys(("bitwise_and", "__and__", "logical_and"), _logic),
+    # Operators that are increasing from zero on and not defined below it.
     **dict.fromkeys(
-        _FROM_ZERO.split(), lambda call: "increasing 0" if _all_unsigned(call) else "min 0"
+        ("log", "log10", "log1p", "log2", "sqrt"), _on_unsigned("increasing 0", "min 0")
     ),
+    # Those that are decreasing from zero on, which only unsigned numbers are sure to be.
+    **dict.fromkeys(("logical_not", "reciprocal"), _on_unsigned("decreasing 0", "")),
+    "rsqrt": _on_unsigned("decreasing 0", "falls 0"),
+    # Those that do nothing to integers.
     **dict.fromkeys(
-        _FALLING_FROM_ZERO.split(), lambda call: "decreasing 0" if _all_unsigned(call) else ""
+        ("ceil", "floor", "round", "trunc"), _on_exact("linear 0; increasing 0", "increasing 0")
     ),
-    **dict.fromkeys(_TO_INTEGERS.split(), _on_exact("linear 0; increasing 0", "increasing 0")),
-    "rsqrt": lambda call: "decreasing 0" if _all_unsigned(call) else "falls 0",
     "isinf": _on_exact("unread 0", ""),
     "isnan": _on_exact("unread 0", ""),
     "isneginf": _on_exact("unread 0", "decreasing 0"),
@@ -317,7 +300,6 @@ _BY_CALL: dict[str, Callable[[OpCall], str]] = {
     "neg": lambda call: "linear 0" if _wraps(call) else "linear 0; decreasing 0",
     "pow": _power,
     "rrelu_with_noise_backward": _randomised_gradient,
-    "rsub": _reversed_difference,
     "softplus": _softplus,
     "threshold": _threshold,
     "where": _choice,

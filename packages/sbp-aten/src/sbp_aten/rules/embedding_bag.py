@@ -8,6 +8,7 @@ places make a bag is said by offsets, so the bags themselves are whole.
 
 from __future__ import annotations
 
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_aten.rules.windows import (
     given,
     is_cut,
@@ -19,7 +20,6 @@ from sbp_aten.rules.windows import (
 )
 from sbp_core.graph import Argument, Ref
 from sbp_core.signatures import (
-    Dims,
     LocalCall,
     LocalProgram,
     LocalProgramBuilder,
@@ -29,43 +29,22 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    fresh_dims,
-    ignored,
-    linear,
     run_as_is,
-    unread,
 )
 
 #: PyTorch's numbers for `mode=`.
 _SUM, _MEAN, _MAX = 0, 1, 2
 
+# Names of arguments, in order.
 _FORWARD = (
-    "weight",
-    "indices",
-    "offsets",
-    "scale_grad_by_freq",
-    "mode",
-    "sparse",
-    "per_sample_weights",
-    "include_last_offset",
-    "padding_idx",
+    "weight indices offsets scale_grad_by_freq mode sparse per_sample_weights include_last_offset "
+    "padding_idx"
 )
 _BACKWARD = (
-    "grad",
-    "indices",
-    "offsets",
-    "offset2bag",
-    "bag_size",
-    "maximum_indices",
-    "num_weights",
-    "scale_grad_by_freq",
-    "mode",
-    "sparse",
-    "per_sample_weights",
-    "padding_idx",
+    "grad indices offsets offset2bag bag_size maximum_indices num_weights scale_grad_by_freq mode "
+    "sparse per_sample_weights padding_idx"
 )
-_DENSE_BACKWARD = tuple(name for name in _BACKWARD if name not in ("offsets", "sparse"))
-_WEIGHTS_BACKWARD = ("grad", "weight", "indices", "offsets", "offset2bag", "mode", "padding_idx")
+_WEIGHTS_BACKWARD = "grad weight indices offsets offset2bag mode padding_idx"
 
 _BAGS = "offsets count places from the first bag on"
 _MAXIMA = "a maximum comes with the row that it is from"
@@ -74,37 +53,28 @@ _PADDED = "how many places of a bag are padding is known from all of them only"
 
 
 def _bag(call: OpCall) -> Notation:
-    """Return the notation of the forward operators; see the module docstring."""
+    """Return the notation of the forward operators; see the module docstring.
+
+    Further labels: `c`, `m`, `t` are outputs or arguments of an extent of their own, which nothing
+    else is cut with.
+    """
     mode = argument(call, 4, "mode", _SUM)
-    padded = argument(call, 8, "padding_idx", -1) >= 0
-    n: Dims = (("n",),)
-    table: Dims = (("v",), ("d",))
-    bags: Dims = (("b",), ("d",))
-    largest: Dims = bags if len(call.outputs[3].shape) == 2 else (("m",),)
+    v = n = why = ""
+    if mode == _MAX:
+        v, n, why = "!", "!", _MAXIMA
+    elif mode == _MEAN and argument(call, 8, "padding_idx", -1) >= 0:
+        n, why = "!", _PADDED
+    largest = "b! d" if len(call.outputs[3].shape) == 2 else "m!"
     # The kernel may leave it out which bag each place is in.
     told = call.outputs[1].shape == call.inputs[1].shape
-    whole = {"o", "b", "c", "m", "t"}
-    why = _BAGS
-    # The labels, beside `v` and `n`: `b` bags, `o` offsets, `c`, `m`, `t` outputs or arguments of
-    # an extent of their own, which nothing else is cut with.
-    if mode == _MAX:
-        whole, why = whole | {"v", "n"}, _MAXIMA
-    elif mode == _MEAN and padded:
-        whole, why = whole | {"n"}, _PADDED
     weighted = len(call.inputs) == 4
-    summed = (linear(0, outputs=(0,)), *((linear(3, outputs=(0,)),) if weighted else ()))
-    return Notation(
-        inputs=(table, n, (("o",),), *((n,) if weighted else ())),
-        outputs=(bags, n if told else (("t",),), (("c",),), largest),
-        dependences=summed if mode != _MAX else (),
-        whole=frozenset(whole),
-        # Sizes, and which bag a place is in, do not hang on the rows.
-        reductions=(
-            *((f"{label}@{output}", "none") for label in "vd" for output in (1, 2, 3)),
-            *(() if told else (("n@1", "none"),)),
-        ),
-        why=why,
-    )
+    sums = "; linear 0 to 0" + "; linear 3 to 0" * weighted if mode != _MAX else ""
+    # Sizes, and which bag a place is in, do not hang on the rows.
+    none = "".join(f"; reduce {label}@{output} none" for label in "vd" for output in (1, 2, 3))
+    none += "; reduce n@1 none" * (not told)
+    inputs = f"v{v} d, n{n}, o!" + ", n" * weighted
+    outputs = f"b! d, {'n' if told else 't!'}, c!, {largest}"
+    return notation(call, f"{inputs} => {outputs}{sums}{none}; why {why or _BAGS}")
 
 
 def _local_offsets(builder: LocalProgramBuilder, offsets: Ref, places: Range) -> Ref:
@@ -134,7 +104,7 @@ def _bag_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
     Everything but the bags comes from a table without columns: it does not hang on the rows.
     """
-    arguments, _ = given(call, _FORWARD)
+    arguments, _ = given(call, _FORWARD.split())
     weight, indices, offsets, _, mode, _, weights, last, padding = arguments
     mode, last, padding = mode or _SUM, bool(last), -1 if padding is None else padding
     num_rows, num_places = call.inputs[0].shape[0], call.inputs[1].shape[0]
@@ -179,55 +149,41 @@ def _table_gradient(call: OpCall) -> Notation:
     """
     names = _names(call)
     mode = argument(call, names.index("mode"), "mode")
-    places: Dims = (("n",),)
-    bags: Dims = (("b",),)
     largest = mode == _MAX
+    scaled = not largest and bool(
+        argument(call, names.index("scale_grad_by_freq"), "scale_grad_by_freq", False)
+    )
+    b, n, v = "!" * (not largest), "!" * (largest or scaled), "!" * scaled
     told = call.inputs[names.index("offset2bag")].shape == call.inputs[1].shape
     maxima = call.inputs[5 if "offsets" in names else 4].shape
-    given_dims: dict[str, Dims] = {
-        "grad": (("b",), ("d",)),
-        "indices": places,
-        "offsets": (("o",),),
-        "offset2bag": places if told else (("t",),),
-        "bag_size": bags,
-        "maximum_indices": (("b",), ("d",)) if len(maxima) == 2 else (("m",),),
-        "per_sample_weights": places,
+    dims = {
+        "grad": f"b{b} d",
+        "indices": f"n{n}",
+        "offsets": "o!",
+        "offset2bag": f"n{n}" if told else "t!",
+        "bag_size": f"b{b}",
+        "maximum_indices": f"b{b} d" if len(maxima) == 2 else "m!",
+        "per_sample_weights": f"n{n}",
     }
-    unused = ("indices", "offset2bag") if largest else ("maximum_indices",)
-    inputs = [name for name in given_dims if name in names][: len(call.inputs)]
-    counts = bool(argument(call, names.index("scale_grad_by_freq"), "scale_grad_by_freq", False))
-    scaled = counts and not largest
-    whole = {"o", "m", "t", *("n" if largest else "b"), *("nv" if scaled else "")}
-    weighted = len(call.inputs) > len(inputs) - 1 and inputs[-1] == "per_sample_weights"
-    # What the kernel does not look at in this mode.
-    unread_names = (
-        *(("offsets",) if told else ()),
-        *unused,
-        *(("bag_size",) if mode == _SUM else ()),
-    )
-    # What is not read may be split for itself, and nothing comes of it.
-    given_dims |= {
-        name: fresh_dims(len(entry.shape), f"{name}_")
-        for name, entry in zip(inputs, call.inputs, strict=True)
-        if name in unread_names
-    }
-    own = [label for name in unread_names if name in inputs for (label,) in given_dims[name]]
-    return Notation(
-        inputs=tuple(given_dims[name] for name in inputs),
-        outputs=((("v",), ("d",)),),
-        reductions=tuple((label, "none") for label in own),
-        dependences=(
-            linear(0),
-            *((linear(len(inputs) - 1),) if weighted else ()),
-            *(ignored(index) for index, name in enumerate(inputs) if name in unread_names),
-        ),
-        whole=frozenset(whole),
-        why=_MAXIMA if largest else _COUNTS if scaled else _BAGS,
-    )
+    inputs = [name for name in dims if name in names][: len(call.inputs)]
+    # What the kernel does not look at in this mode may be split for itself; nothing comes of it.
+    unused = ["indices", "offset2bag"] if largest else ["maximum_indices"]
+    unused += ["offsets"] * told + ["bag_size"] * (mode == _SUM)
+    own = [name for name in inputs if name in unused]
+    dims |= {name: f"{name}_*" for name in own}
+    clauses = ["linear 0"]
+    if inputs[-1] == "per_sample_weights":
+        clauses.append(f"linear {len(inputs) - 1}")
+    clauses += [f"ignored {inputs.index(name)}" for name in own]
+    clauses += [f"reduce {name}_* none" for name in own]
+    why = _MAXIMA if largest else _COUNTS if scaled else _BAGS
+    left = ", ".join(dims[name] for name in inputs)
+    return notation(call, "; ".join([f"{left} => v{v} d", *clauses, f"why {why}"]))
 
 
-def _names(call: OpCall) -> tuple[str, ...]:
-    return _DENSE_BACKWARD if "dense" in call.op else _BACKWARD
+def _names(call: OpCall) -> list[str]:
+    absent = ("offsets", "sparse") if "dense" in call.op else ()
+    return [name for name in _BACKWARD.split() if name not in absent]
 
 
 def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -254,21 +210,16 @@ def _table_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProg
 
 
 def _weights_gradient(call: OpCall) -> Notation:
-    """Return `b! d, v d, n, o!, n => n`: the product of a bag's gradient and a place's row."""
+    """Return the product of a bag's gradient and a place's row."""
     told = call.inputs[4].shape == call.inputs[2].shape
-    bag_of = "n" if told else "t"
-    return Notation(
-        inputs=((("b",), ("d",)), (("v",), ("d",)), (("n",),), (("o",),), ((bag_of,),)),
-        outputs=((("n",),),),
-        dependences=(linear(0), linear(1), *((unread(3),) if told else ())),
-        whole=frozenset("bot"),
-        why=_BAGS,
-    )
+    inputs = f"b! d, v d, n, o!, {'n' if told else 't!'}"
+    clauses = "linear 0; linear 1" + "; unread 3" * told
+    return notation(call, f"{inputs} => n; {clauses}; why {_BAGS}")
 
 
 def _weights_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     """Take the products with the rows of the window; other places get zeros."""
-    arguments, _ = given(call, _WEIGHTS_BACKWARD)
+    arguments, _ = given(call, _WEIGHTS_BACKWARD.split())
     gradient, weight, indices, offsets, bag_of, mode, padding = arguments
     rows, places = shards.inputs[1][0], shards.inputs[2][0]
     cut = is_cut(rows, call.inputs[1].shape[0])
@@ -287,12 +238,14 @@ def _weights_gradient_shard(call: OpCall, shards: Shards) -> LocalCall | LocalPr
     return builder.program(builder("aten.masked_fill.Scalar", made, outside, 0))
 
 
-RULES = {
-    "aten._embedding_bag.default": Rule(_bag, _bag_shard),
-    "aten._embedding_bag_backward.default": Rule(_table_gradient, _table_gradient_shard),
-    "aten._embedding_bag_dense_backward.default": Rule(_table_gradient, _table_gradient_shard),
-    "aten._embedding_bag_forward_only.default": Rule(_bag, _bag_shard),
-    "aten._embedding_bag_per_sample_weights_backward.default": Rule(
-        _weights_gradient, _weights_gradient_shard
-    ),
-}
+RULES = by_operator(
+    {
+        "_embedding_bag _embedding_bag_forward_only": Rule(_bag, _bag_shard),
+        "_embedding_bag_backward _embedding_bag_dense_backward": Rule(
+            _table_gradient, _table_gradient_shard
+        ),
+        "_embedding_bag_per_sample_weights_backward": Rule(
+            _weights_gradient, _weights_gradient_shard
+        ),
+    }
+)

@@ -1,14 +1,23 @@
-"""Operators that make tensors out of sizes and numbers; on a shard, of its own size.
+"""Operators that make tensors out of sizes and numbers, or draw random ones.
 
-Where the numbers of a shard would be rounded otherwise (`linspace`), it is cut out of the whole.
+On a shard, factories make a tensor of its own size. Where the numbers of a shard would be rounded
+otherwise (`linspace`), it is cut out of the whole.
+
+PyTorch's random numbers come from one stream a device. All ranks hold equal streams, so an operator
+that runs whole draws the same numbers on all of them; a shard would draw others. Ours,
+`sbp.random_*`, draw the number of each element from its place in the logical tensor (see
+`sbp_torch.ops.random`), so they may be split.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from sbp_aten.rules.formula import by_operator, notation, stated
 from sbp_core.graph import Argument, Symbol
 from sbp_core.signatures import (
+    KEYWORD_ONLY,
+    RANDOM_STAYS_WHOLE,
     Dependence,
     LocalCall,
     Localizer,
@@ -19,58 +28,49 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    fresh_dims,
+    increasing,
     linear,
+    opaque,
     run_as_is,
     unread,
     with_local_shape,
 )
 
 
-def made(call: OpCall, *dependences: Dependence) -> Notation:
-    """Return `=> d0 d1`: tensor arguments, if there are any, only hand over numbers or a dtype.
+def _made(call: OpCall, *clauses: str) -> Notation:
+    """Return `=> d*`: tensor arguments, if there are any, only hand over numbers or a dtype.
 
     Their labels are x0_0, x0_1, ...; what they index does not matter to the output.
     """
-    inputs = tuple(fresh_dims(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs))
-    return Notation(
-        inputs=inputs,
-        outputs=(fresh_dims(len(call.outputs[0].shape)),),
-        dependences=dependences,
-        reductions=tuple((name, "none") for dims in inputs for (name,) in dims),
-    )
+    inputs = [f"x{at}_*" for at in range(len(call.inputs))]
+    none = (f"reduce {run} none" for run in inputs)
+    return notation(call, "; ".join([f"{', '.join(inputs)} => d*", *clauses, *none]))
 
 
-def _of_size(*dependences: Dependence) -> Rule:
+def _of_size(*clauses: str) -> Rule:
     """Return the rule of `zeros(size, ...)` and alike."""
-    return Rule(lambda call: made(call, *dependences), with_local_shape(0))
+    return Rule(lambda call: _made(call, *clauses), with_local_shape(0))
 
 
-def _new(*dependences: Dependence) -> Rule:
+def _new(*clauses: str) -> Rule:
     """Return the rule of `x.new_ones(size, ...)` and alike, which take only the dtype from `x`."""
-    return Rule(lambda call: made(call, unread(0), *dependences), with_local_shape(1))
+    return Rule(lambda call: _made(call, "unread 0", *clauses), with_local_shape(1))
 
 
-def _like(*dependences: Dependence) -> Rule:
-    """Return the rule of `ones_like(x, ...)` and alike: `d0 d1 => d0 d1; unread 0`."""
-
-    def meaning(call: OpCall) -> Notation:
-        dims = fresh_dims(len(call.outputs[0].shape))
-        return Notation(inputs=(dims,), outputs=(dims,), dependences=(unread(0), *dependences))
-
-    return Rule(meaning)
+#: `ones_like(x, ...)` and alike.
+_LIKE = "d* => d*; unread 0"
 
 
 def _filled(index: int, rule: Rule) -> Rule:
     """Return the rule of an operator that fills in the number at `index`; 0 is a sum of zeros."""
 
     def meaning(call: OpCall) -> Notation:
-        notation = rule.notation(call)
+        found = rule.notation(call)
         value = argument(call, index, "fill_value" if index else "s")
         if not isinstance(value, int | float) or value != 0:
-            return notation
+            return found
         sums = (linear(), *([linear(0)] if call.inputs else []))
-        return replace(notation, dependences=(*notation.dependences, *sums))
+        return replace(found, dependences=(*found.dependences, *sums))
 
     return Rule(meaning, rule.localize)
 
@@ -88,7 +88,7 @@ def _cut_out(call: OpCall, shards: Shards) -> LocalProgram:
 
 
 #: An operator whose values depend on all sizes, so that every rank makes all of them.
-_CUT_OUT = Rule(made, _cut_out)
+_CUT_OUT = Rule(_made, _cut_out)
 
 
 def _strided(index: int) -> Localizer:
@@ -107,17 +107,12 @@ def _strided(index: int) -> Localizer:
     return localize
 
 
-def _range(call: OpCall) -> tuple[object, object, object]:
-    """Return start, end and step of an `arange` of any overload."""
-    if call.op == "aten.arange.default":
-        return 0, argument(call, 0, "end"), 1
-    step = argument(call, 2, "step", 1) if call.op.endswith("start_step") else 1
-    return argument(call, 0, "start"), argument(call, 1, "end"), step
-
-
 def _arange_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     """Start where the shard starts; a range of reals would be rounded otherwise there."""
-    start, end, step = _range(call)
+    start, end, step = 0, argument(call, 0, "end"), 1
+    if call.op != "aten.arange.default":
+        start, end = argument(call, 0, "start"), argument(call, 1, "end")
+        step = argument(call, 2, "step", 1) if call.op.endswith("start_step") else 1
     ((first, last),) = shards.outputs[0]
     if last - first == call.outputs[0].shape[0]:
         return run_as_is(call)
@@ -146,10 +141,62 @@ def _eye_shard(call: OpCall, shards: Shards) -> LocalProgram:
     return builder.program(builder("aten._to_copy.default", same, dtype=dtype))
 
 
-_ARANGE = Rule(made, _arange_shard)
-_EYE = Rule(made, _eye_shard)
+# Random numbers
 
-_SPACED = ("default", "Scalar_Tensor", "Tensor_Scalar", "Tensor_Tensor")
+
+def _drawn(*dependences: Dependence) -> Rule:
+    """Return the rule of an operator that draws numbers: whole, whatever else passes through."""
+    whole = opaque(RANDOM_STAYS_WHOLE)
+    return Rule(lambda call: replace(whole.notation(call), dependences=dependences))
+
+
+def _dropout(call: OpCall) -> Notation:
+    """`x -> y, mask`: linear in x, as every rank draws the same mask; without training pointwise.
+
+    With p = 1 nothing is drawn either. Of an empty shard the kernel makes a mask of another dtype.
+    """
+    trains = argument(call, 2, "train", True)
+    draws = (trains is None or bool(trains)) and argument(call, 1, "p") != 1
+    mark = "!" if draws else "+"
+    why = RANDOM_STAYS_WHOLE if draws else "the kernel makes a wrong mask of an empty shard"
+    return notation(call, f"d*{mark} => d*, d*; linear 0 to 0; increasing 0 to 0; why {why}")
+
+
+def _counted_shard(call: OpCall, shards: Shards) -> LocalCall:
+    """Tell where in the logical tensor the shard lies; or give it a stream of its own.
+
+    The call itself may draw a part of a larger tensor: `start` and `logical` are given then.
+    """
+    made_shape = call.outputs[0].shape
+    logical = argument(call, KEYWORD_ONLY, "logical") or made_shape
+    first = argument(call, KEYWORD_ONLY, "start") or (0,) * len(made_shape)
+    start = tuple(at + begin for at, (begin, _) in zip(first, shards.outputs[0], strict=True))
+    size = shards.output_shape()
+    kwargs = dict(call.kwargs)
+    if argument(call, KEYWORD_ONLY, "per_shard", False):
+        place = 0
+        for extent, begin in zip(logical, start, strict=True):
+            place = place * extent + begin
+        kwargs["stream"] = place
+    elif size != made_shape:
+        kwargs.update(start=start, logical=logical)
+    return LocalCall(op=call.op, args=(size, *call.args[1:]), kwargs=kwargs)
+
+
+_DRAWN = (
+    "_sample_dirichlet _standard_gamma bernoulli binomial multinomial normal.float_Tensor "
+    "normal.float_float poisson rand rand.generator randint randint.generator randint.low "
+    "randint.low_generator randn randn.generator randperm randperm.generator"
+)
+
+#: Those that read no more than the shape of their argument.
+_DRAWN_LIKE = (
+    "bernoulli.Tensor bernoulli.p cauchy exponential geometric log_normal normal_functional "
+    "rand_like rand_like.generator randint_like randint_like.Tensor randint_like.Tensor_generator "
+    "randint_like.generator randint_like.low_dtype randint_like.low_generator_dtype randn_like "
+    "randn_like.generator random random.from random.to uniform"
+)
+
 _WINDOWS = (
     "bartlett_window.default bartlett_window.periodic blackman_window.default "
     "blackman_window.periodic hamming_window.default hamming_window.periodic "
@@ -157,42 +204,42 @@ _WINDOWS = (
     "hann_window.periodic kaiser_window.beta kaiser_window.default kaiser_window.periodic"
 )
 
-RULES = {
-    "aten._efficientzerotensor.default": _of_size(linear()),
-    "aten.arange.default": _ARANGE,
-    "aten.arange.start": _ARANGE,
-    "aten.arange.start_step": _ARANGE,
-    "aten.empty.memory_format": _of_size(),
-    "aten.empty_like.default": _like(),
-    "aten.empty_permuted.default": _of_size(),
-    "aten.empty_strided.default": Rule(made, _strided(0)),
-    "aten.eye.default": _EYE,
-    "aten.eye.m": _EYE,
-    "aten.full.default": _filled(1, _of_size()),
-    "aten.full_like.default": _filled(1, _like()),
-    "aten.new_empty.default": _new(),
-    "aten.new_empty_strided.default": Rule(lambda call: made(call, unread(0)), _strided(1)),
-    "aten.new_full.default": _filled(2, _new()),
-    "aten.new_ones.default": _new(),
-    "aten.new_zeros.default": _new(linear(0), linear()),
-    "aten.ones.default": _of_size(),
-    "aten.ones_like.default": _like(),
-    "aten.scalar_tensor.default": _filled(0, Rule("=> ()")),
-    "sbp.constant.default": _CUT_OUT,
-    # Zeros are the sum of zeros: linear in nothing.
-    "aten.zeros.default": _of_size(linear()),
-    "aten.zeros_like.default": _like(linear(0), linear()),
-    **dict.fromkeys((f"aten.linspace.{name}" for name in _SPACED), _CUT_OUT),
-    "aten.linspace.Tensor_Tensor": Rule(lambda call: made(call, linear(0, 1)), _cut_out),
-    **dict.fromkeys((f"aten.logspace.{name}" for name in _SPACED), _CUT_OUT),
-    **dict.fromkeys((f"aten.{name}" for name in _WINDOWS.split()), _CUT_OUT),
-    **dict.fromkeys(
-        (
-            "aten.range.default",
-            "aten.range.step",
-            "aten.tril_indices.default",
-            "aten.triu_indices.default",
+
+RULES = by_operator(
+    {
+        # Zeros are the sum of zeros: linear in nothing.
+        "_efficientzerotensor zeros": _of_size("linear"),
+        "_fused_dropout": _drawn(linear(0, outputs=(0,)), increasing(0, outputs=(0,))),
+        _DRAWN: _drawn(),
+        _DRAWN_LIKE: _drawn(unread(0)),
+        "arange arange.start arange.start_step": Rule(_made, _arange_shard),
+        "empty.memory_format empty_permuted ones": _of_size(),
+        "empty_like ones_like": stated(_LIKE),
+        "empty_strided": Rule(_made, _strided(0)),
+        "eye eye.m": Rule(_made, _eye_shard),
+        "full": _filled(1, _of_size()),
+        "full_like": _filled(1, stated(_LIKE)),
+        "native_dropout": Rule(_dropout),
+        "new_empty new_ones": _new(),
+        "new_empty_strided": Rule(lambda call: _made(call, "unread 0"), _strided(1)),
+        "new_full": _filled(2, _new()),
+        "new_zeros": _new("linear 0", "linear"),
+        # The numbers are added to the argument.
+        "normal.Tensor_Tensor normal.Tensor_float": _drawn(increasing(0)),
+        "scalar_tensor": _filled(0, Rule("=> ()")),
+        "zeros_like": stated(f"{_LIKE}; linear 0; linear"),
+        "linspace.Tensor_Tensor": Rule(lambda call: _made(call, "linear 0 1"), _cut_out),
+        "linspace linspace.Scalar_Tensor linspace.Tensor_Scalar": _CUT_OUT,
+        "logspace logspace.Scalar_Tensor logspace.Tensor_Scalar logspace.Tensor_Tensor": _CUT_OUT,
+        "range range.step tril_indices triu_indices": _CUT_OUT,
+        _WINDOWS: _CUT_OUT,
+    }
+) | by_operator(
+    {
+        "constant": _CUT_OUT,
+        "random_bernoulli random_integers random_normal random_uniform": Rule(
+            _made, _counted_shard
         ),
-        _CUT_OUT,
-    ),
-}
+    },
+    "sbp",
+)

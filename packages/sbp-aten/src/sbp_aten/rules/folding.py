@@ -1,18 +1,21 @@
-"""Operators that move elements between dims: patches as columns, pixels as channels.
+"""Padding, and operators that move elements between dims: patches as columns, pixels as channels.
 
-im2col             n c (y s!) (x s!) => n (c k!) (y x)      patches side by side
-pixel_shuffle      n (c r! s!) h w -> n c (h r!) (w s!)
-channel_shuffle    n (g! c!) x => n (c! g!) x
+n c x! => n c y!; linear 0; increasing 0                    padded: x! and y!
+n c y!, n c x! => n c x!; linear 0; unread 1                the gradient
+im2col             n* c (y s!) (x s!) => n* (c k!) (y x)    patches side by side
+pixel_shuffle      n* (c r! s!) h w => n* c (h r!) (w s!)
+channel_shuffle    n (g! c!) x* => n (c! g!) x*
 unfold             a (x s!) => a x k!                       windows side by side
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_aten.rules.sliding import Slide, space
 from sbp_core.signatures import (
-    Dim,
     Dims,
     LocalCall,
     Notation,
@@ -27,6 +30,49 @@ from sbp_core.signatures import (
     with_local_shape,
     wrap_dim,
 )
+
+_PADDED = "why a shard would lie elsewhere among the padded elements"
+
+
+def _dims(rank: int, pad: Sequence[int], *, nonempty: bool = False) -> tuple[str, str]:
+    """Return dims before and after padding; those that are padded are whole.
+
+    Args:
+        rank: Number of dims.
+        pad: Elements to add before and behind each dim (negative: to take away), last dim first.
+        nonempty: Whether kernels need elements in all dims but a batch.
+    """
+    touched = {rank - 1 - at // 2 for at, number in enumerate(pad) if number}
+    with_batch = rank == len(pad) // 2 + 2
+    before, after = [], []
+    for at in range(rank):
+        free = f"d{at}" + "+" * (nonempty and at >= with_batch)
+        before.append(f"d{at}!" if at in touched else free)
+        after.append(f"p{at}!" if at in touched else free)
+    return " ".join(before), " ".join(after)
+
+
+def _constant(call: OpCall) -> Notation:
+    pad = argument(call, 1, "pad")
+    before, after = _dims(len(call.inputs[0].shape), pad)
+    zero = argument(call, 2, "value", 0) == 0 or max(pad, default=0) <= 0
+    linear = "linear 0; " * zero
+    return notation(call, f"{before} => {after}; {linear}increasing 0; {_PADDED}")
+
+
+def _repeated(call: OpCall) -> Notation:
+    """Padding with elements of the argument itself."""
+    before, after = _dims(len(call.inputs[0].shape), argument(call, 1, "padding"), nonempty=True)
+    return notation(call, f"{before} => {after}; linear 0; increasing 0; {_PADDED}")
+
+
+def _repeated_backward(call: OpCall) -> Notation:
+    padding = argument(call, 2, "padding")
+    before, after = _dims(len(call.inputs[0].shape), padding, nonempty=True)
+    # Where nothing is repeated, no gradients are added up.
+    moved = "; increasing 0" * (max(padding) <= 0)
+    text = f"{after}, {before} => {before}; linear 0; unread 1{moved}; {_PADDED}"
+    return notation(call, text)
 
 
 def _columns(call: OpCall, *, fold: bool) -> Notation:
@@ -100,34 +146,21 @@ def _unfold(call: OpCall, *, backward: bool) -> Notation:
 
 def _pixels(call: OpCall, *, shuffle: bool) -> Notation:
     """Blocks of pixels and groups of channels trade places."""
-    rank = len(call.inputs[0].shape)
-    lead = fresh_dims(rank - 3, "n")
-    channels: Dims = (*lead, ("c", "r", "s"), ("h",), ("w",))
-    pixels: Dims = (*lead, ("c",), ("h", "r"), ("w", "s"))
-    return Notation(
-        inputs=(channels if shuffle else pixels,),
-        outputs=(pixels if shuffle else channels,),
-        dependences=(linear(0), increasing(0)),
-        whole=frozenset("rs"),
-        # PyTorch 2.13 gives the reverse of an empty image the shape of the image.
-        nonempty=frozenset() if shuffle else frozenset(name for (name,) in lead) | set("chw"),
-        why="a block of pixels becomes the channels of one pixel",
-    )
+    # PyTorch 2.13 gives the reverse of an empty image the shape of the image.
+    mark = "" if shuffle else "+"
+    channels = f"n*{mark} (c{mark} r! s!) h{mark} w{mark}"
+    sides = (channels, "n* c (h r) (w s)")
+    both = " => ".join(sides if shuffle else sides[::-1])
+    why = "a block of pixels becomes the channels of one pixel"
+    return notation(call, f"{both}; linear 0; increasing 0; why {why}")
 
 
 def _channel_shuffle(call: OpCall) -> Notation:
-    """`(g c) -> (c g)`: shards of channels are none of the result, unless `g` or `c` is 1."""
-    shape, groups = call.inputs[0].shape, argument(call, 1, "groups")
-    space_dims = fresh_dims(len(shape) - 2, "x")
-    moves = groups not in (1, shape[1])
-    before: Dim = ("g", "c") if moves else ("c",)
-    return Notation(
-        inputs=((("n",), before, *space_dims),),
-        outputs=((("n",), before[::-1], *space_dims),),
-        dependences=(linear(0), increasing(0)),
-        whole=frozenset("gc") if moves else frozenset(),
-        why="every group has a channel in every part of the result",
-    )
+    """Shards of channels are none of the result, unless `g` or `c` is 1."""
+    moves = argument(call, 1, "groups") not in (1, call.inputs[0].shape[1])
+    both = "n (g! c!) x* => n (c g) x*" if moves else "n c x* => n c x*"
+    why = "every group has a channel in every part of the result"
+    return notation(call, f"{both}; linear 0; increasing 0; why {why}")
 
 
 def _ungrouped(call: OpCall, shards: Shards) -> LocalCall:
@@ -136,16 +169,21 @@ def _ungrouped(call: OpCall, shards: Shards) -> LocalCall:
     return with_literals(call) if moved else with_literals(call, (1, "groups", 1))
 
 
-RULES = {
-    "aten.channel_shuffle.default": Rule(_channel_shuffle, _ungrouped),
-    "aten.native_channel_shuffle.default": Rule(_channel_shuffle, _ungrouped),
-    "aten.col2im.default": Rule(partial(_columns, fold=True), _localize_fold),
-    "aten.im2col.default": Rule(partial(_columns, fold=False)),
-    "aten.pixel_shuffle.default": Rule(partial(_pixels, shuffle=True)),
-    "aten.pixel_unshuffle.default": Rule(partial(_pixels, shuffle=False)),
-    "aten.unfold.default": Rule(partial(_unfold, backward=False)),
-    "aten.unfold_backward.default": Rule(
-        partial(_unfold, backward=True), with_local_shape(1, "input_sizes")
-    ),
-    "aten.unfold_copy.default": Rule(partial(_unfold, backward=False)),
-}
+_PADS = [f"{kind}_pad{count}d" for kind in ("reflection", "replication") for count in (1, 2, 3)]
+
+RULES = by_operator(
+    {
+        "channel_shuffle native_channel_shuffle": Rule(_channel_shuffle, _ungrouped),
+        "col2im": Rule(partial(_columns, fold=True), _localize_fold),
+        "constant_pad_nd": Rule(_constant),
+        "im2col": Rule(partial(_columns, fold=False)),
+        "pixel_shuffle": Rule(partial(_pixels, shuffle=True)),
+        "pixel_unshuffle": Rule(partial(_pixels, shuffle=False)),
+        "unfold unfold_copy": Rule(partial(_unfold, backward=False)),
+        "unfold_backward": Rule(
+            partial(_unfold, backward=True), with_local_shape(1, "input_sizes")
+        ),
+        " ".join(_PADS): Rule(_repeated),
+        " ".join(f"{name}_backward" for name in _PADS): Rule(_repeated_backward),
+    }
+)

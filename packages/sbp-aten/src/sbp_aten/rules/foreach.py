@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: `_foreach_*` and the fused optimizers.
+"""Operators on lists of tensors: `_foreach_*` and the fused optimizers, also ours of one parameter.
 
 Each entry of the lists is an operator call of its own, independent of the other entries: its labels
 are those of the single operator behind a prefix `p0_`, `p1_`, ... A signature splits the tensors of
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_aten.rules.pointwise import notation_of
-from sbp_core.graph import Argument, Ref, TensorType, refs
+from sbp_core.graph import Argument, Ref, refs
 from sbp_core.signatures import (
     Dependence,
     Dims,
@@ -40,11 +42,13 @@ def _entries(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
     lists = [arg for arg in args if isinstance(arg, tuple)]
     if name == "pow" and overload != "ScalarAndTensor":
         overload = "of_tensor"
+    # A tensor that holds one number for each entry is no factor or addend.
+    numbers = name.startswith("addc")
     for entry_index in range(len(lists[0])):
         entry_args: list[Argument] = [
             arg[entry_index] if isinstance(arg, tuple) else arg
             for arg in args
-            if not (isinstance(arg, Ref) and _is_scalars(name, arg))
+            if not (numbers and isinstance(arg, Ref) and arg.name != "host")
         ]
         positions = tuple(int(ref.name) for ref in refs(tuple(entry_args)) if ref.name != "host")
         yield (
@@ -58,11 +62,6 @@ def _entries(call: OpCall) -> Iterator[tuple[OpCall, tuple[int, ...]]]:
             ),
             positions,
         )
-
-
-def _is_scalars(name: str, ref: Ref) -> bool:
-    """Return whether an argument holds one number for each entry, and is no factor or addend."""
-    return name.startswith("addc") and ref.name != "host"
 
 
 def _foreach(meaning: Meaning) -> Rule:
@@ -79,16 +78,16 @@ def _foreach(meaning: Meaning) -> Rule:
         why = ""
         entries: list[tuple[Notation, tuple[int, ...]]] = []
         for at, (entry_call, positions) in enumerate(_entries(call)):
-            notation = meaning(entry_call)
-            entries.append((notation, positions))
-            for position, dims in zip(positions, notation.inputs, strict=True):
+            meant = meaning(entry_call)
+            entries.append((meant, positions))
+            for position, dims in zip(positions, meant.inputs, strict=True):
                 inputs[position] = _renamed(dims, at)
-            outputs.append(_renamed(notation.outputs[0], at))
-            reductions += [(f"p{at}_{label}", "none") for label in notation.labels]
-            reductions += [(f"p{at}_{label}@{at}", how) for label, how in notation.reductions]
-            whole |= {f"p{at}_{label}" for label in notation.whole}
-            nonempty |= {f"p{at}_{label}" for label in notation.nonempty}
-            why = why or notation.why
+            outputs.append(_renamed(meant.outputs[0], at))
+            reductions += [(f"p{at}_{label}", "none") for label in meant.labels]
+            reductions += [(f"p{at}_{label}@{at}", how) for label, how in meant.reductions]
+            whole |= {f"p{at}_{label}" for label in meant.whole}
+            nonempty |= {f"p{at}_{label}" for label in meant.nonempty}
+            why = why or meant.why
         used = {name for dims in (*inputs, *outputs) for dim in dims for name in dim}
         return Notation(
             inputs=tuple(inputs),
@@ -115,8 +114,8 @@ def _dependences(entries: Sequence[tuple[Notation, tuple[int, ...]]]) -> Iterato
     uses = Counter(position for _, positions in entries for position in positions)
     jointly: dict[tuple[Effect, tuple[int, ...]], list[int]] = {}
     counts: Counter[tuple[Effect, tuple[int, ...]]] = Counter()
-    for entry_index, (notation, positions) in enumerate(entries):
-        for dependence in notation.dependences:
+    for entry_index, (meant, positions) in enumerate(entries):
+        for dependence in meant.dependences:
             entry_inputs = tuple(positions[at] for at in dependence.inputs)
             key = (dependence.effect, dependence.inputs)
             jointly.setdefault(key, []).extend(entry_inputs)
@@ -134,18 +133,11 @@ def _reduced(how: Callable[[OpCall], str], why: str = "") -> Meaning:
     """Return the meaning of a reduction over all dims: with sum, max or min, or not of parts."""
 
     def meaning(call: OpCall) -> Notation:
-        dims = fresh_dims(len(call.inputs[0].shape))
-        names = frozenset(name for (name,) in dims)
-        reduction = how(call)
-        return Notation(
-            inputs=(dims,),
-            outputs=((),),
-            whole=frozenset() if reduction else names,
-            # Nothing has no maximum.
-            nonempty=names if reduction in ("max", "min") else frozenset(),
-            reductions=tuple((name, reduction or "sum") for name in sorted(names)),
-            why="" if reduction else why,
-        )
+        kind = how(call)
+        # Nothing has no maximum.
+        mark = "!" if not kind else "+" * (kind != "sum")
+        reason = "" if kind else f"; why {why}"
+        return notation(call, f"d*{mark} => (); reduce d* {kind or 'sum'}{reason}")
 
     return meaning
 
@@ -155,17 +147,6 @@ def _of_norm(call: OpCall) -> str:
     order = argument(call, 1, "ord", 2)
     known = {0: "sum", 1: "sum", inf: "max", -inf: "min"}
     return known.get(order, "") if isinstance(order, int | float) else ""
-
-
-def _product(_: OpCall) -> Notation:
-    """`_foreach_mm`: `i k, k j => i j`, linear in either factor."""
-    i, k, j = (("i",), ("k",), ("j",))
-    return Notation(
-        inputs=((i, k), (k, j)),
-        outputs=((i, j),),
-        dependences=(linear(0), linear(1)),
-        reductions=(("k", "sum"),),
-    )
 
 
 def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
@@ -179,47 +160,51 @@ def _fused(call: OpCall, *, steps: int | None, sums: bool) -> Notation:
     """
     args, _ = tensors_as_refs(call)
     lists = [[int(ref.name) for ref in arg] for arg in args if isinstance(arg, tuple)]
-    inputs: list[Dims] = [
-        fresh_dims(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs)
-    ]
+    inputs = [fresh_dims(len(entry.shape), f"x{at}_") for at, entry in enumerate(call.inputs)]
     by_entry: list[list[int]] = [[] for _ in lists[0]]
     for at, positions in enumerate(lists):
         if at != steps:
-            for entry_index, position in enumerate(positions):
-                inputs[position] = _labelled(call.inputs[position], entry_index)
-                by_entry[entry_index].append(position)
+            for index, position in enumerate(positions):
+                inputs[position] = _renamed(fresh_dims(len(call.inputs[position].shape)), index)
+                by_entry[index].append(position)
     all_returned = len(call.outputs) == sum(map(len, lists))
     order = [found for at, found in enumerate(lists) if all_returned or at != steps]
-    outputs = [inputs[position] for positions in order for position in positions]
-    made = [entry_index for positions in order for entry_index in range(len(positions))]
-    labels = {name for dims in inputs for (name,) in dims}
+    made = [index for positions in order for index in range(len(positions))]
+    names = {name for dims in inputs for (name,) in dims}
     dependences = [
-        linear(*positions, outputs=tuple(at for at, of in enumerate(made) if of == entry_index))
-        for entry_index, positions in enumerate(by_entry)
+        linear(*positions, outputs=tuple(at for at, of in enumerate(made) if of == index))
+        for index, positions in enumerate(by_entry)
     ]
     jointly = linear(*(position for positions in by_entry for position in positions))
     return Notation(
         inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        outputs=tuple(inputs[position] for positions in order for position in positions),
         dependences=(*dependences, jointly) if sums else (),
-        whole=frozenset(name for name in labels if name.startswith("x")),
-        reductions=tuple((name, "none") for name in sorted(labels)),
+        whole=frozenset(name for name in names if name.startswith("x")),
+        reductions=tuple((name, "none") for name in sorted(names)),
         why="it is one number for the whole tensor",
     )
 
 
-def _labelled(entry: TensorType, entry_index: int) -> Dims:
-    return _renamed(fresh_dims(len(entry.shape)), entry_index)
+def _own_fused(call: OpCall, *, sums: bool) -> Notation:
+    """Split all tensors of the parameter's shape alike; a 0-d step belongs to all.
 
+    Args:
+        call: `sbp.fused_*(p, g, states..., [0-d step])`.
+        sums: Whether new values are jointly linear in the old ones and the gradient.
+    """
+    count = len(call.outputs) + 1  # the gradient is not returned
+    inputs = ", ".join("d*" if at < count else "()" for at in range(len(call.inputs)))
+    clause = f"; linear {' '.join(map(str, range(count)))}" * sums
+    return notation(call, f"{inputs} => {', '.join('d*' for _ in call.outputs)}{clause}")
 
-_ADAM = Rule(lambda call: _fused(call, steps=5, sums=False))
-_ADAGRAD = Rule(lambda call: _fused(call, steps=3, sums=False))
-_SGD = Rule(lambda call: _fused(call, steps=None, sums=True))
 
 _UNARY = (
     "abs acos asin atan ceil clone cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p "
     "log2 neg reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
 )
+
+
 _BINARY = {
     "List Scalar ScalarList Tensor": "add div mul",
     "List Scalar ScalarList": "clamp_max clamp_min lerp maximum minimum pow sub",
@@ -228,25 +213,37 @@ _BINARY = {
     "ScalarAndTensor": "pow",
 }
 
+
+_MATRICES = "i k, k j => i j; linear 0; linear 1; reduce k sum"
+_NORM = "norms of parts do not add up; sums of their powers do (powsum)"
+
 RULES = {
-    **{
-        f"aten._foreach_{name}.{overload}": _foreach(notation_of)
-        for overloads, names in _BINARY.items()
-        for overload in overloads.split()
-        for name in names.split()
-    },
-    "aten._foreach_max.default": _foreach(_reduced(lambda _: "max")),
-    "aten._foreach_mm.default": _foreach(_product),
-    "aten._foreach_norm.Scalar": _foreach(
-        _reduced(_of_norm, "norms of parts do not add up; sums of their powers do (powsum)")
+    **by_operator(
+        {
+            f"_foreach_{name}.{overload}": _foreach(notation_of)
+            for overloads, names in _BINARY.items()
+            for overload in overloads.split()
+            for name in names.split()
+        }
+        | {
+            "_foreach_max": _foreach(_reduced(lambda _: "max")),
+            "_foreach_mm": _foreach(lambda call: notation(call, _MATRICES)),
+            "_foreach_norm.Scalar": _foreach(_reduced(_of_norm, _NORM)),
+            "_foreach_powsum.Scalar": _foreach(_reduced(lambda _: "sum")),
+            "_fused_adagrad _fused_adagrad.tensor_lr": Rule(partial(_fused, steps=3, sums=False)),
+            "_fused_adam _fused_adam.tensor_lr _fused_adamw _fused_adamw.tensor_lr": Rule(
+                partial(_fused, steps=5, sums=False)
+            ),
+            "_fused_sgd _fused_sgd.tensor_lr": Rule(partial(_fused, steps=None, sums=True)),
+        }
     ),
-    "aten._foreach_powsum.Scalar": _foreach(_reduced(lambda _: "sum")),
-    "aten._fused_adagrad.default": _ADAGRAD,
-    "aten._fused_adagrad.tensor_lr": _ADAGRAD,
-    "aten._fused_adam.default": _ADAM,
-    "aten._fused_adam.tensor_lr": _ADAM,
-    "aten._fused_adamw.default": _ADAM,
-    "aten._fused_adamw.tensor_lr": _ADAM,
-    "aten._fused_sgd.default": _SGD,
-    "aten._fused_sgd.tensor_lr": _SGD,
+    **by_operator(
+        {
+            "fused_adagrad fused_adagrad.tensor_step fused_adam fused_adam.tensor_step": Rule(
+                partial(_own_fused, sums=False)
+            ),
+            "fused_sgd": Rule(partial(_own_fused, sums=True)),
+        },
+        "sbp",
+    ),
 }

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from sbp_aten.rules.formula import notation
 from sbp_aten.rules.windows import given, is_cut, length, only_zeros
 from sbp_core.graph import ITEMSIZE, Ref
 from sbp_core.signatures import (
-    Dims,
     LocalCall,
     LocalProgram,
     LocalProgramBuilder,
@@ -28,8 +28,6 @@ from sbp_core.signatures import (
     Range,
     Rule,
     Shards,
-    labels,
-    linear,
     run_as_is,
 )
 
@@ -41,6 +39,8 @@ _FORMS = {
     (3, 3): ("emk", "ekn", "emn"),
 }
 
+_OFFSETS = "offsets count tokens from the first group on"
+
 #: Rows of the operands have to begin at multiples of so many bytes.
 _ALIGNMENT_BYTES = 16
 
@@ -49,28 +49,18 @@ def _operand_labels(call: OpCall) -> tuple[str, str, str]:
     return _FORMS[len(call.inputs[0].shape), len(call.inputs[1].shape)]
 
 
-def _dims(names: str) -> Dims:
-    return tuple((name,) for name in names)
-
-
 def _notation(call: OpCall) -> Notation:
     """Return the notation of a product by the ranks of its operands; see the module docstring."""
-    left, right, made = _operand_labels(call)
-    extents = dict(zip(left + right, call.inputs[0].shape + call.inputs[1].shape, strict=True))
+    left, right, made = map(" ".join, _operand_labels(call))
+    shapes = call.inputs[0].shape + call.inputs[1].shape
+    extents = dict(zip((left + " " + right).split(), shapes, strict=True))
     if "t" in extents:
         # Each token is multiplied by the weights of one expert only.
         extents["e"] = 1
-    others = [
-        tuple(labels(f"o{at}_", len(entry.shape))) for at, entry in enumerate(call.inputs[2:])
-    ]
-    return Notation(
-        inputs=(_dims(left), _dims(right), *(tuple((name,) for name in names) for names in others)),
-        outputs=(_dims(made),),
-        dependences=(linear(0), linear(1)),
-        whole=frozenset(name for names in others for name in names),
-        work_flop=2.0 * prod(extents.values()),
-        why="offsets count tokens from the first group on" if others else "",
-    )
+    others = "".join(f", o{at}_*!" for at in range(len(call.inputs) - 2))
+    work = 2.0 * prod(extents.values())
+    formula = f"{left}, {right}{others} => {made}"
+    return notation(call, f"{formula}; linear 0; linear 1; flop {work}; why {_OFFSETS}")
 
 
 def _label_windows(call: OpCall, shards: Shards) -> tuple[dict[str, Range], set[str]]:
@@ -203,17 +193,9 @@ def _localize_product(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
 
 def _gradients(call: OpCall) -> Notation:
     """Return the notation of a call (tokens, weights, offsets, gradient) -> both gradients."""
-    t, d, e, f, o = "tdefo"
-    (tokens, inner), (_, _, outer) = (entry.shape for entry in call.inputs[:2])
-    return Notation(
-        inputs=(_dims(t + d), _dims(e + d + f), _dims(o), _dims(t + f)),
-        outputs=(_dims(t + d), _dims(e + d + f)),
-        dependences=(linear(3), linear(0, outputs=(1,)), linear(1, outputs=(0,)), linear(0, 1)),
-        whole=frozenset(o),
-        nonempty=frozenset((t, d, e, f)),
-        work_flop=4.0 * tokens * inner * outer,
-        why="offsets count tokens from the first group on",
-    )
+    work = 4.0 * prod(call.inputs[0].shape) * call.inputs[1].shape[2]
+    clauses = f"linear 3; linear 0 to 1; linear 1 to 0; linear 0 1; flop {work}; why {_OFFSETS}"
+    return notation(call, f"t+ d+, e+ d f+, o!, t f => t d, e d f; {clauses}")
 
 
 def _localize_gradients(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:

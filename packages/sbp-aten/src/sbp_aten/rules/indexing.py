@@ -1,13 +1,19 @@
-"""Reading by index along one dim, or in the flattened tensor: `gather`, `index_select`, `take`.
+"""Reading by index along one dim, or in the flattened tensor; embeddings, which are such tables.
+
+    v d, i* => i* d        embedding(table, places); `v` are the rows of the vocabulary
+    a v b, k => a k b      index_select(x, 1, index)
+    v*, i* => i*           take(x, index)
 
 Each element of the result is one of the elements read, so these are linear and increasing. A rank
-that holds a window of the dim that is read reads what it has and gives zeros for the rest.
+that holds a window of the dim that is read reads what it has and gives zeros for the rest. The
+gradient of a row of an embedding comes from the places that name it.
 """
 
 from __future__ import annotations
 
 from math import prod
 
+from sbp_aten.rules.formula import by_operator, notation, stated
 from sbp_aten.rules.windows import (
     given,
     inside,
@@ -16,12 +22,14 @@ from sbp_aten.rules.windows import (
     only_zeros,
     readable,
     shape_of,
+    with_spare,
+    without_spare,
     wrapped,
+    writable,
 )
-from sbp_core.graph import Ref
+from sbp_core.graph import Argument, Ref
 from sbp_core.signatures import (
     Bounds,
-    Dim,
     LocalCall,
     LocalProgram,
     LocalProgramBuilder,
@@ -30,48 +38,69 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    fresh_dims,
-    increasing,
-    linear,
     run_as_is,
     wrap_dim,
 )
 
 
+def _read(
+    builder: LocalProgramBuilder,
+    call: OpCall,
+    shards: Shards,
+    at: int,
+    before: tuple[Argument, ...],
+    index: Ref,
+    behind: int = 0,
+    **named: Argument,
+) -> LocalProgram:
+    """Return the program that reads the rows of a window of dim `at`; other places get zeros.
+
+    Args:
+        builder: With the calls so far.
+        call: The read.
+        shards: What the rank holds.
+        at: The dim of argument 0 that is read.
+        before: Arguments before the index.
+        index: The index, of rows of the whole.
+        behind: Dims of the result behind those of the index.
+        **named: Arguments by name.
+    """
+    window = shards.inputs[0][at]
+    if window[0] == window[1]:
+        return only_zeros(before[0], shards.output_shape())
+    local, outside = readable(builder, index, window)
+    rows = builder(call.op, *before, local, **named)
+    for _ in range(behind):
+        outside = builder("aten.unsqueeze.default", outside, -1)
+    return builder.program(builder("aten.masked_fill.Scalar", rows, outside, 0))
+
+
 def _index_select(call: OpCall) -> Notation:
-    """Return `a v b, k => a k b` for dim 1."""
-    shape, index, made = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0]
+    """`a* v b*, k* => a* k* b*`: the index may be a number, and the tensor, too."""
+    shape, made = call.inputs[0].shape, call.outputs[0]
+    if not shape:
+        # It is read by an index of one place, which no dim of the result is for.
+        why = "a number has to be read by each rank"
+        return notation(call, f"(), k*! => (); linear 0; increasing 0; flop 1; why {why}")
     at = wrap_dim(argument(call, 1, "dim"), len(shape))
-    dims = fresh_dims(len(shape))
-    places = fresh_dims(len(index), "k")
-    # A tensor without dims is read by an index of one place, which no dim of the result is for.
-    stays = () if shape else places
-    return Notation(
-        inputs=((*dims[:at], *((("v",),) if shape else ()), *dims[at + 1 :]), places),
-        outputs=((*dims[:at], *((places or ((),)) if shape else ()), *dims[at + 1 :]),),
-        dependences=(linear(0), increasing(0)),
-        whole=frozenset(name for dim in stays for name in dim),
-        reductions=(("v", lookup_reduction(made)),) if shape else (),
-        work_flop=float(prod(made.shape)),
-        why="a number has to be read by each rank" if stays else "",
+    dims = [f"d{dim}" for dim in range(len(shape))]
+    before, behind = " ".join(dims[:at]), " ".join(dims[at + 1 :])
+    places = " k0" if call.inputs[1].shape else ""
+    return notation(
+        call,
+        f"{before} v {behind},{places} => {before}{places or ' 1'} {behind}; linear 0; increasing 0"
+        f"; reduce v {lookup_reduction(made)}; flop {prod(made.shape)}",
     )
 
 
 def _index_select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-    """Read the rows of the window."""
     (tensor, dim, index), _ = given(call, ("self", "dim", "index"))
-    shape, bounds = call.inputs[0].shape, shards.inputs[0]
+    shape = call.inputs[0].shape
     at = wrap_dim(dim, len(shape))
-    if not shape or not is_cut(bounds[at], shape[at]):
+    if not shape or not is_cut(shards.inputs[0][at], shape[at]):
         return run_as_is(call)
-    if bounds[at][0] == bounds[at][1]:
-        return only_zeros(tensor, shards.output_shape())
-    builder = LocalProgramBuilder()
-    local, outside = readable(builder, index, bounds[at])
-    rows = builder(call.op, tensor, at, local)
-    for _ in shape[at + 1 :]:
-        outside = builder("aten.unsqueeze.default", outside, -1)
-    return builder.program(builder("aten.masked_fill.Scalar", rows, outside, 0))
+    behind = len(shape) - at - 1
+    return _read(LocalProgramBuilder(), call, shards, at, (tensor, at), index, behind=behind)
 
 
 def _gather(call: OpCall) -> Notation:
@@ -82,28 +111,17 @@ def _gather(call: OpCall) -> Notation:
     """
     shape, index, made = call.inputs[0].shape, call.inputs[1].shape, call.outputs[0]
     at = wrap_dim(argument(call, 1, "dim"), max(len(shape), 1))
-    common = {
-        dim
-        for dim, (extent, other) in enumerate(zip(shape, index, strict=False))
-        if extent == other and dim != at
-    }
-    tensor: list[Dim] = [
-        ("v" if dim == at else f"d{dim}" if dim in common else f"x{dim}",)
-        for dim in range(len(shape))
-    ]
-    places: list[Dim] = [
-        ("k" if dim == at else f"d{dim}" if dim in common else f"i{dim}",)
-        for dim in range(len(index))
-    ]
-    longer = [name for (name,) in tensor if name.startswith("x")]
-    return Notation(
-        inputs=(tuple(tensor), tuple(places)),
-        outputs=(tuple(places),),
-        dependences=(linear(0), increasing(0)),
-        whole=frozenset(longer),
-        reductions=(("v", lookup_reduction(made)),) if shape else (),
-        work_flop=float(prod(made.shape)),
-        why="the index is shorter than the tensor there" if longer else "",
+    pairs = enumerate(zip(shape, index, strict=False))
+    common = {dim for dim, (extent, other) in pairs if extent == other and dim != at}
+    shared = {dim: f"d{dim}" for dim in common}
+    tensor = ["v" if dim == at else shared.get(dim, f"x{dim}!") for dim in range(len(shape))]
+    places = ["k" if dim == at else shared.get(dim, f"i{dim}") for dim in range(len(index))]
+    reduction = f"; reduce v {lookup_reduction(made)}" if shape else ""
+    read = " ".join(places)
+    return notation(
+        call,
+        f"{' '.join(tensor) or '()'}, {read} => {read}; linear 0; increasing 0{reduction}"
+        f"; flop {prod(made.shape)}; why the index is shorter than the tensor there",
     )
 
 
@@ -121,16 +139,14 @@ def _gather_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     windowed = bool(shape) and is_cut(bounds[at], shape[at])
     if (not cuts and not windowed) or 0 in places:
         return run_as_is(call)
-    if windowed and bounds[at][0] == bounds[at][1]:
-        return only_zeros(tensor, shards.output_shape())
     builder = LocalProgramBuilder()
+    kept = tensor
     for other in cuts:
         tensor = builder("aten.slice.Tensor", tensor, other, *pieces[other])
     if not windowed:
         return builder.program(builder(call.op, tensor, at, index, **named))
-    local, outside = readable(builder, index, bounds[at])
-    rows = builder(call.op, tensor, at, local, **named)
-    return builder.program(builder("aten.masked_fill.Scalar", rows, outside, 0))
+    before = (kept if bounds[at][0] == bounds[at][1] else tensor, at)
+    return _read(builder, call, shards, at, before, index, **named)
 
 
 def flat_positions(
@@ -163,17 +179,11 @@ def flat_positions(
 
 
 def _take(call: OpCall) -> Notation:
-    """Return `v0 v1, i0 => i0`: the tensor is read as if it had one dim."""
-    shape, made = call.inputs[0].shape, call.outputs[0]
-    places = fresh_dims(len(made.shape), "i")
-    tensor = fresh_dims(len(shape), "v")
-    reduction = lookup_reduction(made)
-    return Notation(
-        inputs=(tensor, places),
-        outputs=(places,),
-        dependences=(linear(0), increasing(0)),
-        reductions=tuple((name, reduction) for (name,) in tensor),
-        work_flop=float(prod(made.shape)),
+    made = call.outputs[0]
+    return notation(
+        call,
+        f"v*, i* => i*; linear 0; increasing 0; reduce v* {lookup_reduction(made)}; "
+        f"flop {prod(made.shape)}",
     )
 
 
@@ -193,8 +203,75 @@ def _take_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     return builder.program(builder("aten.masked_fill.Scalar", found, outside, 0))
 
 
-RULES = {
-    "aten.gather.default": Rule(_gather, _gather_shard),
-    "aten.index_select.default": Rule(_index_select, _index_select_shard),
-    "aten.take.default": Rule(_take, _take_shard),
-}
+def _embedding(call: OpCall) -> Notation:
+    work = prod(call.outputs[0].shape)
+    return notation(call, f"v d, i* => i* d; linear 0; increasing 0; flop {work}")
+
+
+def _embedding_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Look up the rows of the window. Forward ignores `padding_idx`."""
+    if not is_cut(shards.inputs[0][0], call.inputs[0].shape[0]):
+        return run_as_is(call)
+    weight, indices = argument(call, 0, "weight"), argument(call, 1, "indices")
+    return _read(LocalProgramBuilder(), call, shards, 0, (weight,), indices, behind=1)
+
+
+def _embedding_backward(call: OpCall) -> Notation:
+    """`i* d, i* => v d; linear 0`: each place adds its gradient to its row.
+
+    With `scale_grad_by_freq` the count of a row over all places matters, so they stay whole.
+    """
+    places = "i*!" if argument(call, 4, "scale_grad_by_freq", False) else "i*"
+    why = "gradients are scaled by how often a row is named in all places"
+    work = prod(call.inputs[0].shape)
+    return notation(call, f"{places} d, {places} => v d; linear 0; flop {work}; why {why}")
+
+
+def _embedding_backward_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Let places of other windows add to a spare row; no place of the padding row adds anything."""
+    names = ("grad_output", "indices", "num_weights", "padding_idx", "scale_grad_by_freq")
+    (gradient, indices, _, padding, counts), _ = given(call, names)
+    window = shards.outputs[0][0]
+    if not is_cut(window, call.outputs[0].shape[0]):
+        return run_as_is(call)
+    first, last = window
+    builder = LocalProgramBuilder()
+    made = builder(
+        "aten.embedding_dense_backward.default",
+        gradient,
+        writable(builder, indices, window),
+        last - first + 1,
+        padding - first if first <= padding < last else -1,
+        counts,
+    )
+    return builder.program(without_spare(builder, made, {0: window}))
+
+
+def _renorm_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Let places of other windows name a spare row of zeros, whose norm is small enough."""
+    window = shards.inputs[0][0]
+    if not is_cut(window, call.inputs[0].shape[0]):
+        return run_as_is(call)
+    (weight, indices, *norm), _ = given(call, ("self", "indices", "max_norm", "norm_type"))
+    builder = LocalProgramBuilder()
+    made = builder(
+        "aten.embedding_renorm.default",
+        with_spare(builder, weight, (0,), 2),
+        writable(builder, indices, window),
+        *norm,
+    )
+    return builder.program(without_spare(builder, made, {0: window}))
+
+
+_RENORM = "v d!, i*! => v d!; why a row's norm runs over it, and any place may name the row"
+
+RULES = by_operator(
+    {
+        "embedding": Rule(_embedding, _embedding_shard),
+        "embedding_dense_backward": Rule(_embedding_backward, _embedding_backward_shard),
+        "embedding_renorm": stated(_RENORM, _renorm_shard),
+        "gather": Rule(_gather, _gather_shard),
+        "index_select": Rule(_index_select, _index_select_shard),
+        "take": Rule(_take, _take_shard),
+    }
+)

@@ -2,15 +2,18 @@
 
 A line of the tables says what becomes of one matrix, `i! j! => i! j!, ()`; in front of every tensor
 stand batch dims, which are broadcast. An output that a flag leaves out is an empty vector.
+
+Fourier transforms are linear, and whole along the dims that they transform. Other dims of them may
+not have empty shards: MKL refuses an empty batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 from math import prod
 
+from sbp_aten.rules.formula import by_operator
 from sbp_core.signatures import (
     Dependence,
     Dim,
@@ -18,6 +21,7 @@ from sbp_core.signatures import (
     Notation,
     OpCall,
     Rule,
+    along,
     argument,
     broadcast_dims,
     ignored,
@@ -30,8 +34,10 @@ from sbp_core.signatures import (
 
 _MIXES = "a factorisation mixes all rows and columns of a matrix"
 
+
 #: Up to how many matrices every choice of them is listed.
 _FEW = 3
+
 
 #: Meaning of one matrix, and work as a multiple of `m n min(m, n)`.
 #: Source: Golub and Van Loan, Matrix Computations, 4th edition, the flop counts of each algorithm.
@@ -55,12 +61,14 @@ _FACTORISATIONS: dict[str, tuple[str, float]] = {
     "linalg_qr.default": ("m! n! => m! p!, q! n!", 8 / 3),
 }
 
+
 #: Right-hand sides: position of the argument and its label, and the meaning of one matrix.
 _SOLVES: dict[str, tuple[int, str]] = {
     "cholesky_solve.default": (0, "i! k, i! j! => i! k"),
     "linalg_ldl_solve.default": (2, "i! j!, i!, i! k => i! k"),
     "triangular_solve.default": (0, "i! k, i! j! => i! k, i! j!"),
 }
+
 
 #: The same of solvers with an argument `left`: for `A X = B`, and for `X A = B`.
 _SIDED_SOLVES: dict[str, tuple[int, str, str]] = {
@@ -135,12 +143,10 @@ def _solution(call: OpCall, position: int, text: str) -> Notation:
 
     A system of n equations and k right-hand sides costs `2 n n k`.
     """
-    one = parse_notation(text)
-    matrix = call.inputs[1 if position == 0 else 0].shape
-    if call.op == "aten._linalg_solve_ex.default" and _is_vector(
-        matrix, call.inputs[position].shape
-    ):
-        one = _of_vectors(one)
+    matrix, right = call.inputs[1 if position == 0 else 0].shape, call.inputs[position].shape
+    # A single right-hand side for each matrix lacks the label `k`.
+    single = call.op == "aten._linalg_solve_ex.default" and _is_vector(matrix, right)
+    one = parse_notation(text.replace(" k", "") if single else text)
     only = None if len(one.outputs) == 1 else (0,)
     return _stacked(
         call,
@@ -154,19 +160,6 @@ def _solution(call: OpCall, position: int, text: str) -> Notation:
 def _is_vector(matrix: tuple[int, ...], right: tuple[int, ...]) -> bool:
     """Return whether right-hand sides of this shape are vectors, one for each matrix."""
     return len(right) == 1 or right == matrix[:-1]
-
-
-def _of_vectors(one: Notation) -> Notation:
-    """Return the notation without the label `k`, which a single right-hand side lacks."""
-
-    def kept(tensors: Sequence[Dims]) -> tuple[Dims, ...]:
-        return tuple(tuple(dim for dim in dims if dim != ("k",)) for dims in tensors)
-
-    return replace(one, inputs=kept(one.inputs), outputs=kept(one.outputs))
-
-
-def _solved(position: int, text: str) -> Rule:
-    return Rule(lambda call: _solution(call, position, text))
 
 
 def _sided(position: int, left: str, right: str) -> Rule:
@@ -257,17 +250,18 @@ def _block_diag(call: OpCall) -> Notation:
     )
 
 
-_SPECIAL: dict[str, Callable[[OpCall], Notation]] = {
-    "_linalg_check_errors.default": _check_errors,
-    "block_diag.default": _block_diag,
-    "linalg_lstsq.default": _lstsq,
-    "linalg_pinv.atol_rtol_tensor": _pinv,
-    "lu_unpack.default": _lu_unpack,
-}
+_FFT = along(1, "dim", linear(0), why="each coefficient is a sum over all elements", nonempty=True)
 
-RULES = {
-    **{f"aten.{name}": _factorised(*entry) for name, entry in _FACTORISATIONS.items()},
-    **{f"aten.{name}": _solved(*entry) for name, entry in _SOLVES.items()},
-    **{f"aten.{name}": _sided(*entry) for name, entry in _SIDED_SOLVES.items()},
-    **{f"aten.{name}": Rule(meaning) for name, meaning in _SPECIAL.items()},
-}
+RULES = by_operator(
+    {
+        **{name: _factorised(*entry) for name, entry in _FACTORISATIONS.items()},
+        **{name: _sided(at, text, text) for name, (at, text) in _SOLVES.items()},
+        **{name: _sided(*entry) for name, entry in _SIDED_SOLVES.items()},
+        "_fft_c2c _fft_c2r _fft_r2c": _FFT,
+        "_linalg_check_errors": Rule(_check_errors),
+        "block_diag": Rule(_block_diag),
+        "linalg_lstsq": Rule(_lstsq),
+        "linalg_pinv.atol_rtol_tensor": Rule(_pinv),
+        "lu_unpack": Rule(_lu_unpack),
+    }
+)

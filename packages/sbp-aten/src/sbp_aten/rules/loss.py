@@ -1,36 +1,53 @@
-"""Losses of pairs of tensors and margin losses, forward and backward; see also `nll` and `ctc`.
+"""Losses, forward and backward: of pairs of tensors, of margins, of classes, and of alignments.
 
-    mse_loss, reduction none     d0 d1, d0 d1 => d0 d1
-    mse_loss, sum or mean        d0 d1, d0 d1 => ()
-    its backward                 (), d0 d1, d0 d1 => d0 d1; linear 0; linear 1 2
+    mse_loss, reduction none     ..., ... => ...
+    mse_loss, sum or mean        ..., ... => ()
+    its backward                 (), ..., ... => ...; linear 0; linear 1 2
     multi_margin_loss, sum       n+ c!, n+, c! => (); linear 2
 
 A mean runs over all elements (samples), so a shard has a part of it, and its gradient divides by
-the number of all; see `means`.
+the number of all; see `reductions`.
+
+Negative log-likelihood: samples and classes may be split.
+
+    sum     n c s*, n s*, w! => (), (); linear 0 to 0; linear 2; reduce c@1 none
+    mean    n! c s*!, n! s*!, w! => (), (); linear 0 to 0; reduce c@1 none
+    back    (), n c s*, n s*, w!, () => n c s*; linear 0; linear 3; unread 1
+
+A rank with some of the classes ignores targets elsewhere: its losses are partial sums. It has all
+targets and class weights, hence the total weight, which is output 1. A mean divides by that, which
+a rank with some of the samples does not know; the backward operators are told.
+
+Connectionist temporal classification: the batch is free.
+
+    forward     t! n+ c!, n+ s! => n+, n+ t! a!
+    backward    n, t! n c!, n s!, n, n t! a! => t! n c!; linear 0
+
+Lengths are literals, or tensors `n`. Targets may also stand in one row, `s!`, where lengths say
+which are whose. Output 1 of the forward operator is as wide as the longest target of the batch
+needs (if lengths are tensors: as it may need); a rank widens its own. PyTorch leaves those of its
+elements undefined that no target reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 
-from sbp_aten.rules.means import part_of_gradient, part_of_mean
+from sbp_aten.rules.formula import by_operator, notation
+from sbp_aten.rules.reductions import part_of_gradient, part_of_mean
+from sbp_aten.rules.windows import is_cut, shape_of
+from sbp_core.graph import Argument, Ref, Symbol
 from sbp_core.signatures import (
-    Bounds,
-    Dependence,
-    Dims,
     LocalCall,
     LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
+    Range,
     Rule,
     Shards,
     argument,
-    broadcast_dims,
     broadcast_shape,
-    fresh_dims,
-    linear,
     run_as_is,
     tensor_position,
     with_literals,
@@ -39,159 +56,276 @@ from sbp_core.signatures import (
 #: PyTorch's numbers for `reduction=`.
 NONE, MEAN, SUM = 0, 1, 2
 
-_CLASSES = "the score of the target is compared with those of all classes"
+
+def _is_gradient(call: OpCall) -> int:
+    """Return 1 for the gradient of a loss, whose argument 0 is that of its result; else 0."""
+    return int("_backward." in call.op)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """How a loss is called.
+def _linear_in(call: OpCall, weight: int | None, more: str = "") -> str:
+    """Return clauses: in what a loss is linear, given the position of its weight."""
+    at = None if weight is None else tensor_position(call, weight, "weight")
+    linear = "; linear 0" * _is_gradient(call) + more
+    return linear if at is None else f"{linear}; linear {at}"
+
+
+def _part(call: OpCall, reduction: int, local: int, total: int) -> LocalCall | LocalProgram:
+    """Return what a rank runs that holds `local` of `total` samples."""
+    if argument(call, reduction, "reduction", MEAN) != MEAN:
+        return run_as_is(call)
+    if _is_gradient(call):
+        return part_of_gradient(call, local, total)
+    summed = with_literals(call, (reduction, "reduction", SUM))
+    return part_of_mean(call, local, total, summed)
+
+
+def _elementwise(reduction: int, weight: int | None = None, more: str = "") -> Rule:
+    """Return the rule of a loss of each element; elements are broadcast and then reduced.
 
     Args:
         reduction: Position of the argument `reduction`.
-        gradient: Whether argument 0 is the gradient of the loss.
         weight: Position of the argument `weight`; None if it has none.
-        dependences: In what it is linear, apart from gradient and weight.
+        more: Clauses: in what else it is linear.
     """
 
-    reduction: int
-    gradient: bool = False
-    weight: int | None = None
-    dependences: tuple[Dependence, ...] = ()
-
-    def reduces(self, call: OpCall) -> int:
-        """Return which reduction a call asks for."""
-        return int(argument(call, self.reduction, "reduction", MEAN))
-
-    def linear_in(self, call: OpCall) -> tuple[Dependence, ...]:
-        """Return in what a call is linear."""
-        at = None if self.weight is None else tensor_position(call, self.weight, "weight")
-        return (
-            *((linear(0),) if self.gradient else ()),
-            *self.dependences,
-            *(() if at is None else (linear(at),)),
-        )
-
-    def part(self, call: OpCall, local: int, total: int) -> LocalCall | LocalProgram:
-        """Return what a rank runs that holds `local` of `total` samples."""
-        if self.reduces(call) != MEAN:
-            return run_as_is(call)
-        if self.gradient:
-            return part_of_gradient(call, local, total)
-        summed = with_literals(call, (self.reduction, "reduction", SUM))
-        return part_of_mean(call, local, total, summed)
-
-
-def _elementwise(family: _Family) -> Rule:
-    """Return the rule of a loss of each element, which are broadcast and then reduced."""
-    first = int(family.gradient)
-
     def meaning(call: OpCall) -> Notation:
-        wide = broadcast_shape([entry.shape for entry in call.inputs[first:]])
-        return Notation(
-            inputs=tuple(broadcast_dims(entry.shape, wide) for entry in call.inputs),
-            outputs=(broadcast_dims(call.outputs[0].shape, wide),),
-            dependences=family.linear_in(call),
-            work_flop=float(prod(wide)),
-        )
+        work = prod(broadcast_shape([entry.shape for entry in call.inputs[_is_gradient(call) :]]))
+        inputs = ", ".join("..." for _ in call.inputs)
+        return notation(call, f"{inputs} => ...{_linear_in(call, weight, more)}; flop {work}")
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
         shapes = [entry.shape for entry in call.inputs]
-        held = [_extents(bounds) for bounds in shards.inputs]
-        if family.gradient:
+        held = [shape_of(bounds) for bounds in shards.inputs]
+        if _is_gradient(call):
             # These divide by the elements of the first of the pair, before it is broadcast.
-            return family.part(call, prod(held[1]), prod(shapes[1]))
-        return family.part(call, prod(broadcast_shape(held)), prod(broadcast_shape(shapes)))
+            return _part(call, reduction, prod(held[1]), prod(shapes[1]))
+        return _part(call, reduction, prod(broadcast_shape(held)), prod(broadcast_shape(shapes)))
 
     return Rule(meaning, localize)
 
 
-def _extents(bounds: Bounds) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in bounds)
-
-
-def _margin(family: _Family, tensors: Callable[[OpCall, Dims, Dims], list[Dims]]) -> Rule:
+def _margin(layout: str, reduction: int, weight: int | None = None) -> Rule:
     """Return the rule of a loss that compares the classes of each sample.
 
     Args:
-        family: How it is called.
-        tensors: From the dims of scores (`n c`) and of samples (`n`), those of all arguments, then
-            outputs, that a call may have.
+        layout: What each tensor holds: `x` scores, `y` targets, `w` weights of classes, if they are
+            given, and `l` losses.
+        reduction: Position of the argument `reduction`.
+        weight: Position of the argument `weight`; None if it has none.
     """
-    at = int(family.gradient)
 
     def meaning(call: OpCall) -> Notation:
-        batched = len(call.inputs[at].shape) == 2
-        samples: Dims = (("n",),) if batched else ()
-        scores: Dims = (*samples, ("c",)) if call.inputs[at].shape else ()
-        dims = tensors(call, scores, samples)
-        inputs = len(call.inputs)
+        shape = call.inputs[_is_gradient(call)].shape
+        each = argument(call, reduction, "reduction", MEAN) == NONE
         # Kernels sum nothing, not even to zero, where there are no samples.
-        partial = batched and not at and family.reduces(call) != NONE
-        own = {name for tensor in dims for (name,) in tensor} - {"n"}
-        return Notation(
-            inputs=tuple(dims[:inputs]),
-            outputs=tuple(dims[inputs:]),
-            dependences=family.linear_in(call),
-            whole=frozenset(own),
-            nonempty=frozenset("n" if partial else ""),
-            why=_CLASSES,
-        )
+        samples = "n" + "+" * (not _is_gradient(call) and not each) if len(shape) == 2 else ""
+        weighted = weight is not None and tensor_position(call, weight, "weight") is not None
+        texts = {
+            "x": f"{samples} c!" if shape else "()",
+            "y": samples or "t*!",
+            "w": "c!" if weighted else "",
+            "l": samples if each else "()",
+        }
+        sides = [[texts[kind] for kind in side.split()] for side in layout.split(">")]
+        left, right = (", ".join(filter(None, side)) for side in sides)
+        why = "why the score of the target is compared with those of all classes"
+        return notation(call, f"{left} => {right or '()'}{_linear_in(call, weight)}; {why}")
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+        at = _is_gradient(call)
         bounds, shape = shards.inputs[at], call.inputs[at].shape
-        held, total = (_extents(bounds)[0], shape[0]) if len(shape) == 2 else (1, 1)
-        return family.part(call, held, total)
+        held, total = (shape_of(bounds)[0], shape[0]) if len(shape) == 2 else (1, 1)
+        return _part(call, reduction, held, total)
 
     return Rule(meaning, localize)
 
 
-def _losses(call: OpCall, reduction: int, samples: Dims) -> Dims:
-    """Return the dims of a loss, or of its gradient."""
-    return samples if argument(call, reduction, "reduction", MEAN) == NONE else ()
+# Negative log-likelihood
+
+#: The target that a rank ignores, whatever the call ignores.
+_ELSEWHERE = -100
+
+_ARGUMENTS = ("self", "target", "weight", "reduction", "ignore_index")
 
 
-def _multi_margin(call: OpCall, scores: Dims, samples: Dims) -> list[Dims]:
-    weight: list[Dims] = [(("c",),)] * (len(call.inputs) - 2)
-    targets = samples or fresh_dims(len(call.inputs[1].shape), "t")
-    return [scores, targets, *weight, _losses(call, 5, samples)]
+def _is_batched(call: OpCall) -> bool:
+    return len(call.inputs[_is_gradient(call)].shape) > 1
 
 
-def _multi_margin_backward(call: OpCall, scores: Dims, samples: Dims) -> list[Dims]:
-    weight: list[Dims] = [(("c",),)] * (len(call.inputs) - 3)
-    targets = samples or fresh_dims(len(call.inputs[2].shape), "t")
-    return [_losses(call, 6, samples), scores, targets, *weight, scores]
+def _nll(call: OpCall) -> Notation:
+    backward, batched = _is_gradient(call), _is_batched(call)
+    reduction = argument(call, 3 + backward, "reduction")
+    each, mean = batched and reduction == NONE, reduction == MEAN
+    weight = ", w!" * (tensor_position(call, 2 + backward, "weight") is not None)
+    # A mean of the forward operator needs all samples.
+    mark = "!" * (mean and not backward)
+    scores, targets = (f"n{mark} c s*{mark}", f"n{mark} s*{mark}") if batched else ("c", "t*!")
+    losses = targets if each else "()"
+    if backward:
+        clauses = [
+            "linear 0",
+            "linear 3" * bool(weight),
+            "decreasing 0" * (not mean and not weight),
+            "unread 1",
+            f"unread {len(call.inputs) - 1}" * (not mean),
+            "why any target may need any class weight",
+        ]
+        formula = f"{losses}, {scores}, {targets}{weight}, () => {scores}"
+    else:
+        why = "a mean divides by the weight of all samples"
+        clauses = [
+            "linear 0 to 0",
+            ("linear 2 to 0" if each else "linear 2") * (bool(weight) and not mean),
+            "decreasing 0 to 0" * (each and not weight),
+            "reduce c@1 none",
+            # The total weight of losses that are not reduced is zero.
+            "reduce n@1 none; reduce s*@1 none" * each,
+            f"why {why if batched and mean else 'any target may need any class weight'}",
+        ]
+        formula = f"{scores}, {targets}{weight} => {losses}, ()"
+    parts = [part for clause in clauses for part in clause.split("; ") if part]
+    return notation(call, "; ".join([formula, *parts]))
 
 
-def _multilabel(call: OpCall, scores: Dims, samples: Dims) -> list[Dims]:
-    return [scores, scores, _losses(call, 2, samples), scores]
+def _localize_nll(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Sum over the own classes; a mean divides by the weight of all targets."""
+    dim = int(_is_batched(call))
+    bounds = shards.inputs[0][dim]
+    if not is_cut(bounds, call.inputs[0].shape[dim]):
+        return run_as_is(call)
+    builder = LocalProgramBuilder()
+    scores, target, weight, reduction, ignored = (
+        argument(call, index, name) for index, name in enumerate(_ARGUMENTS)
+    )
+    here, weight_here = _here(builder, call, target, weight, ignored, bounds)
+    kind = SUM if reduction == MEAN else reduction
+    loss, total = builder.several(2, call.op, scores, here, weight_here, kind, _ELSEWHERE)
+    if reduction == NONE and _is_batched(call):
+        return builder.program(loss, total)
+    # The weight of all targets, whatever their class.
+    wide = _widened(builder, call, target)
+    wanted = builder("aten.ne.Scalar", wide, ignored)
+    if weight is None:
+        dtype = Symbol("dtype", call.outputs[1].dtype)
+        total = builder("aten.sum.default", wanted, dtype=dtype)
+    else:
+        safe = builder("aten.where.ScalarOther", wanted, wide, 0)
+        weights = builder("aten.take.default", weight, safe)
+        total = builder("aten.sum.default", builder("aten.where.ScalarOther", wanted, weights, 0.0))
+    if reduction == MEAN:
+        loss = builder("aten.div.Tensor", loss, total)
+    return builder.program(loss, total)
 
 
-def _multilabel_backward(call: OpCall, scores: Dims, samples: Dims) -> list[Dims]:
-    return [_losses(call, 3, samples), scores, scores, scores, scores]
+def _localize_nll_backward(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    dim = int(_is_batched(call))
+    bounds = shards.inputs[1][dim]
+    if not is_cut(bounds, call.inputs[1].shape[dim]):
+        return run_as_is(call)
+    builder = LocalProgramBuilder()
+    gradient, scores, target, weight, reduction, ignored, total = (
+        argument(call, index, name)
+        for index, name in enumerate(("grad_output", *_ARGUMENTS, "total_weight"))
+    )
+    here, weight_here = _here(builder, call, target, weight, ignored, bounds)
+    args = (gradient, scores, here, weight_here, reduction, _ELSEWHERE, total)
+    return builder.program(builder(call.op, *args))
 
 
-RULES = {
-    "aten.binary_cross_entropy.default": _elementwise(_Family(reduction=3, weight=2)),
-    "aten.binary_cross_entropy_backward.default": _elementwise(
-        _Family(reduction=4, gradient=True, weight=3)
-    ),
-    "aten.binary_cross_entropy_with_logits.default": _elementwise(_Family(reduction=4, weight=2)),
-    "aten.huber_loss.default": _elementwise(_Family(reduction=2)),
-    "aten.huber_loss_backward.default": _elementwise(_Family(reduction=3, gradient=True)),
-    "aten.mse_loss.default": _elementwise(_Family(reduction=2)),
-    "aten.mse_loss_backward.default": _elementwise(
-        _Family(reduction=3, gradient=True, dependences=(linear(1, 2),))
-    ),
-    "aten.multi_margin_loss.default": _margin(_Family(reduction=5, weight=4), _multi_margin),
-    "aten.multi_margin_loss_backward.default": _margin(
-        _Family(reduction=6, gradient=True, weight=5), _multi_margin_backward
-    ),
-    "aten.multilabel_margin_loss_backward.default": _margin(
-        _Family(reduction=3, gradient=True), _multilabel_backward
-    ),
-    "aten.multilabel_margin_loss_forward.default": _margin(_Family(reduction=2), _multilabel),
-    "aten.smooth_l1_loss.default": _elementwise(_Family(reduction=2)),
-    "aten.smooth_l1_loss_backward.default": _elementwise(_Family(reduction=3, gradient=True)),
-    "aten.soft_margin_loss.default": _elementwise(_Family(reduction=2)),
-    "aten.soft_margin_loss_backward.default": _elementwise(_Family(reduction=3, gradient=True)),
-}
+def _here(
+    builder: LocalProgramBuilder,
+    call: OpCall,
+    target: Argument,
+    weight: Argument,
+    ignored: int,
+    bounds: Range,
+) -> tuple[Ref, Argument]:
+    """Return targets counted from the first class of the rank, and the weights of its classes."""
+    start, stop = bounds
+    wide = _widened(builder, call, target)
+    inside = builder(
+        "aten.logical_and.default",
+        builder("aten.ge.Scalar", wide, start),
+        builder("aten.lt.Scalar", wide, stop),
+    )
+    if start <= ignored < stop:
+        wanted = builder("aten.ne.Scalar", wide, ignored)
+        inside = builder("aten.logical_and.default", inside, wanted)
+    shifted = builder("aten.sub.Scalar", wide, start)
+    here = builder("aten.where.ScalarOther", inside, shifted, _ELSEWHERE)
+    own = weight if weight is None else builder("aten.slice.Tensor", weight, 0, start, stop)
+    return here, own
+
+
+def _widened(builder: LocalProgramBuilder, call: OpCall, target: Argument) -> Argument:
+    """Return targets as int64: what uint8 holds has no room for `_ELSEWHERE`."""
+    if call.inputs[1 + _is_gradient(call)].dtype == "int64":
+        return target
+    return builder("aten._to_copy.default", target, dtype=Symbol("dtype", "int64"))
+
+
+# Connectionist temporal classification
+
+
+def _ctc(call: OpCall) -> Notation:
+    backward = _is_gradient(call)
+    in_row = len(call.inputs[1 + backward].shape) == 1
+    # The batch is whole, too, if only values say which targets are whose.
+    n = "n" + "!" * (in_row and call.op.endswith(".Tensor")) + "+" * (not backward)
+    scores, alpha = f"t! {n} c!", f"{n} t! a!"
+    given = [scores, "s!" if in_row else f"{n} s!"]
+    why = "why a sample is aligned over all times, classes and labels"
+    if backward:
+        lengths = [n] * (len(call.inputs) - 5)
+        left = ", ".join([n, *given, *lengths, n, alpha])
+        return notation(call, f"{left} => {scores}; linear 0; {why}")
+    left = ", ".join([*given, *[n] * (len(call.inputs) - 2)])
+    return notation(call, f"{left} => {n}, {alpha}; {why}")
+
+
+def _localize_ctc(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Give a rank literal lengths of its samples, and their part of a row of targets.
+
+    The forward operator makes its second output as wide as that of all samples is.
+    """
+    backward, literal = _is_gradient(call), not call.op.endswith(".Tensor")
+    samples = shards.inputs[backward][1]
+    whole = not is_cut(samples, call.inputs[backward].shape[1])
+    if whole and (backward or literal):
+        return run_as_is(call)
+    builder, args, at = LocalProgramBuilder(), list(call.args), 1 + backward
+    if literal:
+        of_targets = argument(call, at + 2, "target_lengths")
+        for place in (at + 1, at + 2):
+            args[place] = argument(call, place, "")[slice(*samples)]
+        if len(call.inputs[at].shape) == 1:
+            bounds = (sum(of_targets[:end]) for end in samples)
+            args[at] = builder("aten.slice.Tensor", args[at], 0, *bounds)
+    if backward:
+        return builder.program(builder(call.op, *args, **call.kwargs))
+    loss, alpha = builder.several(2, call.op, *args, **call.kwargs)
+    shape = shards.output_shape(1)
+    padding = builder("aten.new_full.default", alpha, shape, float("-inf"))
+    wide = builder("aten.cat.default", (alpha, padding), 2)
+    return builder.program(loss, builder("aten.slice.Tensor", wide, 2, 0, shape[2]))
+
+
+RULES = by_operator(
+    {
+        "_ctc_loss.Tensor _ctc_loss _ctc_loss_backward.Tensor _ctc_loss_backward": Rule(
+            _ctc, _localize_ctc
+        ),
+        "binary_cross_entropy": _elementwise(3, weight=2),
+        "binary_cross_entropy_backward": _elementwise(4, weight=3),
+        "binary_cross_entropy_with_logits": _elementwise(4, weight=2),
+        "huber_loss mse_loss smooth_l1_loss soft_margin_loss": _elementwise(2),
+        "huber_loss_backward smooth_l1_loss_backward soft_margin_loss_backward": _elementwise(3),
+        "mse_loss_backward": _elementwise(3, more="; linear 1 2"),
+        "multi_margin_loss": _margin("x y w > l", 5, weight=4),
+        "multi_margin_loss_backward": _margin("l x y w > x", 6, weight=5),
+        "multilabel_margin_loss_backward": _margin("l x x x > x", 3),
+        "multilabel_margin_loss_forward": _margin("x x > l x", 2),
+        "nll_loss_forward nll_loss2d_forward": Rule(_nll, _localize_nll),
+        "nll_loss_backward nll_loss2d_backward": Rule(_nll, _localize_nll_backward),
+    }
+)

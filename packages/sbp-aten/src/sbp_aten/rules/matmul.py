@@ -1,10 +1,15 @@
-"""Matrix products: sums of products, so that the notation says everything."""
+"""Matrix products: sums of products, so that the notation says everything; distances of rows.
+
+A distance under a norm p is a sum over the columns for p = 0 and 1 and a maximum for p = infinity;
+other norms take a root of the whole sum.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_core.signatures import (
     Dependence,
     Dims,
@@ -14,16 +19,18 @@ from sbp_core.signatures import (
     argument,
     broadcast_dims,
     decreasing,
-    fresh_dims,
     increasing,
     linear,
     maxima,
     parse_notation,
     unread,
+    wrap_dim,
 )
 
 #: Why there may be no empty shards beside some biases.
 _UNBROADCAST = "beside an empty matrix the kernel does not broadcast the bias"
+
+
 _REAL_BETA = "beside an empty matrix the kernel refuses to multiply integers by a real beta"
 
 
@@ -99,21 +106,18 @@ def _with_bias(text: str, *, empty: bool = True) -> Rule:
 
 def _addmm_activation(call: OpCall) -> Notation:
     """`j, i k!, k! j => i j`."""
-    product = parse_notation("i k, k j -> i j")
-    return Notation(
+    product = parse_notation("i k!, k! j => i j; why an activation follows the sum")
+    return replace(
+        product,
         inputs=(_bias_dims(call, product), *product.inputs),
-        outputs=product.outputs,
-        whole=frozenset("k"),
         work_flop=_product_flop(call, product),
-        why="an activation follows the sum",
     )
 
 
 def _int_mm(call: OpCall) -> Notation:
     """Int8 in, int32 out: partial int8 values would wrap, so only the output may be partial."""
-    rows, inner = call.inputs[0].shape
-    work = 2.0 * rows * inner * call.inputs[1].shape[1]
-    return replace(parse_notation("i k, k j => i j"), work_flop=work)
+    work = 2 * prod(call.inputs[0].shape) * call.inputs[1].shape[1]
+    return notation(call, f"i k, k j => i j; flop {work}")
 
 
 def _scaled_mm(call: OpCall) -> Notation:
@@ -171,14 +175,7 @@ def _matmul(call: OpCall) -> Notation:
 
 
 def _linear(call: OpCall) -> Notation:
-    """`d0 d1 k, j k + j -> d0 d1 j`."""
-    outer = fresh_dims(len(call.inputs[0].shape) - 1)
-    bias: tuple[Dims, ...] = ((("j",),),) if len(call.inputs) > 2 else ()
-    return Notation(
-        inputs=((*outer, ("k",)), (("j",), ("k",)), *bias),
-        outputs=((*outer, ("j",)),),
-        addends=(0, 0, *(1 for _ in bias)),
-    )
+    return notation(call, f"d* k, j k{' + j' * (len(call.inputs) > 2)} -> d* j")
 
 
 def _tensordot(call: OpCall) -> Notation:
@@ -214,22 +211,87 @@ def _trilinear(call: OpCall) -> Notation:
     )
 
 
-RULES = {
-    "aten._addmm_activation.default": Rule(_addmm_activation),
-    "aten._int_mm.default": Rule(_int_mm),
-    "aten._scaled_mm.default": Rule(_scaled_mm),
-    "aten._trilinear.default": Rule(_trilinear),
-    "aten.addbmm.default": _with_bias("n i k, n k j -> i j"),
-    "aten.addmm.default": _with_bias("i k, k j -> i j"),
-    "aten.addmv.default": _with_bias("i k, k -> i", empty=False),
-    "aten.addr.default": _with_bias("i, j -> i j"),
-    "aten.baddbmm.default": _with_bias("n i k, n k j -> n i j"),
-    "aten.bmm.default": Rule("n i k, n k j -> n i j"),
-    "aten.dot.default": Rule("k, k -> ()"),
-    "aten.linear.default": Rule(_linear),
-    "aten.matmul.default": Rule(_matmul),
-    "aten.mm.default": Rule("i k, k j -> i j"),
-    "aten.mv.default": Rule("i k, k -> i"),
-    "aten.tensordot.default": Rule(_tensordot),
-    "aten.vdot.default": Rule("k, k -> ()"),
-}
+def _over_columns(norm: float) -> tuple[str, str]:
+    """Return the mark of the columns `m`, and the clauses of a distance: how they are reduced."""
+    if norm in (0, 1):
+        return "", ""
+    if norm == inf:
+        return "", "; reduce m max"
+    return "!", "; why a norm takes a root of the sum over the columns"
+
+
+def _unread(norm: float, count: int) -> str:
+    """Return which of `count` arguments, the distances last, a gradient does not read.
+
+    Under p = 1 it hangs on signs of differences, under p = 0 it is zero.
+    """
+    if norm not in (0, 1):
+        return ""
+    first = 0 if norm == 0 else count - 1
+    return "".join(f"; unread {at}" for at in range(first, count - 1)) + f"; ignored {count - 1}"
+
+
+def _cdist(call: OpCall) -> Notation:
+    norm = 2.0 if call.op == "aten._euclidean_dist.default" else argument(call, 2, "p")
+    mark, reduced = _over_columns(norm)
+    work = 3.0 * prod(call.outputs[0].shape) * call.inputs[0].shape[-1]
+    return notation(call, f"... p m{mark}, ... r m => ... p r; flop {work}{reduced}")
+
+
+def _cdist_backward(call: OpCall) -> Notation:
+    """Return a sum over the rows of argument 2."""
+    work = 4.0 * prod(call.outputs[0].shape) * call.inputs[2].shape[-2]
+    clauses = f"linear 0{_unread(argument(call, 3, 'p'), 4)}; flop {work}"
+    return notation(call, f"... p r, ... p m, ... r m, ... p r => ... p m; {clauses}")
+
+
+_PAIRS = "each row is paired with every other"
+
+
+def _pdist(call: OpCall) -> Notation:
+    mark, reduced = _over_columns(argument(call, 1, "p", 2.0))
+    why = reduced.replace("why", f"why {_PAIRS}, and") if mark else f"{reduced}; why {_PAIRS}"
+    work = 3.0 * call.outputs[0].shape[0] * call.inputs[0].shape[1]
+    return notation(call, f"n! m{mark} => q!; flop {work}{why}")
+
+
+def _pdist_backward(call: OpCall) -> Notation:
+    unread, work = _unread(argument(call, 2, "p"), 3), 4.0 * prod(call.inputs[1].shape[1:])
+    work *= call.inputs[0].shape[0]
+    return notation(call, f"q!, n! m, q! => n! m; linear 0{unread}; flop {work}; why {_PAIRS}")
+
+
+def _cross(call: OpCall) -> Notation:
+    """`..., ... => ...`, of which the dim of the components is whole."""
+    shape = call.outputs[0].shape
+    dim = wrap_dim(argument(call, 2, "dim", -1), len(shape))
+    found = notation(call, f"..., ... => ...; linear 0; linear 1; flop {3.0 * prod(shape)}")
+    why = "the three components of a cross product mix"
+    return replace(found, whole=frozenset({f"d{dim}"}), why=why)
+
+
+RULES = by_operator(
+    {
+        "_addmm_activation": Rule(_addmm_activation),
+        "_cdist_backward": Rule(_cdist_backward),
+        "_cdist_forward _euclidean_dist": Rule(_cdist),
+        "_int_mm": Rule(_int_mm),
+        "_pdist_backward": Rule(_pdist_backward),
+        "_pdist_forward": Rule(_pdist),
+        "_scaled_mm": Rule(_scaled_mm),
+        "_trilinear": Rule(_trilinear),
+        "addbmm": _with_bias("n i k, n k j -> i j"),
+        "addmm": _with_bias("i k, k j -> i j"),
+        "addmv": _with_bias("i k, k -> i", empty=False),
+        "addr": _with_bias("i, j -> i j"),
+        "baddbmm": _with_bias("n i k, n k j -> n i j"),
+        "bmm": Rule("n i k, n k j -> n i j"),
+        "dot vdot": Rule("k, k -> ()"),
+        "linalg_cross": Rule(_cross),
+        "linear": Rule(_linear),
+        "matmul": Rule(_matmul),
+        "mm": Rule("i k, k j -> i j"),
+        "mv": Rule("i k, k -> i"),
+        "tensordot": Rule(_tensordot),
+    }
+)

@@ -1,19 +1,29 @@
-"""Softmax, and layer, group, RMS and weight normalisation, forward and backward.
+"""Softmax, and batch, layer, group, RMS and weight normalisation, forward and backward.
 
     _softmax(dim=1)        d0 t0_1! => d0 t1_1!
-    layer norm over d1     d0 d1!, d1!, d1! => d0 d1!, d0 1, d0 1; linear 1 2 to 0
-    its backward           d0 d1!, d0 d1!, d0 1, d0 1, d1!, d1! => d0 d1!, d1!, d1!; linear 0
-    group norm             n (g c!) s0!, (g c!), (g c!) => n (g c!) s0!, n g, n g
+    layer norm             d* n*!, n*, n* => d* n*, d* 1, d* 1; linear 1 2 to 0
+    its backward           d* n*!, d* n*, d* 1, d* 1, n*, n* => d* n*, n*, n*; linear 0
+    group norm             n (g c!) s*!, (g c), (g c) => n (g c) s*, n g, n g
 
-What is normalised stays whole; weight gradients are sums over the rest. Batch norm: `batch_norm`.
+What is normalised stays whole; weight gradients are sums over the rest.
+
+    batch norm, training   n! c+ s*!, c, c, c, c => n c s*, c, c; linear 1 2 to 0
+    evaluation             n c+ s*, c, c, c, c => n c s*, t6_0!, t7_0!; linear 1 2 to 0;
+                           linear 0 2 3 to 0
+
+In training the statistics run over the batch and all positions, so only channels may be split. In
+evaluation batch and positions are free, and weight gradients are sums over them.
+
+`native_batch_norm` and others write the running statistics that they are given; here those are
+arguments only. What a rank writes is right, since its shards of them lie like the channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_core.signatures import (
-    Dependence,
-    Dim,
-    Dims,
     LocalCall,
     Localizer,
     Notation,
@@ -22,142 +32,83 @@ from sbp_core.signatures import (
     Shards,
     along,
     argument,
-    fresh_dims,
-    increasing,
-    labels,
-    linear,
     tensor_position,
-    unread,
     wrap_dim,
 )
 
 _SOFTMAX = "each element is divided by a sum over all of it"
-_LAYER = "mean and variance are those of all its elements"
-_GROUP = "mean and variance of a group are those of all its channels and positions"
+_LAYER = "why mean and variance are those of all its elements"
+_GROUP = "why mean and variance of a group are those of all its channels and positions"
+_BATCH = "why the statistics are those of the whole batch and of all positions"
 
 
-def affine(weight: int | None, bias: int | None) -> tuple[Dependence, ...]:
+def _affine(call: OpCall, weight: int, bias: int) -> str:
     """Return in what `weight * normalised + bias` is linear or monotone; it is output 0 of several.
 
     With both it is jointly linear in them, with a bias alone affine.
 
     Args:
-        weight: Position of the weight among the tensor arguments; None if there is none.
+        call: The call.
+        weight: Position of the argument `weight`, which may be left out.
         bias: That of the bias.
     """
-    both = [at for at in (weight, bias) if at is not None]
-    return (
-        *(() if weight is None else (linear(*both, outputs=(0,)),)),
-        *(() if bias is None else (increasing(bias, outputs=(0,)),)),
-    )
+    scale, shift = tensor_position(call, weight, "weight"), tensor_position(call, bias, "bias")
+    both = " ".join(str(at) for at in (scale, shift) if at is not None)
+    linear = "" if scale is None else f"; linear {both} to 0"
+    return linear if shift is None else f"{linear}; increasing {shift} to 0"
 
 
-def in_weight(weight: int | None, mask: tuple[bool, ...]) -> tuple[Dependence, ...]:
-    """Return that of all gradients only the first, that of the data, is linear in the weight.
+def _gradients(call: OpCall, weight: int, mask: int, made: Sequence[str]) -> tuple[str, str]:
+    """Return the outputs of a backward operator, and in what they are linear.
 
-    Args:
-        weight: Position of the weight among the tensor arguments; None if there is none.
-        mask: Which gradients are wanted.
-    """
-    return () if weight is None else (linear(weight, outputs=(0,) if mask[0] else ()),)
-
-
-def _layer_dims(call: OpCall, data: int, shape: int) -> tuple[Dims, Dims, Dims, frozenset[str]]:
-    """Return dims of the data, of its statistics and of the weights, and the labels kept whole.
+    Of all gradients only the first, that of the data, is linear in the weight.
 
     Args:
         call: The call.
-        data: Position of the data among the tensor arguments.
-        shape: Position of `normalized_shape` among the arguments.
+        weight: Position of the argument `weight`.
+        mask: Position of the argument that says which gradients are wanted.
+        made: Dims of each of them.
     """
-    num_dims = len(call.inputs[data].shape)
-    inner = len(argument(call, shape, "normalized_shape"))
-    dims = fresh_dims(num_dims)
-    outer, normalised = dims[: num_dims - inner], dims[num_dims - inner :]
-    ones: tuple[Dim, ...] = ((),) * inner
-    return dims, (*outer, *ones), normalised, frozenset(name for (name,) in normalised)
+    wanted = argument(call, mask, "output_mask")
+    at = tensor_position(call, weight, "weight")
+    linear = "" if at is None else f"; linear {at} to {'0' * wanted[0]}"
+    outputs = (dims for dims, asked in zip(made, wanted, strict=False) if asked)
+    return ", ".join(outputs), f"linear 0{linear}"
 
 
 def _layer_norm(call: OpCall) -> Notation:
     """Layer norm has two statistics and perhaps a bias, RMS norm one and none."""
-    data, statistics, weights, whole = _layer_dims(call, 0, 1)
-    weight = tensor_position(call, 2, "weight")
-    bias = tensor_position(call, 3, "bias")
-    return Notation(
-        inputs=(data, *(weights for _ in call.inputs[1:])),
-        outputs=(data, *(statistics for _ in call.outputs[1:])),
-        dependences=affine(weight, bias),
-        whole=whole,
-        why=_LAYER,
-    )
+    inner = len(argument(call, 1, "normalized_shape"))
+    inputs = ", n*" * (len(call.inputs) - 1)
+    outputs = f", d*{' 1' * inner}" * (len(call.outputs) - 1)
+    text = f"d* n*!{inputs} => d* n*{outputs}{_affine(call, 2, 3)}; {_LAYER}"
+    return notation(call, text, n=inner)
 
 
 def _layer_norm_backward(call: OpCall) -> Notation:
-    data, statistics, weights, whole = _layer_dims(call, 1, 2)
-    mask = tuple(argument(call, 7, "output_mask"))
-    bias = tensor_position(call, 6, "bias")
-    made = (data, weights, weights)
-    return Notation(
-        inputs=(data, data, statistics, statistics, *(weights for _ in call.inputs[4:])),
-        outputs=tuple(dims for dims, wanted in zip(made, mask, strict=True) if wanted),
-        dependences=(
-            linear(0),
-            *in_weight(tensor_position(call, 5, "weight"), mask),
-            *(() if bias is None else (unread(bias),)),
-        ),
-        whole=whole,
-        why=_LAYER,
-    )
-
-
-def _rms_norm_backward(call: OpCall) -> Notation:
-    data, statistics, weights, whole = _layer_dims(call, 1, 2)
-    mask = tuple(argument(call, 5, "output_mask"))
-    return Notation(
-        inputs=(data, data, statistics, *(weights for _ in call.inputs[3:])),
-        outputs=tuple(dims for dims, wanted in zip((data, weights), mask, strict=True) if wanted),
-        dependences=(linear(0), *in_weight(tensor_position(call, 4, "weight"), mask)),
-        whole=whole,
-        why=_LAYER,
-    )
-
-
-#: Channels of a group-norm: groups of channels.
-_CHANNELS: Dim = ("g", "c")
-
-
-def _grouped(num_dims: int) -> tuple[Dims, frozenset[str]]:
-    """Return dims of group-norm data, and the labels kept whole."""
-    places = list(labels("s", num_dims - 2))
-    return (("n",), _CHANNELS, *((name,) for name in places)), frozenset(["c", *places])
+    """Of RMS norm, there are one statistic and no bias."""
+    rms = "rms" in call.op
+    inner = len(argument(call, 2, "normalized_shape"))
+    statistics = f", d*{' 1' * inner}" * (1 if rms else 2)
+    weight, mask = (4, 5) if rms else (5, 7)
+    weights = ", n*" * (len(call.inputs) - (3 if rms else 4))
+    bias = None if rms else tensor_position(call, 6, "bias")
+    made, linear = _gradients(call, weight, mask, ("d* n*", "n*", "n*"))
+    linear += "" if bias is None else f"; unread {bias}"
+    text = f"d* n*!, d* n*{statistics}{weights} => {made}; {linear}; {_LAYER}"
+    return notation(call, text, n=inner)
 
 
 def _group_norm(call: OpCall) -> Notation:
-    data, whole = _grouped(len(call.inputs[0].shape))
-    statistics: Dims = (("n",), ("g",))
-    return Notation(
-        inputs=(data, *((_CHANNELS,) for _ in call.inputs[1:])),
-        outputs=(data, statistics, statistics),
-        dependences=affine(tensor_position(call, 1, "weight"), tensor_position(call, 2, "bias")),
-        whole=whole,
-        nonempty=frozenset("g"),
-        why=_GROUP,
-    )
+    channels = ", (g c)" * (len(call.inputs) - 1)
+    outputs = f"n (g c) s*, n g, n g{_affine(call, 1, 2)}; {_GROUP}"
+    return notation(call, f"n (g+ c!) s*!{channels} => {outputs}")
 
 
 def _group_norm_backward(call: OpCall) -> Notation:
-    data, whole = _grouped(len(call.inputs[1].shape))
-    statistics: Dims = (("n",), ("g",))
-    mask = tuple(argument(call, 9, "output_mask"))
-    made = (data, (_CHANNELS,), (_CHANNELS,))
-    return Notation(
-        inputs=(data, data, statistics, statistics, *((_CHANNELS,) for _ in call.inputs[4:])),
-        outputs=tuple(dims for dims, wanted in zip(made, mask, strict=True) if wanted),
-        dependences=(linear(0), *in_weight(tensor_position(call, 4, "weight"), mask)),
-        whole=whole,
-        nonempty=frozenset("g"),
-        why=_GROUP,
-    )
+    made, linear = _gradients(call, 4, 9, ("n (g c) s*", "(g c)", "(g c)"))
+    inputs = f"n (g+ c!) s*!, n (g c) s*, n g, n g{', (g c)' * (len(call.inputs) - 4)}"
+    return notation(call, f"{inputs} => {made}; {linear}; {_GROUP}")
 
 
 def _counted(data: int, first: int) -> Localizer:
@@ -181,60 +132,130 @@ def _counted(data: int, first: int) -> Localizer:
 
 
 def _weight_norm(call: OpCall) -> Notation:
-    """`d0+ d1!, d0+ 1 => d0+ d1!, d0+ 1; linear 1 to 0` for `dim=0`."""
-    return _scaled(call, argument(call, 2, "dim", 0), (linear(1, outputs=(0,)),))
+    """`d0+ d1!, d0+ 1 => d0+ d1!, d0+ 1; linear 1 to 0` for `dim=0`: slices, a number for each.
 
-
-def _weight_norm_backward(call: OpCall) -> Notation:
-    """`d0+ d1!, d0+ d1!, d0+ 1, d0+ 1 => d0+ d1!, d0+ 1; linear 0; linear 2 to 0`."""
-    return _scaled(call, argument(call, 4, "dim"), (linear(0), linear(2, outputs=(0,))))
-
-
-def _scaled(call: OpCall, dim: int, dependences: tuple[Dependence, ...]) -> Notation:
-    """Return the notation of an operator on slices along `dim` and one number for each."""
+    Backward: `d0+ d1!, d0+ d1!, d0+ 1, d0+ 1 => d0+ d1!, d0+ 1; linear 0; linear 2 to 0`.
+    """
+    backward = "backward" in call.op
     shape = call.inputs[0].shape
-    dims = fresh_dims(len(shape))
-    at = wrap_dim(dim, len(shape))
-    numbers = tuple(names if index == at else () for index, names in enumerate(dims))
-
-    def dims_of(shape: tuple[int, ...]) -> Dims:
-        return dims if shape == call.inputs[0].shape else numbers
-
-    return Notation(
-        inputs=tuple(dims_of(entry.shape) for entry in call.inputs),
-        outputs=(dims, numbers),
-        dependences=dependences,
-        whole=frozenset(name for index, (name,) in enumerate(dims) if index != at),
-        nonempty=frozenset(dims[at]),
-        why="the norm of a slice is one of all its elements",
-    )
+    at = wrap_dim(argument(call, 4, "dim") if backward else argument(call, 2, "dim", 0), len(shape))
+    data = " ".join(f"d{dim}" + ("+" if dim == at else "!") for dim in range(len(shape)))
+    numbers = " ".join(f"d{dim}" if dim == at else "1" for dim in range(len(shape)))
+    inputs = ", ".join(data if entry.shape == shape else numbers for entry in call.inputs)
+    linear = "linear 0; linear 2 to 0" if backward else "linear 1 to 0"
+    why = "why the norm of a slice is one of all its elements"
+    return notation(call, f"{inputs} => {data}, {numbers}; {linear}; {why}")
 
 
 def _softmax_backward(call: OpCall) -> Notation:
     """`_softmax_backward_data(gradient, output, dim, input dtype)`: all are of one shape."""
-    dims = fresh_dims(len(call.outputs[0].shape))
-    at = wrap_dim(argument(call, 2, "dim"), len(dims))
-    return Notation(
-        inputs=(dims, dims),
-        outputs=(dims,),
-        dependences=(linear(0),),
-        whole=frozenset(name for dim in dims[at : at + 1] for name in dim),
-        why=_SOFTMAX,
-    )
+    rank = len(call.outputs[0].shape)
+    at = wrap_dim(argument(call, 2, "dim"), rank)
+    dims = " ".join(f"d{dim}" + "!" * (dim == at) for dim in range(rank))
+    return notation(call, f"{dims}, {dims or '()'} => {dims}; linear 0; why {_SOFTMAX}")
 
 
-RULES = {
-    "aten._fused_rms_norm.default": Rule(_layer_norm),
-    "aten._fused_rms_norm_backward.default": Rule(_rms_norm_backward),
-    "aten._log_softmax.default": along(1, why=_SOFTMAX),
-    "aten._log_softmax_backward_data.default": Rule(_softmax_backward),
-    "aten._safe_softmax.default": along(1, why=_SOFTMAX),
-    "aten._softmax.default": along(1, why=_SOFTMAX),
-    "aten._softmax_backward_data.default": Rule(_softmax_backward),
-    "aten._weight_norm_interface.default": Rule(_weight_norm),
-    "aten._weight_norm_interface_backward.default": Rule(_weight_norm_backward),
-    "aten.native_group_norm.default": Rule(_group_norm, _counted(0, 3)),
-    "aten.native_group_norm_backward.default": Rule(_group_norm_backward, _counted(1, 5)),
-    "aten.native_layer_norm.default": Rule(_layer_norm),
-    "aten.native_layer_norm_backward.default": Rule(_layer_norm_backward),
-}
+# Batch normalisation
+
+
+def _of_channels(
+    call: OpCall, data: int, like: Sequence[bool], fixed: bool, clauses: Iterable[str]
+) -> Notation:
+    """Return the notation: data is `n c s*`, all else has a number for each channel.
+
+    Tensors of other extents are those that a mode leaves empty.
+
+    Args:
+        call: The call.
+        data: Position of the data among the tensor arguments.
+        like: For each output, whether it is like the data.
+        fixed: Whether statistics are given: then batch and positions are free.
+        clauses: In what the operator is linear.
+    """
+    shape = call.inputs[data].shape
+    mark = "" if fixed else "!"
+    # Kernels divide by the number of elements of a channel.
+    whole = f"n{mark}{'+' * data} c+ s*{mark}"
+    types = enumerate((*call.inputs, *call.outputs))
+    channels = ["c" if entry.shape == shape[1:2] else f"t{at}_0!" for at, entry in types]
+    count = len(call.inputs)
+    inputs = [whole if at <= data else dims for at, dims in enumerate(channels[:count])]
+    outputs = [whole if alike else dims for alike, dims in zip(like, channels[count:], strict=True)]
+    none = [
+        f"reduce {name}@{at} none"
+        for at, dims in enumerate(outputs)
+        for name in ("n", "c", "s*")
+        if data == 0 and dims not in (whole, name)
+    ]
+    formula = f"{', '.join(inputs)} => {', '.join(outputs)}"
+    return notation(call, "; ".join([formula, *clauses, *none, _BATCH]))
+
+
+def _batch_norm(trains: bool | None) -> Rule:
+    """Return the rule of a forward operator; None: its sixth argument says if this is training."""
+
+    def meaning(call: OpCall) -> Notation:
+        training = bool(argument(call, 5, "training")) if trains is None else trains
+        clauses = list(filter(None, _affine(call, 1, 2).split("; ")))
+        if not training and not any(
+            entry.shape == call.inputs[0].shape[1:2] for entry in call.outputs[1:]
+        ):
+            bias = tensor_position(call, 2, "bias")
+            mean = tensor_position(call, 3, "running_mean")
+            shifts = [str(at) for at in (0, bias, mean) if at is not None]
+            clauses.append(f"linear {' '.join(shifts)} to 0")
+        momentum = 6 - ("_with_update" in call.op)
+        if training and len(call.outputs) >= 5 and argument(call, momentum, "momentum") <= 1:
+            # The new running statistics, the last two outputs, grow with the old ones.
+            first, mean, variance = (
+                len(call.outputs) - 2,
+                len(call.inputs) - 2,
+                len(call.inputs) - 1,
+            )
+            clauses += [
+                f"increasing {mean} to {first}",
+                f"increasing {variance} to {first + 1}",
+                f"increasing {mean} {variance} to {first} {first + 1}",
+            ]
+        like = [True, *(False for _ in call.outputs[1:])]
+        return _of_channels(call, 0, like, not training, clauses)
+
+    return Rule(meaning)
+
+
+def _batch_norm_backward(call: OpCall) -> Notation:
+    """Arguments: gradient, data, weight, running and saved statistics; the eighth says the mode."""
+    spread, trains = ("save_invstd", "train") if "native" in call.op else ("save_var", "update")
+    training = bool(argument(call, 7, trains))
+    mask = tuple(argument(call, 9, "output_mask"))
+    running = [tensor_position(call, 3, "running_mean"), tensor_position(call, 4, "running_var")]
+    saved = [tensor_position(call, 5, "save_mean"), tensor_position(call, 6, spread)]
+    mean = (saved if training else running)[0]
+    fixed = not (training and mask[0])
+    clauses = _gradients(call, 2, 9, ())[1].split("; ")
+    clauses += [f"ignored {at}" for at in (running if training else saved) if at is not None]
+    if fixed and mean is not None:
+        # The gradient of the weight sums gradient * (data - mean) * scale.
+        clauses.append(f"linear 1 {mean} to {int(mask[0]) if mask[1] else ''}")
+    like = [index == 0 for index, wanted in enumerate(mask) if wanted]
+    return _of_channels(call, 1, like, fixed, clauses)
+
+
+RULES = by_operator(
+    {
+        "_batch_norm_no_update": _batch_norm(trains=False),
+        "_batch_norm_with_update_functional": _batch_norm(trains=True),
+        "_fused_rms_norm native_layer_norm": Rule(_layer_norm),
+        "_fused_rms_norm_backward native_layer_norm_backward": Rule(_layer_norm_backward),
+        "_log_softmax _safe_softmax _softmax": along(1, why=_SOFTMAX),
+        "_log_softmax_backward_data _softmax_backward_data": Rule(_softmax_backward),
+        "_native_batch_norm_legit _native_batch_norm_legit_functional": _batch_norm(trains=None),
+        "_native_batch_norm_legit.no_stats": _batch_norm(trains=True),
+        "_native_batch_norm_legit_no_training": _batch_norm(trains=False),
+        "_weight_norm_interface _weight_norm_interface_backward": Rule(_weight_norm),
+        "batch_norm_backward native_batch_norm_backward": Rule(_batch_norm_backward),
+        "native_batch_norm": _batch_norm(trains=None),
+        "native_group_norm": Rule(_group_norm, _counted(0, 3)),
+        "native_group_norm_backward": Rule(_group_norm_backward, _counted(1, 5)),
+    }
+)

@@ -6,17 +6,22 @@
     n c y, n c x!, n c y => n c x!               gradients that go where indices say: partial sums
 
 `n` is missing in calls without batch. Where windows are side by side, the indices that maxima come
-with count elements of the whole plane: localisers move them between the plane and its shard.
+with count elements of the whole plane, row by row: localisers move them between the plane and its
+shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 
-from sbp_aten.rules.planes import is_whole, moved, plane, spatial
+from sbp_aten.rules.formula import by_operator
 from sbp_aten.rules.sliding import Slide, space, spread
+from sbp_aten.rules.windows import is_cut, shape_of
+from sbp_core.graph import Ref
 from sbp_core.signatures import (
+    Bounds,
     Dependence,
     Dims,
     LocalCall,
@@ -86,7 +91,8 @@ def _pool(
     layout: str,
     count: int,
     slides: _Slides,
-    *dependences: Dependence,
+    dependences: Sequence[Dependence] = (),
+    *,
     average: bool = False,
     scatters: bool = False,
     why: str = "",
@@ -99,7 +105,7 @@ def _pool(
             elements themselves, `r` random numbers for each channel.
         count: Number of spatial dims.
         slides: How the windows slide.
-        *dependences: In what the operator is linear or monotone.
+        dependences: In what the operator is linear or monotone.
         average: Whether it averages: then it is not linear on integers, which it rounds, and a
             window that holds everything is divisible if `localize` scales.
         scatters: Whether each window adds to the element that its index names: then the windows
@@ -151,19 +157,57 @@ def _by_chance(layout: str, call: OpCall, slides: Sequence[Slide]) -> Iterator[D
             yield linear(0, outputs=(0,))
 
 
+#: For each spatial dim the half-open bounds of the shard, and the extent of the whole.
+_Plane = Sequence[tuple[int, int, int]]
+
+
+def _spatial(bounds: Bounds, count: int) -> tuple[int, ...]:
+    """Return the local extents of the last dims."""
+    return shape_of(bounds[-count:])
+
+
+def _plane(bounds: Bounds, shape: Sequence[int], count: int) -> _Plane:
+    """Return where the last `count` dims of a shard lie; nothing if it is all of them."""
+    pairs = zip(bounds[-count:], shape[-count:], strict=True)
+    found = [(*pair, extent) for pair, extent in pairs]
+    return found if any(is_cut(pair[:2], pair[2]) for pair in found) else ()
+
+
+def _moved(builder: LocalProgramBuilder, indices: Ref, plane: _Plane, into: bool) -> Ref:
+    """Add the calls that turn indices into a shard to indices into the plane, or back.
+
+    Args:
+        builder: What the calls are added to.
+        indices: Flat indices (int64).
+        plane: For each spatial dim the bounds of the shard and the extent of the whole.
+        into: Whether indices into the plane become such into the shard.
+    """
+    before = [extent if into else stop - start for start, stop, extent in plane]
+    after = [stop - start if into else extent for start, stop, extent in plane]
+    shift = [-start if into else start for start, _, _ in plane]
+    if before[1:] == after[1:]:
+        return builder("aten.add.Scalar", indices, shift[0] * prod(after[1:]))
+    total: Ref | None = None
+    for at in range(len(plane)):
+        place = builder("aten.floor_divide.Scalar", indices, prod(before[at + 1 :]))
+        place = builder("aten.remainder.Scalar", place, before[at])
+        place = builder("aten.add.Scalar", place, shift[at])
+        place = builder("aten.mul.Scalar", place, prod(after[at + 1 :]))
+        total = place if total is None else builder("aten.add.Tensor", total, place)
+    return total or indices
+
+
 def _scaled(count: int, *, backward: bool) -> Localizer:
     """Return the localiser of an adaptive average: part of a mean is a mean times a ratio."""
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-        at = 1 if backward else 0
-        have = spatial(shards.inputs[at], count)
+        at = int(backward)
+        have = _spatial(shards.inputs[at], count)
         windows = call.inputs[0] if backward else call.outputs[0]
         triples = zip(have, call.inputs[at].shape[-count:], windows.shape[-count:], strict=True)
         ratio = prod(own / all_ for own, all_, want in triples if want == 1 and all_)
-        size = spatial(shards.outputs[0], count)
-        local = LocalCall(op=call.op, args=call.args, kwargs=call.kwargs)
-        if not backward:
-            local = with_literals(call, (1, "output_size", size))
+        size = (1, "output_size", _spatial(shards.outputs[0], count))
+        local = with_literals(call, *[] if backward else [size])
         if ratio == 1.0:
             return local
         builder = LocalProgramBuilder()
@@ -177,14 +221,14 @@ def _indexed(count: int, *, sized: bool) -> Localizer:
     """Return the localiser of maxima with indices; `sized`: argument 1 is the output's size."""
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-        size = (1, "output_size", spatial(shards.outputs[0], count))
+        size = (1, "output_size", _spatial(shards.outputs[0], count))
         local = with_literals(call, *([size] if sized else []))
-        held = plane(shards.inputs[0], call.inputs[0].shape, count)
-        if is_whole(held):
+        held = _plane(shards.inputs[0], call.inputs[0].shape, count)
+        if not held:
             return local
         builder = LocalProgramBuilder()
         values, indices = builder.several(2, local.op, *local.args, **local.kwargs)
-        return builder.program(values, moved(builder, indices, held, into=False))
+        return builder.program(values, _moved(builder, indices, held, into=False))
 
     return localize
 
@@ -197,16 +241,15 @@ def _indexed_backward(count: int, index: int) -> Localizer:
     scatter = f"aten.adaptive_max_pool{count}d_backward.default"
 
     def localize(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
-        windows = plane(shards.inputs[0], call.inputs[0].shape, count)
-        if is_whole(windows):
+        if not _plane(shards.inputs[0], call.inputs[0].shape, count):
             return with_literals(call)
         gradient, source = (argument(call, at, name) for at, name in enumerate(_GRADIENT))
         indices = argument(call, index, "indices")
-        held = plane(shards.inputs[1], call.inputs[1].shape, count)
-        if is_whole(held):
+        held = _plane(shards.inputs[1], call.inputs[1].shape, count)
+        if not held:
             return LocalCall(op=scatter, args=(gradient, source, indices))
         builder = LocalProgramBuilder()
-        indices = moved(builder, indices, held, into=True)
+        indices = _moved(builder, indices, held, into=True)
         return builder.program(builder(scatter, gradient, source, indices))
 
     return localize
@@ -214,73 +257,64 @@ def _indexed_backward(count: int, index: int) -> Localizer:
 
 def _dealt(count: int) -> Localizer:
     """Return the localiser of `fractional_max_pool_backward`, told the number of windows."""
-
-    def localize(call: OpCall, shards: Shards) -> LocalCall:
-        return with_literals(call, (3, "output_size", spatial(shards.inputs[0], count)))
-
-    return localize
-
-
-def _rules(count: int) -> Iterator[tuple[str, Rule]]:
-    """Yield the rules of pooling over `count` spatial dims."""
-    slid, slid_back = _explicit(1), _explicit(2)
-    adaptive_mean = _pool(
-        "e > w", count, _adaptive, linear(0), average=True, localize=_scaled(count, backward=False)
+    return lambda call, shards: with_literals(
+        call, (3, "output_size", _spatial(shards.inputs[0], count))
     )
-    yield f"adaptive_avg_pool{count}d", adaptive_mean
-    yield f"avg_pool{count}d", _pool("e > w", count, slid, linear(0), average=True)
-    yield f"max_pool{count}d", _pool("e > w", count, _explicit(1, dilated=True), maxima(0))
-    localize = _indexed(count, sized=True)
-    yield f"adaptive_max_pool{count}d", _pool("e > w w", count, _adaptive, localize=localize)
-    if count == 1:
-        return
+
+
+_RANDOM = "the windows lie at random places"
+_ANYWHERE = "indices point anywhere in the plane, and of equal ones the last counts"
+
+
+def _rules(count: int) -> dict[str, Rule]:
+    """Return the rules of pooling over `count` spatial dims."""
     gradient = (linear(0), unread(1))
-    yield f"_adaptive_avg_pool{count}d", adaptive_mean
-    yield (
-        f"_adaptive_avg_pool{count}d_backward",
-        _pool(
+    scattered = partial(_pool, "w e w > e", count, dependences=gradient, scatters=True)
+    size = f"{count}d"
+    rules = {
+        f"adaptive_avg_pool{size}" + f" _adaptive_avg_pool{size}" * (count > 1): _pool(
+            "e > w",
+            count,
+            _adaptive,
+            (linear(0),),
+            average=True,
+            localize=_scaled(count, backward=False),
+        ),
+        f"adaptive_max_pool{size}": _pool(
+            "e > w w", count, _adaptive, localize=_indexed(count, sized=True)
+        ),
+        f"avg_pool{size}": _pool("e > w", count, _explicit(1), (linear(0),), average=True),
+        f"max_pool{size}": _pool("e > w", count, _explicit(1, dilated=True), (maxima(0),)),
+    }
+    if count == 1:
+        return rules
+    return rules | {
+        f"_adaptive_avg_pool{size}_backward": _pool(
             "w e > e",
             count,
             _adaptive,
-            *gradient,
+            gradient,
             average=True,
             localize=_scaled(count, backward=True),
         ),
-    )
-    yield f"avg_pool{count}d_backward", _pool("w e > e", count, slid_back, *gradient, average=True)
-    yield (
-        f"max_pool{count}d_with_indices",
-        _pool(
-            "e > w w",
-            count,
-            _explicit(1, dilated=True),
-            localize=_indexed(count, sized=False),
+        f"adaptive_max_pool{size}_backward": scattered(
+            _adaptive, localize=_indexed_backward(count, 2)
         ),
-    )
-    localize = _indexed_backward(count, 7)
-    name = f"max_pool{count}d_with_indices_backward"
-    slides = _explicit(2, dilated=True)
-    yield name, _pool("w e w > e", count, slides, *gradient, scatters=True, localize=localize)
-    localize = _indexed_backward(count, 2)
-    name = f"adaptive_max_pool{count}d_backward"
-    rule = _pool("w e w > e", count, _adaptive, *gradient, scatters=True, localize=localize)
-    yield name, rule
-    random = "the windows lie at random places"
-    name = f"fractional_max_pool{count}d"
-    yield name, _pool("e r > w w", count, _unrelated, why=random)
-    rule = _pool(
-        "w e w > e",
-        count,
-        _unrelated,
-        *gradient,
-        scatters=True,
-        why=random,
-        localize=_dealt(count),
-    )
-    yield f"{name}_backward", rule
-    anywhere = "indices point anywhere in the plane, and of equal ones the last counts"
-    scatter = (linear(0), increasing(0))
-    yield f"max_unpool{count}d", _pool("w w > e", count, _unrelated, *scatter, why=anywhere)
+        f"avg_pool{size}_backward": _pool("w e > e", count, _explicit(2), gradient, average=True),
+        f"fractional_max_pool{size}": _pool("e r > w w", count, _unrelated, why=_RANDOM),
+        f"fractional_max_pool{size}_backward": scattered(
+            _unrelated, why=_RANDOM, localize=_dealt(count)
+        ),
+        f"max_pool{size}_with_indices": _pool(
+            "e > w w", count, _explicit(1, dilated=True), localize=_indexed(count, sized=False)
+        ),
+        f"max_pool{size}_with_indices_backward": scattered(
+            _explicit(2, dilated=True), localize=_indexed_backward(count, 7)
+        ),
+        f"max_unpool{size}": _pool(
+            "w w > e", count, _unrelated, (linear(0), increasing(0)), why=_ANYWHERE
+        ),
+    }
 
 
-RULES = {f"aten.{name}.default": rule for count in (1, 2, 3) for name, rule in _rules(count)}
+RULES = by_operator({ops: rule for count in (1, 2, 3) for ops, rule in _rules(count).items()})

@@ -4,8 +4,19 @@
     amax over dim 1    d0 d1+ => d0; max 0; reduce d1 max
     var over dim 1     d0 d1! => d0
 
-A mean over a dim is summed like `sum`; see `means`. Reductions that also say where an element was
-(`max.dim`) or that need an order (`median`) keep their dims whole; the latter are in `scans`.
+Reductions that also say where an element was (`max.dim`) or that need an order (`median`) keep
+their dims whole; the latter are in `scans`.
+
+A mean of means is no mean where shards differ in length. Here a rank's part of a mean is the mean
+of its elements times its share of all elements, so that the mean is the sum of the parts; no part
+is larger than the mean itself, as sums would be.
+
+Histograms count, or sum weights of, the elements that fall into bins:
+
+    n* x!, n* => bins!, edges!   the elements are summed away; the edges do not hang on them
+
+If no range is given the extremes of all elements make the edges, and a density is divided by the
+sum of all counts: then the elements are needed whole.
 """
 
 from __future__ import annotations
@@ -14,12 +25,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, prod
 
-from sbp_aten.rules.means import part_of_mean
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_core.graph import Symbol
 from sbp_core.signatures import (
     KEYWORD_ONLY,
     Dependence,
-    Dims,
     LocalCall,
     Localizer,
     LocalProgram,
@@ -29,7 +39,6 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    broadcast_dims,
     broadcast_shape,
     fresh_dims,
     increasing,
@@ -39,8 +48,48 @@ from sbp_core.signatures import (
     minima,
     run_as_is,
     unread,
+    with_literals,
     wrap_dims,
 )
+
+
+def part_of_mean(
+    call: OpCall, local: int, total: int, without: LocalCall
+) -> LocalCall | LocalProgram:
+    """Return what a rank runs for its part of a mean, output 0; other outputs are of its shard.
+
+    Args:
+        call: The mean.
+        local: Number of elements (>= 0) that the rank holds.
+        total: Number of elements (>= 0) of all ranks.
+        without: What it runs if it holds none, and a mean would be 0 / 0: the sum.
+    """
+    if local == total:
+        return run_as_is(call)
+    if local == 0:
+        return without
+    builder = LocalProgramBuilder()
+    mean, *others = builder.several(len(call.outputs), call.op, *call.args, **call.kwargs)
+    return builder.program(builder("aten.mul.Scalar", mean, local / total), *others)
+
+
+def part_of_gradient(call: OpCall, local: int, total: int) -> LocalCall | LocalProgram:
+    """Return what a rank runs for its shard of the gradient of a mean.
+
+    The operator divides argument 0, the gradient of the mean, by the number of elements it sees.
+
+    Args:
+        call: The backward call.
+        local: Number of elements (>= 0) that the rank holds.
+        total: Number of elements (>= 0) of all ranks.
+    """
+    if local in (0, total):
+        return run_as_is(call)
+    builder = LocalProgramBuilder()
+    gradient = builder("aten.mul.Scalar", argument(call, 0, "grad_output"), local / total)
+    own = with_literals(call, (0, "grad_output", gradient))
+    return builder.program(builder(own.op, *own.args, **own.kwargs))
+
 
 #: Position of an argument that is not there: the reduction is over all dims.
 _NONE = -1
@@ -68,20 +117,44 @@ class _Way:
 #: One element alone is its own sum, product, maximum, ...
 _SAME = (linear(0), increasing(0))
 
+
 #: It is its own maximum, and its index is 0.
 _FIRST = (linear(0, outputs=(0,)), increasing(0, outputs=(0,)))
 
+
 _SUM = _Way(kinds=("sum",), dependences=(linear(0),), alone=_SAME)
+
+
 _COUNT = _Way(kinds=("sum",))
+
+
 _MAX = _Way(kinds=("max",), dependences=(maxima(0),), alone=_SAME, nonempty=True)
+
+
 _MIN = _Way(kinds=("min",), dependences=(minima(0),), alone=_SAME, nonempty=True)
+
+
 _MIN_MAX = _Way(kinds=("min", "max"), alone=_SAME, nonempty=True)
+
+
 _INDEXED = _Way(kinds=("", ""), alone=_FIRST, why="the index counts over all elements of the dim")
+
+
 _INDEX = replace(_INDEXED, kinds=("",), alone=(unread(0),))
+
+
 _SPREAD = _Way(why="the spread is one around the mean of all elements")
+
+
 _SPREADS = replace(_SPREAD, kinds=("", ""))
+
+
 _MIDDLE = _Way(alone=_SAME, why="an element is chosen by its rank among all")
+
+
 _LOG_SUM = _Way(alone=_SAME, why="the logarithm is one of a sum over all elements")
+
+
 _HASH = _Way(why="a hash is no sum, maximum or minimum of those of the shards")
 
 
@@ -129,6 +202,8 @@ def _logical(kind: str, dependence: Dependence) -> Callable[[OpCall], _Way]:
 
 
 _ANY = _logical("max", maxima(0))
+
+
 _ALL = _logical("min", minima(0))
 
 
@@ -220,46 +295,33 @@ def _mean(index: int, total: str) -> Rule:
 
 def _distance(call: OpCall) -> Notation:
     """A norm of the difference of two tensors, which are broadcast: `d0 d1, d1 => ()`."""
-    pair = [entry.shape for entry in call.inputs]
-    wide = broadcast_shape(pair)
+    wide = broadcast_shape([entry.shape for entry in call.inputs])
     way = _order(argument(call, 2, "p", 2))
-    names = list(labels("d", len(wide)))
-    (kind,) = way.kinds
-    return Notation(
-        inputs=tuple(broadcast_dims(shape, wide) for shape in pair),
-        outputs=((),),
+    names, (kind,) = list(labels("d", len(wide))), way.kinds
+    return replace(
+        notation(call, f"..., ... => (); flop {prod(wide)}"),
         whole=frozenset(() if kind else names),
         nonempty=frozenset(names if way.nonempty else ()),
         reductions=tuple((name, kind) for name in names) if kind else (),
-        work_flop=float(prod(wide)),
         why=way.why,
     )
 
 
 def _histogram(call: OpCall) -> Notation:
-    """`d0 d1 => bins!`: counts of shards add up, if the range does not hang on the elements."""
-    dims: Dims = fresh_dims(len(call.inputs[0].shape))
-    limits = argument(call, 2, "min", 0), argument(call, 3, "max", 0)
-    free = limits[0] != limits[1]
-    return Notation(
-        inputs=(dims,),
-        outputs=((("bins",),),),
-        whole=frozenset(["bins"] if free else ["bins", *(name for (name,) in dims)]),
-        why="each bin may count any element"
+    """Counts of shards add up, if the range does not hang on the elements."""
+    free = argument(call, 2, "min", 0) != argument(call, 3, "max", 0)
+    why = (
+        "each bin may count any element"
         if free
-        else "without limits the range is that of all elements",
+        else "without limits the range is that of all elements"
     )
+    return notation(call, f"d*{'' if free else '!'} => bins!; why {why}")
 
 
 def _bincount(call: OpCall) -> Notation:
-    items: Dims = (("n",),)
-    return Notation(
-        inputs=(items,) * len(call.inputs),
-        outputs=((("bins",),),),
-        dependences=(linear(1),) if len(call.inputs) == 2 else (),
-        whole=frozenset({"bins"}),
-        why="each bin may count any element",
-    )
+    weighted = len(call.inputs) == 2
+    text = "n, n => bins!; linear 1" if weighted else "n => bins!"
+    return notation(call, f"{text}; why each bin may count any element")
 
 
 def _localize_bincount(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -276,49 +338,72 @@ def _localize_bincount(call: OpCall, shards: Shards) -> LocalCall | LocalProgram
     return builder.program(builder("aten.new_zeros.default", weights, (num_bins,), dtype=dtype))
 
 
-RULES = {
-    "aten.all.default": _over(_ALL, _NONE),
-    "aten.all.dim": _over(_ALL),
-    "aten.all.dims": _over(_ALL),
-    "aten.amax.default": _over(_MAX),
-    "aten.amin.default": _over(_MIN),
-    "aten.aminmax.default": _over(_MIN_MAX, KEYWORD_ONLY),
-    "aten.any.default": _over(_ANY, _NONE),
-    "aten.any.dim": _over(_ANY),
-    "aten.any.dims": _over(_ANY),
-    "aten.argmax.default": _over(_INDEX),
-    "aten.argmin.default": _over(_INDEX),
-    "aten.bincount.default": Rule(_bincount, _localize_bincount),
-    "aten.count_nonzero.default": _over(_COUNT),
-    "aten.count_nonzero.dim_IntList": _over(_COUNT),
-    "aten.dist.default": Rule(_distance),
-    "aten.hash_tensor.default": _over(_HASH),
-    "aten.histc.default": Rule(_histogram),
-    "aten.linalg_vector_norm.default": _over(_norm("ord"), 2),
-    "aten.logsumexp.default": _over(_LOG_SUM),
-    "aten.max.default": _over(_MAX, _NONE),
-    "aten.max.dim": _over(_INDEXED),
-    "aten.mean.default": _mean(_NONE, "aten.sum.default"),
-    "aten.mean.dim": _mean(1, "aten.sum.dim_IntList"),
-    "aten.median.default": _over(_MIDDLE, _NONE),
-    "aten.min.default": _over(_MIN, _NONE),
-    "aten.min.dim": _over(_INDEXED),
-    "aten.nanmedian.default": _over(_MIDDLE, _NONE),
-    "aten.nansum.default": _over(_nansum),
-    "aten.norm.Scalar": _over(_norm("p"), _NONE),
-    "aten.norm.ScalarOpt_dim": _over(_norm("p"), 2),
-    "aten.norm.ScalarOpt_dim_dtype": _over(_norm("p"), 2),
-    "aten.norm.ScalarOpt_dtype": _over(_norm("p"), _NONE),
-    "aten.prod.default": _over(_product, _NONE),
-    "aten.prod.dim_int": _over(_product),
-    "aten.std.correction": _over(_SPREAD),
-    "aten.std.default": _over(_SPREAD, _NONE),
-    "aten.std.dim": _over(_SPREAD),
-    "aten.std_mean.correction": _over(_SPREADS),
-    "aten.sum.default": _over(_sum, _NONE),
-    "aten.sum.dim_IntList": _over(_sum),
-    "aten.var.correction": _over(_SPREAD),
-    "aten.var.default": _over(_SPREAD, _NONE),
-    "aten.var.dim": _over(_SPREAD),
-    "aten.var_mean.correction": _over(_SPREADS),
-}
+def _binned(*, ranged: bool, counts: bool = True, coordinates: bool = False) -> Rule:
+    """Return the rule of a histogram: of elements, edges if they are given, and perhaps weights.
+
+    Args:
+        ranged: Whether the edges are given.
+        counts: Whether output 0 holds counts; all others hold edges.
+        coordinates: Whether the last dim of the elements (`x`) holds coordinates of one.
+    """
+
+    def meaning(call: OpCall) -> Notation:
+        density, weighted = call.kwargs.get("density"), call.kwargs.get("weight") is not None
+        why = "an element may fall into any bin"
+        if not ranged and call.kwargs.get("range") is None:
+            why = "the extremes of all elements make the edges of the bins"
+        elif density:
+            why = "a density is divided by the sum of all counts"
+        points = "n*" if why.startswith("an ") else "n*!"
+        given = range(1, len(call.inputs) - weighted)
+        inputs = [points + " x!" * coordinates, *(f"e{at - 1}_*!" for at in given)]
+        outputs = [f"o{at}_*!" for at in range(len(call.outputs))]
+        edges = "".join(f"; reduce n*@{at} none" for at in range(int(counts), len(outputs)))
+        # Weights are summed up, unless the sums are divided by their sum.
+        sums = f"; linear {len(call.inputs) - 1} to 0" * (weighted and counts and not density)
+        left = ", ".join([*inputs, *[points] * weighted])
+        return notation(call, f"{left} => {', '.join(outputs)}{sums}{edges}; why {why}")
+
+    return Rule(meaning)
+
+
+RULES = by_operator(
+    {
+        "_histogramdd_bin_edges": _binned(ranged=False, counts=False, coordinates=True),
+        "_histogramdd_from_bin_cts": _binned(ranged=False, coordinates=True),
+        "_histogramdd_from_bin_tensors": _binned(ranged=True, coordinates=True),
+        "all": _over(_ALL, _NONE),
+        "all.dim all.dims": _over(_ALL),
+        "amax": _over(_MAX),
+        "amin": _over(_MIN),
+        "aminmax": _over(_MIN_MAX, KEYWORD_ONLY),
+        "any": _over(_ANY, _NONE),
+        "any.dim any.dims": _over(_ANY),
+        "argmax argmin": _over(_INDEX),
+        "bincount": Rule(_bincount, _localize_bincount),
+        "count_nonzero count_nonzero.dim_IntList": _over(_COUNT),
+        "dist": Rule(_distance),
+        "hash_tensor": _over(_HASH),
+        "histc": Rule(_histogram),
+        "histogram.bin_ct": _binned(ranged=False),
+        "histogram.bins_tensor": _binned(ranged=True),
+        "linalg_vector_norm": _over(_norm("ord"), 2),
+        "logsumexp": _over(_LOG_SUM),
+        "max": _over(_MAX, _NONE),
+        "max.dim min.dim": _over(_INDEXED),
+        "mean": _mean(_NONE, "aten.sum.default"),
+        "mean.dim": _mean(1, "aten.sum.dim_IntList"),
+        "median nanmedian": _over(_MIDDLE, _NONE),
+        "min": _over(_MIN, _NONE),
+        "nansum": _over(_nansum),
+        "norm.Scalar norm.ScalarOpt_dtype": _over(_norm("p"), _NONE),
+        "norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype": _over(_norm("p"), 2),
+        "prod": _over(_product, _NONE),
+        "prod.dim_int": _over(_product),
+        "std var": _over(_SPREAD, _NONE),
+        "std.correction std.dim var.correction var.dim": _over(_SPREAD),
+        "std_mean.correction var_mean.correction": _over(_SPREADS),
+        "sum": _over(_sum, _NONE),
+        "sum.dim_IntList": _over(_sum),
+    }
+)

@@ -1,20 +1,25 @@
-"""Writing into a view of a tensor: `select_scatter`, `slice_scatter`, `diagonal_scatter`.
+"""Writing into a view of a tensor, and operators whose places hang on the data.
 
     v d1, s d1 => v d1           slice_scatter(x, source, 0, start, end, step)
 
-Each element of the result is one of the tensor or of the source: linear and increasing in both. A
-rank that holds a window of the dim written to writes what falls into it.
+Each element of the result of `select_scatter`, `slice_scatter` and `diagonal_scatter` is one of the
+tensor or of the source: linear and increasing in both. A rank that holds a window of the dim
+written to writes what falls into it.
+
+Masks, runs and segments are linear and increasing in what they pick from, and need the dims whole
+that they count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from sbp_aten.rules.updates import choosing
+from sbp_aten.rules.formula import by_operator, notation, stated
+from sbp_aten.rules.scatter import choosing
 from sbp_aten.rules.windows import given, is_cut, length
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
-    Dims,
     LocalCall,
     LocalProgram,
     LocalProgramBuilder,
@@ -23,27 +28,20 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
-    fresh_dims,
-    linear,
+    labels,
+    opaque,
     run_as_is,
-    unread,
     wrap_dim,
 )
 
-_WHY = "the source is shorter than the tensor there"
+_SHORTER = "why the source is shorter than the tensor there"
+_CHOSEN = "linear 0 1; increasing 0; increasing 1; increasing 0 1"
 
 
-def _notation(call: OpCall, source: Dims) -> Notation:
-    """Return the notation, given the dims of the source; those of its own (`s0`) are whole."""
-    target = fresh_dims(len(call.inputs[0].shape))
-    own = {name for dim in source for name in dim if name.startswith("s")}
-    return Notation(
-        inputs=(target, source),
-        outputs=(target,),
-        dependences=choosing(0, 1),
-        whole=frozenset(own),
-        why=_WHY if own else "",
-    )
+def _written(call: OpCall, source: Sequence[str], more: str = "") -> Notation:
+    """Return the notation, given the dims of the source; those of its own (`s0!`) are whole."""
+    target = " ".join(f"d{dim}" for dim in range(len(call.inputs[0].shape)))
+    return notation(call, f"{target}, {' '.join(source)} => {target}; {_CHOSEN}{more}; {_SHORTER}")
 
 
 def _as_it_is(target: Ref) -> LocalProgram:
@@ -54,9 +52,9 @@ def _as_it_is(target: Ref) -> LocalProgram:
 
 def _select(call: OpCall) -> Notation:
     """Return `d0 d1, d1 => d0 d1` for dim 0: the source is one row of it."""
-    dims = fresh_dims(len(call.inputs[0].shape))
-    at = wrap_dim(argument(call, 2, "dim"), len(dims))
-    return _notation(call, (*dims[:at], *dims[at + 1 :]))
+    names = list(labels("d", len(call.inputs[0].shape)))
+    del names[wrap_dim(argument(call, 2, "dim"), len(names))]
+    return _written(call, names)
 
 
 def _select_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -83,13 +81,12 @@ def _slice_bounds(call: OpCall) -> tuple[int, int, int]:
 
 def _slice(call: OpCall) -> Notation:
     """Return `d0 d1, s0! d1 => d0 d1` for dim 0; the source may also be all of the result."""
-    shape, source = call.inputs[0].shape, call.inputs[1].shape
-    dims = fresh_dims(len(shape))
+    names = list(labels("d", len(call.inputs[0].shape)))
+    if call.inputs[1].shape == call.inputs[0].shape:
+        return _written(call, names, "; linear 1; unread 0")
     at, _, _ = _slice_bounds(call)
-    if source == shape:
-        every = _notation(call, dims)
-        return replace(every, dependences=(*every.dependences, linear(1), unread(0)))
-    return _notation(call, (*dims[:at], (f"s{at}",), *dims[at + 1 :]))
+    names[at] = f"s{at}!"
+    return _written(call, names)
 
 
 def _slice_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -121,10 +118,9 @@ def _diagonal_dims(call: OpCall) -> tuple[int, int, int]:
 
 def _diagonal(call: OpCall) -> Notation:
     """Return `d0 d1 d2, d0 s => d0 d1 d2` for dims 1 and 2."""
-    _, row, column = _diagonal_dims(call)
-    dims = fresh_dims(len(call.inputs[0].shape))
-    free = tuple(entry for dim, entry in enumerate(dims) if dim not in (row, column))
-    return _notation(call, (*free, ("s",)))
+    _, *both = _diagonal_dims(call)
+    free = (dim for dim in range(len(call.inputs[0].shape)) if dim not in both)
+    return _written(call, [*(f"d{dim}" for dim in free), "s!"])
 
 
 def _diagonal_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
@@ -145,24 +141,50 @@ def _diagonal_shard(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
     return builder.program(builder(call.op, target, part, offset, row, column))
 
 
-def _strided(call: OpCall) -> Notation:
-    """Return `d0! d1!, s0! => d0! d1!`."""
-    target, source = (
-        fresh_dims(len(call.inputs[0].shape)),
-        fresh_dims(len(call.inputs[1].shape), "s"),
-    )
-    return Notation(
-        inputs=(target, source),
-        outputs=(target,),
-        dependences=choosing(0, 1),
-        whole=frozenset(name for dim in (*target, *source) for name in dim),
-        why="strides run through the memory of the whole tensor",
-    )
+# Places that hang on the data
+
+_COUNTED = "where an element goes hangs on how many are picked before it"
+_UNKNOWN = opaque("the data say how many elements there are")
 
 
-RULES = {
-    "aten.as_strided_scatter.default": Rule(_strided),
-    "aten.diagonal_scatter.default": Rule(_diagonal, _diagonal_shard),
-    "aten.select_scatter.default": Rule(_select, _select_shard),
-    "aten.slice_scatter.default": Rule(_slice, _slice_shard),
-}
+def _picked(*inputs: int) -> Rule:
+    """Return the rule of an operator that picks from arguments in the order of their elements."""
+    whole, dependences = opaque(_COUNTED), choosing(*inputs, zero=True)
+    return Rule(lambda call: replace(whole.notation(call), dependences=dependences))
+
+
+def _segments(call: OpCall) -> Notation:
+    """Return `b* n! d*, b* s! => b* s! d*`: data, lengths (`s!`) or offsets (`o!`).
+
+    Backward: `b* s! d*, b* s! d*, b* n! d*, b* s! => b* n! d*`: gradient, output, data, lengths.
+    """
+    backward = "backward" in call.op
+    ends = "s!" if argument(call, len(call.args), "lengths") is not None else "o!"
+    kind = argument(call, 3 if backward else 1, "reduce")
+    sums = kind in ("sum", "mean")
+    if backward:
+        formula = f"b* s! d*, b* s! d*, b* n! d*, b* {ends} => b* n! d*; linear 0"
+        clauses = "; increasing 0; unread 1; unread 2" * sums
+    else:
+        formula = f"b* n! d*, b* {ends} => b* s! d*"
+        adds = sums and not call.kwargs.get("initial")
+        clauses = f"; {kind} 0" if kind in ("max", "min") else "; linear 0" * adds
+    why = "why which elements a segment has hangs on the lengths of those before it"
+    return notation(call, f"{formula}{clauses}; {why}", b=len(call.inputs[-1].shape) - 1)
+
+
+RULES = by_operator(
+    {
+        "_segment_reduce_backward segment_reduce": Rule(_segments),
+        "as_strided_scatter": stated(
+            f"d*!, s*! => d*; {_CHOSEN}; why strides run through the memory of the whole tensor"
+        ),
+        "diagonal_scatter": Rule(_diagonal, _diagonal_shard),
+        "masked_scatter": _picked(0, 2),
+        "masked_scatter_backward masked_select": _picked(0),
+        "nonzero repeat_interleave.Tensor": _UNKNOWN,
+        "nonzero_static": opaque(_COUNTED),
+        "select_scatter": Rule(_select, _select_shard),
+        "slice_scatter": Rule(_slice, _slice_shard),
+    }
+)

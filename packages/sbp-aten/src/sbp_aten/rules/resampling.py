@@ -14,8 +14,9 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 
+from sbp_aten.rules.formula import by_operator, notation, stated
 from sbp_core.signatures import (
     Dim,
     Dims,
@@ -28,7 +29,6 @@ from sbp_core.signatures import (
     fresh_dims,
     increasing,
     linear,
-    unread,
     with_literals,
 )
 
@@ -134,6 +134,8 @@ def _space(
     dims: tuple[list[Dim], list[Dim]] = [], []
     whole: set[str] = set()
     halo = 0
+    # How many elements beyond its own block an element of the output reads.
+    reads = {_Kind.NEAREST: 1, _Kind.EXACT: 1, _Kind.LINEAR: 1, _Kind.CUBIC: 3}.get(form.kind)
     for at, factor in enumerate(form.factors(call)):
         have, want = source[at], target[at]
         x, y, r = (f"{name}{at}" for name in "xyr")
@@ -145,47 +147,37 @@ def _space(
         for side, mine, block in zip(dims, (x, y), ratio or (0, 0), strict=True):
             side.append((mine,) if not block else (x,) if block == 1 else (x, r))
         whole |= {x, y} if ratio is None else {r}
-        halo = halo if ratio else max(halo, _reads(form.kind, have, want))
+        halo = halo if ratio else max(halo, reads or 2 * (have // max(want, 1)) + 1)
     used = {name for side in dims for dim in side for name in dim}
     why = f"a shard would need {halo} neighbouring elements (halo)" if halo else ""
     return *dims, whole & used, why or "a block of elements is read or made together"
-
-
-def _reads(kind: _Kind, source: int, target: int) -> int:
-    """Return how many elements beyond its own block an element of the output reads."""
-    taps = {_Kind.NEAREST: 1, _Kind.EXACT: 1, _Kind.LINEAR: 1, _Kind.CUBIC: 3}
-    return taps.get(kind) or 2 * (source // max(target, 1)) + 1
 
 
 def _meaning(form: _Upsample, call: OpCall) -> Notation:
     before, after = (entry.shape[-form.count :] for entry in (call.inputs[0], call.outputs[0]))
     source, target = (after, before) if form.backward else (before, after)
     dims_in, dims_out, whole, why = _space(form, call, source, target)
-    # Where the sizes stay, nothing is interpolated.
-    same = dims_in == dims_out and not whole
     lead = fresh_dims(len(call.inputs[0].shape) - form.count, "b")
     sides: list[Dims] = [(*lead, *dims_in), (*lead, *dims_out)]
-    if form.backward:
-        sides.reverse()
+    labels = {name for side in sides for dim in side for name in dim}
     # Interpolated integers are rounded.
     exact = form.kind.picks or not call.inputs[0].dtype.startswith(("int", "uint"))
-    rises = same or (form.kind.picks and (not form.backward or _once(form, call, source, target)))
-    labels = {name for side in sides for dim in side for name in dim}
+    # Where the sizes stay, nothing is interpolated. Of gradients of what is picked, none are added
+    # up if no element is picked twice.
+    rises = (dims_in == dims_out and not whole) or (
+        form.kind.picks
+        and all(
+            not form.backward or len(set(_picked(form.kind, have, want, factor))) == want
+            for have, want, factor in zip(source, target, form.factors(call), strict=True)
+        )
+    )
     return Notation(
-        inputs=(sides[0],),
-        outputs=(sides[1],),
+        inputs=(sides[form.backward],),
+        outputs=(sides[not form.backward],),
         dependences=(*([linear(0)] if exact else []), *([increasing(0)] if rises else [])),
         whole=frozenset(whole),
         nonempty=frozenset(labels - whole - set(lead[0])),
         why=why,
-    )
-
-
-def _once(form: _Upsample, call: OpCall, source: Sequence[int], target: Sequence[int]) -> bool:
-    """Return whether no element is picked twice, so that no gradients are added up."""
-    dims = zip(source, target, form.factors(call), strict=True)
-    return all(
-        len(set(_picked(form.kind, have, want, factor))) == want for have, want, factor in dims
     )
 
 
@@ -205,79 +197,43 @@ def _upsample(form: _Upsample) -> Rule:
     return Rule(lambda call: _meaning(form, call), localize)
 
 
-def _forms() -> dict[str, _Upsample]:
-    """Return the form of every interpolation operator, by name."""
-    found: dict[str, _Upsample] = {}
-    kinds = [
-        *((f"upsample_nearest{count}d", count, _Kind.NEAREST) for count in (1, 2, 3)),
-        *((f"_upsample_nearest_exact{count}d", count, _Kind.EXACT) for count in (1, 2, 3)),
-        ("upsample_linear1d", 1, _Kind.LINEAR),
-        ("upsample_bilinear2d", 2, _Kind.LINEAR),
-        ("upsample_trilinear3d", 3, _Kind.LINEAR),
-        ("upsample_bicubic2d", 2, _Kind.CUBIC),
-        *((f"_upsample_{name}2d_aa", 2, _Kind.WIDE) for name in ("bicubic", "bilinear", "lanczos")),
-    ]
-    for name, count, kind in kinds:
-        found[f"aten.{name}.default"] = _Upsample(count=count, kind=kind)
-        found[f"aten.{name}.vec"] = _Upsample(count=count, kind=kind, vec=True)
-        found[f"aten.{name}_backward.default"] = _Upsample(count=count, kind=kind, backward=True)
-    return found
+def _interpolations(name: str, count: int, kind: _Kind) -> dict[str, Rule]:
+    """Return the rules of an interpolation operator of so many spatial dims."""
+    form = partial(_Upsample, count=count, kind=kind)
+    return {
+        name: _upsample(form()),
+        f"{name}.vec": _upsample(form(vec=True)),
+        f"{name}_backward": _upsample(form(backward=True)),
+    }
 
 
-def _sampled(count: int, backward: bool) -> Rule:
-    """Return the rule of `grid_sampler`: a grid says where to read for each element of the output.
+_POINTS = "why the grid may point anywhere, and has all coordinates of a place together"
 
-    n c x!, n y t! => n c y; linear 0          (`x`, `y`: all spatial dims)
-    n c y, n c x!, n y t! => n c x!, n y t!; linear 0; linear 1 to 1
+
+def _sampled(call: OpCall) -> Notation:
+    """`grid_sampler`: a grid says where to read for each element of the output."""
+    picks = argument(call, 2, "interpolation_mode") == 1
+    clauses = "linear 0" + "; increasing 0" * picks
+    return notation(call, f"n c x*!, n y* t! => n c y*; {clauses}; {_POINTS}")
+
+
+def _sampled_backward(call: OpCall) -> Notation:
+    """`n c y*, n c x*!, n y* t! => n c x*, n y* t; linear 0; linear 1 to 1`.
+
+    The gradient of the input does not depend on the input, that of the grid does, unless elements
+    are picked: then it is zero.
     """
-    read, made = fresh_dims(count, "x"), fresh_dims(count, "y")
-    source, target = (("n",), ("c",), *read), (("n",), ("c",), *made)
-    grid: Dims = (("n",), *made, ("t",))
-    whole = frozenset([*(name for (name,) in read), "t"])
-    why = "the grid may point anywhere, and has all coordinates of a place together"
-
-    def meaning(call: OpCall) -> Notation:
-        picks = argument(call, 2, "interpolation_mode") == 1
-        return Notation(
-            inputs=(source, grid),
-            outputs=(target,),
-            dependences=(linear(0), increasing(0)) if picks else (linear(0),),
-            whole=whole,
-            why=why,
-        )
-
-    def gradient(call: OpCall) -> Notation:
-        wanted = argument(call, 6, "output_mask")[0]
-        to_grid = int(wanted)
-        # The gradient of the input does not depend on the input, that of the grid does, unless
-        # elements are picked: then it is zero.
-        picks = argument(call, 3, "interpolation_mode") == 1
-        moves = unread(1) if picks else linear(1, outputs=(to_grid,))
-        spread = (unread(0),) if picks and not wanted else ()
-        reached = (0,) if picks and wanted else None
-        return Notation(
-            inputs=(target, source, grid),
-            outputs=(source, grid) if wanted else (grid,),
-            dependences=(*(spread or (linear(0, outputs=reached),)), moves),
-            reductions=((f"c@{to_grid}", "none"),) if picks else (),
-            whole=whole,
-            why=why,
-        )
-
-    return Rule(gradient if backward else meaning)
+    wanted = argument(call, 6, "output_mask")[0]
+    grid = int(wanted)
+    clauses = f"linear 0; linear 1 to {grid}"
+    if argument(call, 3, "interpolation_mode") == 1:
+        reached = "linear 0 to 0" if wanted else "unread 0"
+        clauses = f"{reached}; unread 1; reduce c@{grid} none"
+    outputs = "n c x*, n y* t" if wanted else "n y* t"
+    return notation(call, f"n c y*, n c x*!, n y* t! => {outputs}; {clauses}; {_POINTS}")
 
 
-def _affine_grid(call: OpCall) -> Notation:
-    """`n r! t! => n y! r!`: coordinates of all places, mapped by a matrix for each sample."""
-    rank = len(call.outputs[0].shape)
-    places = fresh_dims(rank - 2, "y")
-    return Notation(
-        inputs=((("n",), ("r",), ("t",)),),
-        outputs=((("n",), *places, ("r",)),),
-        dependences=(linear(0),),
-        whole=frozenset(["r", "t", *(name for (name,) in places)]),
-        why="coordinates are counted over the whole extent",
-    )
+_AFFINE_GRID = "n r! t! => n y*! r; linear 0; why coordinates are counted over the whole extent"
 
 
 def _sized_batch(call: OpCall, shards: Shards) -> LocalCall:
@@ -285,12 +241,23 @@ def _sized_batch(call: OpCall, shards: Shards) -> LocalCall:
     return with_literals(call, (1, "size", (shards.output_shape()[0], *size[1:])))
 
 
-RULES = {
-    **{name: _upsample(form) for name, form in _forms().items()},
-    **{
-        f"aten.grid_sampler_{count}d{'_backward' * backward}.default": _sampled(count, backward)
-        for count in (2, 3)
-        for backward in (False, True)
-    },
-    "aten.affine_grid_generator.default": Rule(_affine_grid, _sized_batch),
-}
+RULES = by_operator(
+    {
+        **_interpolations("upsample_nearest1d", 1, _Kind.NEAREST),
+        **_interpolations("upsample_nearest2d", 2, _Kind.NEAREST),
+        **_interpolations("upsample_nearest3d", 3, _Kind.NEAREST),
+        **_interpolations("_upsample_nearest_exact1d", 1, _Kind.EXACT),
+        **_interpolations("_upsample_nearest_exact2d", 2, _Kind.EXACT),
+        **_interpolations("_upsample_nearest_exact3d", 3, _Kind.EXACT),
+        **_interpolations("upsample_linear1d", 1, _Kind.LINEAR),
+        **_interpolations("upsample_bilinear2d", 2, _Kind.LINEAR),
+        **_interpolations("upsample_trilinear3d", 3, _Kind.LINEAR),
+        **_interpolations("upsample_bicubic2d", 2, _Kind.CUBIC),
+        **_interpolations("_upsample_bicubic2d_aa", 2, _Kind.WIDE),
+        **_interpolations("_upsample_bilinear2d_aa", 2, _Kind.WIDE),
+        **_interpolations("_upsample_lanczos2d_aa", 2, _Kind.WIDE),
+        "affine_grid_generator": stated(_AFFINE_GRID, _sized_batch),
+        "grid_sampler_2d grid_sampler_3d": Rule(_sampled),
+        "grid_sampler_2d_backward grid_sampler_3d_backward": Rule(_sampled_backward),
+    }
+)

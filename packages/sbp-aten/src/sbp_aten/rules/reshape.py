@@ -1,30 +1,64 @@
-"""Operators that group dims anew, or add and drop dims of one element.
+"""Operators that look at the elements of a tensor in another form.
 
-A shard gets the size of its own part of the output.
+They put dims into another order, group them anew, add and drop dims of one element, or address the
+memory of a tensor: its bytes, strides, or storage. A shard gets the size of its own part of the
+output. Logical tensors lie contiguously, shards need not: they are copied where it matters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
-from math import gcd
+from math import gcd, prod
 from operator import eq
 
-from sbp_aten.rules.arrangement import arranged
+from sbp_aten.rules.arrangement import arranged, in_order, permuted
+from sbp_aten.rules.formula import by_operator, notation
+from sbp_core.graph import Ref, Symbol
 from sbp_core.signatures import (
     Dim,
     LocalCall,
+    LocalProgram,
+    LocalProgramBuilder,
     Notation,
     OpCall,
     Rule,
     Shards,
     argument,
+    broadcast_dims,
     fresh_dims,
+    increasing,
     labels,
+    linear,
+    run_as_is,
+    unread,
     with_local_shape,
     wrap_dim,
     wrap_dims,
 )
+
+
+def _swapped(call: OpCall, num_dims: int) -> list[int]:
+    order = list(range(num_dims))
+    if num_dims:
+        names = ("axis0", "axis1") if call.op == "aten.swapaxes.default" else ("dim0", "dim1")
+        first, second = (
+            wrap_dim(argument(call, index, name), num_dims) for index, name in enumerate(names, 1)
+        )
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _moved(call: OpCall, num_dims: int) -> list[int]:
+    both = argument(call, 1, "source"), argument(call, 2, "destination")
+    dims, places = ((entry,) if isinstance(entry, int) else entry for entry in both)
+    placed = {
+        wrap_dim(place, num_dims): wrap_dim(dim, num_dims)
+        for dim, place in zip(dims, places, strict=True)
+    }
+    others = iter([dim for dim in range(num_dims) if dim not in placed.values()])
+    return [placed[at] if at in placed else next(others) for at in range(num_dims)]
 
 
 def _groups(
@@ -117,10 +151,6 @@ def _reshape_locally(call: OpCall, shards: Shards) -> LocalCall:
     return LocalCall(op="aten.reshape.default", args=(call.args[0], shards.output_shape()))
 
 
-#: An operator that names the shape of its output otherwise than `view` does.
-_RESHAPE = Rule(reshaped, _reshape_locally)
-
-
 def _squeezed(call: OpCall) -> tuple[int, ...]:
     """Return the dims that go: those asked for, all if none are, that have one element."""
     shape = call.inputs[0].shape
@@ -146,44 +176,145 @@ def _squeeze_locally(call: OpCall, _: Shards) -> LocalCall:
 
 
 def _unsqueeze(call: OpCall) -> Notation:
-    dims = fresh_dims(len(call.inputs[0].shape))
-    at = wrap_dim(argument(call, 1, "dim"), len(dims) + 1)
+    rank = len(call.inputs[0].shape)
+    dims = fresh_dims(rank)
+    at = wrap_dim(argument(call, 1, "dim"), rank + 1)
     return arranged(call, [dims], [(*dims[:at], (), *dims[at:])])
 
 
 def _expand(call: OpCall) -> Notation:
+    dims = fresh_dims(len(call.outputs[0].shape))
+    own = broadcast_dims(call.inputs[0].shape, call.outputs[0].shape)
+    return arranged(call, [own], [dims])
+
+
+# Memory
+
+_ADDRESSED = "it addresses memory, of which a shard has another layout"
+
+
+def _copied(builder: LocalProgramBuilder, call: OpCall) -> Ref:
+    """Return a copy of the first argument that lies contiguously from the begin of its memory."""
+    symbol = Symbol("memory_format", "contiguous_format")
+    return builder("aten.clone.default", call.args[0], memory_format=symbol)
+
+
+def _reinterpreted(call: OpCall) -> Notation:
+    """`view.dtype`: in the last dim, several small elements make a large one, or the reverse."""
+    before, after = call.inputs[0], call.outputs[0]
+    dims = fresh_dims(len(before.shape))
+    if before.dtype == after.dtype:
+        return arranged(call, [dims], [dims])
+    names = [name for (name,) in dims]
+    sides = [" ".join(names)] * 2
+    if before.shape != after.shape:
+        finer = 0 if before.shape[-1] > after.shape[-1] else 1
+        sides[finer] = " ".join([*names[:-1], f"({names[-1]} bytes!)"])
+    work = "" if "_copy." in call.op else "; flop 0"
+    return notation(call, f"{' => '.join(sides)}{work}; why they are the bytes of one element")
+
+
+def _reinterpret(call: OpCall, _: Shards) -> LocalCall | LocalProgram:
+    if call.inputs[0].shape == call.outputs[0].shape:
+        return run_as_is(call)
+    builder = LocalProgramBuilder()
+    return builder.program(builder(call.op, _copied(builder, call), *call.args[1:], **call.kwargs))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(prod(max(extent, 1) for extent in shape[at:]) for at in range(1, len(shape) + 1))
+
+
+def _is_reshape(call: OpCall) -> bool:
+    """Whether `as_strided` gives the elements in the order in which they lie."""
+    shape = call.outputs[0].shape
+    pairs = zip(argument(call, 2, "stride"), _strides(shape), shape, strict=False)
+    usual = all(given == step or extent == 1 for given, step, extent in pairs)
+    same = prod(shape) == prod(call.inputs[0].shape)
+    return same and usual and not argument(call, 3, "storage_offset")
+
+
+def _num_batch(call: OpCall) -> int:
+    """Return how many leading dims `as_strided` keeps.
+
+    It works within each item of them: beyond, the last item would leave the memory.
+    """
     source, target = call.inputs[0].shape, call.outputs[0].shape
-    dims = fresh_dims(len(target))
-    own = dims[len(target) - len(source) :]
-    wide = target[len(target) - len(source) :]
-    kept = [dim if old == new else () for dim, old, new in zip(own, source, wide, strict=True)]
-    return arranged(call, [kept], [dims])
+    kept = zip(source, target, _strides(source), argument(call, 2, "stride"), strict=False)
+    return sum(takewhile(bool, (old == new and usual == own for old, new, usual, own in kept)))
 
 
-_EXPAND = Rule(_expand, with_local_shape(1))
-_SQUEEZE = Rule(_squeeze, _squeeze_locally)
-_UNSQUEEZE = Rule(_unsqueeze)
+def _strided(call: OpCall) -> Notation:
+    if _is_reshape(call):
+        return reshaped(call)
+    count = _num_batch(call)
+    batch = fresh_dims(count, "b")
+    left = fresh_dims(len(call.inputs[0].shape) - count, "x")
+    right = fresh_dims(len(call.outputs[0].shape) - count, "y")
+    whole = [name for (name,) in (*left, *right)]
+    return arranged(call, [(*batch, *left)], [(*batch, *right)], whole=whole, why=_ADDRESSED)
 
-RULES = {
-    "aten._reshape_alias.default": _RESHAPE,
-    "aten._reshape_alias_copy.default": _RESHAPE,
-    "aten._reshape_copy.default": Rule(reshaped, with_local_shape(1)),
-    "aten._unsafe_view.default": Rule(reshaped, with_local_shape(1)),
-    "aten.broadcast_to.default": _EXPAND,
-    "aten.expand.default": _EXPAND,
-    "aten.expand_copy.default": _EXPAND,
-    "aten.flatten.using_ints": _RESHAPE,
-    "aten.ravel.default": _RESHAPE,
-    "aten.reshape.default": Rule(reshaped, with_local_shape(1, "shape")),
-    "aten.squeeze.default": _SQUEEZE,
-    "aten.squeeze.dim": _SQUEEZE,
-    "aten.squeeze.dims": _SQUEEZE,
-    "aten.squeeze_copy.default": _SQUEEZE,
-    "aten.squeeze_copy.dim": _SQUEEZE,
-    "aten.squeeze_copy.dims": _SQUEEZE,
-    "aten.unflatten.int": _RESHAPE,
-    "aten.unsqueeze.default": _UNSQUEEZE,
-    "aten.unsqueeze_copy.default": _UNSQUEEZE,
-    "aten.view.default": Rule(reshaped, with_local_shape(1)),
-    "aten.view_copy.default": Rule(reshaped, with_local_shape(1)),
-}
+
+def _stride(call: OpCall, shards: Shards) -> LocalCall | LocalProgram:
+    """Adapt the strides of dims that are kept to the extents of those behind them."""
+    size = shards.output_shape()
+    if _is_reshape(call):
+        return LocalCall(op="aten.reshape.default", args=(call.args[0], size))
+    count = _num_batch(call)
+    own = _strides([stop - start for start, stop in shards.inputs[0]])
+    strides = (*own[:count], *argument(call, 2, "stride")[count:])
+    offset = argument(call, 3, "storage_offset") or 0
+    builder = LocalProgramBuilder()
+    return builder.program(builder(call.op, _copied(builder, call), size, strides, offset))
+
+
+def _resized(call: OpCall) -> Notation:
+    """`resize`, `resize_as`: as many elements are a reshape; of the template only shape matters."""
+    source, target = call.inputs[0].shape, call.outputs[0].shape
+    if prod(source) == prod(target):
+        found = reshaped(call)
+    else:
+        dims = fresh_dims(len(source), "x"), fresh_dims(len(target), "y")
+        whole = [name for side in dims for (name,) in side]
+        found = arranged(call, dims[:1], dims[1:], whole=whole, why=_ADDRESSED)
+    if len(call.inputs) == 1:
+        return found
+    dependences = (linear(0), increasing(0), unread(1))
+    return replace(found, inputs=(*found.inputs, found.outputs[0]), dependences=dependences)
+
+
+def _resize(call: OpCall, shards: Shards) -> LocalCall:
+    same = prod(call.inputs[0].shape) == prod(call.outputs[0].shape)
+    op = "aten.reshape.default" if same else "aten.resize.default"
+    return LocalCall(op=op, args=(call.args[0], shards.output_shape()))
+
+
+_PERMUTE = permuted(
+    lambda call, num_dims: [wrap_dim(dim, num_dims) for dim in argument(call, 1, "dims")]
+)
+_REVERSE = permuted(lambda _, num_dims: range(num_dims)[::-1])
+_TURN = permuted(lambda _, num_dims: [*range(num_dims - 2), num_dims - 1, num_dims - 2])
+
+RULES = by_operator(
+    {
+        "_reshape_alias _reshape_alias_copy flatten.using_ints ravel unflatten.int": Rule(
+            reshaped, _reshape_locally
+        ),
+        "_reshape_copy _unsafe_view view view_copy": Rule(reshaped, with_local_shape(1)),
+        "alias alias_copy detach detach_copy lift lift_fresh lift_fresh_copy": permuted(in_order),
+        "as_strided as_strided_copy": Rule(_strided, _stride),
+        "broadcast_to expand expand_copy": Rule(_expand, with_local_shape(1)),
+        "mT": _TURN,
+        "moveaxis.int moveaxis.intlist movedim.int movedim.intlist": permuted(_moved),
+        "numpy_T t t_copy": _REVERSE,
+        "permute permute_copy": _PERMUTE,
+        "reshape": Rule(reshaped, with_local_shape(1, "shape")),
+        "resize resize_as": Rule(_resized, _resize),
+        "squeeze squeeze.dim squeeze.dims": Rule(_squeeze, _squeeze_locally),
+        "squeeze_copy squeeze_copy.dim squeeze_copy.dims": Rule(_squeeze, _squeeze_locally),
+        "swapaxes swapdims transpose.int transpose_copy.int": permuted(_swapped),
+        "unsqueeze unsqueeze_copy": Rule(_unsqueeze),
+        "view.dtype view_copy.dtype": Rule(_reinterpreted, _reinterpret),
+    }
+)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sbp_aten.rules.formula import stated
 from sbp_core.signatures import (
     Dims,
     LocalProgram,
@@ -22,7 +23,6 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     fresh_dims,
-    labels,
     ordered_after,
     unread,
 )
@@ -46,21 +46,11 @@ def _own_piece(call: OpCall, shards: Shards) -> LocalProgram:
     return builder.program(builder("aten.slice_copy.Tensor", x, dim, index, stop, count))
 
 
-def _batch_norm_sums(call: OpCall) -> Notation:
-    """`n c s0 => k! c; size k 2`: what a rank has of the batch and of positions is a part."""
-    positions = labels("s", len(call.inputs[0].shape) - 2)
-    data = tuple((name,) for name in ("n", "c", *positions))
-    return Notation(
-        inputs=(data,),
-        outputs=((("k",), ("c",)),),
-        whole=frozenset({"k"}),
-        sizes=(("k", 2),),
-        why="sums and sums of squares stay together",
-    )
-
+#: What a rank has of the batch and of positions is a part.
+_BATCH_NORM_SUMS = "n c s* => k! c; size k 2; why sums and sums of squares stay together"
 
 RULES = {
-    "sbp.batch_norm_sums.default": Rule(_batch_norm_sums),
+    "sbp.batch_norm_sums.default": stated(_BATCH_NORM_SUMS),
     "sbp.bmm_as.default": Rule("n i k, n k j -> n i j"),
     "sbp.mm_as.default": Rule("i k, k j -> i j"),
     "sbp.piece": Rule(_piece, _own_piece),

@@ -8,6 +8,7 @@ Also those that look for distinct elements, which run whole.
 
 from __future__ import annotations
 
+from sbp_aten.rules.formula import by_operator, notation
 from sbp_core.signatures import (
     KEYWORD_ONLY,
     Dependence,
@@ -16,7 +17,6 @@ from sbp_core.signatures import (
     Rule,
     along,
     argument,
-    fresh_dims,
     increasing,
     linear,
     opaque,
@@ -32,14 +32,10 @@ _DISTINCT = "which elements are distinct, and how many, is known when all are co
 
 def _renorm(call: OpCall) -> Notation:
     """Each slice along one dim is scaled to a norm: `d0 d1! => d0 d1!` for `dim=0`."""
-    dims = fresh_dims(len(call.inputs[0].shape))
-    at = wrap_dim(argument(call, 2, "dim"), len(dims))
-    return Notation(
-        inputs=(dims,),
-        outputs=(dims,),
-        whole=frozenset(name for index, (name,) in enumerate(dims) if index != at),
-        why="the norm of a slice is one of all its elements",
-    )
+    rank = len(call.inputs[0].shape)
+    at = wrap_dim(argument(call, 2, "dim"), rank)
+    dims = " ".join(f"d{dim}" + "!" * (dim != at) for dim in range(rank))
+    return notation(call, f"{dims} => {dims}; why the norm of a slice is one of all its elements")
 
 
 def _along(index: int, *dependences: Dependence, why: str, default: object = None) -> Rule:
@@ -66,24 +62,16 @@ def _along(index: int, *dependences: Dependence, why: str, default: object = Non
     return Rule(meaning)
 
 
-RULES = {
-    "aten._logcumsumexp.default": _along(1, why=_BEFORE),
-    "aten._unique.default": opaque(_DISTINCT),
-    "aten._unique2.default": opaque(_DISTINCT),
-    "aten.cummax.default": _along(1, why=_BEFORE),
-    "aten.cummin.default": _along(1, why=_BEFORE),
-    "aten.cumprod.default": _along(1, why=_BEFORE),
-    "aten.cumsum.default": _along(1, linear(0), why=_BEFORE),
-    "aten.kthvalue.default": _along(2, default=-1, why=_RANKED),
-    "aten.logcumsumexp.default": _along(1, why=_BEFORE),
-    "aten.median.dim": _along(1, why=_RANKED),
-    "aten.mode.default": _along(1, default=-1, why="equal elements are counted in all of it"),
-    "aten.nanmedian.dim": _along(1, why=_RANKED),
-    "aten.renorm.default": Rule(_renorm),
-    "aten.sort.default": _along(1, default=-1, why=_SORTED),
-    "aten.sort.stable": _along(KEYWORD_ONLY, default=-1, why=_SORTED),
-    "aten.topk.default": _along(2, default=-1, why=_RANKED),
-    "aten.unique_consecutive.default": opaque(_DISTINCT),
-    "aten.unique_dim.default": opaque(_DISTINCT),
-    "aten.unique_dim_consecutive.default": opaque(_DISTINCT),
-}
+RULES = by_operator(
+    {
+        "_logcumsumexp cummax cummin cumprod logcumsumexp": _along(1, why=_BEFORE),
+        "_unique _unique2 unique_consecutive unique_dim unique_dim_consecutive": opaque(_DISTINCT),
+        "cumsum": _along(1, linear(0), why=_BEFORE),
+        "kthvalue topk": _along(2, default=-1, why=_RANKED),
+        "median.dim nanmedian.dim": _along(1, why=_RANKED),
+        "mode": _along(1, default=-1, why="equal elements are counted in all of it"),
+        "renorm": Rule(_renorm),
+        "sort": _along(1, default=-1, why=_SORTED),
+        "sort.stable": _along(KEYWORD_ONLY, default=-1, why=_SORTED),
+    }
+)

@@ -3,25 +3,21 @@
     v a, k a, k a => v a         scatter(x, 0, index, source)
     v a, k, k a => v a           index_add(x, 0, index, source)
 
-A rank that holds a window of the dim written to (`v`) drops the updates that go elsewhere. Updates
-(`k`) may be split where parts of them give partial values; see `updates`.
+A rank that holds a window of the dim written to (`v`) drops the updates that go elsewhere. Values
+that are written replace what is there, are added, or compared; updates (`k`) may be split where
+parts of them give partial values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from sbp_aten.rules.updates import Updates, combining, meeting_number, replacing
-from sbp_aten.rules.windows import (
-    given,
-    is_cut,
-    with_spare,
-    without_spare,
-    wrapped,
-    writable,
-)
-from sbp_core.graph import Ref
+from sbp_aten.rules.formula import by_operator
+from sbp_aten.rules.windows import given, is_cut, with_spare, without_spare, wrapped, writable
+from sbp_core.graph import Ref, TensorType
 from sbp_core.signatures import (
+    Dependence,
     Dims,
     LocalCall,
     Localizer,
@@ -32,9 +28,142 @@ from sbp_core.signatures import (
     Rule,
     Shards,
     argument,
+    increasing,
+    linear,
+    maxima,
+    minima,
     run_as_is,
     wrap_dim,
 )
+
+#: Other names of kinds of update.
+_NAMES = {"add": "sum", "multiply": "prod"}
+
+
+#: For booleans: the sum is "or", the product is "and".
+_OF_BOOLS = {"sum": "amax", "prod": "amin"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """How values that are written meet what is there, and each other.
+
+    Args:
+        dependences: Of the result on what is written to, and on the values.
+        reductions: How the labels of updates are reduced away.
+        beside: These labels, with the tensor that is written to: it is met once.
+        whole: Those of these labels that are needed whole.
+        why: Why.
+    """
+
+    dependences: tuple[Dependence, ...]
+    reductions: tuple[tuple[str, str], ...] = ()
+    beside: tuple[tuple[str, int], ...] = ()
+    whole: frozenset[str] = frozenset()
+    why: str = ""
+
+    def notation(
+        self, inputs: tuple[Dims, ...], own: Iterable[str] = (), why: str = ""
+    ) -> Notation:
+        """Return the notation of a write to argument 0.
+
+        Args:
+            inputs: Dims of each argument.
+            own: Further labels that are whole.
+            why: Why; the reason of the updates if omitted.
+        """
+        return Notation(
+            inputs=inputs,
+            outputs=inputs[:1],
+            dependences=self.dependences,
+            reductions=self.reductions,
+            beside=self.beside,
+            whole=self.whole | set(own),
+            why=why or self.why,
+        )
+
+
+def choosing(*inputs: int, zero: bool = False) -> tuple[Dependence, ...]:
+    """Return the dependences of a result each of whose elements is one of its inputs' or a number.
+
+    Args:
+        *inputs: Positions of one input, or of two.
+        zero: Whether that number is zero. If there are two inputs there is none.
+    """
+    alone = tuple(map(increasing, inputs))
+    if len(inputs) == 1:
+        return (linear(*inputs), *alone) if zero else alone
+    return (linear(*inputs), *alone, increasing(*inputs))
+
+
+def replacing(
+    target: TensorType, values: int | None, over: Sequence[str], number: object = None
+) -> Updates:
+    """Return what happens if values replace what is there.
+
+    Each element of the result is one element: of the tensor, which is argument 0, or of the values.
+
+    Args:
+        target: The tensor that is written to, argument 0.
+        values: Their position among the tensor arguments; None if they are one number.
+        over: Labels of the updates.
+        number: That number.
+    """
+    dependences = choosing(0, *(() if values is None else (values,)), zero=number == 0)
+    if values is None and target.dtype == "bool":
+        # Truth that is written is "or", falsehood is "and".
+        reduction = "max" if number else "min"
+        return Updates(
+            dependences=dependences,
+            reductions=tuple((label, reduction) for label in over),
+            beside=tuple((label, 0) for label in over),
+        )
+    return Updates(
+        dependences=dependences,
+        whole=frozenset(over),
+        why="of several updates of one place the last one counts",
+    )
+
+
+def combining(
+    kind: str, target: TensorType, values: int, over: Sequence[str], *, starts: bool = True
+) -> Updates:
+    """Return what happens if values meet what is there in a sum, product, mean, max or min.
+
+    Args:
+        kind: `sum`, `add`, `prod`, `multiply`, `mean`, `amax` or `amin`.
+        target: The tensor that is written to, argument 0.
+        values: Position of the values among the tensor arguments.
+        over: Labels of the updates.
+        starts: Whether what is there takes part; else it is replaced where anything is written.
+    """
+    kind = _NAMES.get(kind, kind)
+    if target.dtype == "bool":
+        kind = _OF_BOOLS.get(kind, kind)
+    if kind in ("amax", "amin", "sum"):
+        extreme, reduction = (maxima, "max") if kind == "amax" else (minima, "min")
+        both = (increasing(0), extreme(values), extreme(0, values))
+        why = "a part of the updates does not tell which places are replaced"
+        return Updates(
+            dependences=(linear(0, values), increasing(0)) if kind == "sum" else both,
+            reductions=tuple((label, reduction) for label in over if kind != "sum"),
+            beside=tuple((label, 0) for label in over),
+            whole=frozenset(() if starts else over),
+            why="" if starts else why,
+        )
+    if kind == "mean":
+        exact = target.dtype.startswith(("float", "bfloat", "complex"))
+        return Updates(
+            dependences=(linear(0, values), increasing(0)) if exact else (increasing(0),),
+            whole=frozenset(over),
+            why="the mean of a place is taken over all of its updates",
+        )
+    return Updates(
+        dependences=(linear(0),) if starts else (increasing(0),),
+        whole=frozenset(over),
+        why="a product has no partial value",
+    )
+
 
 #: What happens to updates that have these labels.
 _Meeting = Callable[[OpCall, Sequence[str]], Updates]
@@ -100,15 +229,8 @@ def _meaning(
         alone = not call.inputs[0].shape or any(not entry.shape for entry in call.inputs[2:])
         updates = meeting(call, ["k"] if "k" in labels else [])
         own = {name for name in labels if name[0] in "is"} | ({"k"} & labels if alone else set())
-        return Notation(
-            inputs=inputs,
-            outputs=(inputs[0],),
-            dependences=updates.dependences,
-            reductions=updates.reductions,
-            beside=updates.beside,
-            whole=updates.whole | own,
-            why=updates.why if "k" in updates.whole else "it differs from the others in extent",
-        )
+        differs = "it differs from the others in extent"
+        return updates.notation(inputs, own, "" if "k" in updates.whole else differs)
 
     return meaning
 
@@ -182,8 +304,16 @@ def _reduced(call: OpCall, over: Sequence[str]) -> Updates:
 
 
 def _number_reduced(call: OpCall, over: Sequence[str]) -> Updates:
+    """One number is added to what is there (`add`), or is a factor of it."""
     kind, number = argument(call, 4, "reduce"), argument(call, 3, "value")
-    return meeting_number(kind, call.inputs[0], over, number)
+    grows = kind == "add" or call.inputs[0].dtype == "bool"
+    grows = grows or (isinstance(number, int | float) and number >= 0)
+    affine = kind == "add" and number != 0
+    return Updates(
+        dependences=(*(() if affine else (linear(0),)), *((increasing(0),) if grows else ())),
+        whole=frozenset(over),
+        why="what is there meets the number as often as its place is named",
+    )
 
 
 def _scattered(meeting: _Meeting, values: str) -> Rule:
@@ -194,16 +324,16 @@ def _by_rows(meeting: _Meeting, values: str, *, wraps: bool = False) -> Rule:
     return Rule(_meaning(_rows_dims, meeting), _shard(values, rows=True, wraps=wraps))
 
 
-RULES = {
-    "aten.index_add.default": _by_rows(_added, "source"),
-    "aten.index_copy.default": _by_rows(_replaced, "source"),
-    "aten.index_fill.int_Scalar": _by_rows(_replaced, "value", wraps=True),
-    "aten.index_fill.int_Tensor": _by_rows(_replaced, "value", wraps=True),
-    "aten.index_reduce.default": _by_rows(_reduced, "source"),
-    "aten.scatter.reduce": _scattered(_reduced, "src"),
-    "aten.scatter.src": _scattered(_replaced, "src"),
-    "aten.scatter.value": _scattered(_replaced, "value"),
-    "aten.scatter.value_reduce": _scattered(_number_reduced, "value"),
-    "aten.scatter_add.default": _scattered(_added, "src"),
-    "aten.scatter_reduce.two": _scattered(_reduced, "src"),
-}
+RULES = by_operator(
+    {
+        "index_add": _by_rows(_added, "source"),
+        "index_copy": _by_rows(_replaced, "source"),
+        "index_fill.int_Scalar index_fill.int_Tensor": _by_rows(_replaced, "value", wraps=True),
+        "index_reduce": _by_rows(_reduced, "source"),
+        "scatter.reduce scatter_reduce.two": _scattered(_reduced, "src"),
+        "scatter.src": _scattered(_replaced, "src"),
+        "scatter.value": _scattered(_replaced, "value"),
+        "scatter.value_reduce": _scattered(_number_reduced, "value"),
+        "scatter_add": _scattered(_added, "src"),
+    }
+)

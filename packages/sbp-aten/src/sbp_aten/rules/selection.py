@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sbp_aten.rules.arrangement import arranged, fitted, zeros
+from sbp_aten.rules.formula import by_operator
 from sbp_core.graph import Ref
 from sbp_core.signatures import (
     Dims,
@@ -191,29 +192,15 @@ def _placing(read: _Read) -> Rule:
     return Rule(meaning, localize)
 
 
-_SLICE = _selecting(_stretch(1, piece=-1))
-_SECTIONS = _selecting(_sections)
-
-RULES = {
-    "aten.chunk.default": _SECTIONS,
-    "aten.narrow.default": _SLICE,
-    "aten.narrow_copy.default": _SLICE,
-    "aten.select.int": _selecting(_element(1)),
-    "aten.select_backward.default": _placing(_element(2)),
-    "aten.select_copy.int": _selecting(_element(1)),
-    "aten.slice.Tensor": _SLICE,
-    "aten.slice_backward.default": _placing(_stretch(2, piece=0)),
-    "aten.slice_copy.Tensor": _SLICE,
-    "aten.split.Tensor": _SECTIONS,
-    "aten.split.sizes": _SECTIONS,
-    "aten.split_copy.Tensor": _SECTIONS,
-    "aten.split_with_sizes.default": _SECTIONS,
-    "aten.split_with_sizes_copy.default": _SECTIONS,
-    "aten.tensor_split.indices": _SECTIONS,
-    "aten.tensor_split.sections": _SECTIONS,
-    "aten.unbind.int": _selecting(_elements),
-    "aten.unbind_copy.int": _selecting(_elements),
-    "aten.unsafe_chunk.default": _SECTIONS,
-    "aten.unsafe_split.Tensor": _SECTIONS,
-    "aten.unsafe_split_with_sizes.default": _SECTIONS,
-}
+RULES = by_operator(
+    {
+        "chunk split.Tensor split.sizes split_copy.Tensor split_with_sizes": _selecting(_sections),
+        "narrow narrow_copy slice.Tensor slice_copy.Tensor": _selecting(_stretch(1, piece=-1)),
+        "select.int select_copy.int": _selecting(_element(1)),
+        "select_backward": _placing(_element(2)),
+        "slice_backward": _placing(_stretch(2, piece=0)),
+        "split_with_sizes_copy tensor_split.indices tensor_split.sections": _selecting(_sections),
+        "unbind.int unbind_copy.int": _selecting(_elements),
+        "unsafe_chunk unsafe_split.Tensor unsafe_split_with_sizes": _selecting(_sections),
+    }
+)

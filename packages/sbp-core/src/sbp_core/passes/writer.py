@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, TensorType, ValueType
+from sbp_core.graph.ir import (
+    Argument,
+    LogicalGraph,
+    Node,
+    Ref,
+    Symbol,
+    TensorType,
+    ValueType,
+)
 
 
 class GraphWriter:
@@ -16,6 +24,7 @@ class GraphWriter:
     """
 
     def __init__(self, graph: LogicalGraph) -> None:
+        self.graph = graph
         self.nodes: list[Node] = []
         self.types: dict[str, ValueType] = dict(graph.types)
         self._names = {node.name for node in graph.nodes} | set(graph.types)
@@ -62,6 +71,40 @@ class GraphWriter:
             )
         )
         return Ref(name)
+
+    def pointwise(
+        self,
+        like: Node,
+        op: str,
+        *args: Argument,
+        made: TensorType | None = None,
+        **kwargs: Argument,
+    ) -> Ref:
+        """Add a pointwise call of an operator of ATen, such as `exp.default`; see `call`.
+
+        Args:
+            like: See `call`.
+            op: Without the namespace.
+            *args: In the operator's own order.
+            made: Type of what it makes; that of the first argument if omitted.
+            **kwargs: Named arguments.
+        """
+        kind = made or self.tensor(args[0].name)
+        return self.call(like, f"aten.{op}", args, kind, kwargs=kwargs, pointwise=True)
+
+    def converted(self, like: Node, value: Ref, dtype: str) -> Ref:
+        """Return a value in a dtype: itself if it has that."""
+        kind = self.tensor(value.name)
+        if kind.dtype == dtype:
+            return value
+        made = TensorType(kind.shape, dtype)
+        return self.pointwise(
+            like, "_to_copy.default", value, made=made, dtype=Symbol("dtype", dtype)
+        )
+
+    def written(self) -> LogicalGraph:
+        """Return the graph of the nodes that were written."""
+        return self.graph.with_nodes(tuple(self.nodes), types=self.types)
 
     def _fresh(self, name: str) -> str:
         count, found = 0, name

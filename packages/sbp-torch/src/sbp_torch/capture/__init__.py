@@ -5,7 +5,8 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from sbp_core.errors import CaptureError, SbpTypeError
 from sbp_core.exports import make_callable
 from sbp_core.graph import LogicalGraph
-from sbp_torch.capture.batch import flatten_batch, rebuild_batch
+from sbp_torch.capture.batch import SampleDims, as_written, flatten_batch, rebuild_batch
 from sbp_torch.capture.convert import to_logical
 from sbp_torch.capture.device import on_device
 from sbp_torch.capture.diagnostics import TraceError, check_modes
-from sbp_torch.capture.loss_signature import defined_at, unfit_signature
+from sbp_torch.capture.loss import Loss, check_loss, kind_told, split_losses
 from sbp_torch.capture.numbers import (
     NO_NUMBERS,
     NumberPlace,
@@ -30,8 +31,7 @@ from sbp_torch.capture.numbers import (
 )
 from sbp_torch.capture.optimizer_states import VELOCITY
 from sbp_torch.capture.randomness import counted_random
-from sbp_torch.capture.sample_dims import SampleDims, as_written
-from sbp_torch.capture.step import Loss, TrainingStep, model_tensors, split_losses, trainable
+from sbp_torch.capture.step import TrainingStep, model_tensors, trainable
 from sbp_torch.capture.trace import TracedStep, trace_step
 from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
@@ -89,7 +89,7 @@ def capture(
             dataclasses; only shapes and dtypes matter. The graph's inputs are named as by
             `flatten_batch`.
         optimizer: Over `model.parameters()`; None captures forward and loss only.
-        update: What happens once a step beside the optimizer: clipping, averages, loss scaling.
+        update: What happens once a step besides the optimizer: clipping, averages, loss scaling.
         name: What reports call the graph.
         autocast: Run the forward under `torch.autocast` to this dtype, such as `bfloat16`.
         per_shard_random: Let every shard draw random numbers from a generator of its own: faster,
@@ -105,15 +105,14 @@ def capture(
         CaptureError: the step cannot be captured, with the line of the user's code.
     """
     _check_program(model, optimizer)
-    _check_loss(as_written(loss))
+    check_loss(as_written(loss))
     if optimizer is not None:
         check_modes()
     updating = Update(model, optimizer, update, device) if optimizer is not None else None
 
-    def trace(
-        *, as_compiling: bool, previous: TrainingStep | None = None
-    ) -> tuple[TrainingStep, TracedStep]:
-        step = TrainingStep(
+    def traced(*, as_compiling: bool) -> LogicalGraph:
+        make = partial(
+            TrainingStep,
             model,
             loss,
             batch,
@@ -121,35 +120,41 @@ def capture(
             autocast=autocast,
             per_shard_random=per_shard_random,
             as_compiling=as_compiling,
-            previous=previous,
             numbers=numbers,
         )
-        return step, trace_step(step)
-
-    def trace_until_stable(*, as_compiling: bool) -> LogicalGraph:
-        step, traced = trace(as_compiling=as_compiling)
-        if step.side_effects:
-            # A side effect that happens once, such as a cache that is filled, is harmless: the
-            # second step has no further ones, and computes what the first one does.
-            try:
-                second_step, second = trace(as_compiling=as_compiling, previous=step)
-            except CaptureError:
-                raise step.side_effects[0].refusal() from None
-            if second_step.side_effects or second.form != traced.form:
-                raise step.side_effects[0].refusal()
-        return on_device(without_unused(to_logical(traced, name), numbers), device)
+        graph = to_logical(_trace_until_stable(make), name)
+        return on_device(without_unused(graph, numbers), device)
 
     try:
-        return trace_until_stable(as_compiling=False)
+        return traced(as_compiling=False)
     except TraceError as stopped:
         # Some models look at values (of masks, mostly), but not while they are being compiled. What
         # stops them then is what has to be changed.
         try:
-            return trace_until_stable(as_compiling=True)
+            return traced(as_compiling=True)
         except TraceError:
             raise
         except CaptureError:
             raise stopped from None
+
+
+def _trace_until_stable(make: Callable[..., TrainingStep]) -> TracedStep:
+    """Trace a step whose forward leaves nothing behind, or only once.
+
+    A side effect that happens once, such as a cache that is filled, is harmless: the second step
+    has no further ones, and computes what the first one does.
+    """
+    step = make()
+    traced = trace_step(step)
+    if step.side_effects:
+        try:
+            second_step = make(previous=step)
+            second = trace_step(second_step)
+        except CaptureError:
+            raise step.side_effects[0].refusal() from None
+        if second_step.side_effects or second.form != traced.form:
+            raise step.side_effects[0].refusal()
+    return traced
 
 
 def _check_program(model: object, optimizer: object) -> None:
@@ -159,43 +164,13 @@ def _check_program(model: object, optimizer: object) -> None:
         SbpTypeError: one of them is of another type.
     """
     if not isinstance(model, nn.Module):
-        raise SbpTypeError(f"model is {_named(model)}", accepted="a torch.nn.Module")
+        raise SbpTypeError(f"model is {kind_told(model)}", accepted="a torch.nn.Module")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise SbpTypeError(
-            f"optimizer is {_named(optimizer)}",
+            f"optimizer is {kind_told(optimizer)}",
             accepted="an optimizer over model.parameters(), such as "
             "torch.optim.AdamW(model.parameters()); None for no update",
         )
-
-
-def _check_loss(loss: object) -> None:
-    """Check that a loss can be called with a model and a batch; criteria of PyTorch take tensors.
-
-    Raises:
-        SbpTypeError: it is something else.
-    """
-    if not callable(loss) or type(loss).__module__ == nn.MSELoss.__module__:
-        raise SbpTypeError(
-            f"loss is {_named(loss)}",
-            accepted="a function loss(model, batch) that calls the model and returns its loss",
-            todo='such as lambda model, batch: criterion(model(batch["x"]), batch["y"])',
-        )
-    if signature := unfit_signature(loss):
-        raise SbpTypeError(
-            f"loss takes {signature}, and is called as loss(model, batch)",
-            where=defined_at(loss),
-            accepted="a function of two positional arguments, the model and a batch",
-            todo="let it take both: def loss(model, batch); what else it needs can be bound by "
-            "functools.partial or a lambda",
-        )
-
-
-def _named(value: object) -> str:
-    return (
-        f"the class {value.__name__}"
-        if isinstance(value, type)
-        else f"of type {type(value).__name__}"
-    )
 
 
 def initial_states(
@@ -223,7 +198,14 @@ def initial_states(
     if optimizer is not None:
         found |= Update(model, optimizer, update).values()
     plain = {name: tensor.detach() for name, tensor in found.items()}
-    return {name: _copied(tensor) for name, tensor in plain.items()} if copy else plain
+    if not copy:
+        return plain
+    # A state that is one number, expanded, would keep its strides of 0 in a plain clone.
+    for name, tensor in plain.items():
+        is_one = tensor.dim() and not any(tensor.stride())
+        form = torch.contiguous_format if is_one else torch.preserve_format
+        plain[name] = tensor.clone(memory_format=form)
+    return plain
 
 
 def copied_states(
@@ -249,20 +231,14 @@ def copied_states(
     }
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    # A state that is one number, expanded, would keep its strides of 0 in a plain clone.
-    if tensor.dim() and not any(tensor.stride()):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.clone()
-
-
 def scalar_values(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     update: UpdateOptions = UpdateOptions(),  # noqa: B008 - frozen
 ) -> dict[str, float]:
     """Return what the scalar inputs of the update are now: learning rates and other settings."""
-    return Update(model, optimizer, update).scalar_values()
+    Update(model, optimizer, update)  # which checks them
+    return current_scalars(optimizer, update)
 
 
 make_callable(__name__)

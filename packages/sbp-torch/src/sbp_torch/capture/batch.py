@@ -1,26 +1,30 @@
-"""Batches of any nested form, as named tensors and back.
+"""Batches of any nested form, as named tensors and back; and where in them the samples lie.
 
 before: {"text": (ids, mask), "labels": y}           nested, as the loss takes it
 after:  {"text.0": ids, "text.1": mask, "labels": y}  flat, as graphs and sessions name them
 
 Other values are refused: a number or string would be the same in every step. None stays None.
+
+before: x (time, samples, features)    as a loop has it, and its loss takes it
+after:  x (samples, time, features)    as a step is captured, planned and fed
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from sbp_core.errors import CaptureError
-from sbp_torch.capture.tensor_kinds import check_dense
+from sbp_core.errors import CaptureError, SbpValueError
+from sbp_torch.capture.diagnostics import check_dense
 
 T = TypeVar("T")
 
@@ -42,35 +46,25 @@ def flatten_batch(batch: Any) -> dict[str, Tensor]:
         CaptureError: two tensors would have one name; a tensor is sparse, or has attributes that
             somebody has set; or it holds something else, such as a number or a NumPy array.
     """
-    if isinstance(batch, Tensor):
-        _check("batch", batch)
-        return {"batch": batch}
     found: dict[str, Tensor] = {}
-    for name, value in _leaves(batch, ""):
+    for path, tensor in _leaves(batch, ""):
+        name = path if batch is not tensor else "batch"
         if name in found:
             raise CaptureError(
                 f"two tensors of the batch are called {name!r}", accepted="keys without dots"
             )
-        _check(name, value)
-        found[name] = value
+        todo = "make it dense: .to_dense(); or pass what it consists of, such as its indices and "
+        check_dense(name, tensor, of="batch", todo=f"{todo}values")
+        own = next((key for key in vars(tensor) if not key.startswith("_")), None)
+        if own is not None and type(tensor) is Tensor:
+            raise CaptureError(
+                f"the tensor {name!r} of the batch has an attribute {own!r}, which a step does not "
+                "see",
+                accepted="attributes that are set on parameters and buffers",
+                todo=f"pass it as an entry of the batch of its own: {{..., {own!r}: ...}}",
+            )
+        found[name] = tensor
     return found
-
-
-def _check(name: str, tensor: Tensor) -> None:
-    """See that a tensor is dense, and that nobody has set attributes on it, which a step has not.
-
-    Raises:
-        CaptureError: it is not, or somebody has.
-    """
-    todo = "make it dense: .to_dense(); or pass what it consists of, such as its indices and values"
-    check_dense(name, tensor, of="batch", todo=todo)
-    own = next((key for key in vars(tensor) if not key.startswith("_")), None)
-    if own is not None and type(tensor) is Tensor:
-        raise CaptureError(
-            f"the tensor {name!r} of the batch has an attribute {own!r}, which a step does not see",
-            accepted="attributes that are set on parameters and buffers",
-            todo=f"pass it as an entry of the batch of its own: {{..., {own!r}: ...}}",
-        )
 
 
 def rebuild_batch(batch: T, tensors: Mapping[str, Tensor]) -> T:
@@ -166,3 +160,74 @@ def _rebuilt(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> Any:
         return made
     _, form = tree_flatten(value, is_leaf=lambda part: part is not value)
     return tree_unflatten(parts, form)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDims:
+    """Moves the samples of batches to dim 0, and back.
+
+    Args:
+        given: The dim, >= 0, along which samples lie: by the names of `flatten_batch`, others
+            having them along dim 0; or one for all tensors that have it, those of fewer dims having
+            them along dim 0.
+    """
+
+    given: int | Mapping[str, int] = 0
+
+    def of(self, name: str, tensor: Tensor) -> int:
+        """Return the dim along which the samples of a tensor lie.
+
+        Raises:
+            SbpValueError: the tensor has no such dim.
+        """
+        if isinstance(self.given, int):
+            return self.given if tensor.dim() > self.given else 0
+        dim = self.given.get(name, 0)
+        if 0 < dim >= tensor.dim():
+            raise SbpValueError(
+                f"{name!r} of shape {tuple(tensor.shape)} has no dim {dim}, along which batch_dim "
+                "says that its samples lie",
+                accepted=f"a tensor of more than {dim} dims",
+            )
+        return dim
+
+    def in_front(self, batch: T) -> T:
+        """Return a batch of a loop with its samples along dim 0, as views.
+
+        Raises:
+            SbpValueError: a tensor has no such dim.
+        """
+        if not self.given:
+            return batch
+        return self._moved(batch, lambda tensor, dim: tensor.movedim(dim, 0))
+
+    def moved_back(self, batch: T) -> T:
+        """Return a batch as a loop had it: the tensors that `in_front` moved are contiguous."""
+        if not self.given:
+            return batch
+        # Contiguous, because a loss may look at its batch by `view`.
+        return self._moved(batch, lambda tensor, dim: tensor.movedim(0, dim).contiguous())
+
+    def _moved(self, batch: T, move: Callable[[Tensor, int], Tensor]) -> T:
+        moved = {
+            name: move(tensor, dim) if (dim := self.of(name, tensor)) else tensor
+            for name, tensor in flatten_batch(batch).items()
+        }
+        return rebuild_batch(batch, moved)
+
+    def loss(self, loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Any]:
+        """Return a loss of batches with samples along dim 0, where `loss` takes those of a loop."""
+        return partial(_on_moved_back, self, loss) if self.given else loss
+
+
+def _on_moved_back(
+    dims: SampleDims, loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any
+) -> Any:
+    return loss(model, dims.moved_back(batch))
+
+
+def as_written(loss: object) -> object:
+    """Return the loss that `SampleDims.loss` was given; another one as it is."""
+    if isinstance(loss, partial) and loss.func is _on_moved_back:
+        return loss.args[1]
+    return loss

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import (
@@ -31,12 +32,12 @@ from sbp_core.graph import (
     Symbol,
     TensorType,
     ValueType,
+    refs,
 )
 from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
-from sbp_torch.capture.diagnostics import shape_by_value, value_read
+from sbp_torch.capture.diagnostics import check_call, shape_by_value, value_read
 from sbp_torch.capture.numbers import at_forward
 from sbp_torch.capture.step import DRAW, SEED
-from sbp_torch.capture.tensor_kinds import check_call
 from sbp_torch.capture.trace import TracedStep
 from sbp_torch.ops.operators import asked_for
 
@@ -100,13 +101,19 @@ class _Conversion:
         outputs: tuple[GraphOutput, ...] = ()
         for node in self.step.module.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, next(placeholders))
+                entry = next(placeholders)
+                scalar = entry.kind is InputKind.SCALAR
+                kind = ScalarType() if scalar else _tensor_type(node.meta["val"])
+                self.types[entry.name], self.values[node] = kind, Ref(entry.name)
+                self.owners[entry.name] = entry.of or entry.name
+                self.taken[entry.name] += 1  # nodes must not get the names of inputs
             elif node.op == "get_attr":
                 self._constant(node)
             elif node.op == "output":
                 outputs = self._outputs(node)
             elif node.op == "call_function":
-                self._call(node)
+                if not self._stands_for_another(node):
+                    self._call(node)
             else:
                 raise CaptureError(
                     f"the captured graph holds a {node.op} node {node.target!r}",
@@ -119,15 +126,6 @@ class _Conversion:
             nodes=tuple(at_forward(self.nodes)),
             types=self.types,
         )
-
-    def _input(self, node: fx.Node, entry: GraphInput) -> None:
-        value = node.meta["val"]
-        scalar = entry.kind is InputKind.SCALAR
-        self.types[entry.name] = ScalarType() if scalar else _tensor_type(value)
-        self.values[node] = Ref(entry.name)
-        self.owners[entry.name] = entry.of or entry.name
-        # Nodes must not get the names of inputs.
-        self.taken[entry.name] += 1
 
     def _constant(self, node: fx.Node) -> None:
         """Make a tensor of the program's own, such as `torch.tensor(0.5)`, where it is used."""
@@ -159,7 +157,7 @@ class _Conversion:
         self.nodes.append(made)
 
     def _outputs(self, node: fx.Node) -> tuple[GraphOutput, ...]:
-        flat = _leaves(node.args[0])
+        flat = tree_leaves(node.args[0])
         found = []
         for part, (name, kind) in zip(flat, self.step.outputs, strict=True):
             value = self.values[part].name
@@ -168,7 +166,7 @@ class _Conversion:
                 found.append(GraphOutput(name=name, kind=kind, value=value))
         return tuple(found)
 
-    def _call(self, node: fx.Node) -> None:
+    def _stands_for_another(self, node: fx.Node) -> bool:
         # Three targets make no node: the parts of a tuple, a host number that is read from what is
         # one already, and the copy that PyTorch makes of a constant, as constants are made where
         # they are used.
@@ -176,32 +174,58 @@ class _Conversion:
             whole, index = node.args
             assert isinstance(whole, fx.Node) and isinstance(index, int), "an op's result is taken"
             self.values[node] = Ref(self.parts[whole][index])
-            return
+            return True
         if node.target is torch.ops.aten._local_scalar_dense.default:
             source = self._argument(node.args[0])
             if isinstance(self.types[source.name], ScalarType):
                 self.values[node] = source
-                return
+                return True
         if node.target is torch.ops.aten.lift_fresh_copy.default:
             self.values[node] = self._argument(node.args[0])
-            return
+            return True
+        return False
+
+    def _call(self, node: fx.Node) -> None:
         op, tags = self._operator(node)
         note = _note_of(node)
         host = op.startswith("host.")
         if op == "host.item" and note.get("phase") != Phase.OPTIMIZER:
             raise value_read(str(node.target), note.get("source", ""))
-        if any(not isinstance(n, int) for n in _extents(node.meta.get("val"))):
+        leaves = tree_leaves(node.meta.get("val"))
+        extents = [n for one in leaves if isinstance(one, torch.Tensor) for n in one.shape]
+        if any(not isinstance(n, int) for n in extents):
             raise shape_by_value(str(node.target), note.get("source", ""))
         # Host numbers that forward uses come there at the end; see `at_forward`.
         phase = Phase.OPTIMIZER if host else Phase(note.get("phase", "forward"))
-        _check_real(node, note.get("source", ""))
+        source = note.get("source", "")
+        for value in (*node.args, *node.kwargs.values()):
+            if isinstance(value, complex):
+                raise CaptureError(
+                    f"the complex number {value!r} is an argument of {node.target}",
+                    where=source,
+                    accepted="real numbers, and complex tensors",
+                    todo="write the op with real and imaginary parts; backward phases of real(), "
+                    "imag() and angle() make such numbers: use torch.view_as_real instead",
+                )
         if node.target is torch.ops.aten._linalg_check_errors.default:
-            raise _checked_inverse(note.get("source", ""))
+            raise CaptureError(
+                "an operator of torch.linalg looks at values: whether a matrix has an inverse, or "
+                "a factor",
+                where=source,
+                accepted="operators that do not look",
+                todo="take the variant that does not: torch.linalg.solve_ex, inv_ex, cholesky_ex; "
+                "of parametrizations.orthogonal: orthogonal_map='matrix_exp' or 'householder'",
+            )
         args = self._argument(tuple(node.args))
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         kwargs.pop("pin_memory", None)
-        if op.startswith("sbp.random_"):
-            args = self._count(args)
+        if op.startswith("sbp.random_"):  # it counts with the seed and the draw of the step
+            self.counted = (
+                GraphInput(name=SEED, kind=InputKind.SCALAR),
+                GraphInput(name=DRAW, kind=InputKind.RNG),
+            )
+            self.types |= {SEED: ScalarType("int"), DRAW: ScalarType("int")}
+            args = (args[0], Ref(SEED), Ref(DRAW), *args[3:])
         if "checkpoint" in note:
             tags = (*tags, "recompute", f"recompute:{note['checkpoint']}")
         # In this order: outputs are named after the node, links need the outputs, and a backward
@@ -247,22 +271,10 @@ class _Conversion:
         # them left no node in the graph: the first that did is taken, and without any, what the
         # node's arguments belong to.
         found = (self.forward_names.get(number) for number in note.get("forward", ()))
-        inherited = (self._link(ref.name) for ref in _refs(args))
+        # A value belongs to a forward node as its gradient, or as its result.
+        given = [ref.name for ref in refs(args)]
+        inherited = (self.links.get(n) or (n if n in self.places else "") for n in given)
         return next((name for name in (*found, *inherited) if name), "")
-
-    def _link(self, value: str) -> str:
-        """Return the forward node that a value belongs to: as its gradient, or as its result."""
-        return self.links.get(value, "") or (value if value in self.places else "")
-
-    def _count(self, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        """Let a random op count with the seed and the draw of the step, which are inputs."""
-        if not self.counted:
-            self.counted = (
-                GraphInput(name=SEED, kind=InputKind.SCALAR),
-                GraphInput(name=DRAW, kind=InputKind.RNG),
-            )
-            self.types |= {SEED: ScalarType("int"), DRAW: ScalarType("int")}
-        return (args[0], Ref(SEED), Ref(DRAW), *args[3:])
 
     def _operator(self, node: fx.Node) -> tuple[str, tuple[str, ...]]:
         target: Any = node.target
@@ -277,8 +289,12 @@ class _Conversion:
         if target is torch.ops.aten._local_scalar_dense.default:
             return "host.item", ()
         tags = tuple(text for tag, text in _TAGS.items() if tag in target.tags)
-        if "seeded" in tags and _never_draws(node, target):
-            tags = tuple(tag for tag in tags if tag != "seeded")
+        if "seeded" in tags and "dropout_p" in (names := list(argument_types(target))):
+            # A dropout of zero is not random.
+            at = names.index("dropout_p")
+            given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0)
+            if isinstance(given, int | float) and given == 0:
+                tags = tuple(tag for tag in tags if tag != "seeded")
         return str(target), tags
 
     def _name(self, op: str, phase: Phase, note: Mapping[str, Any], args: Argument) -> str:
@@ -286,7 +302,7 @@ class _Conversion:
         if phase is Phase.OPTIMIZER:
             # A node of the update belongs to the parameter of its first argument that belongs to
             # one; results inherit the owner, so `w.update.mul_1` says of which parameter it is.
-            owner = next((o for ref in _refs(args) if (o := self.owners.get(ref.name))), "")
+            owner = next((o for ref in refs(args) if (o := self.owners.get(ref.name))), "")
             base = (
                 f"{owner}.update.{kind}" if owner and not op.startswith("host") else f"step.{kind}"
             )
@@ -324,14 +340,10 @@ class _Conversion:
             return self.values[value]
         if isinstance(value, tuple | list):
             return tuple(self._argument(part) for part in value)
-        if isinstance(value, torch.dtype):
-            return Symbol("dtype", str(value).removeprefix("torch."))
         if isinstance(value, torch.device):
             return Symbol("device", value.type)
-        if isinstance(value, torch.layout):
-            return Symbol("layout", str(value).removeprefix("torch."))
-        if isinstance(value, torch.memory_format):
-            return Symbol("memory_format", str(value).removeprefix("torch."))
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return Symbol(type(value).__name__, str(value).removeprefix("torch."))
         if isinstance(value, float):
             return float(value)  # of NumPy, too
         if value is None or isinstance(value, bool | int | str):
@@ -339,64 +351,12 @@ class _Conversion:
         raise CaptureError(f"an argument of type {type(value).__name__}: {value!r}")
 
 
-def _check_real(node: fx.Node, where: str) -> None:
-    """Refuse complex numbers as arguments: what plans are written in has none."""
-    for value in (*node.args, *node.kwargs.values()):
-        if isinstance(value, complex):
-            raise CaptureError(
-                f"the complex number {value!r} is an argument of {node.target}",
-                where=where,
-                accepted="real numbers, and complex tensors",
-                todo="write the op with real and imaginary parts; backward phases of real(), "
-                "imag() and angle() make such numbers: use torch.view_as_real instead",
-            )
-
-
-def _checked_inverse(where: str) -> CaptureError:
-    """Return the error for an inverse that is only there if a matrix is regular."""
-    return CaptureError(
-        "an operator of torch.linalg looks at values: whether a matrix has an inverse, or a factor",
-        where=where,
-        accepted="operators that do not look",
-        todo="take the variant that does not: torch.linalg.solve_ex, inv_ex, cholesky_ex; of "
-        "parametrizations.orthogonal: orthogonal_map='matrix_exp' or 'householder'",
-    )
-
-
-def _never_draws(node: fx.Node, target: OpOverload) -> bool:
-    """Whether a random op is asked for a dropout of zero, so that it is not random."""
-    for index, name in enumerate(argument_types(target)):
-        if name == "dropout_p":
-            given = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0)
-            return isinstance(given, int | float) and given == 0
-    return False
-
-
-def _refs(argument: Argument) -> list[Ref]:
-    if isinstance(argument, Ref):
-        return [argument]
-    if isinstance(argument, tuple):
-        return [ref for part in argument for ref in _refs(part)]
-    return []
-
-
 def _note_of(node: fx.Node) -> Mapping[str, Any]:
     found: Mapping[str, Any] = node.meta.get("custom", {}).get("sbp", {})
     return found
-
-
-def _extents(value: Any) -> list[Any]:
-    """Return the extents of every dim of what a node makes."""
-    return [n for leaf in _leaves(value) if isinstance(leaf, torch.Tensor) for n in leaf.shape]
 
 
 def _tensor_type(value: Any) -> TensorType:
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f"a captured op makes a {type(value).__name__}, not a tensor")
     return TensorType(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."))
-
-
-def _leaves(nested: Any) -> list[Any]:
-    if isinstance(nested, tuple | list):
-        return [leaf for part in nested for leaf in _leaves(part)]
-    return [nested]

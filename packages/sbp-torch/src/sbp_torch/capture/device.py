@@ -13,10 +13,10 @@ import torch
 
 from sbp_aten.passes import place_on_device
 from sbp_core.errors import CaptureError, GraphError
-from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType
+from sbp_core.graph import LogicalGraph, TensorType
 from sbp_torch._torch_compat import fake_mode
 from sbp_torch._torch_patches import frames_told_apart_by_folder
-from sbp_torch.ops.operators import bind, operator_of, results_of
+from sbp_torch.ops import operators
 
 #: Kinds of devices that a step can be captured for.
 DEVICES = ("cpu", "cuda")
@@ -25,9 +25,12 @@ DEVICES = ("cpu", "cuda")
 def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
     """Return a graph that was captured on CPUs as it is on another kind of device.
 
-    Args:
-        graph: As captured.
-        device: `cpu` or `cuda`; for `cpu`, the graph itself.
+    What an operator makes of fake tensors follows from how these lie alone, so tensors that lie
+    alike are one object here, and calls on the same objects with the same numbers are one call:
+    layers repeat.
+
+        layer 1   mm(t0, t1) -> t2      called
+        layer 2   mm(t0, t1) -> t2      known
 
     Raises:
         CaptureError: there is no such kind of device, or an operator does not run there; says
@@ -41,13 +44,35 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
         placed = place_on_device(graph, device)
     except GraphError as error:
         raise error.replaced(CaptureError) from error
-    types = dict(placed.types)
-    calls = _Calls(device)
+    types, values = dict(placed.types), dict[str, Any]()
+    tensors: dict[Hashable, torch.Tensor] = {}
+    known: dict[Hashable, tuple[Any, ...]] = {}
+
+    def frozen(name: str) -> Hashable:  # tensors, which are kept, are told by their objects
+        value = values[name]
+        return (type(value), value) if isinstance(value, int | float) else id(value)
+
     with torch.no_grad(), fake_mode(), frames_told_apart_by_folder():
-        values = {entry.name: calls.input(types[entry.name]) for entry in placed.inputs}
+        for entry in placed.inputs:  # a fake tensor stands for a tensor, and 1 for a number
+            kind = types[entry.name]
+            value: Any = 1.0 if kind.dtype == "float" else 1
+            if isinstance(kind, TensorType):
+                value = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=device)
+            values[entry.name] = _interned(value, tensors)
         for node in placed.nodes:
-            made = calls.of(node, values)
-            for name, value in zip(node.outputs, made, strict=True):
+            call = node.op, operators.frozen((node.args, tuple(node.kwargs.items())), frozen)
+            if call not in known:
+                try:
+                    made = operators.call(node.op, node.args, node.kwargs, values.__getitem__)
+                except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                    raise CaptureError(
+                        f"{node.op} does not run on {device}: {line}",
+                        where=(f"op {node.name!r}, module {node.module!r}", node.source),
+                        todo="leave it out of the model, or train on CPUs",
+                    ) from error
+                known[call] = tuple(_interned(one, tensors) for one in made)
+            for name, value in zip(node.outputs, known[call], strict=True):
                 values[name] = value
                 if torch.is_tensor(value):
                     dtype = str(value.dtype).removeprefix("torch.")
@@ -55,83 +80,12 @@ def on_device(graph: LogicalGraph, device: str) -> LogicalGraph:
     return placed.with_nodes(placed.nodes, types=types)
 
 
-class _Calls:
-    """Calls operators on fake tensors, equal calls once: layers repeat.
-
-    What an operator makes of fake tensors follows from how these lie alone, so tensors that lie
-    alike are one object here, and calls on the same objects with the same numbers are one call.
-
-        layer 1   mm(t0, t1) -> t2      called
-        layer 2   mm(t0, t1) -> t2      known
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._tensors: dict[Hashable, torch.Tensor] = {}
-        self._known: dict[Hashable, tuple[Any, ...]] = {}
-
-    def input(self, kind: ValueType) -> Any:
-        """Return what stands for an input of a type."""
-        return self._interned(_like(kind, self._device))
-
-    def of(self, node: Node, values: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what a node makes.
-
-        Raises:
-            CaptureError: the operator does not run on the device.
-        """
-        kwargs = tuple((name, _frozen(part, values)) for name, part in node.kwargs.items())
-        call = node.op, _frozen(node.args, values), kwargs
-        if call not in self._known:
-            made = _run(node, values, self._device)
-            self._known[call] = tuple(map(self._interned, made))
-        return self._known[call]
-
-    def _interned(self, value: Any) -> Any:
-        """Return the first tensor that lies as one does; numbers and known values themselves."""
-        if not isinstance(value, torch.Tensor) or getattr(value, "constant", None) is not None:
-            return value
-        lies = (
-            value.dtype,
-            value.device,
-            value.layout,
-            tuple(value.shape),
-            value.stride() if value.layout is torch.strided else None,
-            value.storage_offset() if value.layout is torch.strided else None,
-            value.untyped_storage().nbytes() if value.layout is torch.strided else None,
-            value.is_conj(),
-            value.is_neg(),
-        )
-        return self._tensors.setdefault(lies, value)
-
-
-def _frozen(argument: Argument, values: dict[str, Any]) -> Hashable:
-    """Return an argument as part of a key; of tensors, which are kept, which objects they are."""
-    if isinstance(argument, Ref):
-        value = values[argument.name]
-        return (type(value), value) if isinstance(value, int | float) else id(value)
-    if isinstance(argument, tuple | list):
-        return tuple(_frozen(part, values) for part in argument)
-    # With the type: 1, 1.0 and True are equal, but not the same argument.
-    return type(argument), argument
-
-
-def _like(kind: ValueType, device: str) -> Any:
-    """Return a fake tensor, or a number, of a type; host numbers are 1."""
-    if not isinstance(kind, TensorType):
-        return 1.0 if kind.dtype == "float" else 1
-    return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device=device)
-
-
-def _run(node: Node, values: dict[str, Any], device: str) -> tuple[Any, ...]:
-    args = bind(node.args, values.__getitem__)
-    kwargs = {name: bind(value, values.__getitem__) for name, value in node.kwargs.items()}
-    try:
-        return results_of(operator_of(node.op)(*args, **kwargs))
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CaptureError(
-            f"{node.op} does not run on {device}: {line}",
-            where=(f"op {node.name!r}, module {node.module!r}", node.source),
-            todo="leave it out of the model, or train on CPUs",
-        ) from error
+def _interned(value: Any, tensors: dict[Hashable, torch.Tensor]) -> Any:
+    """Return the first tensor that lies as one does; numbers and known values themselves."""
+    if not isinstance(value, torch.Tensor) or getattr(value, "constant", None) is not None:
+        return value
+    lies: tuple[Hashable, ...] = (value.dtype, value.device, value.layout, tuple(value.shape))
+    lies += (value.is_conj(), value.is_neg())
+    if value.layout is torch.strided:
+        lies += (value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+    return tensors.setdefault(lies, value)

@@ -1,4 +1,4 @@
-"""Differential validation of user's optimizers: a few steps of eager PyTorch beside our function.
+"""Differential validation of user's optimizers: a few steps of eager PyTorch and of our function.
 
 Whose code we do not know may keep what we would not see, or begin otherwise than its first step
 shows. So before anything starts, two clones of it take the same steps, over equal stand-ins, with
@@ -13,8 +13,7 @@ equal gradients and learning rates; any difference is refused:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ from sbp_torch.capture.optimizer_clones import (
     snapshot,
 )
 from sbp_torch.capture.optimizer_states import failed_step
-from sbp_torch.capture.parameter_group import ParameterGroup
-from sbp_torch.capture.user_optimizer import TracedOptimizer, in_place_only
+from sbp_torch.capture.traced_optimizer import ParameterGroup, TracedOptimizer, in_place_only
 from sbp_torch.update_options import UpdateOptions
 
 #: Extent of the dims of stand-ins, at most: more than what initial states were told from.
@@ -75,12 +73,8 @@ def check_against_eager(optimizer: torch.optim.Optimizer) -> None:
             _Comparison(optimizer, warm_up=_WARM_UP).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _SmallClone:
-    """An optimizer over small stand-ins, by name."""
-
-    optimizer: torch.optim.Optimizer
-    members: dict[str, Tensor]
+#: An optimizer over small stand-ins, and these by name.
+_SmallClone = tuple[torch.optim.Optimizer, dict[str, Tensor]]
 
 
 def _small_clone(optimizer: torch.optim.Optimizer) -> _SmallClone:
@@ -103,7 +97,7 @@ def _small_clone(optimizer: torch.optim.Optimizer) -> _SmallClone:
     clone = clone_over(optimizer, stand_ins)
     for group in clone.param_groups:
         group |= {key: value for key, value in PLAIN.items() if key in group}
-    return _SmallClone(clone, members)
+    return clone, members
 
 
 class _Comparison:
@@ -116,20 +110,40 @@ class _Comparison:
 
     def __init__(self, optimizer: torch.optim.Optimizer, warm_up: int) -> None:
         self.name = type(optimizer).__name__
-        self.eager, self.traced = _small_clone(optimizer), _small_clone(optimizer)
+        self.eager, self.members = _small_clone(optimizer)
+        self.traced, self.traced_members = _small_clone(optimizer)
         self.random = torch.Generator().manual_seed(1)
         self.warm_up = warm_up
         self.rates = [
             {"lr": group["lr"]} if group.get("lr") is not None else {}
-            for group in self.eager.optimizer.param_groups
+            for group in self.eager.param_groups
         ]
 
     def run(self) -> None:
         for index in range(self.warm_up):
             self._step_eager(index, self._gradients())
-        groups = self._traced_groups()
-        traced = TracedOptimizer(self.traced.optimizer, groups)
-        parameters = dict(self.traced.members)
+        # The traced clone begins with copies of what the eager clone holds now.
+        names = {id(p): name for name, p in self.traced_members.items()}
+        for name, member in self.members.items():
+            own = self.traced_members[name]
+            own.copy_(member)
+            if member in self.eager.state:
+                self.traced.state[own] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in self.eager.state[member].items()
+                }
+        groups = [
+            ParameterGroup(
+                self.traced,
+                index,
+                {names[id(p)]: p for p in group["params"]},
+                f".{index}",
+                UpdateOptions(),
+            )
+            for index, group in enumerate(self.traced.param_groups)
+        ]
+        traced = TracedOptimizer(self.traced, groups)
+        parameters = dict(self.traced_members)
         states = {
             f"{name}.{key}": value.clone()
             for group in groups
@@ -151,38 +165,15 @@ class _Comparison:
             traced.step(parameters, copies, states, scalars)
             self._compare(index, parameters, states)
 
-    def _traced_groups(self) -> list[ParameterGroup]:
-        """Return the traced clone's groups, over copies of what the eager clone holds now."""
-        eager, traced = self.eager, self.traced
-        names = {id(p): name for name, p in traced.members.items()}
-        for name, member in eager.members.items():
-            own = traced.members[name]
-            own.copy_(member)
-            if member in eager.optimizer.state:
-                traced.optimizer.state[own] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in eager.optimizer.state[member].items()
-                }
-        return [
-            ParameterGroup(
-                traced.optimizer,
-                index,
-                {names[id(p)]: p for p in group["params"]},
-                f".{index}",
-                UpdateOptions(),
-            )
-            for index, group in enumerate(traced.optimizer.param_groups)
-        ]
-
     def _gradients(self) -> dict[str, Tensor]:
         return {
             name: torch.randn(member.shape, generator=self.random).to(member.dtype)
-            for name, member in self.eager.members.items()
+            for name, member in self.members.items()
             if member.requires_grad
         }
 
     def _step_eager(self, index: int, grads: Mapping[str, Tensor]) -> None:
-        optimizer, members = self.eager.optimizer, self.eager.members
+        optimizer, members = self.eager, self.members
         for name, member in members.items():
             member.grad = grads[name].clone() if name in grads else None
         # Changing rates tell an optimizer that reads its setting from one that froze it at first.
@@ -196,22 +187,6 @@ class _Comparison:
             except Exception as error:
                 raise failed_step(optimizer, next(iter(members.values())), error) from error
         check_states(optimizer)
-        self._check_unchanged(before)
-
-    def _not_states(self) -> dict[str, Any]:
-        """Return what a step must not change, by what it is called."""
-        optimizer = self.eager.optimizer
-        found = {
-            f"{self.name}.{name}": snapshot(value)
-            for name, value in attributes_of(optimizer).items()
-        }
-        for index, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                now = [id(p) for p in value] if key == "params" else snapshot(value)
-                found[f"the setting {key!r} of group {index} of {self.name}"] = now
-        return found
-
-    def _check_unchanged(self, before: Mapping[str, Any]) -> None:
         after = self._not_states()
         for what in before.keys() | after.keys():
             if what in before and what in after and before[what] == after[what]:
@@ -222,43 +197,47 @@ class _Comparison:
                 todo="keep what changes in self.state[parameter], such as the number of the step",
             )
 
+    def _not_states(self) -> dict[str, Any]:
+        """Return what a step must not change, by what it is called."""
+        optimizer = self.eager
+        found = {
+            f"{self.name}.{name}": snapshot(value)
+            for name, value in attributes_of(optimizer).items()
+        }
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                now = [id(p) for p in value] if key == "params" else snapshot(value)
+                found[f"the setting {key!r} of group {index} of {self.name}"] = now
+        return found
+
     def _compare(
         self, index: int, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor]
     ) -> None:
-        for name, member in self.eager.members.items():
-            shape = tuple(member.shape)
-            for what, eager, traced in self._pairs(name, parameters, states):
+        for name, member in self.members.items():
+            own = self.eager.state.get(member, {}) if member.requires_grad else {}
+            # What is to be equal: what it is, of the eager clone, of the traced one.
+            pairs = [
+                (f"the state {key!r} of a parameter", value, states.get(f"{name}.{key}"))
+                for key, value in own.items()
+            ]
+            pairs = [one for one in pairs if isinstance(one[1], Tensor) or one[2] is not None]
+            pairs.append(("a parameter", member, parameters[name]))
+            for what, eager, traced in pairs:
                 difference = _difference(eager, traced)
                 if not difference:
                     continue
+                groups = enumerate(self.eager.param_groups)
+                at = next(at for at, g in groups if any(p is member for p in g["params"]))
                 raise CaptureError(
                     f"{self.name} cannot be captured: after {index - self.warm_up + 1} steps "
-                    f"{what} of shape {shape} {difference}, told from its first step"
+                    f"{what} of shape {tuple(member.shape)} {difference}, told from its first step"
                     + (" now" if self.warm_up else ""),
-                    where=f"group {self._group_of(member)} of the optimizer",
+                    where=f"group {at} of the optimizer",
                     accepted="a first step that makes states as later steps would find them, and "
                     "is then like any other",
                     todo="write `if not state: state[key] = torch.zeros_like(p)` before the states "
                     "are used; or take one step with it before capture",
                 )
-
-    def _pairs(
-        self, name: str, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Any, Any]]:
-        """Yield what is to be equal: what it is, of the eager clone, of the traced one."""
-        member = self.eager.members[name]
-        own = self.eager.optimizer.state.get(member, {}) if member.requires_grad else {}
-        for key, value in own.items():
-            traced = states.get(f"{name}.{key}")
-            if isinstance(value, Tensor) or traced is not None:
-                yield f"the state {key!r} of a parameter", value, traced
-        yield "a parameter", member, parameters[name]
-
-    def _group_of(self, member: Tensor) -> int:
-        groups = self.eager.optimizer.param_groups
-        return next(
-            at for at, group in enumerate(groups) if any(p is member for p in group["params"])
-        )
 
 
 def _difference(eager: Any, traced: Any) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -130,36 +129,6 @@ def host_numbers(nodes: Iterable[Node], values: Mapping[str, float]) -> dict[str
     return known
 
 
-def with_numbers(graph: LogicalGraph, values: Mapping[str, float]) -> LogicalGraph:
-    """Return a graph with values in the place of scalar inputs.
-
-    before: n = host.mul(2.0, number.beta); y = mul(x, n)
-    after:  y = mul(x, 0.2)
-
-    Args:
-        graph: The step.
-        values: By the names of inputs.
-
-    Raises:
-        CaptureError: a host operator does not take them.
-    """
-    known = host_numbers(graph.nodes, values)
-
-    def put(ref: Ref) -> Argument:
-        return known.get(ref.name, ref)
-
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if any(value in known for value in node.outputs):
-            continue
-        args = map_refs(node.args, put)
-        kwargs = {key: map_refs(value, put) for key, value in node.kwargs.items()}
-        nodes.append(replace(node, args=args, kwargs=kwargs))
-    inputs = tuple(entry for entry in graph.inputs if entry.name not in values)
-    types = {name: kind for name, kind in graph.types.items() if name not in known}
-    return graph.with_nodes(tuple(nodes), inputs=inputs, types=types)
-
-
 def without_unused(graph: LogicalGraph, names: Collection[str]) -> LogicalGraph:
     """Return a graph without those of some inputs that nothing uses or replaces."""
     inside = graph.input_kinds.keys() & set(names)
@@ -172,15 +141,33 @@ def without_unused(graph: LogicalGraph, names: Collection[str]) -> LogicalGraph:
 def check_numbers(graph: LogicalGraph, values: Mapping[str, float], captured: LogicalGraph) -> None:
     """See that a step with numbers as inputs is, with their values, one that has them in it.
 
+    before: n = host.mul(2.0, number.beta); y = mul(x, n)
+    after:  y = mul(x, 0.2)                                    this is compared
+
     Args:
         graph: Has an input for each number.
         values: By the names of the inputs.
         captured: Was captured with these values.
 
     Raises:
-        CaptureError: they differ; names the first node that does.
+        CaptureError: they differ; names the first node that does. Or a host operator does not take
+            the values.
     """
-    found = difference(with_numbers(graph, values), captured)
+    known = host_numbers(graph.nodes, values)
+
+    def put(ref: Ref) -> Argument:
+        return known.get(ref.name, ref)
+
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if not any(value in known for value in node.outputs):
+            args = map_refs(node.args, put)
+            kwargs = {key: map_refs(value, put) for key, value in node.kwargs.items()}
+            nodes.append(replace(node, args=args, kwargs=kwargs))
+    inputs = tuple(entry for entry in graph.inputs if entry.name not in values)
+    types = {name: kind for name, kind in graph.types.items() if name not in known}
+    with_numbers = graph.with_nodes(tuple(nodes), inputs=inputs, types=types)
+    found = difference(with_numbers, captured)
     if found is not None:
         raise CaptureError(
             f"a symbolic number makes another step than a float does: {found}",
@@ -199,10 +186,10 @@ def difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
     values = {entry.name: entry.name for entry in one.inputs}
     nodes = {"": ""}
     for node, twin in zip(one.nodes, other.nodes, strict=False):
-        found = _told(one, node, partial(_renamed, values))
+        found = _told(one, node, lambda ref: Ref(values[ref.name]))
         if (*found, nodes.get(node.forward)) != (*_told(other, twin), twin.forward):
             return f"{twin.op}, {', '.join(node.where())}"
-        values |= zip(node.outputs, twin.outputs, strict=True)
+        values.update(zip(node.outputs, twin.outputs, strict=True))
         nodes[node.name] = twin.name
     if len(one.nodes) != len(other.nodes):
         return f"{len(one.nodes)} operators, not {len(other.nodes)}"
@@ -210,10 +197,6 @@ def difference(one: LogicalGraph, other: LogicalGraph) -> str | None:
     if outputs != [(out.name, out.kind, out.value) for out in other.outputs]:
         return "the outputs are others"
     return None
-
-
-def _renamed(names: Mapping[str, str], ref: Ref) -> Ref:
-    return Ref(names[ref.name])
 
 
 def _told(

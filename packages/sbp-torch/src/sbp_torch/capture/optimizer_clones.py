@@ -28,9 +28,10 @@ SMALL = 3
 Step = Callable[[torch.optim.Optimizer], Any]
 
 #: What a subclass may define and still step as its parent does.
-_HARMLESS = frozenset(
-    ("__annotations__", "__doc__", "__firstlineno__", "__init__", "__module__", "__qualname__")
-) | frozenset(("__repr__", "__static_attributes__", "load_state_dict", "state_dict", "zero_grad"))
+_HARMLESS = {
+    *("__annotations__", "__doc__", "__firstlineno__", "__init__", "__module__", "__qualname__"),
+    *("__repr__", "__static_attributes__", "load_state_dict", "state_dict", "zero_grad"),
+}
 
 #: Where wrappers come from that PyTorch itself puts around steps: the profiler's, `no_grad`.
 _WRAPPERS = "torch/optim/optimizer.py"
@@ -48,9 +49,17 @@ def small_shape(shape: Sequence[int], most: int = SMALL) -> tuple[int, ...]:
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """Return the class that says how an optimizer steps: a parent's, if its own adds nothing."""
     kind = type(optimizer)
-    while _steps_as_parent(kind):
-        (kind,) = kind.__bases__
-    return kind
+    while True:
+        parent = kind.__base__
+        if (
+            len(kind.__bases__) > 1
+            or parent in (None, torch.optim.Optimizer)
+            or not issubclass(parent, torch.optim.Optimizer)
+            or _unwrapped(kind.step, _WRAPPERS) is not _unwrapped(parent.step, _WRAPPERS)
+            or any(hasattr(parent, name) for name in vars(kind).keys() - _HARMLESS - {"step"})
+        ):
+            return kind
+        kind = parent
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -58,18 +67,6 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     kind = kind_of(optimizer)
     torchs = getattr(torch.optim, kind.__name__, None) is kind
     return torchs or kind.__module__.startswith("sbp_torch.optim.")
-
-
-def _steps_as_parent(kind: type[torch.optim.Optimizer]) -> bool:
-    parent = kind.__base__
-    if parent is None or parent is torch.optim.Optimizer or len(kind.__bases__) > 1:
-        return False
-    if not issubclass(parent, torch.optim.Optimizer):
-        return False
-    if _unwrapped(kind.step, _WRAPPERS) is not _unwrapped(parent.step, _WRAPPERS):
-        return False
-    own = vars(kind).keys() - _HARMLESS - {"step"}
-    return not any(hasattr(parent, name) for name in own)
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Step:
@@ -116,20 +113,16 @@ def clone_of(
 def clone_over(
     optimizer: torch.optim.Optimizer, parameters_for: Callable[[list[Tensor]], list[Any]]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same settings over other parameters, that has not stepped.
-
-    Args:
-        optimizer: Any; stays as it is.
-        parameters_for: From the parameters of a group to those of the clone's group.
-    """
+    """Return an optimizer of the same settings over other parameters, that has not stepped."""
     clone = clone_of(optimizer, own_attributes=not isinstance(optimizer, CombinedOptimizer))
     if isinstance(optimizer, CombinedOptimizer) and isinstance(clone, CombinedOptimizer):
         clone.optimizers = tuple(clone_over(one, parameters_for) for one in optimizer.optimizers)
         clone.param_groups = [group for one in clone.optimizers for group in one.param_groups]
         return clone
-    for group in optimizer.param_groups:
-        own = parameters_for(group["params"])
-        clone.param_groups.append({**settings_of(group), "params": own})
+    clone.param_groups = [
+        {**settings_of(group), "params": parameters_for(group["params"])}
+        for group in optimizer.param_groups
+    ]
     return clone
 
 
@@ -139,7 +132,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that an optimizer has beside those of every optimizer."""
+    """Return the attributes that an optimizer has besides those of every optimizer."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -148,17 +141,10 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 #: Attributes of every optimizer, or set by schedulers; `defaults` counts as its own.
-_COMMON_ATTRIBUTES = frozenset(
-    (
-        "_opt_called",
-        "_step_count",
-        "_warned_capturable_if_run_uncaptured",
-        "_zero_grad_profile_name",
-        "param_groups",
-        "state",
-        "step",
-    )
-)
+_COMMON_ATTRIBUTES = {
+    *("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"),
+    *("_zero_grad_profile_name", "param_groups", "state", "step"),
+}
 
 
 def _deep_copy(value: Any) -> Any:
@@ -222,7 +208,7 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} keeps a state under {key!r}, which is no parameter of "
                 "its groups",
                 accepted="states of parameters: self.state[parameter][key]",
-                todo="keep it beside each parameter",
+                todo="keep it with each parameter",
             )
 
 

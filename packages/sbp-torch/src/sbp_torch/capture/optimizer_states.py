@@ -26,6 +26,7 @@ from torch import Tensor
 from sbp_core.errors import CaptureError
 from sbp_core.runtime import Number
 from sbp_torch._torch_optim_compat import constructed_states
+from sbp_torch.capture.diagnostics import user_frame
 from sbp_torch.capture.optimizer_clones import (
     PLAIN,
     SMALL,
@@ -36,7 +37,6 @@ from sbp_torch.capture.optimizer_clones import (
     settings_of,
     small_shape,
 )
-from sbp_torch.capture.sources import user_frame
 
 #: What SGD calls the momentum of a parameter.
 VELOCITY = "momentum_buffer"
@@ -85,21 +85,13 @@ class _Recorder(dict[str, Any]):
             self[key] = value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
-    """What an optimizer keeps of a stand-in.
+#: What an optimizer keeps of a stand-in: what each key was first set to; and what is no tensor
+#: after each step, by key, from the step on that makes it.
+_Trial = tuple[Mapping[str, Any], Mapping[str, list[Any]]]
 
-    Args:
-        first: What each key was first set to.
-        after: What is no tensor after each step, by key; from the step on that makes it.
-    """
 
-    first: Mapping[str, Any]
-    after: Mapping[str, list[Any]] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {key: value for key, value in self.first.items() if isinstance(value, Tensor)}
+def _tensors(first: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in first.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,23 +110,16 @@ class _Rules:
 
 
 class InitialStateProbe:
-    """Finds the states of parameters that an optimizer has not updated yet.
-
-    Args:
-        optimizer: Any `torch.optim.Optimizer`.
-        index: Which of its groups holds the parameters.
-    """
+    """Finds the states of parameters that an optimizer has not updated yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         self.optimizer, self.index = optimizer, index
+        self.name = type(optimizer).__name__
         self.group = optimizer.param_groups[index]
         self._known: dict[object, _Rules | None] = {}
 
     def of(self, parameter: Tensor) -> InitialStates:
         """Return the states of a parameter.
-
-        Args:
-            parameter: Any shape; only read.
 
         Raises:
             CaptureError: the states depend on the first gradient, or are no tensors and counters;
@@ -154,10 +139,9 @@ class InitialStateProbe:
         if rules is None or (copies and not parameter.is_meta):
             # Only the parameter's own values tell. What looks like a copy on stand-ins might be
             # clipped on larger numbers, so that where there are values, they are asked.
-            tried = self._trial(parameter, 0.5)
-            return InitialStates(
-                tensors=tried.tensors, copies=frozenset(copies), numbers=self._counters(tried)
-            )
+            first, after = self._trial(parameter, 0.5)
+            numbers = self._counters(after)
+            return InitialStates(tensors=_tensors(first), copies=frozenset(copies), numbers=numbers)
         tensors: dict[str, Tensor] = {}
         for key, fill in rules.fills.items():
             like = rules.shapes[key]
@@ -171,19 +155,24 @@ class InitialStateProbe:
 
     def numbers_of(self, parameter: Tensor) -> Mapping[str, tuple[Number, Number]]:
         """Return the Python numbers of a parameter, whatever its tensors begin with."""
-        return self._counters(self._trial(_stand_in(parameter), 0.5))
+        return self._counters(self._trial(_stand_in(parameter), 0.5)[1])
 
     def _rules(self, parameter: Tensor) -> _Rules | None:
         """Return the rules for all parameters like this one; None if there are none."""
         small, other = _stand_in(parameter), _stand_in(parameter, SMALL + 1) + 0.25
-        tried, second = self._trial(small, 0.5), self._trial(other, 0.5)
-        self._check_gradient_free(tried, self._trial(small, -2.0))
-        shapes = self._shapes(parameter)
-        if not tried.first.keys() == second.first.keys() == shapes.keys():
+        (first, after), (second, _) = self._trial(small, 0.5), self._trial(other, 0.5)
+        self._check_gradient_free(first, self._trial(small, -2.0)[0])
+        meta = torch.empty_like(parameter, device="meta")
+        try:
+            shapes = self._stepped(meta, 0.5)[0]
+        except Exception:  # it looks at values, in whichever way; deferred ones have none
+            real = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter
+            shapes = self._trial(real, 0.5)[0]
+        if not first.keys() == second.keys() == shapes.keys():
             return None  # which states there are goes by the shape
         fills: dict[str, Number | None] = {}
-        for key, value in tried.tensors.items():
-            one, moved = value.flatten()[:1], second.first[key]
+        for key, value in _tensors(first).items():
+            one, moved = value.flatten()[:1], second[key]
             if self._is_velocity(key) or not (value.numel() or shapes[key].numel()):
                 fills[key] = 0.0
             elif value.numel() and (value == one).all() and (moved == one).all():
@@ -192,15 +181,7 @@ class InitialStateProbe:
                 fills[key] = None
             else:
                 return None
-        return _Rules(fills=fills, shapes=shapes, numbers=self._counters(tried))
-
-    def _shapes(self, parameter: Tensor) -> Mapping[str, Any]:
-        meta = torch.empty_like(parameter, device="meta")
-        try:
-            return self._stepped(meta, 0.5).first
-        except Exception:  # it looks at values, in whichever way; deferred ones have none
-            real = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter
-            return self._trial(real, 0.5).first
+        return _Rules(fills=fills, shapes=shapes, numbers=self._counters(after))
 
     def _trial(self, value: Tensor, gradient: float) -> _Trial:
         """Take steps on a stand-in; return its states.
@@ -239,53 +220,51 @@ class InitialStateProbe:
                 for key, state in clone.state[stand_in].items():
                     if not isinstance(state, Tensor):
                         after[key].append(state)
-        return _Trial(first=recorder.first, after=after)
+        return recorder.first, after
 
     def _is_velocity(self, key: str) -> bool:
         """Whether a state is the velocity of SGD: made of the first gradient, as if from zero."""
         return key == VELOCITY and isinstance(self.optimizer, torch.optim.SGD)
 
-    def _check_gradient_free(self, tried: _Trial, other_gradient: _Trial) -> None:
-        for key, value in tried.first.items():
+    def _check_gradient_free(
+        self, first: Mapping[str, Any], other_gradient: Mapping[str, Any]
+    ) -> None:
+        for key, value in first.items():
             if self._is_velocity(key):
                 continue
-            other = other_gradient.first.get(key)
+            other = other_gradient.get(key)
             if isinstance(value, Tensor) and isinstance(other, Tensor):
                 same = torch.equal(value, other)
             else:
                 same = value is other or value == other
             if not same or value is None:
                 raise CaptureError(
-                    f"the state {key!r} of {self._name} is made of the first gradient",
+                    f"the state {key!r} of {self.name} is made of the first gradient",
                     accepted="states that are the same before any first step",
                     todo="take one step with it before capture",
                 )
 
-    def _counters(self, tried: _Trial) -> dict[str, tuple[Number, Number]]:
+    def _counters(self, after: Mapping[str, list[Any]]) -> dict[str, tuple[Number, Number]]:
         """Return the numbers among the states: before the first step, and what each step adds."""
         found: dict[str, tuple[Number, Number]] = {}
-        for key, values in tried.after.items():
+        for key, values in after.items():
             if any(not isinstance(value, int | float) for value in values):
                 kinds = sorted({type(value).__name__ for value in values})
                 raise CaptureError(
-                    f"the state {key!r} of {self._name} is {' or '.join(kinds)}",
+                    f"the state {key!r} of {self.name} is {' or '.join(kinds)}",
                     accepted="tensors and counters",
                     todo="keep settings in the groups or in attributes",
                 )
             by = values[1] - values[0] if len(values) > 1 else 0
             if any(value != values[0] + index * by for index, value in enumerate(values)):
                 raise CaptureError(
-                    f"the state {key!r} of {self._name} is a Python number that goes "
+                    f"the state {key!r} of {self.name} is a Python number that goes "
                     f"{', '.join(map(repr, values))}",
                     accepted="Python numbers that each step adds the same amount to",
                     todo="keep a 0-d tensor, or compute it from the number of the step",
                 )
             found[key] = (values[0] - by, by)
         return found
-
-    @property
-    def _name(self) -> str:
-        return type(self.optimizer).__name__
 
 
 def failed_step(optimizer: torch.optim.Optimizer, value: Tensor, error: Exception) -> CaptureError:

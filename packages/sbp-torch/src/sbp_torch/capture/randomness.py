@@ -25,8 +25,10 @@ from sbp_torch.ops import random as _  # noqa: F401 - registers sbp.random_*
 _CounterBased = Callable[["Draws", Sequence[Any], Mapping[str, Any]], Any]
 
 
-class Draws:
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """Numbers the random ops of one step, and calls their counter-based forms.
+
+    As a context, it does so to the ops of an eager program.
 
     Args:
         seed: Of the program.
@@ -36,8 +38,12 @@ class Draws:
     """
 
     def __init__(self, seed: int = 0, draw: int = 0, *, per_shard: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.seed, self.draw, self.per_shard = seed, draw, per_shard
         self.num_sites = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an op; one that draws random numbers is replaced by its counter-based form."""
@@ -64,17 +70,6 @@ class Draws:
         return made
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Replaces the random ops of an eager program by their counter-based forms."""
-
-    def __init__(self, draws: Draws) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
-        self.draws = draws
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.draws.call(func, args, kwargs or {})
-
-
 @contextmanager
 def counted_random(seed: int, draw: int) -> Iterator[None]:
     """Let an eager step draw the numbers that a captured one draws.
@@ -86,7 +81,7 @@ def counted_random(seed: int, draw: int) -> Iterator[None]:
         seed: What the plan is run with.
         draw: Step times micro-batches plus micro-batch.
     """
-    with checkpoints_inlined(nullcontext), _Counting(Draws(seed, draw)):
+    with checkpoints_inlined(nullcontext), Draws(seed, draw):
         yield
 
 
@@ -170,24 +165,23 @@ def _shaped(kind: str, *names: str) -> _CounterBased:
     return counter_based
 
 
-def _filling(kind: str, **defaults: float) -> _CounterBased:
-    """Return the form of an op that fills its first argument."""
+def _filling(kind: str, **arguments: tuple[str, float]) -> _CounterBased:
+    """Return the form of an op that fills its first argument.
+
+    Args:
+        kind: See `Draws.make`.
+        arguments: Of that kind, in order: the name and default that each has in the op.
+    """
 
     def counter_based(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         own = {
             name: _given(args, kwargs, at, given, default)
-            for at, (name, given, default) in enumerate(
-                ((_OWN.get(name, name), name, default) for name, default in defaults.items()), 1
-            )
+            for at, (name, (given, default)) in enumerate(arguments.items(), 1)
         }
         filled: Tensor = args[0].copy_(draws.make(kind, args[0].shape, _like(args[0], {}), **own))
         return filled
 
     return counter_based
-
-
-#: The bounds of `uniform_` by the names of ours.
-_OWN = {"from": "low", "to": "high"}
 
 
 def _random_to(draws: Draws, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -207,8 +201,8 @@ _COUNTER_BASED: dict[Any, _CounterBased] = {
     _aten.bernoulli_.Tensor: lambda d, a, k: a[0].copy_(_bernoulli(d, a[0], a[1], {})),
     _aten.bernoulli.p: lambda d, a, k: _bernoulli(d, a[0], a[1], k),
     _aten.bernoulli.default: lambda d, a, k: _bernoulli(d, a[0], a[0], k),
-    _aten.uniform_.default: _filling("uniform", **{"from": 0.0, "to": 1.0}),
-    _aten.normal_.default: _filling("normal", mean=0.0, std=1.0),
+    _aten.uniform_.default: _filling("uniform", low=("from", 0.0), high=("to", 1.0)),
+    _aten.normal_.default: _filling("normal", mean=("mean", 0.0), std=("std", 1.0)),
     _aten.random_.to: _random_to,
     getattr(_aten.random_, "from"): _random_to,
     _aten.exponential_.default: lambda d, a, k: a[0].copy_(

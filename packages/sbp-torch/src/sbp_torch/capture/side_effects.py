@@ -1,10 +1,13 @@
-"""Side effects of a forward, beside changes of states: found by comparing attributes, and undone.
+"""What a forward leaves behind: side effects, which are undone, and states bound to other tensors.
 
 A graph remembers nothing but its states. So a number that a module counts up, a tensor that it
 keeps in a list, or a draw from Python's own generator would be lost, and the graph would do the
 first step for ever. Compared are the attributes of all modules, lists, mappings, sets and
 NumPy arrays in them, and the generators of Python, NumPy and PyTorch; other objects are not looked
 into.
+
+A buffer may be assigned a detached tensor of its form, which then is its new value. Parameters stay
+the tensors that they are.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, MutableSet
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,11 +25,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sbp_core.errors import CaptureError
+from sbp_torch._torch_compat import storage_key
 
 #: Where modules keep what is registered, and what that is called.
-_REGISTERS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+REGISTERS: Mapping[str, str] = {
+    "_parameters": "parameter",
+    "_buffers": "buffer",
+    "_modules": "module",
+}
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +101,8 @@ class Change:
             )
         return CaptureError(
             f"the forward of module {self.module or '(root)'!r} changes {self.key!r} from "
-            f"{_short(self.before)} to {_short(self.after)}, so that its next step may be another",
+            f"{shortened(self.before)} to {shortened(self.after)}, so that its next step may be "
+            "another",
             where=where,
             accepted="attributes that the forward leaves as they are, or sets once and for all",
             todo=f"keep it as a tensor: register_buffer({name!r}, torch.tensor(...)) in __init__, "
@@ -101,26 +111,21 @@ class Change:
 
 
 class Snapshot:
-    """The attributes of all modules and what lies in them, at one moment.
-
-    Args:
-        model: Whose.
-    """
+    """The attributes of all modules and what lies in them, at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
-        self._own = [dict(vars(module)) for _, module in self._modules]
-        #: Containers by id: itself, what it held, number of the module, the way to it.
+        #: Attributes of modules, and containers in them, by id: itself, what it held, number of the
+        #: module, the way to it; of attributes, the way is empty.
         self._held: dict[int, tuple[Any, Any, int, str]] = {}
         self._stand_ins: Mapping[int, Tensor] = {}
-        for number, own in enumerate(self._own):
-            for key, value in own.items():
-                self._hold(value, number, key)
+        for number, (_, module) in enumerate(self._modules):
+            self._hold(vars(module), number, "")
 
     def _hold(self, value: Any, number: int, way: str) -> None:
         # Once each: containers may hold each other, and themselves. `_held` keeps the container
         # alive, so that its id stays its own.
-        if id(value) in self._held or type(value) in _PLAIN or isinstance(value, Tensor):
+        if id(value) in self._held or type(value) in PLAIN or isinstance(value, Tensor):
             return
         content = content_of(value)
         if content is None:
@@ -128,7 +133,7 @@ class Snapshot:
         self._held[id(value)] = (value, content, number, way)
         parts = dict(enumerate(content)) if isinstance(content, list) else content
         for key, part in parts.items() if isinstance(parts, dict) else ():
-            self._hold(part, number, f"{way}[{key!r}]")
+            self._hold(part, number, f"{way}[{key!r}]" if way else key)
 
     def changes(self, stand_ins: Mapping[int, Tensor]) -> list[Change]:
         """Return what is not as it was, attributes first.
@@ -138,27 +143,34 @@ class Snapshot:
                 a module's own weights that it makes anew is the same list.
         """
         self._stand_ins = stand_ins
-        found = []
-        for (path, module), own in zip(self._modules, self._own, strict=True):
-            now = vars(module)
-            for key in dict.fromkeys((*own, *now)):
-                before, after = own.get(key, _MISSING), now.get(key, _MISSING)
-                if not self._is_same(before, after):
-                    found.append(_change(path, module, key, before, after))
-        for value, content, number, way in self._held.values():
+        found: list[Change] = []
+        for value, content, number, way in sorted(
+            self._held.values(), key=lambda held: bool(held[3])
+        ):
             path, module = self._modules[number]
-            now = content_of(value)
+            now, registered = content_of(value), REGISTERS.get(way, "")
+            parts = [(way, content, now)]
             if isinstance(content, dict):
-                for key in dict.fromkeys((*content, *now)):
-                    before, after = content.get(key, _MISSING), now.get(key, _MISSING)
-                    if not self._is_same(before, after):
-                        found.append(
-                            _change(path, module, key, before, after, _REGISTERS[way])
-                            if way in _REGISTERS
-                            else _change(path, module, f"{way}[{key!r}]", before, after)
-                        )
-            elif not self._is_same(content, now):
-                found.append(_change(path, module, way, content, now))
+                parts = [
+                    (
+                        f"{way}[{key!r}]" if way and not registered else key,
+                        content.get(key, _MISSING),
+                        now.get(key, _MISSING),
+                    )
+                    for key in dict.fromkeys((*content, *now))
+                ]
+            found += [
+                Change(
+                    module=path,
+                    owner=type(module).__name__,
+                    key=key,
+                    before=before,
+                    after=after,
+                    registered=registered,
+                )
+                for key, before, after in parts
+                if not self._is_same(before, after)
+            ]
         return found
 
     def _is_same(self, before: Any, after: Any) -> bool:
@@ -172,7 +184,7 @@ class Snapshot:
             return True
         if type(before) is not type(after):
             return False
-        if isinstance(before, _PLAIN):
+        if isinstance(before, PLAIN):
             # By text: nan is nan, and 0.0 is not -0.0.
             return repr(before) == repr(after)
         # A tensor that was not there before, even of equal numbers: the graph would not keep it.
@@ -181,13 +193,11 @@ class Snapshot:
         # What it held at the snapshot: a container that was replaced may have been changed as well.
         old = self._held[id(before)][1] if id(before) in self._held else content_of(before)
         new = content_of(after)
-        if old is None or new is None or isinstance(old, bytes):
-            return bool(old == new)
-        if isinstance(old, set):
-            return bool(old == new)
-        if isinstance(old, dict):
+        if isinstance(old, dict) and new is not None:
             return list(old) == list(new) and all(self._is_same(old[k], new[k]) for k in old)
-        return len(old) == len(new) and all(map(self._is_same, old, new))
+        if isinstance(old, list) and new is not None:
+            return len(old) == len(new) and all(map(self._is_same, old, new))
+        return bool(old == new)
 
     def with_real_tensors(self, traced: Iterable[Tensor]) -> list[Tensor]:
         """Put real tensors, of zeros, in the places of some, and return them in order."""
@@ -198,7 +208,6 @@ class Snapshot:
         def real(value: Any) -> Any:
             return made.get(id(value), value)
 
-        self._own = [{key: real(value) for key, value in own.items()} for own in self._own]
         for key, (value, content, number, way) in self._held.items():
             if isinstance(content, dict):
                 content = {k: real(part) for k, part in content.items()}
@@ -209,36 +218,21 @@ class Snapshot:
 
     def restore(self) -> None:
         """Set everything back to what it was."""
-        for (_, module), own in zip(self._modules, self._own, strict=True):
-            now = vars(module)
-            for key in [key for key in now if key not in own]:
-                del now[key]
-            # Attributes first, then what lies in them: a list that was replaced is back, and is
-            # refilled.
-            now.update(own)
         for value, content, _, _ in self._held.values():
             refill(value, content)
 
 
-class _Missing:
+class Missing:
+    """Stands for what is not there."""
+
+    def __init__(self, told: str) -> None:
+        self._told = told
+
     def __repr__(self) -> str:
-        return "nothing"
+        return self._told
 
 
-_MISSING: Any = _Missing()
-
-
-def _change(
-    path: str, module: nn.Module, key: str, before: Any, after: Any, registered: str = ""
-) -> Change:
-    return Change(
-        module=path,
-        owner=type(module).__name__,
-        key=key,
-        before=before,
-        after=after,
-        registered=registered,
-    )
+_MISSING: Any = Missing("nothing")
 
 
 def items_of(value: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -292,7 +286,8 @@ def refill(value: Any, content: Any) -> None:
             value[:] = content
 
 
-def _short(value: Any) -> str:
+def shortened(value: object) -> str:
+    """Return a value as text, of 60 characters at most."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -340,3 +335,97 @@ def _numpy_state() -> tuple[Any, ...] | None:
         return None
     name, keys, *rest = numpy.random.get_state()
     return (name, keys.tobytes(), *rest)
+
+
+def replaced_states(
+    own: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Any],
+    storages: Mapping[str, int],
+) -> dict[str, Tensor]:
+    """Return the tensors that a forward assigned to the names of states.
+
+    Args:
+        own: The model's states by name.
+        before: What stood for them in the forward.
+        after: What the modules held in their places at the end.
+        storages: The storage of each of `before`, before the forward.
+
+    Raises:
+        CaptureError: a parameter, or a tensor of another form or that is another state, too, was
+            assigned; or the forward assigned to `.data`, or called backward.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in before.items():
+        new = after[name]
+        if tensor.is_leaf and tensor.grad is not None:
+            raise CaptureError(
+                f"the loss function calls backward(): {name!r} has a gradient before the backward "
+                "phase",
+                accepted="loss functions that return the loss",
+                todo="leave .backward() out; for gradients within the loss take "
+                "torch.autograd.grad(..., create_graph=True)",
+            )
+        if new is not tensor:
+            old = own[name]
+            if isinstance(old, nn.Parameter):
+                raise CaptureError(
+                    f"the forward puts another tensor in the place of the parameter {name!r}",
+                    accepted="parameters that stay the same tensors; assigned buffers",
+                    todo=f"compute with a local tensor, or write {name}.copy_(...) under "
+                    "torch.no_grad()",
+                )
+            form = (new.shape, new.dtype) if isinstance(new, Tensor) else type(new).__name__
+            if form != (old.shape, old.dtype):
+                got = form if isinstance(form, str) else f"{form[1]} of shape {tuple(form[0])}"
+                raise CaptureError(
+                    f"the forward puts {got} in the place of the buffer {name!r}, which is "
+                    f"{old.dtype} of shape {tuple(old.shape)}",
+                    accepted="a tensor of the same shape and dtype",
+                    todo="register the buffer with the shape and dtype that it is to keep",
+                )
+            found[name] = new
+        elif storage_key(tensor) != storages[name]:
+            raise CaptureError(
+                f"the forward assigns to {name}.data",
+                accepted="states that are changed in place",
+                todo=f"write {name}.copy_(...) under torch.no_grad()",
+            )
+    final = {name: storage_key(found.get(name, tensor)) for name, tensor in before.items()}
+    for name in found:
+        for other, key in final.items():
+            if other != name and key == final[name]:
+                raise CaptureError(
+                    f"the forward makes {name!r} the same tensor as {other!r}",
+                    accepted="buffers with memory of their own",
+                    todo=f"assign a copy: .clone(), or {name}.copy_(...)",
+                )
+    return found
+
+
+def shared_memory(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Return the pairs of states that are two tensors with elements in common."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            groups.setdefault(storage_key(tensor), []).append(name)
+    pairs = (pair for names in groups.values() for pair in combinations(names, 2))
+    return [(first, second) for first, second in pairs if _overlap(tensors[first], tensors[second])]
+
+
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors on one storage have an element in common."""
+    # The first byte of each in the storage, and the byte after its last.
+    spans = []
+    for one in (left, right):
+        last = sum((n - 1) * stride for n, stride in zip(one.shape, one.stride(), strict=True))
+        start, size = int(one.storage_offset()), one.dtype.itemsize
+        spans.append((start * size, (start + last + 1) * size))
+    (start, end), (first, last) = spans
+    if end <= first or last <= start:
+        return False
+    if left.dtype != right.dtype:
+        return True
+    seen = torch.zeros(max(end, last) // left.dtype.itemsize, dtype=torch.bool)
+    seen.as_strided(left.shape, left.stride(), left.storage_offset()).fill_(True)
+    return bool(seen.as_strided(right.shape, right.stride(), right.storage_offset()).any())

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,17 +30,13 @@ from sbp_torch._torch_patches import (
     transformers_of_any_mask,
 )
 from sbp_torch.capture.batch import flatten_batch, rebuild_batch
-from sbp_torch.capture.diagnostics import scaled_loss
+from sbp_torch.capture.diagnostics import check_dense, scaled_loss
+from sbp_torch.capture.loss import Loss, split_losses
 from sbp_torch.capture.numbers import NO_NUMBERS, NumberPlace, placed
 from sbp_torch.capture.provenance import Notes
 from sbp_torch.capture.randomness import Draws
-from sbp_torch.capture.rebound_states import replaced_states
-from sbp_torch.capture.side_effects import Change, Generators, Snapshot
-from sbp_torch.capture.tensor_kinds import check_dense
+from sbp_torch.capture.side_effects import Change, Generators, Snapshot, replaced_states
 from sbp_torch.capture.update import Update
-
-#: What users write: the loss of a batch, or the loss and metrics.
-Loss = Callable[[nn.Module, Any], Any]
 
 #: Scalar inputs that random ops count with.
 SEED, DRAW = "seed", "draw"
@@ -50,11 +46,6 @@ _STEP_COUNTER = "step_counter"
 
 #: What `torch.autocast` converts to.
 _AUTOCAST = ("bfloat16", "float16")
-
-_ACCEPTED = (
-    "one floating number (a 0-d tensor); a pair of it and a mapping of metrics; or a mapping with "
-    "the key 'loss'"
-)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -107,7 +98,7 @@ class TrainingStep:
         per_shard_random: See `Draws`.
         as_compiling: Tell the model that it is being compiled, while its forward runs.
         previous: A traced step whose forward had side effects: this forward begins with the
-            attributes that it left behind; None to begin with the attributes as they are now.
+            attributes that it has left; None to begin with the attributes as they are now.
         numbers: Numbers that the forward reads and that are scalar inputs, by the names of these.
     """
 
@@ -148,33 +139,13 @@ class TrainingStep:
         self.side_effect_constants: list[Tensor] = []
         #: States that the forward replaced by a tensor that still has a graph behind it.
         self.differentiable: list[str] = []
-        self._check_kinds()
-        self._check_names()
-        self._check_options()
+        self._check()
 
-    def _check_options(self) -> None:
-        if self.autocast and self.autocast not in _AUTOCAST:
-            raise CaptureError(
-                f"autocast={self.autocast!r}", accepted=f"{', '.join(_AUTOCAST)}, or nothing"
-            )
-        hooked = [
-            name
-            for name in self.moving
-            if self.update is not None and gradient_hooks(self.tensors[name])[1]
-        ]
-        if hooked:
-            raise CaptureError(
-                f"{hooked[0]!r} has a hook by register_post_accumulate_grad_hook, which no "
-                "captured step runs",
-                accepted="hooks on gradients: parameter.register_hook(...), hooks of modules",
-                todo="change the gradient by register_hook, or do in the optimizer what it does",
-            )
-
-    def _check_kinds(self) -> None:
-        """See that the tensors of the model are dense, and can be differentiated.
+    def _check(self) -> None:
+        """See that options are known, and that the tensors of the model can be trained.
 
         Raises:
-            CaptureError: one is not, or cannot.
+            CaptureError: one is of no use, not dense, hooked, or called as an input is.
         """
         for name, tensor in self.tensors.items():
             check_dense(name, tensor, of="model", todo="keep it dense: .to_dense()")
@@ -184,8 +155,6 @@ class TrainingStep:
                     accepted="parameters that were made outside of it",
                     todo="make the model outside of torch.inference_mode()",
                 )
-
-    def _check_names(self) -> None:
         reserved = (*self.scalars, SEED, DRAW, _STEP_COUNTER)
         taken = {*self.tensors, *self.updates, *reserved}
         for name in self.tensors:
@@ -203,11 +172,28 @@ class TrainingStep:
                     accepted="other names",
                     todo="rename the key in the batch",
                 )
+        if self.autocast and self.autocast not in _AUTOCAST:
+            raise CaptureError(
+                f"autocast={self.autocast!r}", accepted=f"{', '.join(_AUTOCAST)}, or nothing"
+            )
+        moving = self.moving if self.update is not None else ()
+        hooked = [name for name in moving if gradient_hooks(self.tensors[name])[1]]
+        if hooked:
+            raise CaptureError(
+                f"{hooked[0]!r} has a hook by register_post_accumulate_grad_hook, which no "
+                "captured step runs",
+                accepted="hooks on gradients: parameter.register_hook(...), hooks of modules",
+                todo="change the gradient by register_hook, or do in the optimizer what it does",
+            )
 
     def inputs(self) -> tuple[GraphInput, ...]:
         """Describe the arguments of `__call__`, in order."""
+        kinds = {
+            name: InputKind.PARAMETER if isinstance(tensor, nn.Parameter) else InputKind.BUFFER
+            for name, tensor in self.tensors.items()
+        }
         return (
-            *(GraphInput(name=name, kind=_kind(tensor)) for name, tensor in self.tensors.items()),
+            *(GraphInput(name=name, kind=kind) for name, kind in kinds.items()),
             *(self.update.inputs() if self.update is not None else ()),
             *(GraphInput(name=name, kind=InputKind.BATCH) for name in self.flat_batch),
             *(GraphInput(name=name, kind=InputKind.SCALAR) for name in self.scalars),
@@ -229,29 +215,55 @@ class TrainingStep:
         rates = dict(zip(self.scalars, scalars, strict=True))
         with self.notes:
             with torch.enable_grad():
-                leaves = {name: self._leaf(name, held[name]) for name in self.moving}
+                leaves: dict[str, Tensor] = {}  # what the loss is differentiated by
+                for name in self.moving:
+                    leaves[name] = leaf = held[name].detach().requires_grad_()
+                    for hook in gradient_hooks(self.tensors[name])[0]:
+                        leaf.register_hook(hook)  # type: ignore[no-untyped-call] # torch's
                 numbers = {name: rates[name].item() for name in self.numbers}
                 loss, metrics, replaced = self._forward(held | leaves, batch, numbers)
                 held |= replaced
-                metrics = _as_they_are(metrics, held.values())
+                # The update cannot change a metric: one that looks at a state is copied.
+                memory = {storage_key(tensor) for tensor in held.values()}
+                metrics = {
+                    name: value.detach().clone() if storage_key(value) in memory else value
+                    for name, value in metrics.items()
+                }
                 extras = [tensor.detach() for tensor in self._side_effect_tensors()]
-                if self.update is None:
-                    return self._report(loss, metrics), [], [], extras
-                grads = self._backward(self.update.scale(loss, own), leaves)
-            with torch.no_grad(), self.notes.during(Phase.OPTIMIZER):
-                metrics = _joined(metrics, self.update(held, grads, own, rates) or {})
-        return self._report(loss, metrics), list(held.values()), list(own.values()), extras
+                if self.update is not None:
+                    scaled = self.update.scale(loss, own)
+                    if not scaled.requires_grad:
+                        raise CaptureError(
+                            "the loss depends on no parameter that is trained",
+                            accepted="a loss made of parameters with requires_grad",
+                            todo="do not detach the loss, and leave torch.no_grad() out of it",
+                        )
+                    with self.notes.during(Phase.BACKWARD):
+                        found = torch.autograd.grad(
+                            scaled, list(leaves.values()), allow_unused=True
+                        )
+                    grads = dict(zip(leaves, found, strict=True))
+            if self.update is not None:
+                with torch.no_grad(), self.notes.during(Phase.OPTIMIZER):
+                    made = self.update(held, grads, own, rates)
+                for name in metrics.keys() & made.keys():
+                    raise CaptureError(
+                        f"the loss returns a metric {name!r}, which is what the update calls its "
+                        "own",
+                        accepted=f"other names than {', '.join(made)}",
+                        todo="rename the metric in the loss",
+                    )
+                metrics |= made
+        self.reported = [("loss", OutputKind.LOSS)]
+        self.reported += [(name, OutputKind.METRIC) for name in metrics]
+        report = [loss.detach(), *(value.detach() for value in metrics.values())]
+        if self.update is None:
+            return report, [], [], extras
+        return report, list(held.values()), list(own.values()), extras
 
     def _side_effect_tensors(self) -> list[Tensor]:
         found = [tensor for change in self.side_effects for tensor in change.tensors]
         return list({id(tensor): tensor for tensor in found}.values())
-
-    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what the loss is differentiated by, with the parameter's own hooks."""
-        leaf = tensor.detach().requires_grad_()
-        for hook in gradient_hooks(self.tensors[name])[0]:
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call] # torch leaves it untyped
-        return leaf
 
     def _forward(
         self, tensors: Mapping[str, Tensor], batch: list[Tensor], numbers: Mapping[str, Any]
@@ -320,124 +332,8 @@ class TrainingStep:
             if was != now and isinstance(self.tensors[name], nn.Parameter):
                 raise CaptureError(
                     f"the loss {'unfreezes' if now else 'freezes'} {name!r}: its requires_grad is "
-                    f"{now} behind the loss, and was {not now} before",
+                    f"{now} after the loss, and was {not now} before",
                     accepted="parameters that are frozen and unfrozen between steps",
                     todo=f"call requires_grad_({now}) in the loop, before the step; an optimizer "
                     "changes its own parameters only, so that a loss need not freeze others",
                 )
-
-    def _backward(self, loss: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        if not loss.requires_grad:
-            raise CaptureError(
-                "the loss depends on no parameter that is trained",
-                accepted="a loss made of parameters with requires_grad",
-                todo="do not detach the loss, and leave torch.no_grad() out of it",
-            )
-        with self.notes.during(Phase.BACKWARD):
-            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        return dict(zip(leaves, grads, strict=True))
-
-    def _report(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> list[Tensor]:
-        self.reported = [
-            ("loss", OutputKind.LOSS),
-            *((name, OutputKind.METRIC) for name in metrics),
-        ]
-        return [loss.detach(), *(value.detach() for value in metrics.values())]
-
-
-def _as_they_are(metrics: Mapping[str, Tensor], held: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return metrics that the update cannot change: those that look at a state are copied."""
-    states = {storage_key(tensor) for tensor in held}
-    return {
-        name: value.detach().clone() if storage_key(value) in states else value
-        for name, value in metrics.items()
-    }
-
-
-def split_losses(made: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the loss and the metrics in what a loss function returned.
-
-    Of a mapping without a pair around it (such as a model's own output) the other 0-d tensors are
-    the metrics.
-
-    Raises:
-        CaptureError: it holds no loss, or a metric that is no tensor.
-    """
-    metrics: Mapping[str, Any] = {}
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
-        made, metrics = made
-    elif isinstance(made, Mapping) and "loss" in made:
-        _check_metrics(
-            {k: v for k, v in made.items() if k != "loss" and isinstance(v, int | float)}
-        )
-        metrics = {
-            name: value
-            for name, value in made.items()
-            if name != "loss" and isinstance(value, Tensor) and value.dim() == 0
-        }
-        made = made["loss"]
-    if not isinstance(made, Tensor) or made.dim() != 0 or not made.dtype.is_floating_point:
-        raise _no_loss(made)
-    _check_metrics(metrics)
-    return made, metrics
-
-
-def _no_loss(made: object) -> CaptureError:
-    """Return the error for what a loss function returned in the place of a loss."""
-    what, todo = type(made).__name__, "return the loss, a 0-d tensor that was computed by the model"
-    if isinstance(made, Tensor):
-        what = f"{made.dtype} of shape {tuple(made.shape)}"
-        todo = (
-            "make it one number: loss.mean() or loss.sum()"
-            if made.dim()
-            else "return a loss of floating numbers; counts can be metrics"
-        )
-    elif isinstance(made, int | float | complex | torch.SymFloat | torch.SymInt | torch.SymBool):
-        what = "a number of Python, not a tensor"
-        todo = "drop .item() or float() in the loss function: return the tensor"
-    elif isinstance(made, tuple | list):
-        parts = ("Tensor" if isinstance(part, Tensor) else type(part).__name__ for part in made)
-        what = f"a {what} of {', '.join(parts) or 'nothing'}"
-        todo = (
-            "name the metrics by a mapping: return loss, {'accuracy': accuracy}; add several "
-            "losses up to one: return a + b, {'a': a, 'b': b}"
-        )
-    elif isinstance(made, Mapping):
-        what = f"a mapping of {', '.join(map(repr, made)) or 'nothing'}, without 'loss'"
-        todo = "call the loss so: {'loss': loss, 'accuracy': accuracy}"
-    elif made is None:
-        what, todo = "None", "end the loss function with return loss"
-    return CaptureError(f"the loss is {what}", accepted=_ACCEPTED, todo=todo)
-
-
-def _check_metrics(metrics: Mapping[str, Any]) -> None:
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor) or name == "loss":
-            raise CaptureError(
-                f"the metric {name!r} is {type(value).__name__}",
-                accepted="tensors, by other names than 'loss'",
-                todo="leave it out, because the loop knows it; or return a tensor, which follows a "
-                f"float that changes: {{{name!r}: "
-                f"{name if name.isidentifier() else 'value'} * torch.ones(())}}"
-                if isinstance(value, int | float)
-                else "",
-            )
-
-
-def _joined(own: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the metrics of the loss and of the update.
-
-    Raises:
-        CaptureError: two have one name.
-    """
-    for name in own.keys() & made.keys():
-        raise CaptureError(
-            f"the loss returns a metric {name!r}, which is what the update calls its own",
-            accepted=f"other names than {', '.join(made)}",
-            todo="rename the metric in the loss",
-        )
-    return {**own, **made}
-
-
-def _kind(tensor: Tensor) -> InputKind:
-    return InputKind.PARAMETER if isinstance(tensor, nn.Parameter) else InputKind.BUFFER

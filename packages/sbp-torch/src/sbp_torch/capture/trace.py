@@ -1,31 +1,51 @@
 """Trace a whole training step to one functional FX graph.
 
 `make_fx` runs the user's Python (forward, loss, `autograd.grad`, the update) on fake tensors with
-all states swapped in; then mutations are removed (`functional`). The graph computes what eager
-computes, bit for bit, but for random numbers (see `randomness`). `capture.convert` turns the result
-into our IR.
+all states swapped in. The graph computes what eager computes, bit for bit, but for random numbers
+(see `randomness`). Then mutations are removed, so that every op makes new tensors only:
+
+before: h = mul_(w, 0.9); add_(h, g); return w        w, h and the result of add_ are one tensor
+after:  h = mul(w, 0.9);  i = add(h, g); return i
+
+Two ways. `rewrite_mutations` renames: what reads a tensor after a write reads what the write made.
+It is quick, and declines where a tensor is written to through a view, or a view of it is read after
+the write. `retrace` lets PyTorch do it by tracing once more, which is right for everything.
+`capture.convert` turns the result into our IR.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-# Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
 import torch._dynamo
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import GraphInput, OutputKind
-from sbp_torch._torch_compat import OpOverload, fake_mode, storage_key, trace_graph
-from sbp_torch.capture.diagnostics import refusal
-from sbp_torch.capture.functional import make_functional, tensors_by_name
-from sbp_torch.capture.rebound_states import shared_memory
+from sbp_torch._torch_compat import (
+    OpOverload,
+    fake_mode,
+    functional_graph,
+    functional_overload,
+    is_mutable,
+    storage_key,
+    trace_graph,
+    view_source,
+    written_argument,
+    written_arguments,
+)
+from sbp_torch.capture.diagnostics import check_dense, refusal, written_outside
+from sbp_torch.capture.side_effects import shared_memory
 from sbp_torch.capture.step import TrainingStep
-from sbp_torch.capture.tensor_kinds import check_dense
+
+# Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
+
+
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +109,26 @@ def trace_step(step: TrainingStep) -> TracedStep:
     inputs = step.inputs()
     states = [(entry.name, OutputKind.STATE) for entry in inputs if entry.kind.is_state]
     outputs = (*step.reported, *(states if step.update is not None else ()))
-    removed = _remove_side_effect_outputs(module, step, len(outputs))
+    # Outputs that side effects stored on modules are dropped. Those that follow from nothing that
+    # changes are constants: the program makes them in its first step and keeps them, the graph
+    # makes them in each.
+    result = next(node for node in module.graph.nodes if node.op == "output")
+    flat = tree_leaves(result.args[0])
+    removed = flat[len(outputs) :]
+    if not all(map(_is_constant, removed)):
+        raise next(change for change in step.side_effects if change.tensors).refusal()
+    result.args = (tuple(flat[: len(outputs)]),)
     form: tuple[Any, ...] = ()
     if step.side_effects:
         form = _form(module, {node: at for at, node in enumerate(removed)})
-    if step.attributes_before is not None:
-        form = _form(module, _constants_among(module, step.constants_before))
+    if step.attributes_before is not None:  # the constants that the step before has left
+        numbers = {storage_key(one): at for at, one in enumerate(step.constants_before)}
+        keys = {
+            node: storage_key(getattr(module, node.target))
+            for node in module.graph.nodes
+            if node.op == "get_attr"
+        }
+        form = _form(module, {n: numbers[key] for n, key in keys.items() if key in numbers})
     module.graph.eliminate_dead_code()
     _check_states(module, step, inputs, outputs, held)
     return TracedStep(
@@ -105,37 +139,6 @@ def trace_step(step: TrainingStep) -> TracedStep:
         update_source=step.update.source if step.update is not None else "",
         form=form,
     )
-
-
-def _remove_side_effect_outputs(
-    module: fx.GraphModule, step: TrainingStep, num_outputs: int
-) -> list[object]:
-    """Drop the outputs that side effects stored on modules, and return their nodes.
-
-    Those that follow from nothing that changes are constants: the program makes them in its first
-    step and keeps them, the graph makes them in each.
-
-    Raises:
-        CaptureError: one follows from an input, a state or a random number.
-    """
-    result = next(node for node in module.graph.nodes if node.op == "output")
-    flat = _leaves(result.args[0])
-    removed = flat[num_outputs:]
-    if not all(map(_is_constant, removed)):
-        raise next(change for change in step.side_effects if change.tensors).refusal()
-    result.args = (tuple(flat[:num_outputs]),)
-    return removed
-
-
-def _constants_among(module: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[object, int]:
-    """Return the nodes that stand for some constants, and the number of the constant."""
-    numbers = {storage_key(tensor): at for at, tensor in enumerate(tensors)}
-    found = {
-        node: numbers.get(storage_key(getattr(module, node.target)))
-        for node in module.graph.nodes
-        if node.op == "get_attr"
-    }
-    return {node: at for node, at in found.items() if at is not None}
 
 
 def _form(module: fx.GraphModule, numbered: Mapping[object, int]) -> tuple[Any, ...]:
@@ -199,7 +202,7 @@ def _check_states(
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     placeholders = {entry.name: node for entry, node in zip(inputs, nodes, strict=True)}
     result = next(node for node in module.graph.nodes if node.op == "output")
-    new = dict(zip((name for name, _ in outputs), _leaves(result.args[0]), strict=True))
+    new = dict(zip((name for name, _ in outputs), tree_leaves(result.args[0]), strict=True))
     changed = {name for name in step.tensors if name in new and new[name] is not placeholders[name]}
     for name in step.differentiable:
         if set(placeholders[name].users) - {result}:
@@ -231,7 +234,121 @@ def _check_states(
             )
 
 
-def _leaves(nested: object) -> list[object]:
-    if isinstance(nested, tuple | list):
-        return [leaf for part in nested for leaf in _leaves(part)]
-    return [nested]
+def make_functional(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
+    """Return the graph without mutations, without copies of its inputs, and without `detach`.
+
+    Args:
+        first: As traced; left as it is, or used up.
+        num_states: How many of its placeholders, the first ones, may be written to.
+
+    Raises:
+        CaptureError: it writes to a tensor that is none of its arguments, and that outlives it.
+    """
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in first.graph.nodes:
+        source = view_source(node)
+        roots[node] = node if source is None else roots[source]
+        target: Any = node.target
+        if isinstance(target, OpOverload) and is_mutable(target):
+            for written in written_arguments(target, node.args, node.kwargs, fx.Node):
+                if roots[written].op == "get_attr":  # nothing would carry the write on
+                    note = node.meta.get("custom", {}).get("sbp", {})
+                    raise written_outside(target, note.get("source", ""))
+    second = rewrite_mutations(first) or retrace(first, num_states)
+    for node in second.graph.nodes:
+        if node.op != "call_function":
+            continue
+        copied = node.target is _aten.clone.default and not node.kwargs
+        if (copied and node.args[0].op == "placeholder") or node.target is _aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        if node.target is _aten.copy.default and _is_alike(*node.args[:2]):
+            node.replace_all_uses_with(node.args[1])
+    # Nobody calls it: its code, which torch would write anew, may be that of before.
+    second.graph.eliminate_dead_code()
+    return second
+
+
+def retrace(first: fx.GraphModule, num_states: int) -> fx.GraphModule:
+    """Trace once more with mutations replayed; states are cloned at the door."""
+    placeholders = [node.meta["val"] for node in first.graph.nodes if node.op == "placeholder"]
+
+    def run(*values: Tensor) -> Any:
+        states = [value.clone() for value in values[:num_states]]
+        interpreter = fx.Interpreter(first)
+        return interpreter.run(*states, *values[num_states:], enable_io_processing=False)
+
+    return functional_graph(run, placeholders)
+
+
+def rewrite_mutations(first: fx.GraphModule) -> fx.GraphModule | None:
+    """Rename after each write; None, and nothing changed, if that is not enough."""
+    writes = _writes(first.graph)
+    if writes is None:
+        return None
+    now: dict[fx.Node, fx.Node] = {}
+    for node in list(first.graph.nodes):
+        node.args = fx.map_arg(node.args, lambda used: now.get(used, used))
+        node.kwargs = fx.map_arg(node.kwargs, lambda used: now.get(used, used))
+        if node not in writes:
+            continue
+        target, functional = writes[node]
+        with first.graph.inserting_before(node):
+            made = first.graph.call_function(functional, node.args, dict(node.kwargs))
+        made.meta = dict(node.meta)
+        now[target] = now[node] = made
+    for node in reversed(list(writes)):
+        first.graph.erase_node(node)
+    return first
+
+
+def _writes(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, OpOverload]] | None:
+    """Return for each write the tensor it writes to and the op that makes a new one instead.
+
+    None, if a write is seen by a tensor that is not that one.
+    """
+    nodes = list(graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    last_use = {node: max((place[user] for user in node.users), default=-1) for node in nodes}
+    roots: dict[fx.Node, fx.Node] = {}
+    families: dict[fx.Node, list[fx.Node]] = {}
+    found: dict[fx.Node, tuple[fx.Node, OpOverload]] = {}
+    for node in nodes:
+        target: Any = node.target
+        if isinstance(target, OpOverload) and is_mutable(target):
+            written, functional = written_argument(target), functional_overload(target)
+            if written is None or functional is None or not _is_alike(node.args[written], node):
+                return None
+            through = node.args[written]
+            root = roots[through]
+            if (through is not root and through not in found) or any(
+                last_use[other] > place[node]
+                for other in families[root]
+                if other is not root and other not in found
+            ):
+                return None
+            found[node] = (root, functional)
+        else:
+            source = view_source(node)
+            root = node if source is None else roots[source]
+        roots[node] = root
+        families.setdefault(root, []).append(node)
+    return found
+
+
+def _is_alike(first: Any, second: Any) -> bool:
+    """Whether two nodes make tensors of one shape and dtype."""
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return False
+    a, b = first.meta.get("val"), second.meta.get("val")
+    return (
+        isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+    )
+
+
+def tensors_by_name(module: fx.GraphModule) -> Mapping[str, Tensor]:
+    """Return the tensors that a graph holds itself, by the name of the attribute."""
+    return {
+        node.target: getattr(module, node.target)
+        for node in module.graph.nodes
+        if node.op == "get_attr"
+    }

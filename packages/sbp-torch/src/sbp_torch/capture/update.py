@@ -5,6 +5,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, MutableMapping
 
 import torch
@@ -12,18 +13,16 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import GraphInput, InputKind
+from sbp_torch.capture.diagnostics import definition
 from sbp_torch.capture.differential_validation import check_against_eager
-from sbp_torch.capture.gradients import (
-    clip_by_norm,
-    clip_by_value,
-    is_overflow,
-    total_norm,
-    unscaled,
-)
+from sbp_torch.capture.functional_updates import added, total_norm
 from sbp_torch.capture.optimizer_clones import check_capturable
-from sbp_torch.capture.parameter_group import ParameterGroup, scalar_names, setting_of
-from sbp_torch.capture.sources import definition
-from sbp_torch.capture.user_optimizer import TracedOptimizer
+from sbp_torch.capture.traced_optimizer import (
+    ParameterGroup,
+    TracedOptimizer,
+    scalar_names,
+    setting_of,
+)
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, LossScaling, UpdateOptions
 
@@ -32,7 +31,10 @@ __all__ = ["LossScaling", "Update", "UpdateOptions", "current_scalars"]
 #: States that belong to no parameter.
 SCALE, GROWTH, AVERAGED = "loss_scaler.scale", "loss_scaler.growth_tracker", "ema.count"
 
-#: What the key of an average is beside a parameter, and the scalar input that is its decay.
+#: Added to the norm before it divides, as `torch.nn.utils.clip_grad_norm_` does.
+_EPS = 1e-6
+
+#: What the key of an average is among a parameter's states, and the scalar input that is its decay.
 AVERAGE, DECAY = "ema", "ema_decay"
 
 
@@ -59,46 +61,39 @@ class Update:
     ) -> None:
         self.options = options
         self._parameters = dict(model.named_parameters())
-        self._optimizer = optimizer
         self._optimizers = _optimizers(self._parameters, optimizer, options, device)
         self._groups = [group for one in self._optimizers for group in one.groups]
-        self._states = {name: of for group in self._groups for name, of in group.states.items()}
+        nested = {name: of for group in self._groups for name, of in group.states.items()}
         self._averaged: list[str] = []
         if options.ema_decay is not None:
             self._averaged = [name for name, p in self._parameters.items() if p.requires_grad]
         for name in self._averaged:
-            average = self._parameters[name].detach()
-            self._states[name] = {**self._states.get(name, {}), AVERAGE: average}
-        taken = {*self._parameters, *dict(model.named_buffers())}
-        _check_names(taken, self.values())
+            nested[name] = {**nested.get(name, {}), AVERAGE: self._parameters[name].detach()}
+        #: States of parameters by name, each with its parameter.
+        self._own = {
+            f"{of}.{key}": (of, value) for of, own in nested.items() for key, value in own.items()
+        }
+        for name in self.values().keys() & {*self._parameters, *dict(model.named_buffers())}:
+            raise CaptureError(
+                f"{name!r} is the name of a parameter or buffer and of a state of the update",
+                accepted="other names",
+                todo="rename the module",
+            )
         _check_options(self._groups, optimizer, options)
         #: Where the optimizer is written, as `file:line`.
         self.source = definition(type(optimizer))
         #: Names of the scalar inputs: the learning rate of each parameter group, and others.
-        self.scalars = list(self.scalar_values())
-
-    def scalar_values(self) -> dict[str, float]:
-        """Return what the scalar inputs are now, by name: what groups and options say."""
-        return current_scalars(self._optimizer, self.options)
+        self.scalars = list(current_scalars(optimizer, options))
 
     def inputs(self) -> tuple[GraphInput, ...]:
         """Describe the states of the update, in the order of `values`."""
         kind = InputKind.OPTIMIZER_STATE
-        own = (
-            GraphInput(name=f"{name}.{key}", kind=kind, of=name)
-            for name, states in self._states.items()
-            for key in states
-        )
+        own = (GraphInput(name=name, kind=kind, of=of) for name, (of, _) in self._own.items())
         return (*own, *(GraphInput(name=name, kind=kind) for name in self._shared()))
 
     def values(self) -> dict[str, Tensor]:
         """Return the states as they are now, by the names of their inputs."""
-        own = {
-            f"{name}.{key}": value
-            for name, states in self._states.items()
-            for key, value in states.items()
-        }
-        return own | self._shared()
+        return {name: value for name, (_, value) in self._own.items()} | self._shared()
 
     def copies(self) -> set[str]:
         """Return the states that begin as copies of their parameter, in a dtype of their own."""
@@ -124,12 +119,7 @@ class Update:
         return {name: value.to(device) for name, value in found.items()}
 
     def scale(self, loss: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """Return the number that is differentiated: the loss, scaled if that is asked for.
-
-        Args:
-            loss: 0-d, floating.
-            states: Every state of `inputs` by name.
-        """
+        """Return the number that is differentiated: the loss, scaled if that is asked for."""
         return loss if self.options.loss_scaling is None else loss * states[SCALE]
 
     def __call__(
@@ -159,13 +149,16 @@ class Update:
         if self.options.loss_scaling is not None:
             # In the order of PyTorch's loop: unscale, look for overflows, clip, step, average. The
             # norm that is clipped and reported is that of unscaled gradients.
-            found = unscaled(found, states[SCALE])
-            overflow = is_overflow(found)
+            inverse = states[SCALE].double().reciprocal().float()
+            found = {name: (value * inverse).to(value.dtype) for name, value in found.items()}
+            num_finite = added((value.abs() < math.inf).sum() for value in found.values())
+            overflow = num_finite != sum(value.numel() for value in found.values())
             metrics["skipped"] = overflow.float()
         found = self._clip(found, metrics)
-        updated = [] if overflow is None else self._updated()
-        before = {name: parameters[name].clone() for name in updated}
+        updated, before = list[str](), dict[str, Tensor]()
         if overflow is not None:
+            updated = sorted({name for one in self._optimizers for name in one.updated()})
+            before = {name: parameters[name].clone() for name in updated}
             before |= {name: value.clone() for name, value in states.items()}
         for one in self._optimizers:
             one.step(parameters, found, states, scalars)
@@ -180,18 +173,15 @@ class Update:
             metrics["loss_scale"] = states[SCALE]
         return metrics
 
-    def _updated(self) -> list[str]:
-        """Return the parameters that a step may change."""
-        return sorted({name for one in self._optimizers for name in one.updated()})
-
     def _clip(self, grads: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         options = self.options
         if options.clip_norm is not None or options.report_norm:
             metrics["grad_norm"] = norm = total_norm(grads.values(), options.norm_type)
-            if options.clip_norm is not None:
-                grads = clip_by_norm(grads, norm, options.clip_norm)
-        if options.clip_value is not None:
-            grads = clip_by_value(grads, options.clip_value)
+            if options.clip_norm is not None:  # as `clip_grad_norm_` does
+                factor = (options.clip_norm / (norm + _EPS)).clamp(max=1.0)
+                grads = {name: (value * factor).to(value.dtype) for name, value in grads.items()}
+        if (bound := options.clip_value) is not None:  # as `clip_grad_value_` does
+            grads = {name: value.clamp(min=-bound, max=bound) for name, value in grads.items()}
         return grads
 
     def _average(
@@ -276,7 +266,20 @@ def _optimizers(
         for index, settings in enumerate(member.param_groups):
             for parameter in settings["params"]:
                 if id(parameter) not in names:
-                    raise _foreign_parameter(parameter, number, optimizer, names)
+                    every = (p for group in optimizer.param_groups for p in group["params"])
+                    todo = (
+                        "make it a parameter of the model before the optimizer is made: "
+                        "model.log_alpha = nn.Parameter(...), which the loss reads there"
+                    )
+                    if names.keys().isdisjoint(map(id, every)):
+                        todo = "make the optimizer over the parameters of the model that is passed "
+                        todo += "with it"
+                    raise CaptureError(
+                        "the optimizer holds a parameter that the model does not have, of shape "
+                        f"{tuple(parameter.shape)}, in its group {number}",
+                        accepted="an optimizer over model.parameters()",
+                        todo=todo,
+                    )
             own = {names[id(parameter)]: parameter for parameter in settings["params"]}
             suffix = "" if count == 1 else f".{number}"
             groups.append(ParameterGroup(member, index, own, suffix, options, device))
@@ -286,32 +289,6 @@ def _optimizers(
     return found
 
 
-def _foreign_parameter(
-    parameter: Tensor, group: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> CaptureError:
-    """Return the error for a parameter that is none of the model's.
-
-    Args:
-        parameter: Which one.
-        group: Number of its group, from 0 on.
-        optimizer: That has it.
-        names: Of the model's parameters, by their `id`.
-    """
-    held = [id(one) for settings in optimizer.param_groups for one in settings["params"]]
-    todo = (
-        "make it a parameter of the model before the optimizer is made: "
-        "model.log_alpha = nn.Parameter(...), which the loss reads there"
-    )
-    if names.keys().isdisjoint(held):
-        todo = "make the optimizer over the parameters of the model that is passed with it"
-    return CaptureError(
-        "the optimizer holds a parameter that the model does not have, of shape "
-        f"{tuple(parameter.shape)}, in its group {group}",
-        accepted="an optimizer over model.parameters()",
-        todo=todo,
-    )
-
-
 def _check_options(
     groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer, options: UpdateOptions
 ) -> None:
@@ -319,7 +296,11 @@ def _check_options(
     found = list(groups)
     for setting in options.scheduled:
         if not any(setting in group.scalars for group in found):
-            known = sorted({name for name in SETTINGS for group in found if _has(group, name)})
+            known = sorted(
+                name
+                for name, (key, _) in SETTINGS.items()
+                if any(key in group.settings for group in found)
+            )
             raise CaptureError(
                 f"no parameter group of {type(optimizer).__name__} has the setting {setting!r} "
                 "that is to be scheduled",

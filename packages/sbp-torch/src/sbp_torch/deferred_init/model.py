@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from sbp_core.errors import CaptureError
+from sbp_torch.capture.side_effects import REGISTERS
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import Update, UpdateOptions
 from sbp_torch.deferred_init.record import ConstructorRecorder
-from sbp_torch.deferred_init.replay import Replay
-from sbp_torch.deferred_init.tape import Tape, Window
+from sbp_torch.deferred_init.tape import Replay, Tape, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +105,10 @@ class DeferredStates(Mapping[str, Tensor]):
         together: dict[int, list[str]] = defaultdict(list)
         for name, window in windows.items():
             together[window.storage].append(name)
-        last_draw = {
-            storage: max(self._replay.draws(windows[names[0]]), default=-1)
-            for storage, names in together.items()
-        }
-        self._groups = [
-            together[storage] for storage in sorted(together, key=last_draw.__getitem__)
-        ]
+        self._groups = sorted(
+            together.values(),
+            key=lambda names: max(self._replay.draws(windows[names[0]]), default=-1),
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._real:
@@ -182,26 +178,16 @@ def deferred(build: Callable[[], nn.Module], seed: int, *, whole: bool = False) 
     else:
         with recorder.running():
             model = build()
-        _give_values_to_unregistered(model, recorder)
+        # Tensors that modules hold in lists and mappings are no states: they get values.
+        tape = recorder.tape
+        states = {tape.window(t).storage for t in model_tensors(model).values() if t.is_meta}
+
+        def real(value: Tensor) -> Tensor:
+            is_state = value.is_meta and tape.window(value).storage in states
+            return value if is_state else recorder.values(value)
+
+        for module in model.modules():
+            for key, value in vars(module).items():
+                if isinstance(value, list | tuple | dict) and key not in REGISTERS:
+                    setattr(module, key, tree_map_only(Tensor, real, value))
     return DeferredModel(model=model, seed=seed, build=build, recorder=recorder)
-
-
-def _give_values_to_unregistered(model: nn.Module, recorder: ConstructorRecorder) -> None:
-    """Give values to tensors that modules hold in lists and mappings: those are no states."""
-    tape = recorder.tape
-    states = {tape.window(t).storage for t in model_tensors(model).values() if t.is_meta}
-
-    def real(value: Any) -> Any:
-        deferred = isinstance(value, Tensor) and value.is_meta
-        if not deferred or tape.window(value).storage in states:
-            return value
-        return recorder.values(value)
-
-    for module in model.modules():
-        for key, value in vars(module).items():
-            if isinstance(value, list | tuple | dict) and key not in _REGISTERS:
-                setattr(module, key, tree_map(real, value))
-
-
-#: Where modules keep what is registered.
-_REGISTERS = ("_parameters", "_buffers", "_modules")

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sbp_core.errors import CaptureError
 from sbp_torch._torch_compat import (
@@ -33,9 +34,9 @@ from sbp_torch._torch_compat import (
     without_torch_functions,
     written_arguments,
 )
-from sbp_torch.capture.sources import user_line
-from sbp_torch.deferred_init.replay import Replay
-from sbp_torch.deferred_init.tape import OwnGenerator, Return, Tape, TapeEntry, Window
+from sbp_torch._torch_patches import replaced
+from sbp_torch.capture.diagnostics import user_line
+from sbp_torch.deferred_init.tape import OwnGenerator, Replay, Return, Tape, TapeEntry, Window
 
 _aten = torch.ops.aten
 
@@ -49,6 +50,9 @@ _FILLS = frozenset(
         *("random_", "bernoulli_", "zero_", "fill_", "copy_"),
     )
 )
+
+#: Tags of operators that look at values.
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 #: Arguments that say nothing to operators without data.
 _NOT_ON_META = ("generator", "pin_memory")
@@ -64,14 +68,11 @@ _LIKE: Mapping[str, tuple[OpOverload, tuple[Any, ...]]] = {
 }
 
 
-class ConstructorRecorder:
-    """A tape that grows while a constructor runs.
-
-    Args:
-        seed: Of PyTorch's default generator before it.
-    """
+class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
+    """A tape that grows while a constructor runs."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.tape = Tape(seed=seed)
         self.replay = Replay(self.tape)
         #: Real storages on the tape, by key: the tensor without data that stands for each.
@@ -86,19 +87,14 @@ class ConstructorRecorder:
         before = torch.default_generator.get_state()
         try:
             self.generator.begin()
-            with trunc_normal_as(self._trunc_normal), _Answers(self), _Operators(self):
+            with trunc_normal_as(self._trunc_normal), _Answers(self), self:
                 yield
         finally:
             torch.default_generator.set_state(before)
 
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def at_rest(self) -> AbstractContextManager[None]:
         """Run the operators of the block as they are, and write nothing down."""
-        before, self.resting = self.resting, True
-        try:
-            yield
-        finally:
-            self.resting = before
+        return replaced(self, resting=True)
 
     def values(self, tensor: Tensor) -> Tensor:
         """Return what a tensor holds now, as a real tensor."""
@@ -108,10 +104,23 @@ class ConstructorRecorder:
 
     # Operators.
 
-    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do without data what an operator does, and write it down."""
+        if self.resting:
+            return func(*args, **(kwargs or {}))
+        with without_torch_functions():
+            return self._call(func, args, dict(kwargs or {}))
+
+    def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = base_name(op)
-        _check_device(kwargs.get("device"))
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            raise CaptureError(
+                f"a constructor that makes tensors on {device} cannot be deferred",
+                where=user_line(),
+                accepted="constructors that make their tensors on the CPU",
+                todo="leave device and .to(device) out: the runtime moves each shard to its device",
+            )
         if name == "lift_fresh":
             return self._stand_in(args[0])
         if name == "set_" and any(isinstance(value, torch.UntypedStorage) for value in args):
@@ -124,9 +133,16 @@ class ConstructorRecorder:
         if tensors and not any(tensor.is_meta for tensor in tensors) and not random:
             self._part(written)
             return op(*args, **kwargs)
-        if any(not tensor.is_meta for tensor in written) or _asks_for_values(op):
+        asks_for_values = name == "_local_scalar_dense" or not _BY_VALUE.isdisjoint(op.tags)
+        if any(not tensor.is_meta for tensor in written) or asks_for_values:
             return self._now(op, args, kwargs, written, random=random)
-        if name == "_to_copy" and _moves_only(args[0], kwargs):
+        asked = {key for key, value in kwargs.items() if value is not None}
+        if (
+            name == "_to_copy"
+            and "device" in asked
+            and asked <= {"device", "dtype", "layout", "non_blocking"}
+            and kwargs.get("dtype") in (None, args[0].dtype)
+        ):  # copied only because the tensor seems to be on another device
             return _aten.alias.default(args[0])
         return self._record(op, args, kwargs, written, random=random)
 
@@ -139,7 +155,7 @@ class ConstructorRecorder:
         *,
         random: bool,
     ) -> Any:
-        args, kwargs = tree_map(self._deferred, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
         own = kwargs.get("generator")
         if own is torch.default_generator:
             own = kwargs["generator"] = None
@@ -183,28 +199,21 @@ class ConstructorRecorder:
         *,
         random: bool,
     ) -> None:
-        to_window = self._window
         event = self.generator.draw() if random else None
         targets = [self.tape.window(value) for value in written]
         fresh = {window.storage for window in made if window is not None}
         name = base_name(op) or "uniform_"
-        covers, used = set[int](), (args, dict(kwargs))
+        covers, used = set[int](), [args, {k: v for k, v in kwargs.items() if k != "out"}]
         if name in _FILLS or "out" in kwargs:
             covers = {window.storage for window in targets if self.tape.is_whole(window)}
-            used = (
-                args if "out" in kwargs else args[1:],
-                {key: value for key, value in kwargs.items() if key != "out"},
-            )
-        reads = {
-            self.tape.window(value).storage
-            for value in tree_leaves(used)
-            if isinstance(value, Tensor)
-        }
+            used[0] = args if "out" in kwargs else args[1:]
+        tensors = [value for value in tree_leaves(used) if isinstance(value, Tensor)]
+        reads = {self.tape.window(value).storage for value in tensors}
         self.tape.append(
             TapeEntry(
                 op=op,
-                args=tree_map(to_window, args),
-                kwargs=tree_map(to_window, dict(kwargs)),
+                args=tree_map_only(Tensor, self.tape.window, args),
+                kwargs=tree_map_only(Tensor, self.tape.window, dict(kwargs)),
                 made=made,
                 reads=frozenset(reads),
                 writes=frozenset({window.storage for window in targets} | fresh),
@@ -214,9 +223,6 @@ class ConstructorRecorder:
                 generator=private,
             )
         )
-
-    def _window(self, value: Any) -> Any:
-        return self.tape.window(value) if isinstance(value, Tensor) else value
 
     def _trunc_normal(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return the filling by truncated normal numbers as one entry: it draws until all fit."""
@@ -254,32 +260,21 @@ class ConstructorRecorder:
                 todo="do this outside of the constructor, or build by deferred(..., whole=True)",
             )
         self._part(written)
-        tensors = {
-            id(value): self.values(value)
-            for value in tree_leaves((args, kwargs))
-            if isinstance(value, Tensor)
-        }
-        args, kwargs = tree_map(lambda value: tensors.get(id(value), value), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self.values, (args, kwargs))
         return op(*args, **kwargs)
 
     def _move(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let a generator of the user's own draw now, so that it moves; drop the numbers."""
         blind = base_name(op) in _FILLS
 
-        def real(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.empty_like(value, device="cpu") if blind else self.values(value)
-
-        op(*tree_map(real, args), **tree_map(real, kwargs))
-
-    def _deferred(self, value: Any) -> Any:
-        """Return a tensor without data for a real one."""
-        if not isinstance(value, Tensor) or value.is_meta:
-            return value
-        return self._stand_in(value)
+        real = partial(torch.empty_like, device="cpu") if blind else self.values
+        args, kwargs = tree_map_only(Tensor, real, (args, kwargs))
+        op(*args, **kwargs)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without data for a real one."""
+        if tensor.is_meta:
+            return tensor
         storage = self._stand_in_storage(tensor.untyped_storage())
         empty = torch.empty(0, dtype=tensor.dtype, device="meta")
         made = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -298,10 +293,8 @@ class ConstructorRecorder:
             found = self.stand_ins.pop(storage_key(tensor), None)
             if found is not None:
                 real, stand_in = found
-                number = self.tape.window(
-                    torch.empty(0, dtype=torch.uint8, device="meta").set_(stand_in)
-                ).storage
-                self.tape.constants[number] = copied_storage(real)
+                empty = torch.empty(0, dtype=torch.uint8, device="meta").set_(stand_in)
+                self.tape.constants[self.tape.window(empty).storage] = copied_storage(real)
 
     def _set(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a tensor look at a storage, such as one that was read from a file."""
@@ -353,26 +346,6 @@ def _digest(state: Tensor) -> bytes:
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Hands every operator to the recording."""
-
-    def __init__(self, recording: ConstructorRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it untyped
-        self.recording = recording
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if self.recording.resting:
-            return func(*args, **(kwargs or {}))
-        with without_torch_functions():
-            return self.recording.call(func, args, dict(kwargs or {}))
-
-
 class _Answers(TorchFunctionMode):
     """Answers questions about tensors without data as if they were real."""
 
@@ -380,13 +353,7 @@ class _Answers(TorchFunctionMode):
         super().__init__()
         self.recording = recording
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if args and isinstance(args[0], Tensor):
             first = args[0]
@@ -399,17 +366,13 @@ class _Answers(TorchFunctionMode):
                 )
             with without_torch_functions(), self.recording.at_rest():
                 if func == _SET_DATA and first.is_meta != args[1].is_meta:
-                    return func(first, self._alike(first, args[1]))
+                    alike = self.recording._stand_in if first.is_meta else self.recording.values
+                    return func(first, alike(args[1]))
                 if first.is_meta and func in _VALUES:
                     return func(self.recording.values(first), *args[1:], **given)
                 if first.is_meta and func in _ANSWERS:
                     return _ANSWERS[func](first)
         return func(*args, **given)
-
-    def _alike(self, target: Tensor, value: Tensor) -> Tensor:
-        if target.is_meta:
-            return self.recording._stand_in(value)
-        return self.recording.values(value)
 
 
 _tensor: Any = Tensor  # its properties are descriptors, of which the stubs know nothing
@@ -428,35 +391,6 @@ _ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
         storage_key(tensor) + tensor.storage_offset() * tensor.dtype.itemsize
     ),
 }
-
-
-def _asks_for_values(op: OpOverload) -> bool:
-    tags = op.tags
-    return (
-        op is _aten._local_scalar_dense.default
-        or torch.Tag.data_dependent_output in tags
-        or torch.Tag.dynamic_output_shape in tags
-    )
-
-
-def _moves_only(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy is made only because the tensor seems to be on another device."""
-    asked = {key for key, value in kwargs.items() if value is not None}
-    return (
-        kwargs.get("device") is not None
-        and kwargs.get("dtype") in (None, tensor.dtype)
-        and asked <= {"device", "dtype", "layout", "non_blocking"}
-    )
-
-
-def _check_device(device: torch.device | None) -> None:
-    if device is not None and torch.device(device).type not in ("cpu", "meta"):
-        raise CaptureError(
-            f"a constructor that makes tensors on {device} cannot be deferred",
-            where=user_line(),
-            accepted="constructors that make their tensors on the CPU",
-            todo="leave device and .to(device) out: the runtime moves each shard to its device",
-        )
 
 
 def _check_plain(tensor: Tensor) -> None:

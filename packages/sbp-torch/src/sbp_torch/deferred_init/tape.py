@@ -1,4 +1,4 @@
-"""What a constructor did: its operators in order, as writes to numbered storages.
+"""What a constructor did, as writes to numbered storages, and how tensors are made of that.
 
 A tensor is a window on a storage, so views need no entry: whoever uses one names storage, size,
 stride and offset. An entry is an operator that makes storages or writes to them.
@@ -10,20 +10,31 @@ stride and offset. An entry is an operator that makes storages or writes to them
 
 Events are what happens to PyTorch's default generator, in order: a draw, or a state that the
 constructor set. Position `n` is the moment before event `n`.
+
+To make tensors, the entries that they depend on are run for real. Every draw starts from the state
+that the generator had at its place in the constructor, so that the numbers are those of one device,
+bit for bit. Where a draw belongs to another tensor, its numbers go to scratch memory that is freed
+at once: how far an operator moves the generator depends on its shape and dtype, and only the
+operator knows. The generator is borrowed for the time of a draw and given back as it was.
+
+    events           0 (a)    1 (b)    2 (b)    3 (a)
+    make b           scratch  b        b
+    make a           a                          a        state 0 is known by now
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from sbp_torch._torch_compat import storage_key
+from sbp_torch._torch_compat import copied_storage, new_storage, storage_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +54,6 @@ class Window:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return torch.Size(self.size).numel()
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor, on a storage that has its values."""
@@ -106,11 +112,7 @@ Event = int | Tensor | Return
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """The entries and events of a constructor, and its storages.
-
-    Args:
-        seed: Of the default generator before the first entry.
-    """
+    """The entries and events of a constructor, and its storages."""
 
     seed: int
     entries: list[TapeEntry] = field(default_factory=list)
@@ -152,9 +154,16 @@ class Tape:
 
     def is_whole(self, window: Window) -> bool:
         """Whether a window shows every element of its storage."""
-        return window.numel * window.dtype.itemsize == self.sizes[window.storage] and _is_dense(
-            window
-        )
+        numel = torch.Size(window.size).numel()
+        if numel * window.dtype.itemsize != self.sizes[window.storage]:
+            return False
+        # No two elements share memory, and there are no gaps.
+        expected = 1
+        for stride, size in sorted(zip(window.stride, window.size, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
 
     def needed(self, storages: Collection[int], end: int | None = None) -> list[int]:
         """Return the entries before `end` on which the values of storages depend, in order.
@@ -186,13 +195,113 @@ class Tape:
         return writers[at - 1 : at] if at else []
 
 
-def _is_dense(window: Window) -> bool:
-    """Whether no two elements of a window share memory and there are no gaps."""
-    expected = 1
-    for stride, size in sorted(zip(window.stride, window.size, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+#: Storages that have values now, by number.
+Storages = dict[int, torch.UntypedStorage]
+
+
+class Replay:
+    """The default generator along a tape, and the work of making the tape's tensors."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        #: The generator's state before each event, up to the first that has not been passed: some
+        #: 5 KB each, so that it never has to start over.
+        self.states = [torch.Generator().manual_seed(tape.seed).get_state()]
+
+    def draws(self, window: Window) -> list[int]:
+        """Return the events at which numbers are drawn for a tensor, in order."""
+        entries = (self.tape.entries[number] for number in self.tape.needed({window.storage}))
+        return [entry.event for entry in entries if entry.event is not None]
+
+    def values(self, windows: Sequence[Window], end: int | None = None) -> list[Tensor]:
+        """Return tensors as they are before an entry; at the end of the tape if None.
+
+        What others are made of is freed as soon as they are.
+        """
+        wanted = {window.storage for window in windows}
+        entries = [self.tape.entries[number] for number in self.tape.needed(wanted, end)]
+        events = [entry.event for entry in entries if entry.event is not None]
+        if events:
+            # Scratch memory for the draws of others is freed before any of ours is made.
+            consecutive = events[-1] - events[0] < len(events)
+            self._advance(events[0] if consecutive else events[-1])
+        last = {storage: at for at, entry in enumerate(entries) for storage in entry.touches}
+        storages: Storages = {}
+        for at, entry in enumerate(entries):
+            if entry.event is None:
+                self._run(entry, storages)
+            else:
+                self._draw(entry, entry.event, storages)
+            for storage in entry.touches - wanted:
+                if last[storage] == at:
+                    storages.pop(storage, None)
+        return [self._tensor(window, storages) for window in windows]
+
+    def _draw(self, entry: TapeEntry, event: int, storages: Storages) -> None:
+        """Run an entry with the generator as it was then."""
+        self._advance(event)
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.set_state(self.states[event])
+            self._run(entry, storages)
+            if event == len(self.states) - 1:
+                self.states.append(torch.default_generator.get_state())
+
+    def _advance(self, position: int) -> None:
+        """Pass the events before a position; their draws go to scratch memory."""
+        while len(self.states) <= position:
+            event = self.tape.events[len(self.states) - 1]
+            if isinstance(event, Return):
+                self.states.append(self.states[event.position])
+            elif isinstance(event, Tensor):
+                self.states.append(event)
+            else:
+                number, scratch = event, Storages()
+                entry = self.tape.entries[number]
+                if entry.reads:  # how far it moves the generator may depend on their values
+                    given = tree_leaves((entry.args, entry.kwargs))
+                    windows = [value for value in given if isinstance(value, Window)]
+                    for window, value in zip(windows, self.values(windows, number), strict=True):
+                        scratch[window.storage] = value.untyped_storage()
+                self._draw(entry, len(self.states) - 1, scratch)
+
+    def _run(self, entry: TapeEntry, storages: Storages) -> None:
+        def real(value: Any) -> Any:
+            if isinstance(value, Window):
+                return self._tensor(value, storages)
+            if isinstance(value, OwnGenerator):
+                assert entry.generator is not None, "recorded with it"
+                own = torch.Generator()
+                own.set_state(entry.generator)
+                return own
+            return value
+
+        args, kwargs = tree_map(real, entry.args), tree_map(real, dict(entry.kwargs))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(entry.default)
+        try:
+            with torch.no_grad():
+                results = entry.op(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+        made = [value for value in tree_leaves(results) if isinstance(value, Tensor)]
+        for window, value in zip(entry.made, made, strict=bool(entry.made)):
+            if window is None:
+                continue
+            storage, size_bytes = value.untyped_storage(), self.tape.sizes[window.storage]
+            alike = (value.stride(), value.storage_offset()) == (window.stride, window.offset)
+            if not alike or storage.nbytes() < size_bytes:  # a copy, as the tape describes it
+                storage = new_storage(size_bytes)
+                window.on(storage).copy_(value)
+            storages[window.storage] = storage
+
+    def _tensor(self, window: Window, storages: Storages) -> Tensor:
+        number = window.storage
+        if number not in storages:
+            constant = self.tape.constants.get(number)
+            if constant is None:
+                # Made by `torch.empty`: whatever values it has, the program does not rely on them.
+                storages[number] = new_storage(self.tape.sizes[number])
+            else:
+                changes = number in self.tape.writers
+                storages[number] = copied_storage(constant) if changes else constant
+        return window.on(storages[number])

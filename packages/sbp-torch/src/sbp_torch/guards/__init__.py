@@ -8,7 +8,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from sbp_torch.guards.changed import Changed
+from sbp_torch.guards.held import Changed
 from sbp_torch.guards.program import Guard
 from sbp_torch.guards.reads import modules_in_eval_mode
 from sbp_torch.guards.states import ConnectedStates, connected_elsewhere

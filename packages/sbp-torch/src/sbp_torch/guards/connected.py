@@ -1,10 +1,15 @@
-"""Tensors that hear of every operator: they are brought up to date before somebody reads them."""
+"""Tensors, and states of optimizers, that are brought up to date before somebody reads them.
+
+A connected tensor hears of every operator, and the `state` of a connected optimizer of every look.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -15,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_torch._torch_compat import as_plain_tensors, is_tracing, storage_key
+from sbp_torch._torch_patches import replaced
 
 
 class Owner(Protocol):
@@ -123,7 +129,7 @@ class Connected:
         if connected and is_tracing():  # the model that is captured has other tensors meanwhile
             raise trained_elsewhere(name_of(connected[0]))
         for one in connected:
-            owner_of(one).asked_for(one, untraced=func in _UNTRACED or _is_untraced(one))
+            owner_of(one).asked_for(one, untraced=func in _UNTRACED or vars(one)[OWNER][2])
         with as_plain_tensors():
             found = func(*args, **given)
             for one in tree_leaves(found):
@@ -167,19 +173,8 @@ def is_ordinary(tensor: Tensor) -> bool:
     return next(classes) in (Tensor, torch._C.TensorBase, nn.Parameter)
 
 
-def _is_untraced(tensor: Any) -> bool:
-    return bool(vars(tensor)[OWNER][2])
-
-
 def connect(tensor: Tensor, owner: Owner, name: str, *, untraced: bool = False) -> None:
-    """Let a tensor ask its owner before it is read or written.
-
-    Args:
-        tensor: An ordinary one.
-        owner: Who brings it up to date.
-        name: For the owner.
-        untraced: Whether what is written to it leaves no trace in its version.
-    """
+    """Let a tensor ask its owner before it is read or written."""
     vars(tensor)[OWNER] = (owner, name, untraced)
     tensor.__class__ = _connected_class(type(tensor))
 
@@ -213,12 +208,7 @@ def is_let_go(tensor: Tensor) -> bool:
 
 
 def trained_elsewhere(name: str, where: str = "") -> RunError:
-    """Return the error for a program that reads a tensor that is no constant and no state of it.
-
-    Args:
-        name: What the tensor is called.
-        where: The line of the program.
-    """
+    """Return the error for a program that reads a tensor that is no constant and no state of it."""
     return RunError(
         f"the program reads {name!r}, which another step trains",
         where=where,
@@ -278,3 +268,156 @@ def _gradient(tensor: Any, caller: str) -> Tensor | None:
         todo="clip by clip_norm= of parallelize; its norm is the metric 'grad_norm'; return "
         "others as metrics of the loss: torch.autograd.grad(loss, parameter, create_graph=True)",
     )
+
+
+class OptimizerStates(defaultdict[Any, Any]):
+    """The `state` of an optimizer, read from a step when it is asked for."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, read: Callable[[], None]) -> None:
+        super().__init__(dict)
+        self.optimizer, self._read = optimizer, read
+        self.is_behind = self._is_apart = self._is_touched = False
+        self._before: Any = optimizer.state
+        self._known: dict[tuple[int, Any], tuple[Any, int]] = {}
+
+    def connect(self) -> None:
+        """Begin: what the optimizer has is what the step has."""
+        self._before = self.optimizer.state
+        dict.update(self, self._before)
+        self.optimizer.state = self
+        self._note()
+
+    def disconnect(self) -> None:
+        """End: the optimizer keeps what it has, in an ordinary mapping."""
+        for tensor in self._tensors():
+            disconnect(tensor)
+        if self.is_in_place:
+            self._before.clear()
+            self._before.update(dict.items(self))
+            self.optimizer.state = self._before
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let it be an ordinary mapping of ordinary tensors meanwhile, as they are."""
+        with replaced(self, _is_apart=True), as_before([*self._tensors()]):
+            yield
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for held in dict.values(self.optimizer.state):
+            yield from (one for one in held.values() if isinstance(one, Tensor))
+
+    def asked_for(self, tensor: Any, *, untraced: bool) -> None:
+        """See `Owner.asked_for`."""
+        self.ask()
+        self._is_touched |= untraced
+
+    def let_go(self, has_states: bool) -> None:
+        """See `Owner.let_go`: states go on with their optimizer.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a state of an optimizer that a parallel step has is no constant")
+
+    def ask(self) -> None:
+        """Read the states, if they are asked for by somebody else than what reads them."""
+        if self.is_behind and not self._is_apart:
+            self._read()
+
+    def take(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take states by the number of their parameter, as `state_dict()` has them.
+
+        Those that the step does not have, of parameters that are frozen, stay.
+        """
+        members = [one for group in self.optimizer.param_groups for one in group["params"]]
+        for number, held in states.items():
+            own = dict.setdefault(self, members[number], {})
+            for key, value in held.items():
+                before = own.get(key)
+                with torch.no_grad(), as_plain_tensors():
+                    if isinstance(before, Tensor) and is_alike(before, value):
+                        before.data.copy_(value)  # in place: somebody may hold what was there
+                    else:
+                        own[key] = value
+        self.is_behind = False
+        self._note()
+
+    def _entries(self) -> dict[tuple[int, Any], tuple[Any, int]]:
+        return {
+            (id(parameter), key): (value, version_of(value))
+            for parameter, held in dict.items(self.optimizer.state)
+            for key, value in held.items()
+        }
+
+    def _note(self) -> None:
+        self._is_touched = False
+        with as_plain_tensors():
+            for tensor in self._tensors():
+                if type(tensor) is Tensor:
+                    connect(tensor, self, "a state of the optimizer")
+            self._known = self._entries()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the optimizer still asks here for its states."""
+        return self.optimizer.state is self
+
+    def is_written(self) -> bool:
+        """Whether somebody has changed what was read, or put other states in its place."""
+        if not self.is_in_place:
+            return True
+        if self.is_behind:  # nobody has asked since
+            return False
+        with as_plain_tensors():
+            now, known = self._entries(), self._known
+        if self._is_touched:
+            return True
+        return now.keys() != known.keys() or any(
+            value is not known[key][0] or version != known[key][1]
+            for key, (value, version) in now.items()
+        )
+
+    def taken_over(self) -> None:
+        """Go on with what the optimizer has now."""
+        if not self.is_in_place:
+            dict.clear(self)
+            self.connect()
+        self.is_behind = False
+        self._note()
+
+    def __reduce__(self) -> Any:
+        self.ask()
+        return defaultdict, (dict,), None, None, iter([*dict.items(self)])
+
+
+def is_alike(before: Tensor, value: Any) -> bool:
+    """Whether a value is a tensor of the same form as one, on the same device."""
+    if not isinstance(value, Tensor):
+        return False
+    return (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device)
+
+
+def version_of(value: Any) -> int:
+    """Return how often a tensor was written; -1 of others, and of those that nobody counts."""
+    if not isinstance(value, Tensor) or value.is_inference():
+        return -1
+    return value._version
+
+
+def _asking(name: str) -> Any:
+    original = getattr(defaultdict, name)
+
+    @functools.wraps(original)
+    def method(self: OptimizerStates, *args: Any, **kwargs: Any) -> Any:
+        self.ask()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__repr__"),
+    *("__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault"),
+    *("update", "values"),
+):
+    setattr(OptimizerStates, _name, _asking(_name))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Packages whose functions and objects stay as they are, beside those of Python.
+#: Packages whose functions and objects stay as they are, besides those of Python.
 _FIXED = {"numpy", "sbp_aten", "sbp_core", "sbp_launch", "sbp_torch", "torch"}
 
 #: Where Python's own modules lie.
@@ -103,24 +103,14 @@ class Code:
             return True
         return "getattr" in self.names and not all(map(_gets_by_text, self.parts))
 
-    @property
-    def imports(self) -> set[str]:
-        """The modules that it imports when it is called."""
-        return {
-            instruction.argval
-            for code in self.parts
-            for instruction in dis.get_instructions(code)
-            if instruction.opname == "IMPORT_NAME"
-        }
+    def named_by(self, *instructions: str) -> set[str]:
+        """Return the names in some kinds of instructions: `IMPORT_NAME` has modules."""
+        every = (one for code in self.parts for one in dis.get_instructions(code))
+        return {one.argval for one in every if one.opname in instructions}
 
     def globals(self) -> set[str]:
         """Return the globals that it names, and those that it may find by texts."""
-        found = {
-            instruction.argval
-            for code in self.parts
-            for instruction in dis.get_instructions(code)
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        }
+        found = self.named_by("LOAD_GLOBAL", "LOAD_NAME")
         if self.names & _BY_TEXT:
             found.update(*map(_IDENTIFIER.findall, self.texts))
         return found
@@ -212,11 +202,6 @@ def texts(constants: Iterable[object]) -> Iterator[str]:
             yield one
         elif isinstance(one, tuple):
             yield from texts(one)
-
-
-def definition(function: types.FunctionType) -> str:
-    """Return where a function is written, as `file:line`."""
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

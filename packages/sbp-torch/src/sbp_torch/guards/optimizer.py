@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sbp_torch.guards.changed import ANEW, NOTHING, Changed, is_same, short
+from sbp_torch.guards.held import ANEW, NOTHING, Changed, is_same, short
 from sbp_torch.guards.reads import Reads
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import SETTINGS, UpdateOptions
@@ -95,30 +95,29 @@ class OptimizerGuard:
     def _of_group(
         self, number: int, group: dict[str, Any], before: dict[str, Any], read: set[str]
     ) -> Iterator[Changed]:
-        now, was = map(self._of, (group, before))
+        now, was = (
+            [self._names.get(id(one), "a parameter of no model") for one in of["params"]]
+            for of in (group, before)
+        )
         if now != was:
             new = [name for name in now if name not in was]
             gone = [name for name in was if name not in now]
-            parts = [f"{', '.join(map(repr, new))} in it that it had not" if new else ""]
-            parts += [f"no {', '.join(map(repr, gone))}, which it had" if gone else ""]
-            told = " and ".join(filter(None, parts)) or "them in another order"
+            parts = [f"{', '.join(map(repr, new))} in it that it had not"] * bool(new)
+            parts += [f"no {', '.join(map(repr, gone))}, which it had"] * bool(gone)
+            told = " and ".join(parts) or "them in another order"
             yield Changed(
                 what=f"parameter group {number} has {told} when the step was captured",
                 where="the optimizer",
             )
         for key in dict.fromkeys((*before, *group)):
-            if key not in read:
-                continue
-            old = self._taken(key, before.get(key, NOTHING))
-            new_value = self._taken(key, group.get(key, NOTHING))
-            if is_same(old, new_value):
+            pair = group.get(key, NOTHING), before.get(key, NOTHING)
+            if key not in read or is_same(*(self._taken(key, one) for one in pair[::-1])):
                 continue
             names = [one for one, (setting, _) in SETTINGS.items() if setting == key]
             told = ", ".join(map(repr, names))
-            now_told, old_told = short(group.get(key, NOTHING)), short(before.get(key, NOTHING))
             yield Changed(
-                what=f"{key} of parameter group {number} is {now_told}, and was "
-                f"{old_told} when the step was captured",
+                what=f"{key} of parameter group {number} is {short(pair[0])}, and was "
+                f"{short(pair[1])} when the step was captured",
                 where="the optimizer",
                 todo=f"pass update=UpdateOptions(scheduled=({told},)) to parallelize, which makes "
                 "it an input of the step"
@@ -134,6 +133,3 @@ class OptimizerGuard:
         if not places or not isinstance(value, tuple | list):
             return value if not places else None
         return [one for place, one in enumerate(value) if place not in places]
-
-    def _of(self, group: dict[str, Any]) -> list[str]:
-        return [self._names.get(id(one), "a parameter of no model") for one in group["params"]]

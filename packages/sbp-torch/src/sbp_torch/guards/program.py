@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sized
+from collections.abc import Collection, Iterator, Sized
 from itertools import chain
 from typing import Any
 
@@ -22,52 +22,49 @@ from torch import Tensor, nn
 
 from sbp_torch._torch_compat import as_plain_tensors
 from sbp_torch.capture.numbers import NumberPlace
-from sbp_torch.capture.side_effects import refill
+from sbp_torch.capture.side_effects import REGISTERS, refill
 from sbp_torch.capture.step import model_tensors
-from sbp_torch.guards.changed import (
+from sbp_torch.guards.connected import is_let_go, trained_elsewhere
+from sbp_torch.guards.functions import has_attributes, is_called, is_fixed
+from sbp_torch.guards.held import (
     ANEW,
     MOST_ENTRIES,
     NOTHING,
     PLAIN,
-    Changed,
-    held_in,
-    is_same,
-    mode_change,
-    registered_change,
-    short,
-)
-from sbp_torch.guards.connected import is_let_go, trained_elsewhere
-from sbp_torch.guards.functions import has_attributes, is_called, is_fixed
-from sbp_torch.guards.held import (
     SURROUNDINGS,
+    Changed,
     HeldContainer,
     HeldMapping,
     HeldTensor,
+    Numbers,
+    changed_floats,
+    held_in,
     hooks_of,
+    is_float,
     is_identical,
+    is_same,
+    mode_change,
     num_attributes,
+    place_of,
+    registered_change,
+    short,
     surroundings,
 )
-from sbp_torch.guards.numbers import Numbers, changed_floats, is_float, place_of
 from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
-from sbp_torch.guards.reads import Place, Reads
+from sbp_torch.guards.reads import Reads
 from sbp_torch.optim import members
 from sbp_torch.update_options import UpdateOptions
 
-#: Where modules keep what is registered, and what that is called.
-_REGISTERS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
-
 #: Attributes of modules that PyTorch's own call of a module reads.
-_OF_CALLS = {"training", *_REGISTERS, "forward"}
+_OF_CALLS = {"training", *REGISTERS, "forward"}
 
 #: Where optimizers keep the settings that a loss may read.
 _GROUPS = "param_groups"
 
 #: Hooks that change what a step computes.
 _HOOKS = {
-    *(f"_forward_{kind}" for kind in ("hooks", "pre_hooks")),
-    *(f"_backward_{kind}" for kind in ("hooks", "pre_hooks")),
-    *(f"_forward_{kind}_{how}" for kind in ("hooks", "pre_hooks") for how in ("with_kwargs",)),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_is_full_backward_hook"),
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
 }
@@ -129,9 +126,14 @@ class Guard:
                     self._visit(f"a hook on the gradient of {name!r}", hook)
         for label, hooks in _HOOKS_OF_ALL:
             self._containers.append(HeldContainer(label, hooks, dict(hooks)))
-        for part in members(self._optimizer):
-            self._optimizer_itself(part)
-        self._objects()
+        for part in members(self._optimizer):  # hooks, and attributes of one that PyTorch has not
+            for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                hooks = getattr(part, key, {})  # a wrapper may not call Optimizer.__init__
+                self._containers.append(HeldContainer(f"the optimizer.{key}", hooks, dict(hooks)))
+            if not is_fixed(type(part)):
+                self._follow(self._reads.add_class(type(part)))
+                self._attributes(type(part).__name__, part, is_read=False)
+        self._look_into_objects()
         for cls in self._reads.classes:
             self._mappings.append(HeldMapping(cls.__name__, cls, vars(cls), dict(vars(cls)), type))
         self._trained = [one.requires_grad for one in self._states.values()]
@@ -161,7 +163,7 @@ class Guard:
         self._keys = keys
         self._others_of = [one for one in self._mappings if not isinstance(one.owner, type)]
         self._missing = [(items, names) for items, names in self._reads.missing.values() if names]
-        self._compared = [one for one in self._reads.places if one.at not in self._numbers]
+        self._compared = [one for one in self._reads.places if one.number.at not in self._numbers]
         self._note()
         self._groups.renew()
 
@@ -172,14 +174,6 @@ class Guard:
         self._full = [lying for sized, lying in self._all if len(sized)]
         self._lengths = [*map(len, self._full)]
         self._lay = [*chain.from_iterable(self._full)]
-
-    def _lies_as_it_lay(self) -> bool:
-        """Whether the same objects lie in mappings and lists, in the same order."""
-        return (
-            not any(self._empty)
-            and [*map(len, self._full)] == self._lengths
-            and all(map(operator.is_, chain.from_iterable(self._full), self._lay))
-        )
 
     # What there is.
 
@@ -194,22 +188,13 @@ class Guard:
         self._follow(self._reads.add_class(type(module)))
         self._attributes(path, module)
 
-    def _optimizer_itself(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note hooks, and attributes of one that PyTorch does not have."""
-        for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            hooks = getattr(optimizer, key, {})  # a wrapper may not call Optimizer.__init__
-            self._containers.append(HeldContainer(f"the optimizer.{key}", hooks, dict(hooks)))
-        if not is_fixed(type(optimizer)):
-            self._follow(self._reads.add_class(type(optimizer)))
-            self._attributes(type(optimizer).__name__, optimizer, is_read=False)
-
     def _attributes(self, label: str, owner: object, *, is_read: bool = True) -> None:
         if not hasattr(owner, "__dict__"):
             return
         live = vars(owner)
         self._mappings.append(HeldMapping(label, owner, live, dict(live), type(owner)))
         for key, value in live.items():
-            if key in _REGISTERS and isinstance(owner, nn.Module):
+            if key in REGISTERS and isinstance(owner, nn.Module):
                 self._containers.append(HeldContainer(f"{label}.{key}", value, dict(value), True))
                 if key != "_modules":  # each comes by itself
                     for name, part in value.items():
@@ -219,7 +204,7 @@ class Guard:
             elif not _is_of_optimizer(owner, key) or (is_read and key in (_GROUPS, "defaults")):
                 self._unread.append((key, f"{label}.{key}", value))
 
-    def _objects(self) -> None:
+    def _look_into_objects(self) -> None:
         """Look into what objects hold, as far as something that was followed reads it."""
         while True:
             self._follow(self._reads.again())
@@ -260,7 +245,9 @@ class Guard:
             if content is not None:
                 if not isinstance(value, tuple | frozenset):  # which stay as they are
                     self._containers.append(HeldContainer(label, value, content))
-                left.extend((f"{label}[{key!r}]", part) for key, part in _entries(content))
+                if isinstance(content, dict | list):
+                    entries = content.items() if isinstance(content, dict) else enumerate(content)
+                    left.extend((f"{label}[{key!r}]", part) for key, part in entries)
             if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
                 left.append((label, value.__self__))
             elif isinstance(value, weakref.ref):
@@ -275,8 +262,8 @@ class Guard:
     def restore(self) -> None:
         """Set back what lies in cells, globals, objects and containers; not in modules."""
         for place in self._reads.places:
-            if not is_same(place.value, _now(place)):
-                place.write(place.value)
+            if not is_same(place.value, place.now()):
+                place.number.write(place.value)
         for one in self._mappings:
             if not isinstance(one.owner, nn.Module | type):
                 refill(one.live, one.kept)
@@ -292,10 +279,13 @@ class Guard:
             with as_plain_tensors():
                 return (
                     self._numbers.follow_in(self._lay)
-                    and self._lies_as_it_lay()
+                    # The same objects lie in mappings and lists, in the same order.
+                    and not any(self._empty)
+                    and [*map(len, self._full)] == self._lengths
+                    and all(map(operator.is_, chain.from_iterable(self._full), self._lay))
                     and all(type(one.owner) is one.cls for one in self._others_of)
                     and all(items.keys().isdisjoint(names) for items, names in self._missing)
-                    and all(place.read() is place.value for place in self._compared)
+                    and all(place.number.read() is place.value for place in self._compared)
                     and all(one.is_same() for one in self._tensors)
                     and self._trained == [one.requires_grad for one in self._states.values()]
                     and self._hooks == hooks_of(self._states.values())
@@ -317,8 +307,19 @@ class Guard:
         """
         if self.holds():
             return []
-        found = [*self._of_mappings(training), *self._of_containers(), *self._of_places()]
-        found += self._of_missing()
+        found = [*self._of_mappings(training), *self._of_containers()]
+        for place in self._reads.places:
+            number, after = place.number, place.now()
+            if not is_same(place.value, after) and not self._numbers.may_be(number.at, after):
+                told = (number.label, number.label, place.value, after, place.where, number)
+                found.append(self._changed(*told))
+        for items, names in self._missing:  # globals that were looked for, and are there now
+            for name in names.keys() & items.keys():
+                found.append(self._changed(name, name, NOTHING, items[name], names[name]))
+        for other in self._others_of:
+            if (now_type := type(other.owner)) is not other.cls:
+                what = f"the class of {other.label}"
+                found.append(self._changed(what, other.label, other.cls, now_type))
         for one in self._tensors:
             if not is_let_go(one.tensor):
                 raise trained_elsewhere(one.label, self._line(one.label))
@@ -329,42 +330,27 @@ class Guard:
         if (now := surroundings()) != self._around:
             found.append(Changed(what=f"{SURROUNDINGS} are {now}, and were {self._around}"))
         with as_plain_tensors():
-            hooks = zip(self._states, self._hooks, hooks_of(self._states.values()), strict=True)
-            found += [
-                Changed(what=f"a hook was registered on, or removed from, {name!r}")
-                for name, before, after in hooks
-                if before != after
-            ]
-            counts = num_attributes(self._states.values())
-            noted = zip(self._states, self._set_on_tensors, counts, strict=True)
-            found += [
-                Changed(what=f"attributes were set on {name!r}, or taken from it")
-                for name, before, after in noted
-                if before != after
-            ]
-            for (name, tensor), before in zip(self._states.items(), self._trained, strict=True):
-                if tensor.requires_grad is not before:
-                    now_told = "is frozen" if before else "is to be trained"
-                    was = "was trained" if before else "was frozen"
-                    what = (
-                        f"{name!r} {now_told} (requires_grad), and {was} when the step was captured"
-                    )
+            tensors = self._states.values()
+            noted: tuple[tuple[str, list[Any], list[Any]], ...] = (
+                ("a hook was registered on, or removed from,", self._hooks, hooks_of(tensors)),
+                ("attributes were set on", self._set_on_tensors, num_attributes(tensors)),
+            )
+            for text, kept, found_now in noted:
+                for name, old, new in zip(self._states, kept, found_now, strict=True):
+                    if old != new:
+                        end = "" if kept is self._hooks else ", or taken from it"
+                        found.append(Changed(what=f"{text} {name!r}{end}"))
+            for (name, tensor), was in zip(self._states.items(), self._trained, strict=True):
+                if tensor.requires_grad is not was:
+                    now_told = "is frozen" if was else "is to be trained"
+                    what = f"{name!r} {now_told} (requires_grad), and was "
+                    what += f"{'trained' if was else 'frozen'} when the step was captured"
                     found.append(Changed(what=what))
         if training:
             found += self._groups.changes()
         if not found and training:  # all was looked at; so that it is not looked at again
             self._note()
         return found
-
-    def _of_missing(self) -> Iterator[Changed]:
-        """Yield what has come to be: globals that were looked for, and classes of objects."""
-        for items, names in self._missing:
-            for name in names.keys() & items.keys():
-                yield self._changed(name, name, NOTHING, items[name], names[name])
-        for one in self._others_of:
-            if type(one.owner) is not one.cls:
-                now = type(one.owner)
-                yield self._changed(f"the class of {one.label}", one.label, one.cls, now)
 
     def _of_mappings(self, training: bool) -> Iterator[Changed]:
         for one in self._mappings:
@@ -413,8 +399,8 @@ class Guard:
                     before, after = one.content.get(key, NOTHING), now.get(key, NOTHING)
                     if is_same(before, after) or self._numbers.may_be((id(one.value), key), after):
                         continue
-                    if kind in _REGISTERS and one.is_of_module:
-                        yield registered_change(f"{owner}.{key}", _REGISTERS[kind], before, after)
+                    if kind in REGISTERS and one.is_of_module:
+                        yield registered_change(f"{owner}.{key}", REGISTERS[kind], before, after)
                     elif kind.endswith("_hooks") or "_hooks_" in kind:
                         verb = "removed from" if after is NOTHING else "registered on"
                         yield Changed(what=f"a hook was {verb} {owner}")
@@ -435,13 +421,6 @@ class Guard:
         is_plain &= f".{_GROUPS}[" not in label  # they are inputs of the update already
         place = place_of(label, one.value, one.value, key) if is_plain else None
         return self._changed(label, str(key), before, after, place=place)
-
-    def _of_places(self) -> Iterator[Changed]:
-        for place in self._reads.places:
-            after = _now(place)
-            if not is_same(place.value, after) and not self._numbers.may_be(place.at, after):
-                name, where = place.label, place.where
-                yield self._changed(name, name, place.value, after, where, place.number())
 
     def _changed(
         self,
@@ -480,16 +459,3 @@ def _is_of_optimizer(owner: object, key: str) -> bool:
     return isinstance(owner, torch.optim.Optimizer) and (
         key in OF_OPTIMIZERS or key.startswith("_")
     )
-
-
-def _entries(held: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(held, dict):
-        return held.items()
-    return enumerate(held) if isinstance(held, list) else ()
-
-
-def _now(place: Place) -> Any:
-    try:
-        return place.read()
-    except (KeyError, ValueError):
-        return NOTHING

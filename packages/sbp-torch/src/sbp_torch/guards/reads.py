@@ -1,4 +1,4 @@
-"""What functions read beside their arguments: names, cells, globals, and what these lead to.
+"""What functions read besides their arguments: names, cells, globals, and what these lead to.
 
 PyTorch's and Python's own functions are taken to be what they are: only the names of attributes in
 them count, as `self.eps` in a layer of `torch.nn`. Functions of everybody else are followed into
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import sys
 import types
 from collections import deque
@@ -21,14 +22,12 @@ import torch
 from torch import nn
 
 from sbp_torch.capture.numbers import NumberPlace
-from sbp_torch.guards.changed import NOTHING
 from sbp_torch.guards.functions import (
     GETTERS,
     MAKES,
     SHOWN,
     Code,
     called_in,
-    definition,
     is_called,
     is_fixed,
     is_fixed_module,
@@ -37,6 +36,7 @@ from sbp_torch.guards.functions import (
     makers,
     texts,
 )
+from sbp_torch.guards.held import NOTHING
 
 #: Where functions keep defaults.
 _DEFAULTS = {"__defaults__": "defaults", "__kwdefaults__": "keyword defaults"}
@@ -50,24 +50,22 @@ class Place:
     """Where a function finds a value.
 
     Args:
-        label: As the function writes it: `beta`, `config.beta`.
+        number: The place: its label is as the function writes it, `beta` or `config.beta`; to read
+            it raises an error if there is nothing. It is the same of one place that several read.
         where: The function's file and line.
-        read: Returns what is there now; raises if there is nothing.
-        write: Puts another value there.
         value: What was there.
-        at: The id of what holds it, and the key there; the same of one place that several read.
     """
 
-    label: str
+    number: NumberPlace
     where: str
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
     value: Any
-    at: tuple[int, Hashable]
 
-    def number(self) -> NumberPlace:
-        """Return it as the place of a number."""
-        return NumberPlace(label=self.label, at=self.at, read=self.read, write=self.write)
+    def now(self) -> Any:
+        """Return what is there now; `NOTHING` if nothing is."""
+        try:
+            return self.number.read()
+        except (KeyError, ValueError):
+            return NOTHING
 
 
 class Reads:
@@ -155,7 +153,8 @@ class Reads:
         for base in cls.__mro__:
             if base in (object, nn.Module, torch.optim.Optimizer):
                 continue
-            if makes and base not in self._made and not self._is_of_others(base):
+            is_of_others = is_fixed(base) or is_installed_module(base.__module__)
+            if makes and base not in self._made and not is_of_others:
                 self._made.add(base)
                 for called in makers(base):
                     yield from self._called(called, base.__name__)
@@ -172,10 +171,6 @@ class Reads:
         if type(cls) is not type and id(type(cls)) not in self._seen:
             yield from self.add_class(type(cls))
 
-    @staticmethod
-    def _is_of_others(cls: type) -> bool:
-        return is_fixed(cls) or is_installed_module(cls.__module__)
-
     def _called(self, called: object, label: str) -> Iterator[tuple[str, object]]:
         if callable(called):
             yield from self.add(called, label)
@@ -191,14 +186,7 @@ class Reads:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 if hasattr(value, name) and not name.startswith("__"):
-                    yield from self._at(
-                        f"{label}.{name}",
-                        functools.partial(getattr, value, name),
-                        functools.partial(setattr, value, name),
-                        getattr(value, name),
-                        "",
-                        (id(value), name),
-                    )
+                    yield from self._attribute(f"{label}.{name}", value, name, "")
 
     def again(self) -> Iterator[tuple[str, object]]:
         """Yield what classes, and modules of Python, hold under names that were met since."""
@@ -211,19 +199,20 @@ class Reads:
                 yield from self._called(called, label)
             elif not fixed:
                 yield label, value
-        for label, module in list(self._modules):
-            for name in sorted(self.names & vars(module).keys()):
-                if (id(vars(module)), name) not in self._met:
-                    yield from self._item(f"{label}.{name}", vars(module), name, "")
+        for label, items, name in self._unmet():
+            yield from self._item(label, items, name, "")
 
     @property
     def has_more(self) -> bool:
         """Whether `again` would yield something."""
-        return any(name in self.names for name, *_ in self._kept) or any(
-            (id(vars(module)), name) not in self._met
-            for _, module in self._modules
-            for name in self.names & vars(module).keys()
-        )
+        return any(name in self.names for name, *_ in self._kept) or any(self._unmet())
+
+    def _unmet(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Yield the entries of modules of Python that code names, and that were not yielded yet."""
+        for label, module in list(self._modules):
+            for name in sorted(self.names & vars(module).keys()):
+                if (id(vars(module)), name) not in self._met:
+                    yield f"{label}.{name}", vars(module), name
 
     def _is_new(self, value: object) -> bool:
         is_new = id(value) not in self._seen
@@ -240,7 +229,7 @@ class Reads:
         if code.shows:
             self.names |= SHOWN
         # Wrappers, such as `torch.no_grad()`, have PyTorch's code, and the user's in a cell.
-        where = definition(function)
+        where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             yield from self._cell(name, cell, where)
@@ -250,14 +239,8 @@ class Reads:
         self.any_name |= code.any_name
         for attribute, told in _DEFAULTS.items():
             if getattr(function, attribute) is not None:
-                yield from self._at(
-                    f"the {told} of {function.__qualname__}",
-                    functools.partial(getattr, function, attribute),
-                    functools.partial(setattr, function, attribute),
-                    getattr(function, attribute),
-                    where,
-                    (id(function), attribute),
-                )
+                label = f"the {told} of {function.__qualname__}"
+                yield from self._attribute(label, function, attribute, where)
         if vars(function):
             yield function.__qualname__, vars(function)
         named = code.globals()
@@ -265,7 +248,7 @@ class Reads:
             yield from self._item(name, function.__globals__, name, where)
         if is_installed_module(function.__module__ or ""):
             return
-        for name in code.imports:
+        for name in code.named_by("IMPORT_NAME"):
             if isinstance(module := sys.modules.get(name), types.ModuleType):
                 self.add_module(module, name)
         _, missing = self.missing.setdefault(id(function.__globals__), (function.__globals__, {}))
@@ -285,33 +268,37 @@ class Reads:
             if value is not NOTHING:
                 cell.cell_contents = value
 
-        yield from self._at(name, read, write, read(), where, (id(cell), ""))
+        yield from self._at(name, read, write, where, (id(cell), ""))
+
+    def _attribute(
+        self, label: str, owner: object, name: str, where: str
+    ) -> Iterator[tuple[str, object]]:
+        read, write = (
+            functools.partial(getattr, owner, name),
+            functools.partial(setattr, owner, name),
+        )
+        yield from self._at(label, read, write, where, (id(owner), name))
 
     def _item(
         self, label: str, items: dict[str, Any], key: str, where: str
     ) -> Iterator[tuple[str, object]]:
-        value = items[key]
         self._met.add((id(items), key))
-        if isinstance(value, types.ModuleType) and is_fixed(value):
+        if isinstance(items[key], types.ModuleType) and is_fixed(items[key]):
             return
-
-        def write(value: Any) -> None:
-            items[key] = value
-
-        yield from self._at(label, lambda: items[key], write, value, where, (id(items), key))
+        read = functools.partial(operator.getitem, items, key)
+        write = functools.partial(operator.setitem, items, key)
+        yield from self._at(label, read, write, where, (id(items), key))
 
     def _at(
         self,
         label: str,
         read: Callable[[], Any],
         write: Callable[[Any], None],
-        value: object,
         where: str,
         at: tuple[int, Hashable],
     ) -> Iterator[tuple[str, object]]:
-        self.places.append(
-            Place(label=label, where=where, read=read, write=write, value=value, at=at)
-        )
+        number, value = NumberPlace(label=label, at=at, read=read, write=write), read()
+        self.places.append(Place(number=number, where=where, value=value))
         is_of_none = value is NOTHING or isinstance(value, Enum)
         if is_of_none or (isinstance(value, type) and is_fixed(value)):
             return

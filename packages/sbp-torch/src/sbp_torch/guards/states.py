@@ -1,7 +1,7 @@
 """The tensors of a model and the states of its optimizer, while ranks train them elsewhere.
 
 The states of a step live on its ranks. The model that it was captured from is connected to them: a
-tensor of it that is read has the value of its state behind the last step, and what is written to
+tensor of it that is read has the value of its state after the last step, and what is written to
 one is taken over before the next step. So `AveragedModel.update_parameters(model)`,
 `model.load_state_dict(best)`, `torch.save(model.state_dict(), path)` and `optimizer.state_dict()`
 mean what they mean in a loop on one device.
@@ -29,6 +29,7 @@ from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import AVERAGE
 from sbp_torch.guards.connected import (
     Connected,
+    OptimizerStates,
     as_before,
     connect,
     disconnect,
@@ -36,14 +37,13 @@ from sbp_torch.guards.connected import (
     name_of,
     owner_of,
 )
-from sbp_torch.guards.optimizer_states import OptimizerStates
 from sbp_torch.interchange.torch_states import to_optimizer_state
 from sbp_torch.optim.combined import members
 from sbp_torch.update_options import UpdateOptions
 
 logger = logging.getLogger(__name__)
 
-#: Reads states by name, whole, each as it is behind the last step.
+#: Reads states by name, whole, each as it is after the last step.
 ReadStates = Callable[[tuple[str, ...]], Mapping[str, Tensor]]
 
 
@@ -58,20 +58,12 @@ class ConnectedStates:
 
     def __init__(self, model: nn.Module, read: ReadStates) -> None:
         self._model, self._read = model, read
-        #: What trains it: optimizers, with what happens beside each.
+        #: What trains it: optimizers, with what else happens in a step of each.
         self._programs: list[tuple[torch.optim.Optimizer, UpdateOptions]] = []
-        self._tensors = {
-            name: tensor
-            for name, tensor in model_tensors(model).items()
-            if not tensor.is_meta and is_ordinary(tensor)
-        }
+        every = {name: one for name, one in model_tensors(model).items() if not one.is_meta}
+        self._tensors = {name: one for name, one in every.items() if is_ordinary(one)}
         self._versions = {name: one._version for name, one in self._tensors.items()}
-        own = (
-            name
-            for name, one in model_tensors(model).items()
-            if not (one.is_meta or is_ordinary(one))
-        )
-        if (name := next(own, None)) is not None:
+        if (name := next((name for name in every if name not in self._tensors), None)) is not None:
             logger.warning(
                 "%r is of a class with a __torch_function__ of its own, so that it does not read "
                 "as what is trained: step.state_dict() has it, and step.copy_to(model) writes it",
@@ -94,28 +86,23 @@ class ConnectedStates:
         """Know the states of an optimizer, which the step has; if it is known, new ones of it.
 
         What was written to it before has been taken over.
-
-        Args:
-            optimizer: Over the model's parameters.
-            update: As given to `capture`.
-            names: The states that the step has.
         """
         if not any(optimizer is known and update is same for known, same in self._programs):
             self._programs.append((optimizer, update))
         begins = self._initial_states(optimizer, update)
-        self._dtypes |= {
-            name: one.dtype
-            for name, one in begins.items()
-            if self._is_optimizers(name) and name in names
-        }
+        for name, one in begins.items():
+            parameter, _, key = name.rpartition(".")
+            is_optimizers = parameter in self._tensors and name not in self._tensors
+            if name in names and is_optimizers and key != AVERAGE:
+                self._dtypes[name] = one.dtype
         known = {id(one.optimizer) for one in self._states}
         for part in members(optimizer):
             if id(part) not in known:
                 self._states.append(OptimizerStates(part, self.read_optimizer))
                 if self._is_connected:
                     self._states[-1].connect()
-        for one in self._states:
-            one.is_behind |= one.optimizer in members(optimizer)
+        for states in self._states:
+            states.is_behind |= states.optimizer in members(optimizer)
 
     def connect(self, let_go: Callable[[bool], None]) -> None:
         """Begin: tensors and states are as those of the step.
@@ -125,24 +112,19 @@ class ConnectedStates:
                 whether they have states of their own.
         """
         self.let_go, self._is_connected = let_go, True
-        self._give_own_memory()
-        for name, tensor in self._tensors.items():
-            connect(tensor, self, name)
-        for one in self._states:
-            one.connect()
-
-    def _give_own_memory(self) -> None:
-        """Take tensors that modules hold unregistered out of the memory of others.
-
-        Such as the `weight` of the older `spectral_norm`, which begins as `weight_orig.data`: each
-        is to have its own value, and would write over that of the other.
-        """
+        # Tensors that modules hold unregistered are taken out of the memory of others. Such as the
+        # `weight` of the older `spectral_norm`, which begins as `weight_orig.data`: each is to have
+        # its own value, and would write over that of the other.
         model = self._model
         registered = {id(one) for one in (*model.parameters(), *model.buffers())}
         taken = {storage_key(one) for one in self._tensors.values() if id(one) in registered}
         for tensor in self._tensors.values():
             if id(tensor) not in registered and storage_key(tensor) in taken:
                 tensor.data = tensor.data.clone()
+        for name, tensor in self._tensors.items():
+            connect(tensor, self, name)
+        for one in self._states:
+            one.connect()
 
     def behind_step(self) -> None:
         """Note that the states of the step have changed."""
@@ -178,6 +160,9 @@ class ConnectedStates:
     def in_step(self) -> None:
         """Note that the model's tensors have the values of their states."""
         self._is_behind = False
+        self._note_versions()
+
+    def _note_versions(self) -> None:
         self._handed_out.clear()
         with as_plain_tensors():
             self._versions = {name: one._version for name, one in self._tensors.items()}
@@ -216,7 +201,7 @@ class ConnectedStates:
                 f"{next(iter(found))!r} was written through an alias that was made before the "
                 "parallel step began, such as parameter.data or a view",
                 accepted="writes to the model's own tensors, and to aliases that were made since",
-                todo="make the alias inside of the `with` block, or anew behind each step",
+                todo="make the alias inside of the `with` block, or anew after each step",
             )
         if any(one.is_written() for one in self._states):
             self.read_optimizer()
@@ -239,12 +224,7 @@ class ConnectedStates:
     def _initial_states(
         self, optimizer: torch.optim.Optimizer, update: UpdateOptions
     ) -> dict[str, Tensor]:
-        """Return the states as an optimizer has them now, or as they begin; also of what is frozen.
-
-        Args:
-            optimizer: Whose.
-            update: As given to `capture`.
-        """
+        """Return the states that an optimizer has now, or as they begin; also of what is frozen."""
         with self.apart(), as_plain_tensors(), trainable([*self._model.parameters()]):
             return initial_states(self._model, optimizer, update, copy=False)
 
@@ -257,15 +237,9 @@ class ConnectedStates:
                 if one.optimizer in members(optimizer):
                     one.take(to_optimizer_state(states, self._model, one.optimizer)["state"])
 
-    def _is_optimizers(self, name: str) -> bool:
-        parameter, _, key = name.rpartition(".")
-        return parameter in self._tensors and name not in self._tensors and key != AVERAGE
-
     def taken_over(self) -> None:
         """Note that what was written is in the states, or was overwritten there."""
-        self._handed_out.clear()
-        with as_plain_tensors():
-            self._versions = {name: one._version for name, one in self._tensors.items()}
+        self._note_versions()
         for one in self._states:
             if one.is_written():
                 one.taken_over()

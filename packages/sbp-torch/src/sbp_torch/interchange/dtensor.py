@@ -44,13 +44,14 @@ _ACCEPTED = "Shard(dim) with dim >= 0, Replicate(), " + ", ".join(
 
 def to_placements(sbp: NdSbp) -> tuple[TorchPlacement, ...]:
     """Return DTensor's placements, one for each mesh axis."""
-    return tuple(map(_to_placement, sbp))
-
-
-def _to_placement(entry: Sbp) -> TorchPlacement:
-    if isinstance(entry, Split):
-        return Shard(entry.dim)
-    return Partial(entry.reduction) if isinstance(entry, OurPartial) else Replicate()
+    return tuple(
+        Shard(entry.dim)
+        if isinstance(entry, Split)
+        else Partial(entry.reduction)
+        if isinstance(entry, OurPartial)
+        else Replicate()
+        for entry in sbp
+    )
 
 
 def from_placements(placements: Sequence[TorchPlacement]) -> NdSbp:
@@ -59,22 +60,22 @@ def from_placements(placements: Sequence[TorchPlacement]) -> NdSbp:
     Raises:
         SbpValueError: one has no counterpart.
     """
-    return NdSbp(*(_from_placement(axis, entry) for axis, entry in enumerate(placements)))
-
-
-def _from_placement(axis: int, entry: TorchPlacement) -> Sbp:
-    # Exact types: what is derived from them, such as strided shards, means something else.
-    if type(entry) is Replicate:
-        return B
-    if type(entry) is Shard and entry.dim >= 0:
-        return Split(entry.dim)
-    if type(entry) is Partial and entry.reduce_op in REDUCTIONS:
-        return OurPartial(entry.reduce_op)
-    raise SbpValueError(
-        f"{entry!r} on mesh axis {axis} has no counterpart here",
-        accepted=_ACCEPTED,
-        todo="redistribute the DTensor to one of these first",
-    )
+    found: list[Sbp] = []
+    for axis, entry in enumerate(placements):
+        # Exact types: what is derived from them, such as strided shards, means something else.
+        if type(entry) is Replicate:
+            found.append(B)
+        elif type(entry) is Shard and entry.dim >= 0:
+            found.append(Split(entry.dim))
+        elif type(entry) is Partial and entry.reduce_op in REDUCTIONS:
+            found.append(OurPartial(entry.reduce_op))
+        else:
+            raise SbpValueError(
+                f"{entry!r} on mesh axis {axis} has no counterpart here",
+                accepted=_ACCEPTED,
+                todo="redistribute the DTensor to one of these first",
+            )
+    return NdSbp(*found)
 
 
 def torch_part(

@@ -37,6 +37,7 @@ from torch.func import functional_call
 
 from sbp_core.errors import SbpLookupError, SbpValueError, unknown_name
 from sbp_torch.capture.step import model_tensors
+from sbp_torch.capture.update import AVERAGE
 from sbp_torch.optim.combined import CombinedOptimizer
 
 __all__ = [
@@ -49,7 +50,7 @@ __all__ = [
     "to_optimizer_state",
 ]
 
-#: How the name of what a module keeps beside its tensors ends.
+#: How the name of what a module keeps besides its tensors ends.
 _EXTRA_STATE = "_extra_state"
 
 
@@ -180,22 +181,23 @@ def to_optimizer_state(
     own: dict[int, dict[str, Any]] = {}
     for number, (name, parameter) in enumerate(members):
         held = dict(optimizer.state.get(parameter, {}))
-        given = {
-            key: value
-            for key, value in _of_parameter(states, name).items()
-            if key != _AVERAGE or key in held
+        start = f"{name}."
+        keys = {known.removeprefix(start): known for known in states if known.startswith(start)}
+        given = {  # no optimizer knows the moving average of a parameter
+            key: states[known]
+            for key, known in keys.items()
+            if "." not in key and (key != AVERAGE or key in held)
         }
         if held or given:
             plain = {key: value for key, value in held.items() if not isinstance(value, Tensor)}
-            own[number] = plain | {
-                key: value.detach().clone().to(_device(key, held, parameter))
-                for key, value in given.items()
-            }
+            own[number] = plain
+            for key, value in given.items():
+                # Where it was, or with its parameter; counters on the host.
+                device = torch.device("cpu") if key == "step" else parameter.device
+                if isinstance(held.get(key), Tensor):
+                    device = held[key].device
+                plain[key] = value.detach().clone().to(device)
     return {"state": own, "param_groups": settings["param_groups"]}
-
-
-#: Key of a parameter's moving average, which no optimizer knows (`capture.update`).
-_AVERAGE = "ema"
 
 
 def from_optimizer_state(
@@ -213,7 +215,15 @@ def from_optimizer_state(
         SbpValueError: the groups are others, or a tensor is of a parameter of another shape.
     """
     if isinstance(optimizer, CombinedOptimizer):
-        return _from_several(state, model, optimizer)
+        several = state.get("optimizers", [state])
+        if len(several) != len(optimizer.optimizers):
+            raise SbpValueError(
+                f"the states of {len(several)} optimizers", accepted=str(len(optimizer.optimizers))
+            )
+        parts = zip(optimizer.optimizers, several, strict=True)
+        return {
+            k: v for one, own in parts for k, v in from_optimizer_state(own, model, one).items()
+        }
     members = _members(model, optimizer)
     given = [len(group["params"]) for group in state["param_groups"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -226,24 +236,18 @@ def from_optimizer_state(
     found: dict[str, Tensor] = {}
     for number, (name, parameter) in zip(order, members, strict=True):
         for key, value in state["state"].get(number, {}).items():
-            if isinstance(value, Tensor):
-                _check_shape(f"{name}.{key}", value, parameter)
-                found[f"{name}.{key}"] = value.detach().clone()
-    return found
-
-
-def _from_several(
-    state: Mapping[str, Any], model: nn.Module, optimizer: CombinedOptimizer
-) -> dict[str, Tensor]:
-    """Return the states of each of several optimizers by the graph's names."""
-    given = state.get("optimizers", [state])
-    if len(given) != len(optimizer.optimizers):
-        raise SbpValueError(
-            f"the states of {len(given)} optimizers", accepted=str(len(optimizer.optimizers))
-        )
-    found: dict[str, Tensor] = {}
-    for one, own in zip(optimizer.optimizers, given, strict=True):
-        found |= from_optimizer_state(own, model, one)
+            full = f"{name}.{key}"
+            if not isinstance(value, Tensor):
+                continue
+            # Factored states have fewer dims than their parameter, and no dim that it has not.
+            if value.dim() == parameter.dim() > 0 and any(
+                n not in (1, extent) for n, extent in zip(value.shape, parameter.shape, strict=True)
+            ):
+                raise SbpValueError(
+                    f"{full!r} has shape {tuple(value.shape)}",
+                    accepted=f"that of its parameter, {tuple(parameter.shape)}",
+                )
+            found[full] = value.detach().clone()
     return found
 
 
@@ -316,32 +320,3 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
                 accepted="an optimizer over model.parameters()",
             )
     return [(names[id(parameter)], parameter) for parameter in members]
-
-
-def _of_parameter(states: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return a parameter's states by key."""
-    start = f"{name}."
-    return {
-        known.removeprefix(start): value
-        for known, value in states.items()
-        if known.startswith(start) and "." not in known.removeprefix(start)
-    }
-
-
-def _device(key: str, held: Mapping[str, Any], parameter: Tensor) -> torch.device:
-    """Return where a state belongs: where it was, or with its parameter; counters on the host."""
-    before = held.get(key)
-    if isinstance(before, Tensor):
-        return before.device
-    return torch.device("cpu") if key == "step" else parameter.device
-
-
-def _check_shape(name: str, value: Tensor, parameter: Tensor) -> None:
-    # Factored states have fewer dims than their parameter, and no dim that it has not.
-    if value.dim() == parameter.dim() > 0 and any(
-        n not in (1, extent) for n, extent in zip(value.shape, parameter.shape, strict=True)
-    ):
-        raise SbpValueError(
-            f"{name!r} has shape {tuple(value.shape)}",
-            accepted=f"that of its parameter, {tuple(parameter.shape)}",
-        )

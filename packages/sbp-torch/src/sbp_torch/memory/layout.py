@@ -11,9 +11,9 @@ the exact layout of a step of 10,000 nodes on four ranks costs as much as that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,13 +23,13 @@ from torch import Tensor
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import LOCAL_BOX, Instruction
 from sbp_core.errors import PlanError, SbpError
-from sbp_core.graph import ITEMSIZE, Argument, Ref, Symbol, map_refs, refs
+from sbp_core.graph import ITEMSIZE, map_refs, refs
 from sbp_core.memory import Number, ResultLayout, StorageView, StridedLayout
 from sbp_core.signatures import check_shapes
 from sbp_torch._torch_compat import fake_mode, storage_key
 from sbp_torch._torch_patches import unlogged_failures
 from sbp_torch.boxing.execute import local_step, torch_dtype
-from sbp_torch.ops.operators import asked_for, bind, operator_of, results_of
+from sbp_torch.ops.operators import asked_for, bind, frozen, operator_of, results_of
 from sbp_torch.signatures.torch_call import describe
 
 #: Stands in for a host number whose operator cannot take the other stand-ins.
@@ -86,11 +86,18 @@ class Layouts:
             if isinstance(value, StorageView)
         }
         storages = {storage: index for index, storage in enumerate(sizes)}
+
+        def lies(name: str) -> Hashable:  # how it lies, not what it is called
+            value = given[name]
+            if isinstance(value, StorageView):
+                return value.layout, storages[value.storage]
+            return "host", type(value)
+
         if entry.op == LOCAL_BOX:
             source, index = entry.args
-            what: object = (rank, steps[index], _frozen(source, given, storages))
+            what: object = (rank, steps[index], frozen(source, lies))
         else:
-            what = _frozen((entry.args, tuple(entry.kwargs.items())), given, storages)
+            what = frozen((entry.args, tuple(entry.kwargs.items())), lies)
         # All that a layout may depend on, and nothing that names the call: arguments by how they
         # lie, and by which of them share a storage.
         key = (entry.op, what, tuple(sizes.values()))
@@ -109,7 +116,12 @@ class Layouts:
         """Call the operator on fake tensors that lie as the arguments do."""
         with torch.no_grad(), unlogged_failures():
             try:
-                with nullcontext() if _is_empty_loss(entry, given) else self._mode:
+                # The fake kernel would divide by the number of elements, which may be 0. The real
+                # kernel takes a shard without elements, and all arguments have at most one.
+                views = [value for value in given.values() if isinstance(value, StorageView)]
+                sizes = [prod(view.layout.shape) for view in views]
+                is_empty = entry.op in _MEAN_LOSSES and 0 in sizes and max(sizes) <= 1
+                with nullcontext() if is_empty else self._mode:
                     arguments = _tensors(given)
                     return _described(_run(entry, rank, arguments, steps), given, arguments)
             except SbpError as error:
@@ -125,13 +137,8 @@ class Layouts:
                 ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Origin:
-    """Where in a storage the arguments of a call begin, and how large it is; in bytes."""
-
-    offset_bytes: int
-    storage_bytes: int
-
+#: Where in a storage the arguments of a call begin, and how large it is; in bytes.
+_Origin = tuple[int, int]
 
 _Given = dict[str, StorageView | Number]
 
@@ -155,11 +162,16 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
             continue  # offsets count elements
         first, size = found[0], ITEMSIZE[found[0].layout.dtype]
         begin = min(view.layout.offset for view in found)
-        span_bytes = (max(_end(view.layout) for view in found) - begin) * size
+        ends = []  # the offset after the last element of each
+        for lies in (view.layout for view in found):
+            steps = zip(lies.shape, lies.strides, strict=True)
+            last = sum((extent - 1) * stride for extent, stride in steps)
+            ends.append(lies.offset if 0 in lies.shape else lies.offset + last + 1)
+        span_bytes = (max(ends) - begin) * size
         # Else the arguments fill their storage already, as most do, and nothing moves.
         if begin or span_bytes != first.storage_bytes:
             spans[storage] = begin, span_bytes
-            origins[storage] = _Origin(offset_bytes=begin * size, storage_bytes=first.storage_bytes)
+            origins[storage] = begin * size, first.storage_bytes
     if not spans:
         return given, origins
     moved: _Given = {}
@@ -172,14 +184,6 @@ def _moved_to_start(given: _Given) -> tuple[_Given, dict[int, _Origin]]:
     return moved, origins
 
 
-def _end(lies: StridedLayout) -> int:
-    """Return the offset behind the last element."""
-    if 0 in lies.shape:
-        return lies.offset
-    steps = zip(lies.shape, lies.strides, strict=True)
-    return lies.offset + sum((extent - 1) * stride for extent, stride in steps) + 1
-
-
 def _moved_back(
     known: tuple[ResultLayout | Number, ...], given: _Given, origins: Mapping[int, _Origin]
 ) -> tuple[ResultLayout | Number, ...]:
@@ -190,11 +194,11 @@ def _moved_back(
         if isinstance(made, ResultLayout) and made.source >= 0:
             source = values[made.source]
             assert isinstance(source, StorageView), "a view looks at a tensor"
-            origin = origins.get(source.storage)
-            if origin is not None:
-                offset = made.layout.offset + origin.offset_bytes // ITEMSIZE[made.layout.dtype]
+            if source.storage in origins:
+                offset_bytes, storage_bytes = origins[source.storage]
+                offset = made.layout.offset + offset_bytes // ITEMSIZE[made.layout.dtype]
                 lies = replace(made.layout, offset=offset)
-                made = replace(made, layout=lies, storage_bytes=origin.storage_bytes)
+                made = replace(made, layout=lies, storage_bytes=storage_bytes)
         found.append(made)
     return tuple(found)
 
@@ -224,39 +228,10 @@ def _run(
     return results
 
 
-def _frozen(
-    argument: Argument, given: dict[str, StorageView | Number], storages: dict[int, int]
-) -> object:
-    """Return an argument as part of a dictionary's key: how it lies, not what it is called.
-
-    Numbers keep their type: 1, 1.0 and True are equal, but promote dtypes differently.
-    """
-    if isinstance(argument, Ref):
-        value = given[argument.name]
-        if isinstance(value, StorageView):
-            return value.layout, storages[value.storage]
-        return "host", type(value)
-    if isinstance(argument, tuple | list):
-        return tuple(_frozen(part, given, storages) for part in argument)
-    if isinstance(argument, Symbol | str) or argument is None:
-        return argument
-    return type(argument), repr(argument)
-
-
-def _is_empty_loss(entry: Instruction, given: dict[str, StorageView | Number]) -> bool:
-    """Whether the fake kernel would divide by the number of elements, which is 0.
-
-    The real kernel takes a shard without elements, and all its arguments have at most one.
-    """
-    views = [value for value in given.values() if isinstance(value, StorageView)]
-    sizes = [prod(view.layout.shape) for view in views]
-    return entry.op in _MEAN_LOSSES and 0 in sizes and max(sizes) <= 1
-
-
 def _tensors(given: dict[str, StorageView | Number]) -> dict[str, Tensor | Number]:
     """Make tensors, those of one storage sharing one."""
     # Whether a result looks at an argument is told by its storage, so arguments in one storage must
-    # be views of one tensor; in any dtype, such as a complex tensor beside its real view.
+    # be views of one tensor; in any dtype, such as a complex tensor and its real view.
     bases: dict[int, Tensor] = {}
     made: dict[str, Tensor | Number] = {}
     for name, value in given.items():
@@ -323,8 +298,11 @@ def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> 
     args = map_refs(entry.args, lambda ref: given[ref.name])
     reads = entry.op == "host.item" and len(args) == 1 and isinstance(args[0], StorageView)
     try:
-        if reads:
-            return _item(args[0])
+        if reads:  # a number such as the one element of a tensor
+            lies = args[0].layout
+            if prod(lies.shape) != 1:
+                raise TypeError(f"a tensor of shape {lies.shape} is no number")
+            return 1 if lies.dtype.startswith(("int", "uint", "bool")) else _ANY_NUMBER
         if entry.kwargs or not all(isinstance(one, int | float) for one in args):
             raise TypeError("it takes host numbers, by position")
         value = operator(*args)
@@ -337,10 +315,3 @@ def _host_number(entry: Instruction, given: dict[str, StorageView | Number]) -> 
             accepted="as many host numbers as it takes",
         ) from error
     return value if isinstance(value, int | float) else _ANY_NUMBER
-
-
-def _item(value: StorageView) -> Number:
-    """Return a number such as the one element of a tensor."""
-    if prod(value.layout.shape) != 1:
-        raise TypeError(f"a tensor of shape {value.layout.shape} is no number")
-    return 1 if value.layout.dtype.startswith(("int", "uint", "bool")) else _ANY_NUMBER

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,7 @@ class MemoryMeter:
     def watching(self, session: Session) -> Iterator[MemoryMeter]:
         """Count what a session holds, from now on, until the block is left."""
         self.note_states(session)
-        session.watch = self._mode
+        session.watch = lambda rank: OperatorCalls(partial(self._note_call, rank))
         try:
             yield self
         finally:
@@ -103,20 +103,10 @@ class MemoryMeter:
         """Count the states of a session."""
         for rank, names in self._states.items():
             for name in names:
-                self._note_state(session, name, rank)
-
-    def _note_state(self, session: Session, name: str, rank: int) -> None:
-        # A frame of its own: the one that watches would hold the last state.
-        value = session.shard(name, rank)
-        if not isinstance(value, Tensor):
-            return
-        if name in self._on_host:
-            self.came_from_outside(rank, value)
-        else:
-            self.note(rank, value)
-
-    def _mode(self, rank: int) -> AbstractContextManager[object]:
-        return OperatorCalls(partial(self._note_call, rank))
+                value = session.shard(name, rank)
+                if isinstance(value, Tensor):
+                    note = self.came_from_outside if name in self._on_host else self.note
+                    note(rank, value)
 
     def _note_call(
         self, rank: int, op: OpOverload, inputs: Sequence[Any], results: Sequence[Any]
@@ -140,13 +130,7 @@ class MemoryMeter:
             self._quiet.on = False
 
     def note(self, rank: int, tensor: Tensor, *, handed: bool = False) -> None:
-        """Count a tensor that a rank holds, until it is gone.
-
-        Args:
-            rank: Whose.
-            tensor: The tensor.
-            handed: Whether boxing handed it out, so that its storage may be another rank's.
-        """
+        """Count a tensor that a rank holds, until it is gone."""
         if getattr(self._quiet, "on", False):
             return
         held, number, storage = self._ranks[rank], id(tensor), storage_key(tensor)
@@ -160,11 +144,19 @@ class MemoryMeter:
             def gone(_: object) -> None:
                 with self._lock:
                     held.tensors.pop(number, None)
-                    if held.leave(storage) and self._owners.get(storage) == rank:
-                        del self._owners[storage]
+                    held.holders[storage] -= 1
+                    if not held.holders[storage]:  # that was the last
+                        del held.holders[storage]
+                        held.alive -= held.sizes.pop(storage)
+                        if self._owners.get(storage) == rank:
+                            del self._owners[storage]
 
             held.tensors[number] = weakref.ref(tensor, gone)
-            held.enter(storage, size)
+            if storage not in held.holders:
+                held.holders[storage], held.sizes[storage] = 0, size
+                held.alive += size
+                held.peak = max(held.peak, held.alive)
+            held.holders[storage] += 1
 
     def came_from_outside(self, rank: int, tensor: Tensor) -> None:
         """Note an argument that nobody counted: a part of the batch, which counts by the plan."""
@@ -186,23 +178,6 @@ class _Holdings:
         self.holders: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self.alive = self.peak = 0
-
-    def enter(self, storage: int, size_bytes: int) -> None:
-        """Count one more tensor of a storage."""
-        if storage not in self.holders:
-            self.holders[storage], self.sizes[storage] = 0, size_bytes
-            self.alive += size_bytes
-            self.peak = max(self.peak, self.alive)
-        self.holders[storage] += 1
-
-    def leave(self, storage: int) -> bool:
-        """Count one tensor less; return whether that was the last."""
-        self.holders[storage] -= 1
-        if self.holders[storage]:
-            return False
-        del self.holders[storage]
-        self.alive -= self.sizes.pop(storage)
-        return True
 
 
 class _Metered(BoxingBackend):
@@ -249,29 +224,20 @@ class _MeteredCommunicator(Communicator):
         """Bytes that the inner communicator has sent."""
         return self.inner.sent_bytes
 
-    def collective(
-        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
-    ) -> Tensor:
+    def collective(self, step: BoxingStep, shard: Tensor, **how: Any) -> Tensor:
         with self._within():
-            made: Tensor = self.inner.collective(
-                step, shard, tag=tag, deadline_s=deadline_s, donate=donate
-            )
+            made: Tensor = self.inner.collective(step, shard, **how)
         return made.detach()
 
-    def send(self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float) -> Delivery:
-        return self.inner.send(step, shard, tag=tag, deadline_s=deadline_s)
+    def send(self, step: BoxingStep, shard: Tensor, **how: Any) -> Delivery:
+        return self.inner.send(step, shard, **how)
 
-    def receive(
-        self, step: BoxingStep, shard: Tensor | None, *, tag: str, deadline_s: float
-    ) -> Tensor:
+    def receive(self, step: BoxingStep, shard: Tensor | None, **how: Any) -> Tensor:
         with self._within():
-            made: Tensor = self.inner.receive(step, shard, tag=tag, deadline_s=deadline_s)
+            made: Tensor = self.inner.receive(step, shard, **how)
         return made.detach()
 
     @contextmanager
     def _within(self) -> Iterator[None]:
-        if self.backend.spans_processes:
-            yield
-            return
-        with self.backend.meter.looking_away():
+        with nullcontext() if self.backend.spans_processes else self.backend.meter.looking_away():
             yield

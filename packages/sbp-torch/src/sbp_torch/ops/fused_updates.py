@@ -19,35 +19,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.runtime import Number
-
-
-def fused_adam(
-    p: Tensor,
-    g: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    largest: Sequence[Tensor],
-    step: Number | Tensor,
-    lr: Number,
-    *,
-    decoupled: bool,
-    **settings: float | bool,
-) -> list[Tensor]:
-    """Return the new parameter, mean, mean square and, if there is one, largest mean square.
-
-    Args:
-        p: The parameter, floating.
-        g: Its gradient, of the same shape.
-        mean: Of gradients.
-        square: Mean square of gradients.
-        largest: None or one of that shape (AMSGrad).
-        step: Number of this step, from 1.
-        lr: Learning rate.
-        decoupled: Decay weights as AdamW does.
-        settings: `beta1`, `beta2`, `weight_decay`, `eps`, `maximize`.
-    """
-    p, mean, square, *most = (_copy(value) for value in (p, mean, square, *largest))
-    return fused_adam_(p, g, mean, square, most, step, lr, decoupled=decoupled, **settings)
+from sbp_torch.ops import register
 
 
 def fused_adam_(
@@ -62,19 +34,28 @@ def fused_adam_(
     decoupled: bool,
     **settings: float | bool,
 ) -> list[Tensor]:
-    """Write the values of `fused_adam` over the parameter and its states, and return these."""
+    """Write new values over parameter, mean, mean square and largest mean square, and return these.
+
+    Args:
+        p: The parameter, floating.
+        g: Its gradient, of the same shape.
+        mean: Of gradients.
+        square: Mean square of gradients.
+        largest: None or one of that shape (AMSGrad).
+        step: Number of this step, from 1.
+        lr: Learning rate.
+        decoupled: Decay weights as AdamW does.
+        settings: `beta1`, `beta2`, `weight_decay`, `eps`, `maximize`.
+    """
     kernel = torch.ops.aten._fused_adamw_ if decoupled else torch.ops.aten._fused_adam_
-    old = [p, mean, square, *largest]
-    new = [*map(_ordered, old)]
-    lists = ([new[0]], [_like(g, p)], [new[1]], [new[2]], new[3:], [_count(step, p)])
-    kernel(*lists, lr=lr, amsgrad=bool(largest), **settings)
-    return _written(old, new)
+    settings = {**settings, "amsgrad": bool(largest)}
+    return _run(kernel, g, [[p], [mean], [square], [*largest]], step, lr=lr, **settings)
 
 
-def fused_sgd(
+def fused_sgd_(
     p: Tensor, g: Tensor, velocity: Sequence[Tensor], lr: Number, **settings: float | bool
 ) -> list[Tensor]:
-    """Return the new parameter and, if there is one, velocity.
+    """Write new values over the parameter and, if there is one, its velocity, and return these.
 
     Args:
         p: The parameter, floating.
@@ -83,40 +64,8 @@ def fused_sgd(
         lr: Learning rate.
         settings: `momentum`, `dampening`, `weight_decay`, `nesterov`, `maximize`.
     """
-    p, *speed = (_copy(value) for value in (p, *velocity))
-    return fused_sgd_(p, g, speed, lr, **settings)
-
-
-def fused_sgd_(
-    p: Tensor, g: Tensor, velocity: Sequence[Tensor], lr: Number, **settings: float | bool
-) -> list[Tensor]:
-    """Write the values of `fused_sgd` over the parameter and its velocity, and return these."""
-    old = [p, *velocity]
-    new = [*map(_ordered, old)]
-    lists = ([new[0]], [_like(g, p)], new[1:])
-    torch.ops.aten._fused_sgd_(*lists, lr=lr, is_first_step=False, **settings)
-    return _written(old, new)
-
-
-def fused_adagrad(
-    p: Tensor,
-    g: Tensor,
-    square: Tensor,
-    step: Number | Tensor,
-    lr: Number,
-    **settings: float | bool,
-) -> list[Tensor]:
-    """Return the new parameter and sum of squares.
-
-    Args:
-        p: The parameter, floating.
-        g: Its gradient, of the same shape.
-        square: Sum of squared gradients.
-        step: Number of this step, from 1.
-        lr: Learning rate.
-        settings: `lr_decay`, `weight_decay`, `eps`, `maximize`.
-    """
-    return fused_adagrad_(_copy(p), g, _copy(square), step, lr, **settings)
+    kernel = torch.ops.aten._fused_sgd_
+    return _run(kernel, g, [[p], [*velocity]], None, lr=lr, is_first_step=False, **settings)
 
 
 def fused_adagrad_(
@@ -127,40 +76,54 @@ def fused_adagrad_(
     lr: Number,
     **settings: float | bool,
 ) -> list[Tensor]:
-    """Write the values of `fused_adagrad` over parameter and sum of squares, and return these."""
-    old = [p, square]
-    new = [*map(_ordered, old)]
-    lists = ([new[0]], [_like(g, p)], [new[1]], [_count(step, p)])
-    torch.ops.aten._fused_adagrad_(*lists, lr=lr, **settings)
-    return _written(old, new)
+    """Write new values over the parameter and its sum of squares, and return these.
+
+    Args:
+        p: The parameter, floating.
+        g: Its gradient, of the same shape.
+        square: Sum of squared gradients.
+        step: Number of this step, from 1.
+        lr: Learning rate.
+        settings: `lr_decay`, `weight_decay`, `eps`, `maximize`.
+    """
+    return _run(torch.ops.aten._fused_adagrad_, g, [[p], [square]], step, lr=lr, **settings)
+
+
+def _run(
+    kernel: Callable[..., Any],
+    g: Tensor,
+    old: list[list[Tensor]],
+    step: Number | Tensor | None,
+    **settings: Any,
+) -> list[Tensor]:
+    """Run a kernel on one parameter; return it and its states, which have the new values.
+
+    Args:
+        kernel: Takes lists of tensors whose elements lie in order, and writes over all but `g`.
+        g: The gradient.
+        old: The parameter, and each of its states if there is one.
+        step: Number of the step; None if the kernel takes none.
+        settings: By name.
+    """
+    p = old[0][0]
+    # Most lie in order: the kernel itself then writes what is returned.
+    new = [[one if one.is_contiguous() else _copy(one) for one in part] for part in old]
+    lists = [new[0], [g.to(p.dtype).contiguous()], *new[1:]]
+    if isinstance(step, Tensor):
+        lists.append([step.to(device=p.device, dtype=torch.float32)])
+    elif step is not None:
+        lists.append([torch.full((), step, dtype=torch.float32, device=p.device)])
+    kernel(*lists, **settings)
+    made = [one for part in old for one in part]
+    for one, other in zip(made, (other for part in new for other in part), strict=True):
+        if one is not other:
+            one.copy_(other)
+    return made
 
 
 def _copy(value: Tensor) -> Tensor:
     """Return a copy whose elements lie in order, as the kernels take for granted."""
     return value.clone(memory_format=torch.contiguous_format)
-
-
-def _ordered(value: Tensor) -> Tensor:
-    """Return a tensor, or a copy if its elements do not lie in order."""
-    return value if value.is_contiguous() else _copy(value)
-
-
-def _written(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-    """Return the old tensors with the new values; most were written by the kernel itself."""
-    for one, other in zip(old, new, strict=True):
-        if one is not other:
-            one.copy_(other)
-    return old
-
-
-def _like(g: Tensor, p: Tensor) -> Tensor:
-    return g.to(p.dtype).contiguous()
-
-
-def _count(step: Number | Tensor, p: Tensor) -> Tensor:
-    if isinstance(step, Tensor):
-        return step.to(device=p.device, dtype=torch.float32)
-    return torch.full((), step, dtype=torch.float32, device=p.device)
 
 
 #: The forms in place by name: they return the tensors that they have written over.
@@ -172,23 +135,23 @@ IN_PLACE: dict[str, Callable[..., list[Tensor]]] = {
     "sbp.fused_sgd_.default": fused_sgd_,
 }
 
-#: Of each operator: its function, how many of the first arguments are tensors, its arguments.
+#: Of each operator: its form in place, how many of the first arguments are tensors, its arguments.
 _SCHEMAS: dict[str, tuple[Callable[..., list[Tensor]], int, str]] = {
     "fused_adam": (
-        fused_adam,
+        fused_adam_,
         5,
         "(Tensor p, Tensor g, Tensor mean, Tensor square, Tensor[] largest, {step}, Scalar lr, *, "
         "Scalar beta1, Scalar beta2, Scalar weight_decay, float eps, bool maximize, "
         "bool decoupled)",
     ),
     "fused_sgd": (
-        fused_sgd,
+        fused_sgd_,
         3,
         "(Tensor p, Tensor g, Tensor[] velocity, Scalar lr, *, Scalar momentum, Scalar dampening, "
         "Scalar weight_decay, bool nesterov, bool maximize)",
     ),
     "fused_adagrad": (
-        fused_adagrad,
+        fused_adagrad_,
         3,
         "(Tensor p, Tensor g, Tensor square, {step}, Scalar lr, *, float lr_decay, "
         "Scalar weight_decay, float eps, bool maximize)",
@@ -199,28 +162,26 @@ _SCHEMAS: dict[str, tuple[Callable[..., list[Tensor]], int, str]] = {
 _STEPS = {"": "Scalar step", ".tensor_step": "Tensor step"}
 
 
-def _shapes_only(count: int) -> Callable[..., list[Tensor]]:
-    """Return what makes tensors like the first arguments, but for the gradient."""
+def _registered(name: str, in_place: Callable[..., list[Tensor]], count: int, schema: str) -> None:
+    """Register the form of an update that leaves its arguments, which are copied for that."""
 
-    def made(*args: Any, **_: Any) -> list[Tensor]:
-        p, _g, *states = args[:count]
-        flat = [one for state in states for one in (state if isinstance(state, list) else [state])]
-        return [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (p, *flat)]
+    def copied(args: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> list[Any]:
+        return [[*map(copy, one)] if isinstance(one, list) else copy(one) for one in args]
 
-    return made
+    def functional(p: Tensor, g: Tensor, *rest: Any, **settings: Any) -> list[Tensor]:
+        own = copied((p, *rest[: count - 2]), _copy)
+        return in_place(own[0], g, *own[1:], *rest[count - 2 :], **settings)
 
+    def shapes_only(p: Tensor, g: Tensor, *rest: Any, **_: Any) -> list[Tensor]:
+        given = (p, *rest[: count - 2])
+        flat = [part for one in given for part in (one if isinstance(one, list) else [one])]
+        return [torch.empty_like(one, memory_format=torch.contiguous_format) for one in flat]
 
-def _register(library: torch.library.Library) -> torch.library.Library:
-    for name, (function, count, schema) in _SCHEMAS.items():
-        for overload, step in _STEPS.items():
-            if overload and "{step}" not in schema:
-                continue
+    for overload, step in _STEPS.items():
+        if not overload or "{step}" in schema:
             text = f"{name}{overload}{schema.format(step=step)} -> Tensor[]"
-            library.define(text, tags=(torch.Tag.pointwise,))  # type: ignore[no-untyped-call] # torch leaves it untyped
-            library.impl(f"{name}{overload}", function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
-            torch.library.register_fake(f"sbp::{name}{overload}", _shapes_only(count), lib=library)
-    return library
+            register(text, functional, shapes_only, torch.Tag.pointwise)
 
 
-_LIBRARY = torch.library.Library("sbp", "FRAGMENT")  # type: ignore[no-untyped-call] # torch leaves it untyped
-_REGISTERED = _register(_LIBRARY)
+for _name, _schema in _SCHEMAS.items():
+    _registered(_name, *_schema)

@@ -87,7 +87,7 @@ def _stream(index: int, direction: str) -> Any:
 
 
 def _moment(stream: Any) -> Any:
-    """Return the moment behind all work of a stream, which the host can wait for asleep."""
+    """Return the moment after all work of a stream, which the host can wait for asleep."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
     event.record(stream)
     return event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
@@ -24,13 +24,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call] # of to
         super().__init__()  # type: ignore[no-untyped-call] # likewise
         self._look = look
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self._look(func, tree_leaves((args, kwargs)), tree_leaves(made))
         return made

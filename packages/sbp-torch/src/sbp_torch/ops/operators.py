@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,10 +16,8 @@ from sbp_core.graph import Argument, Ref, Symbol
 from sbp_core.runtime import Number
 from sbp_core.signatures import installed_rules
 from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable, return_types
-from sbp_torch.ops import batch_norm as _batch_norm  # noqa: F401 - registers sbp.batch_norm_sums
-from sbp_torch.ops import constants as _constants  # noqa: F401 - registers sbp.constant
+from sbp_torch.ops import arithmetic as _arithmetic  # noqa: F401 - registers sbp.constant, ...
 from sbp_torch.ops import random as _random_ops  # noqa: F401 - registers sbp.random_*
-from sbp_torch.ops import wide_products as _wide_products  # noqa: F401 - registers sbp.mm_as
 from sbp_torch.ops.fused_updates import IN_PLACE  # registers sbp.fused_*
 from sbp_torch.ops.host_copies import HOST_COPIES
 
@@ -131,7 +129,7 @@ def operator_of(op: str) -> Callable[..., Any]:
         found: Any = getattr(packet, overload[0]) if overload else packet
     except AttributeError:
         found = None
-    # `torch.ops` has functions of its own beside operators.
+    # `torch.ops` has functions of its own besides operators.
     if len(overload) > 1 or not isinstance(found, OpOverload | _Packet):
         raise GraphError(
             f"no operator is called {op!r} here",
@@ -192,6 +190,14 @@ def results_of(made: Any) -> tuple[Any, ...]:
     return tuple(part for entry in made if entry is not None for part in results_of(entry))
 
 
+def call(
+    op: str, args: Argument, kwargs: Mapping[str, Argument], read: Callable[[str], Any]
+) -> tuple[Any, ...]:
+    """Return the results of an operator, given the values of names; see `results_of`."""
+    named = {key: bind(value, read) for key, value in kwargs.items()}
+    return results_of(operator_of(op)(*bind(args, read), **named))
+
+
 def asked_for(
     target: object, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Any]
 ) -> list[Any]:
@@ -230,6 +236,18 @@ def symbol_value(symbol: Symbol) -> Any:
             f"torch has no {symbol.kind} {symbol.name!r}", accepted="device, " + ", ".join(_SYMBOLS)
         )
     return found
+
+
+def frozen(argument: Argument, of: Callable[[str], Hashable]) -> Hashable:
+    """Return an argument as part of a dictionary's key, with `of(name)` for each `Ref`.
+
+    Numbers keep their type: 1, 1.0 and True are equal, but promote dtypes differently.
+    """
+    if isinstance(argument, Ref):
+        return of(argument.name)
+    if isinstance(argument, tuple | list):
+        return tuple(frozen(part, of) for part in argument)
+    return argument if isinstance(argument, Symbol) else (type(argument), repr(argument))
 
 
 def bind(argument: Argument, read: Callable[[str], Any]) -> Any:

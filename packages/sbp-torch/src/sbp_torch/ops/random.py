@@ -1,4 +1,4 @@
-"""Our operators that draw random numbers, `sbp.random_*`, for PyTorch.
+"""Our operators that draw random numbers by counting, `sbp.random_*`, for PyTorch.
 
     sbp.random_uniform(size, seed, step, site, *, low, high, ...)     low + (high - low) u
     sbp.random_normal(size, seed, step, site, *, mean, std, ...)      mean + std z
@@ -7,8 +7,15 @@
 
 They keep no state. An element's number follows from the seed of the program, the step (one a
 micro-batch, too, if they should differ), the site (one an operator), and its place in the logical
-tensor (`philox`): the rule of these operators tells a shard its `start` and the `logical` shape.
-Integers are reduced with a bias below 2^-32 times the number of values.
+tensor, so that it is the same whoever draws it: the rule of these operators tells a shard its
+`start` and the `logical` shape. Integers are reduced with a bias below 2^-32 times the number of
+values. Each element draws from Philox-4x32-10 under a counter made of its place:
+
+    counter   (block mod 2^32, block div 2^32, site, step)      key   seed
+    block     row * blocks in a row + (column div 4)             word  column mod 4
+
+where a row is one line along the last dim (trailing dims of one element left aside). Draws with a
+resolution of 53 bits take two words, so that a block serves two elements.
 
 Of a step on a whole batch that is computed in micro-batches, `step` counts these. Each draws what
 the whole batch draws for its samples, which lie along `micro_batch_dim`: `start` and `logical` are
@@ -19,10 +26,13 @@ With `per_shard` a shard draws from a generator of its own instead, seeded by (s
 still hold equal numbers.
 
 Importing this module registers the operators with PyTorch, which is the only way to have them.
+
+Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,18 +42,176 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import SbpValueError
-from sbp_torch.ops.philox import (
-    UNIFORM_BITS,
-    WORD,
-    Convert,
-    Shard,
-    Source,
-    draw,
-    normal,
-    philox,
-    uniform,
-    width,
-)
+from sbp_torch.ops import register
+
+#: The largest word.
+WORD = 0xFFFFFFFF
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+#: Blocks made at once on a CPU: their words stay in its cache.
+_CHUNK = 1 << 14
+
+#: Bits that a uniform number of a dtype has below 1, so that rounding cannot reach 1.
+UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Return the four words of Philox-4x32-10 under each counter.
+
+    Args:
+        counter: Four int64 tensors that broadcast, of words in [0, 2^32).
+        key: Two words.
+
+    Returns:
+        Four int64 tensors of words in [0, 2^32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # int64 wraps around, so that all 64 bits of a product are there.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & WORD) ^ c1 ^ k0,
+            p1 & WORD,
+            ((p0 >> 32) & WORD) ^ c3 ^ k1,
+            p0 & WORD,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & WORD, (k1 + _KEY_STEPS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Where the elements to draw lie in their logical tensor.
+
+    Args:
+        size: Shape of the shard; any number of dims.
+        start: Its first element.
+        logical: Shape of the logical tensor.
+    """
+
+    size: tuple[int, ...]
+    start: tuple[int, ...]
+    logical: tuple[int, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the shard lies within the logical tensor."""
+        return len(self.size) == len(self.start) == len(self.logical) and all(
+            begin >= 0 and extent >= 0 and begin + extent <= whole
+            for begin, extent, whole in zip(self.start, self.size, self.logical, strict=True)
+        )
+
+    def lines(self) -> Shard:
+        """Return the same elements without trailing dims of one element, in one dim at least."""
+        count = len(self.logical)
+        while count > 1 and self.logical[count - 1] == 1:
+            count -= 1
+        if not count:
+            return Shard(size=(1,), start=(0,), logical=(1,))
+        return Shard(size=self.size[:count], start=self.start[:count], logical=self.logical[:count])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where numbers come from: key and upper half of the counter.
+
+    Args:
+        seed: Of the whole program; 64 bits of it count.
+        step: Which of its rounds, in [0, 2^32).
+        site: Which of its operators, in [0, 2^32).
+    """
+
+    seed: int
+    step: int
+    site: int
+
+    def words(self, low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
+        """Return four words for each pair that begins the counter, int64 in [0, 2^32)."""
+        rest = [torch.tensor(word, device=low.device) for word in (self.site, self.step)]
+        return philox([low, high, *rest], (self.seed & WORD, self.seed >> 32 & WORD))
+
+
+#: Makes numbers, (n, 4) or (n, 2), of four int64 tensors of words, (n,) each.
+Convert = Callable[[tuple[Tensor, ...]], Tensor]
+
+
+def draw(
+    shard: Shard,
+    source: Source,
+    convert: Convert,
+    *,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return the numbers of a shard: `shard.size`, `dtype`.
+
+    Args:
+        shard: Which elements.
+        source: Where they come from.
+        convert: Makes the numbers.
+        width: How many elements one block serves: 4, or 2.
+        dtype: Of what is returned.
+        device: Of what is returned.
+    """
+    made = torch.empty(shard.size, dtype=dtype, device=device)
+    if not made.numel() or device.type == "meta":
+        return made
+    lines = shard.lines()
+    # The numbers of the rows in the logical tensor: int64 (number of rows,).
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    every = zip(lines.size[:-1], lines.start[:-1], lines.logical[:-1], strict=True)
+    for extent, first, whole in every:
+        own = torch.arange(first, first + extent, device=device)
+        rows = (rows[:, None] * whole + own).flatten()
+    begin, end = lines.start[-1], lines.start[-1] + lines.size[-1]
+    in_row = -(-lines.logical[-1] // width)
+    first, last = begin // width, -(-end // width)
+    count = last - first
+    values = torch.empty((len(rows) * count, width), dtype=dtype, device=device)
+    chunk = _CHUNK if device.type == "cpu" else len(values)
+    for at in range(0, len(values), chunk):
+        number = torch.arange(at, min(at + chunk, len(values)), device=device)
+        blocks = rows[number // count] * in_row + (number % count + first)
+        values[at : at + chunk] = convert(source.words(blocks & WORD, blocks >> 32))
+    row_values = values.view(len(rows), count * width)
+    offset = begin - first * width
+    return made.copy_(row_values[:, offset : offset + lines.size[-1]].reshape(shard.size))
+
+
+def width(dtype: torch.dtype) -> int:
+    """Return how many uniform or normal numbers of a dtype one block serves."""
+    return 2 if dtype == torch.float64 else 4
+
+
+def uniform(words: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Return numbers in [0, 1), float64 (n, `width(dtype)`), that `dtype` holds exactly."""
+    bits = UNIFORM_BITS[dtype]
+    if width(dtype) == 4:
+        return (torch.stack(words, -1) >> (32 - bits)).to(torch.float64) * 2.0**-bits
+    high, low = torch.stack(words[::2], -1), torch.stack(words[1::2], -1)
+    return ((high >> 5) * (1 << 26) + (low >> 6)).to(torch.float64) * 2.0**-bits
+
+
+def normal(words: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Return normal numbers, float64 (n, `width(dtype)`), by the method of Box and Muller.
+
+    They are made in float64 whatever `dtype`: so hardly a rounded one depends on how a device, or a
+    vector unit, evaluates logarithm and sine.
+    """
+    if width(dtype) == 2:
+        unit = uniform(words, dtype)
+        radius, turn = 1 - unit[:, :1], unit[:, 1:]
+    else:
+        pairs = torch.stack(words, -1).to(torch.float64) * 2.0**-32
+        radius, turn = pairs[:, ::2] + 2.0**-32, pairs[:, 1::2]
+    length, angle = (-2 * radius.log()).sqrt(), turn * (2 * math.pi)
+    return torch.stack([length * angle.cos(), length * angle.sin()], -1).flatten(1)
+
 
 _WHERE = (
     "SymInt[] size, int seed, int step, int site, *, SymInt[]? start=None, "
@@ -53,7 +221,7 @@ _WHERE = (
 
 
 def draw_of(scalars: Mapping[str, float | int], num_micro_batches: int, index: int) -> int:
-    """Return the draw of a micro-batch: the number that random ops count with, beside the seed.
+    """Return the draw of a micro-batch: the number that random ops count with, besides the seed.
 
     Args:
         scalars: Of the step; `step` counts steps from 0.
@@ -69,13 +237,6 @@ def draw_of(scalars: Mapping[str, float | int], num_micro_batches: int, index: i
             accepted="the number of the step, from 0",
         )
     return int(scalars["step"]) * num_micro_batches + index
-
-
-def _generator(source: Source, stream: int, device: torch.device) -> torch.Generator:
-    """Return a generator for one shard, seeded by 63 bits that Philox makes of it all."""
-    low, high = torch.tensor(stream & WORD), torch.tensor(stream >> 32 & WORD)
-    mixed = philox([low, high, torch.tensor(source.site), torch.tensor(source.step)], source.key)
-    return torch.Generator(device).manual_seed(int(mixed[0]) << 31 ^ int(mixed[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,23 +278,23 @@ def _uniform(dtype: torch.dtype | None, *, low: float = 0.0, high: float = 1.0) 
         unit = uniform(words, kind)
         return unit if (low, high) == (0.0, 1.0) else unit * (high - low) + low
 
-    def fill(made: Tensor, generator: torch.Generator) -> Tensor:
-        return made.uniform_(low, high, generator=generator)
-
-    return _Distribution(convert=convert, fill=fill, width=width(kind), dtype=kind)
+    return _Distribution(
+        convert=convert,
+        fill=lambda made, random: made.uniform_(low, high, generator=random),
+        width=width(kind),
+        dtype=kind,
+    )
 
 
 def _normal(dtype: torch.dtype | None, *, mean: float = 0.0, std: float = 1.0) -> _Distribution:
     """Return how to draw normal numbers of a mean and a standard deviation (>= 0)."""
     kind = _real(dtype)
-
-    def convert(words: tuple[Tensor, ...]) -> Tensor:
-        return normal(words, kind) * std + mean
-
-    def fill(made: Tensor, generator: torch.Generator) -> Tensor:
-        return made.normal_(mean, std, generator=generator)
-
-    return _Distribution(convert=convert, fill=fill, width=width(kind), dtype=kind)
+    return _Distribution(
+        convert=lambda words: normal(words, kind) * std + mean,
+        fill=lambda made, random: made.normal_(mean, std, generator=random),
+        width=width(kind),
+        dtype=kind,
+    )
 
 
 def _bernoulli(dtype: torch.dtype | None, *, p: float = 0.5) -> _Distribution:
@@ -145,14 +306,12 @@ def _bernoulli(dtype: torch.dtype | None, *, p: float = 0.5) -> _Distribution:
     if not 0 <= p <= 1:
         raise SbpValueError(f"a probability of {p}", accepted="0 to 1")
     bound = round(p * (WORD + 1))
-
-    def convert(words: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack(words, -1) < bound
-
-    def fill(made: Tensor, generator: torch.Generator) -> Tensor:
-        return made.bernoulli_(p, generator=generator)
-
-    return _Distribution(convert=convert, fill=fill, width=4, dtype=dtype or torch.bool)
+    return _Distribution(
+        convert=lambda words: torch.stack(words, -1) < bound,
+        fill=lambda made, random: made.bernoulli_(p, generator=random),
+        width=4,
+        dtype=dtype or torch.bool,
+    )
 
 
 def _integers(dtype: torch.dtype | None, *, low: int = 0, high: int = 2) -> _Distribution:
@@ -164,14 +323,12 @@ def _integers(dtype: torch.dtype | None, *, low: int = 0, high: int = 2) -> _Dis
     count = high - low
     if not 0 < count <= 1 << 31:
         raise SbpValueError(f"integers from {low} to {high}", accepted="1 to 2^31 of them")
-
-    def convert(words: tuple[Tensor, ...]) -> Tensor:
-        return (torch.stack(words, -1) * count >> 32) + low
-
-    def fill(made: Tensor, generator: torch.Generator) -> Tensor:
-        return made.random_(low, high, generator=generator)
-
-    return _Distribution(convert=convert, fill=fill, width=4, dtype=dtype or torch.int64)
+    return _Distribution(
+        convert=lambda words: (torch.stack(words, -1) * count >> 32) + low,
+        fill=lambda made, random: made.random_(low, high, generator=random),
+        width=4,
+        dtype=dtype or torch.int64,
+    )
 
 
 def _draw(
@@ -220,28 +377,23 @@ def _draw(
     if micro_batch_dim < 0 or not per_shard:
         step //= micro_batches
     source = Source(seed=seed, step=step, site=site)
-    shard = Shard(
-        size=tuple(size),
-        start=tuple(first),
-        logical=tuple(size if logical is None else logical),
-    )
-    if not (source.fits and shard.fits):
+    whole = tuple(size if logical is None else logical)
+    shard = Shard(size=tuple(size), start=tuple(first), logical=whole)
+    if not (0 <= step <= WORD and 0 <= site <= WORD and shard.fits):
         raise SbpValueError(
             f"random numbers of {source} for {shard}",
             accepted="step and site in [0, 2^32); a shard within its logical tensor",
         )
     device = torch.device("cpu" if device is None else device)
+    kind = distribution.dtype
     if not per_shard or device.type == "meta":
-        return draw(
-            shard,
-            source,
-            distribution.convert,
-            width=distribution.width,
-            dtype=distribution.dtype,
-            device=device,
-        )
-    made = torch.empty(shard.size, dtype=distribution.dtype, device=device)
-    return distribution.fill(made, _generator(source, stream, device))
+        width = distribution.width
+        return draw(shard, source, distribution.convert, width=width, dtype=kind, device=device)
+    # A generator for this shard, seeded by 63 bits that Philox makes of it all.
+    low, high = torch.tensor(stream & WORD), torch.tensor(stream >> 32 & WORD)
+    mixed = source.words(low, high)
+    own = torch.Generator(device).manual_seed(int(mixed[0]) << 31 ^ int(mixed[1]))
+    return distribution.fill(torch.empty(shard.size, dtype=kind, device=device), own)
 
 
 def _shape_only(size: Sequence[int], *_: Any, kind: torch.dtype, **given: Any) -> Tensor:
@@ -250,16 +402,15 @@ def _shape_only(size: Sequence[int], *_: Any, kind: torch.dtype, **given: Any) -
     return torch.empty(size, dtype=dtype, device=given.get("device") or "cpu")
 
 
-def _register(
-    name: str, distribution_of: Callable[..., _Distribution], parameters: str, kind: torch.dtype
-) -> None:
-    schema = f"({_WHERE}{parameters}, ScalarType? dtype=None, Device? device=None) -> Tensor"
-    function = partial(_draw, distribution_of=distribution_of)
-    made = torch.library.custom_op(f"sbp::{name}", function, mutates_args=(), schema=schema)
-    made.register_fake(partial(_shape_only, kind=kind))
-
-
-_register("random_uniform", _uniform, "float low=0., float high=1.", torch.float32)
-_register("random_normal", _normal, "float mean=0., float std=1.", torch.float32)
-_register("random_bernoulli", _bernoulli, "float p=0.5", torch.bool)
-_register("random_integers", _integers, "int low=0, int high=2", torch.int64)
+for _name, _distribution_of, _parameters, _kind in (
+    ("uniform", _uniform, "float low=0., float high=1.", torch.float32),
+    ("normal", _normal, "float mean=0., float std=1.", torch.float32),
+    ("bernoulli", _bernoulli, "float p=0.5", torch.bool),
+    ("integers", _integers, "int low=0, int high=2", torch.int64),
+):
+    _options = f"{_WHERE}{_parameters}, ScalarType? dtype=None, Device? device=None"
+    register(
+        f"random_{_name}({_options}) -> Tensor",
+        partial(_draw, distribution_of=_distribution_of),
+        partial(_shape_only, kind=_kind),
+    )

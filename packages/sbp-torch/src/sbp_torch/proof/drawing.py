@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sbp_core.graph import LogicalGraph, Node, Ref, TensorType
-from sbp_core.runtime import Number
 from sbp_core.signatures import is_view
 
 #: Operators that hand integers on as they are, at least some of them.
@@ -96,14 +95,7 @@ class Integers:
     def draw(
         self, shape: Iterable[int], how: Draw, random: torch.Generator, example: Tensor | None
     ) -> Tensor:
-        """Return integers of a shape (int64).
-
-        Args:
-            shape: Of what is drawn.
-            how: How.
-            random: Draws.
-            example: Numbers to take where no bound is known; 0 and 1 if None.
-        """
+        """Return integers of a shape (int64)."""
         size = tuple(shape)
         if self.bound is None and example is not None and example.numel():
             flat = example.reshape(-1).to(torch.int64)
@@ -118,31 +110,22 @@ class Integers:
 def integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
     """Return what every integer of a graph may be, as its users say."""
     if integers_of not in graph.found:
-        graph.found[integers_of] = _integers_of(graph)
+        found: dict[str, Integers] = {}
+        for node in reversed(graph.nodes):
+            says = list(_uses(graph, node))
+            if is_view(node.op) or node.kind in _HANDED_ON:
+                given = [name for name in node.inputs() if _is_integer(graph, name)]
+                known = [found[name] for name in node.outputs if name in found]
+                says += [(name, one) for name in given for one in known]
+            for name, here in says:
+                found[name] = found.get(name, Integers()).merged(here)
+        graph.found[integers_of] = found
     return cast(Mapping[str, Integers], graph.found[integers_of])
-
-
-def _integers_of(graph: LogicalGraph) -> Mapping[str, Integers]:
-    found: dict[str, Integers] = {}
-    for node in reversed(graph.nodes):
-        for name, here in _uses(graph, node):
-            found[name] = found.get(name, Integers()).merged(here)
-        known = [found[name] for name in node.outputs if name in found]
-        if known and (is_view(node.op) or node.kind in _HANDED_ON):
-            for name in node.inputs():
-                if _is_integer(graph, name):
-                    for one in known:
-                        found[name] = found.get(name, Integers()).merged(one)
-    return found
 
 
 def _is_integer(graph: LogicalGraph, name: str) -> bool:
     kind = graph.types[name]
     return isinstance(kind, TensorType) and kind.dtype.startswith(("int", "uint"))
-
-
-def _is_below_0(argument: object) -> bool:
-    return isinstance(argument, int) and argument < 0
 
 
 def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
@@ -171,8 +154,8 @@ def _uses(graph: LogicalGraph, node: Node) -> Iterator[tuple[str, Integers]]:
         for dim, index in enumerate(args[1]):
             if isinstance(index, Ref) and _is_integer(graph, index.name):
                 yield index.name, Integers(size(0, dim))
-    elif node.kind in ("ne", "eq") and _is_integer(graph, name(0)) and _is_below_0(args[1]):
-        yield name(0), Integers(None, args[1])
+    elif node.kind in ("ne", "eq") and isinstance(args[1], int) and args[1] < 0:
+        yield from [(name(0), Integers(None, args[1]))] * _is_integer(graph, name(0))
 
 
 def drawn(
@@ -201,10 +184,3 @@ def drawn(
             return how.valid(kind.shape, random).to(dtype)
         how = replace(how, positive=True)
     return how.floats(kind.shape, random).to(dtype)
-
-
-def drawn_number(dtype: str, random: torch.Generator) -> Number:
-    """Return a number on the host: a float from 0.5 to 1.5, or a small count."""
-    if dtype == "float":
-        return 0.5 + float(torch.rand((), generator=random, dtype=torch.float64))
-    return True if dtype == "bool" else 2

@@ -28,16 +28,13 @@ import torch
 from torch import Tensor
 
 from sbp_core.graph import (
-    Argument,
     LogicalGraph,
     Node,
-    Ref,
-    Symbol,
     TensorType,
     ValueType,
 )
 from sbp_core.signatures import is_view
-from sbp_torch.ops.operators import bind, operator_of, results_of
+from sbp_torch.ops import operators
 
 #: The same numbers in another shape; as views of them, if that is possible.
 _RESHAPE, _VIEW = "aten.reshape.default", "aten.view.default"
@@ -96,74 +93,54 @@ class Numbering:
     def made(self, graph: LogicalGraph, node: Node, values: Mapping[str, Value]) -> list[Value]:
         """Return the values of a node's outputs, given those of its arguments."""
         first = next(iter(node.inputs()), None)
-        if first is not None and self._is_copy(graph, node, first):
-            return [values[first]]
+        if first is not None and len(node.outputs) == 1:
+            given = graph.types[first]
+            is_copy = node.kind in _COPIES and isinstance(given, TensorType)
+            is_copy = is_copy and graph.types[node.outputs[0]] == given
+            if is_copy or node.op in ("host.item", "host.float", "sbp.after"):
+                return [values[first]]
         if first is not None and (is_view(node.op) or node.op in ("sbp.piece", _RESHAPE)):
             try:
-                seen = self._views(node, values[first])
+                seen = self._views(node, first, values[first])
             except (RuntimeError, ValueError, IndexError, TypeError):
                 seen = []  # two views of other numbers than one, such as as_strided
             kinds = [graph.types[name] for name in node.outputs]
             if [one.shape for one in seen] == [getattr(kind, "shape", ()) for kind in kinds]:
                 return seen
         op: Hashable = node.op
-        if node.kind in _ON_HOST and all(_is_number(graph.types[name]) for name in node.inputs()):
+        kinds_in = (graph.types[name] for name in node.inputs())
+        is_number = (not isinstance(one, TensorType) or one.shape == () for one in kinds_in)
+        if node.kind in _ON_HOST and all(is_number):
             op = f"host.{node.kind}"
         rate = node.rate if graph.num_micro_batches > 1 else None
-        named = sorted(node.kwargs.items())
-        key = (op, rate, _key(node.args, values), tuple((k, _key(v, values)) for k, v in named))
+        named = tuple(sorted(node.kwargs.items()))
+        key = (op, rate, operators.frozen((node.args, named), values.__getitem__))
         return [
             self.base((key, index), graph.types[name]) for index, name in enumerate(node.outputs)
         ]
 
-    def _is_copy(self, graph: LogicalGraph, node: Node, first: str) -> bool:
-        (made, *others), given = node.outputs, graph.types[first]
-        if others:
-            return False
-        if node.op in ("host.item", "host.float", "sbp.after"):
-            return True
-        if node.kind not in _COPIES or not isinstance(given, TensorType):
-            return False
-        return graph.types[made] == given
-
-    def _views(self, node: Node, source: Value) -> list[Value]:
+    def _views(self, node: Node, first: str, source: Value) -> list[Value]:
         """Return the views that a node makes; of a copy, where strides cannot express them."""
         for _ in range(2):
             seen = source.of(torch.empty(self.sizes[source.base], device="meta"))
             with suppress(RuntimeError):
-                return [_seen(source.base, one) for one in _call(node, seen)]
+                if node.op == "sbp.piece":
+                    dim, index, count = node.args[2:5]
+                    made: Iterable[Any] = [
+                        seen[(slice(None),) * dim + (slice(index, None, count),)]
+                    ]
+                else:
+                    op, read = _VIEW if node.op == _RESHAPE else node.op, {first: seen}.__getitem__
+                    made = operators.call(op, node.args, node.kwargs, read)
+                return [_seen(source.base, one) for one in made]
             source = self.base(("copy", source), TensorType(source.shape, "float64"))
         return []
-
-
-def _call(node: Node, seen: Tensor) -> list[Tensor]:
-    if node.op == "sbp.piece":
-        dim, index, count = node.args[2:5]
-        return [seen[(slice(None),) * dim + (slice(index, None, count),)]]
-    op = _VIEW if node.op == _RESHAPE else node.op
-    read = {node.inputs()[0]: seen}.__getitem__
-    args = bind(node.args, read)
-    kwargs: dict[str, Any] = {key: bind(value, read) for key, value in node.kwargs.items()}
-    return list(results_of(operator_of(op)(*args, **kwargs)))
 
 
 def _seen(base: int, view: Tensor) -> Value:
     pairs = zip(view.shape, view.stride(), strict=True)
     strides = tuple(0 if size == 1 else stride for size, stride in pairs)
     return Value(base, tuple(view.shape), strides, int(view.storage_offset()))
-
-
-def _is_number(kind: ValueType) -> bool:
-    return not isinstance(kind, TensorType) or kind.shape == ()
-
-
-def _key(argument: Argument, values: Mapping[str, Value]) -> Hashable:
-    """Return an argument with values in place of names; 1 and 1.0 and True are three arguments."""
-    if isinstance(argument, Ref):
-        return values[argument.name]
-    if isinstance(argument, tuple | list):
-        return tuple(_key(part, values) for part in argument)
-    return argument if isinstance(argument, Symbol) else (type(argument).__name__, repr(argument))
 
 
 def numbered(

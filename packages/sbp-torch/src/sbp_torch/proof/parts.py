@@ -35,13 +35,13 @@ from sbp_core.graph import (
     OutputKind,
     Rate,
     TensorType,
+    ValueType,
     map_refs,
 )
 from sbp_core.runtime import Number
-from sbp_torch.proof.compare import off_by
-from sbp_torch.proof.cost import bytes_s, run_s
-from sbp_torch.proof.drawing import Draw, Integers, drawn, drawn_number, integers_of
+from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
 from sbp_torch.proof.numbering import Numbering, Value, numbered
+from sbp_torch.proof.running import bytes_s, off_by, run_s
 from sbp_torch.runtime.single import run_graph
 
 #: How parts are run; those without integers and booleans on the first two only.
@@ -58,14 +58,6 @@ _MOST_DIFFERENT = 4
 _OUT = "out"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A value that differs: its node, and by how much of its largest element."""
-
-    node: Node
-    off: float
-
-
 @dataclass(slots=True)
 class Found:
     """What the parts have shown.
@@ -75,7 +67,7 @@ class Found:
         parts: Into how many different parts.
         skipped: Operators that would take too long, or do not run in double precision.
         open: Outputs by name that are not shown to be equal.
-        first: The first value that was seen to differ.
+        first: The node of the first value that was seen to differ.
         left_s: What is left of the budget, in estimated seconds.
     """
 
@@ -84,7 +76,7 @@ class Found:
     parts: int = 0
     skipped: list[Node] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
-    first: Difference | None = None
+    first: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +84,24 @@ class _Cone:
     """The operators that make a value, and the equal values that they begin from."""
 
     graph: LogicalGraph
+    values: Mapping[str, Value]
     value: str
     nodes: tuple[Node, ...]
     given: tuple[str, ...]
+
+    def alone(self) -> LogicalGraph:
+        """Return it as a graph of its own, with one output."""
+        inputs = []
+        for name in self.given:
+            entry = self.graph.input_kinds.get(name)
+            kind = InputKind.BUFFER
+            if entry is not None and entry.kind is InputKind.RNG:
+                kind = InputKind.RNG
+            elif self.graph.rate_of(name) is Rate.MICRO and self.graph.is_tensor(name):
+                kind = InputKind.BATCH
+            inputs.append(GraphInput(name=name, kind=kind))
+        output = GraphOutput(name=_OUT, kind=OutputKind.METRIC, value=self.value)
+        return self.graph.with_nodes(self.nodes, inputs=tuple(inputs), outputs=(output,))
 
 
 class Sweep:
@@ -123,9 +130,14 @@ class Sweep:
         """Compare the graphs."""
         self._shared = {self.old[entry.name].base for entry in self.before.inputs}
         numbered(self.after, self.numbering, lambda name: name, self._settled, self.new)
-        for name, old, new in output_pairs(self.before, self.after):
-            if self.old[old] != self.new[new] and self._off(old, new) != 0.0:
-                self.found.open.append(name)
+        tied = {old: one.name for one in self.after.inputs for old in one.stands_for}
+        replaced = {out.name: out.value for out in self.after.outputs}
+        for out in self.before.outputs:
+            # A state that is not replaced keeps its value; one that others stand for is theirs.
+            name = out.name if out.name in replaced else tied.get(out.name, out.name)
+            new = replaced.get(name, name)
+            if self.old[out.value] != self.new[new] and self._off(out.value, new) != 0.0:
+                self.found.open.append(out.name)
         return self.found
 
     def _settled(self, node: Node, made: Iterable[Value]) -> list[Value]:
@@ -150,7 +162,7 @@ class Sweep:
             self.found.skipped.append(node)
         elif off:
             self._different += 1
-            self.found.first = self.found.first or Difference(node, off)
+            self.found.first = self.found.first or node
         return not off
 
     def _off(self, old: str, new: str) -> float | None:
@@ -166,10 +178,7 @@ class Sweep:
             off = found if found is not None else off
             if off == 0.0 or found is None:
                 return off
-            bases = [
-                {values[name].base for name in cone.given}
-                for cone, values in zip(pair, (self.old, self.new), strict=True)
-            ]
+            bases = [{cone.values[name].base for name in cone.given} for cone in pair]
             opened |= bases[0] ^ bases[1] if turn == 0 else bases[0] | bases[1]
         return off
 
@@ -191,14 +200,20 @@ class Sweep:
                 left += node.inputs()
         places = self._places[graph is self.after]
         ordered = sorted(needed.values(), key=lambda node: places[node.name])
-        return _Cone(graph, value, tuple(ordered), tuple(sorted(given)))
+        return _Cone(graph, values, value, tuple(ordered), tuple(sorted(given)))
 
     def _verdict(self, pair: tuple[_Cone, _Cone]) -> float | None:
         """Run two cones, unless two like them were; None if that takes too long or fails."""
         key = self._key(pair)
         if key not in self._verdicts:
-            draws = _draws(pair)
-            each_s = sum(run_s(cone.graph, cone.nodes) + _draw_s(cone) for cone in pair)
+            # Rows can be ignored where integers or booleans are given.
+            kinds = [cone.graph.types[name] for cone in pair for name in cone.given]
+            tensors = [one for one in kinds if isinstance(one, TensorType)]
+            draws: Sequence[Draw] = _DRAWS
+            if all("float" in one.dtype for one in tensors):
+                draws = _DRAWS[:2]
+            each_s = sum(run_s(cone.graph, cone.nodes) for cone in pair)
+            each_s += bytes_s(sum(one.size_bytes for one in tensors))  # to draw them
             draws = draws[: int(self.found.left_s / each_s)]
             if not draws:
                 return None
@@ -214,10 +229,10 @@ class Sweep:
         """Return what two cones compute, without names."""
         bases: dict[int, int] = {}
         found: list[object] = []
-        for cone, values in zip(pair, (self.old, self.new), strict=True):
+        for cone in pair:
             names: dict[str, object] = {}
             for name in cone.given:
-                value = values[name]
+                value = cone.values[name]
                 number = bases.setdefault(value.base, len(bases))
                 rate = cone.graph.rate_of(name)
                 names[name] = (number, value.shape, value.strides, value.offset, rate)
@@ -236,117 +251,75 @@ class Sweep:
 
     def _compared(self, pair: tuple[_Cone, _Cone], draws: Sequence[Draw]) -> float | None:
         """Return how far the values of two cones are off each other, on random numbers."""
-        graphs = [_graph_of(cone) for cone in pair]
+        alone = [(cone, cone.alone()) for cone in pair]
         integers: dict[int, Integers] = {}
-        for graph, values in zip(graphs, (self.old, self.new), strict=True):
+        for cone, graph in alone:
             for name, found in integers_of(graph).items():
-                if name in values:
-                    base = values[name].base
+                if name in cone.values:
+                    base = cone.values[name].base
                     integers[base] = integers.get(base, Integers()).merged(found)
         worst, says_something = 0.0, False
         for how in draws:
-            wanted, made = self._run(pair, graphs, integers, how)
+            random = how.generator()
+            bases: dict[int, list[Tensor | Number]] = {}
+            wanted, made = (
+                self._run(cone, graph, integers, bases, how, random) for cone, graph in alone
+            )
             worst = max(worst, off_by(wanted, made))
             says_something |= bool(wanted.isfinite().any())
         return worst if says_something else None
 
     def _run(
         self,
-        pair: Sequence[_Cone],
-        graphs: Sequence[LogicalGraph],
+        cone: _Cone,
+        graph: LogicalGraph,
         integers: Mapping[int, Integers],
+        bases: dict[int, list[Tensor | Number]],
         how: Draw,
-    ) -> tuple[Tensor, Tensor]:
-        random = how.generator()
-        bases: dict[int, list[Tensor | Number]] = {}
-        made: list[Tensor] = []
-        for cone, graph, values in zip(pair, graphs, (self.old, self.new), strict=True):
-            count = graph.num_micro_batches
-            batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
-            states: dict[str, Tensor | Number] = {}
-            scalars: dict[str, Number] = {"step": 2, "seed": 2}
-            for name in cone.given:
-                value, kind = values[name], cone.graph.types[name]
+        random: torch.Generator,
+    ) -> Tensor:
+        """Return the value of a cone, of the numbers of bases, which are drawn once for a pair."""
+        count = graph.num_micro_batches
+        batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        states: dict[str, Tensor | Number] = {}
+        scalars: dict[str, Number] = {"step": 2, "seed": 2}
+        for name in cone.given:
+            value, kind = cone.values[name], cone.graph.types[name]
+            if value.base not in bases:
+                known = integers.get(value.base, Integers())
                 varies = cone.graph.rate_of(name) is Rate.MICRO
-                if value.base not in bases:
-                    known = integers.get(value.base, Integers())
-                    bases[value.base] = [
-                        self._drawn(value, kind, known, how, random)
-                        for _ in range(count if varies else 1)
-                    ]
-                parts = [_as(kind, part, value) for part in bases[value.base]]
-                if graph.input_kinds[name].kind is InputKind.BATCH:
-                    for batch, part in zip(batches, parts, strict=True):
-                        assert isinstance(part, Tensor), "a batch holds tensors"
-                        batch[name] = part
-                elif graph.input_kinds[name].kind is not InputKind.RNG:
-                    states[name] = parts[0]
-            made.append(run_graph(graph, states, list(batches), scalars)[0][_OUT])
-        return made[0], made[1]
+                bases[value.base] = [
+                    self._drawn(value, kind, known, how, random)
+                    for _ in range(count if varies else 1)
+                ]
+            parts = bases[value.base]
+            if isinstance(kind, TensorType):
+                dtype = getattr(torch, kind.dtype)
+                flat = [torch.as_tensor(part).to(dtype).reshape(-1) for part in parts]
+                parts = [value.of(part) for part in flat]
+            else:
+                parts = [part.item() if isinstance(part, Tensor) else part for part in parts]
+            if graph.input_kinds[name].kind is InputKind.BATCH:
+                for batch, part in zip(batches, parts, strict=True):
+                    assert isinstance(part, Tensor), "a batch holds tensors"
+                    batch[name] = part
+            elif graph.input_kinds[name].kind is not InputKind.RNG:
+                states[name] = parts[0]
+        return run_graph(graph, states, list(batches), scalars)[0][_OUT]
 
     def _drawn(
         self,
         value: Value,
-        kind: object,
+        kind: ValueType,
         integers: Integers,
         how: Draw,
         random: torch.Generator,
     ) -> Tensor | Number:
-        if not isinstance(kind, TensorType):
-            return drawn_number(getattr(kind, "dtype", "float"), random)
+        if not isinstance(kind, TensorType):  # of the host: a float from 0.5 to 1.5, or a count
+            if kind.dtype == "float":
+                return 0.5 + float(torch.rand((), generator=random, dtype=torch.float64))
+            return True if kind.dtype == "bool" else 2
         size = self.numbering.sizes[value.base]
         whole = TensorType(value.shape, kind.dtype)
         is_whole = torch.Size(value.shape).numel() == size
         return drawn(whole if is_whole else TensorType((size,), kind.dtype), integers, how, random)
-
-
-def _draws(pair: tuple[_Cone, _Cone]) -> Sequence[Draw]:
-    """Return how two cones are run: rows can be ignored where integers or booleans are given."""
-    kinds = [cone.graph.types[name] for cone in pair for name in cone.given]
-    exact = [one for one in kinds if isinstance(one, TensorType) and "float" not in one.dtype]
-    return _DRAWS if exact else _DRAWS[:2]
-
-
-def _draw_s(cone: _Cone) -> float:
-    """Return the seconds that drawing what a cone is given takes, roughly."""
-    kinds = (cone.graph.types[name] for name in cone.given)
-    return bytes_s(sum(one.size_bytes for one in kinds if isinstance(one, TensorType)))
-
-
-def _as(kind: object, part: Tensor | Number, value: Value) -> Tensor | Number:
-    """Return a value of its type, given the numbers of its base."""
-    if not isinstance(kind, TensorType):
-        return part.item() if isinstance(part, Tensor) else part
-    dtype = getattr(torch, kind.dtype)
-    base = torch.as_tensor(part).to(dtype).reshape(-1)
-    return value.of(base)
-
-
-def _graph_of(cone: _Cone) -> LogicalGraph:
-    """Return a cone as a graph of its own, with one output."""
-    graph = cone.graph
-    inputs = []
-    for name in cone.given:
-        entry = graph.input_kinds.get(name)
-        kind = InputKind.BUFFER
-        if entry is not None and entry.kind is InputKind.RNG:
-            kind = InputKind.RNG
-        elif graph.rate_of(name) is Rate.MICRO and graph.is_tensor(name):
-            kind = InputKind.BATCH
-        inputs.append(GraphInput(name=name, kind=kind))
-    output = GraphOutput(name=_OUT, kind=OutputKind.METRIC, value=cone.value)
-    return graph.with_nodes(cone.nodes, inputs=tuple(inputs), outputs=(output,))
-
-
-def output_pairs(before: LogicalGraph, after: LogicalGraph) -> list[tuple[str, str, str]]:
-    """Return each output's name, its value in one graph and its value in the other.
-
-    A state that is not replaced keeps its value; one that others stand for is theirs.
-    """
-    tied = {old: one.name for one in after.inputs for old in one.stands_for}
-    replaced = {out.name: out.value for out in after.outputs}
-    found = []
-    for out in before.outputs:
-        name = out.name if out.name in replaced else tied.get(out.name, out.name)
-        found.append((out.name, out.value, replaced.get(name, name)))
-    return found

@@ -1,25 +1,107 @@
-"""`prove`: the step that is planned beside the step that was captured, before any step is taken."""
+"""`prove`: the step that is planned, and the step that was captured, before any step is taken.
+
+What was proved is kept between runs. A form is two graphs, so it is proved once for all meshes and
+planners that plan the same graph, and for all processes and later runs of a user.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sbp_core.errors import GraphError, SbpError
-from sbp_core.graph import InputKind, LogicalGraph, OutputKind
+from sbp_core.graph import InputKind, LogicalGraph, Node, OutputKind, graph_hash
 from sbp_core.passes import accumulate, unalias_outputs
 from sbp_core.units import format_seconds
-from sbp_torch.proof.cost import run_s
+from sbp_core.user_paths import cache_folder
 from sbp_torch.proof.drawing import Draw
-from sbp_torch.proof.parts import Difference, Sweep
-from sbp_torch.proof.record import Proof, proof_file
+from sbp_torch.proof.parts import Sweep
+from sbp_torch.proof.running import run_s, widened
 from sbp_torch.proof.whole import DRAWS, OutputDifference, WholeStep
-from sbp_torch.proof.wide import widened
+from sbp_torch.result_file import ResultFile
+
+#: Raised whenever what a file means, or what is compared, changes.
+FORMAT = 2
+
+_PACKAGES = ("sbp-core", "sbp-aten", "sbp-torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was proved of a step.
+
+    Args:
+        operators: Of the planned step.
+        alike: How many of them compute what operators of the captured step compute, as they are
+            the same on the same values; part by part.
+        parts: Different parts in which the others were run.
+        num_not_run: Operators that would take too long, or do not run in float64 on the CPU.
+        not_run: Where the first of them is.
+        draws: Of whole steps: which rows were ignored in each.
+        of: Whole steps of what, if not of all rows.
+        but: What differs where the loss itself is no number.
+        reason: Why nothing was proved; empty if something was.
+        took_s: What it took, in seconds.
+        is_known: Whether this form was proved earlier.
+    """
+
+    operators: int
+    alike: int = 0
+    parts: int = 0
+    num_not_run: int = 0
+    not_run: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
+    of: str = ""
+    but: str = ""
+    reason: str = ""
+    took_s: float = 0.0
+    is_known: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the step was proved."""
+        return not self.reason and not self.num_not_run
+
+    def lines(self) -> list[str]:
+        """Return what is reported."""
+        when = "by an earlier run" if self.is_known else f"in {format_seconds(self.took_s)}"
+        if self.reason:
+            return [f"not proved that the planned step is the captured one: {self.reason}"]
+        if self.draws:
+            rows = ", ".join(self.draws)
+            return [
+                f"proved {when}: loss, metrics and new states are those of the captured step, "
+                f"run{self.of} in float64 on random data (rows ignored: {rows})",
+                *([f"  {self.but}"] if self.but else []),
+            ]
+        run = self.operators - self.alike - self.num_not_run
+        lines = [
+            f"proved {when}: of {self.operators} operators {self.alike} are those of the captured "
+            f"step, {run} give the same in float64 on random data"
+        ]
+        if self.num_not_run:
+            lines.append(
+                f"  not proved of {self.num_not_run}, which take longer than compile.prove_s or do "
+                f"not run: {', '.join(self.not_run)}"
+            )
+        return lines
+
+
+def _from_json(value: Mapping[str, Any]) -> Proof:
+    known = {one.name for one in fields(Proof)} & value.keys()
+    found: Any = {name: value[name] for name in known}
+    found = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    return Proof(**found)
+
 
 #: What a whole step may take, in budgets, where its parts were seen to differ: it decides.
 _SUSPECT = 30.0
@@ -60,7 +142,7 @@ def prove(
     budget_s: float = 10.0,
     cache: bool | Path = True,
 ) -> Proof:
-    """Run a step as it is planned beside the step as it was captured, on small random data.
+    """Run a step as it is planned, and the step as it was captured, on small random data.
 
     Loss, metrics and new states are compared in double precision. A step of one micro-batch is
     compared part by part: only operators that differ are run (`proof.parts`). So is one whose
@@ -83,7 +165,20 @@ def prove(
     """
     entry = None
     if cache is not False:
-        entry = proof_file(step.before, step.after, budget_s, None if cache is True else cache)
+        packages = (f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+        texts = [f"format {FORMAT}", f"torch {torch.__version__}", *packages]
+        key = ", ".join([*texts, f"{graph_hash(step.before)} as {graph_hash(step.after)}"])
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        folder = cache_folder("proofs") if cache is True else cache
+        entry = ResultFile(
+            path=folder / f"{digest[:32]}.json",
+            key=key,
+            budget=budget_s,  # what was not proved for want of time is tried again with more
+            what="proofs",
+            dump=asdict,
+            load=_from_json,
+            is_whole=attrgetter("is_whole"),
+        )
         known = entry.read()
         if known is not None:
             return replace(known, is_known=True)
@@ -103,7 +198,20 @@ def _proved(
     budget_s: float,
 ) -> Proof:
     if step.is_cut:
-        return _proved_whole(step, states, small, budget_s)
+        copy, of = step, ""
+        if _whole_s(step) > budget_s and small is not None:
+            try:
+                copy = small()
+            except SbpError as error:
+                reason = f"a smaller batch: {error.what}"
+                return Proof(operators=len(step.after.nodes), reason=reason)
+            after = copy.after
+            batch = (after.tensor(e.name).shape for e in after.inputs if e.kind is InputKind.BATCH)
+            rows = next((shape[0] for shape in batch if shape), 1)
+            of = f" of {after.num_micro_batches} micro-batches of {rows} samples"
+        before, after = widened(copy.before), widened(copy.after)
+        whole = WholeStep(before=before, after=after, example=copy.example, states=states())
+        return _run_whole(whole, copy, [], None, budget_s, of)
     before, after = step.before, step.after
     if after.num_micro_batches > 1:
         count, updates = after.num_micro_batches, after.num_updates
@@ -122,30 +230,6 @@ def _proved(
     return _run_whole(whole, step, found.open, found.first, budget_s * _SUSPECT, "")
 
 
-def _proved_whole(
-    step: Step,
-    states: Callable[[], Mapping[str, Tensor]],
-    small: Callable[[], Step] | None,
-    budget_s: float,
-) -> Proof:
-    copy, of = step, ""
-    if _whole_s(step) > budget_s and small is not None:
-        try:
-            copy = small()
-        except SbpError as error:
-            return Proof(operators=len(step.after.nodes), reason=f"a smaller batch: {error.what}")
-        count = copy.after.num_micro_batches
-        of = f" of {count} micro-batches of {_rows(copy.after)} samples"
-    before, after = widened(copy.before), widened(copy.after)
-    whole = WholeStep(before=before, after=after, example=copy.example, states=states())
-    return _run_whole(whole, copy, [], None, budget_s, of)
-
-
-def _rows(graph: LogicalGraph) -> int:
-    batch = (graph.tensor(e.name).shape for e in graph.inputs if e.kind is InputKind.BATCH)
-    return next((shape[0] for shape in batch if shape), 1)
-
-
 def _whole_s(step: Step) -> float:
     """Return the seconds of a step drawn once: the captured one is taken twice."""
     return 2 * run_s(step.before, step.before.nodes) + run_s(step.after, step.after.nodes)
@@ -155,7 +239,7 @@ def _run_whole(
     whole: WholeStep,
     step: Step,
     suspects: list[str],
-    first: Difference | None,
+    first: Node | None,
     budget_s: float,
     of: str,
 ) -> Proof:
@@ -194,9 +278,7 @@ def _run_whole(
     return replace(made, reason=f"it does not run on random numbers: {told}")
 
 
-def _refusal(
-    found: list[OutputDifference], step: Step, first: Difference | None, of: str
-) -> GraphError:
+def _refusal(found: list[OutputDifference], step: Step, first: Node | None, of: str) -> GraphError:
     """Return the error for outputs that differ."""
     order = (OutputKind.LOSS, OutputKind.METRIC, OutputKind.STATE)
     worst = min(found, key=lambda one: order.index(one.kind))
@@ -219,12 +301,10 @@ def _refusal(
     )
 
 
-def _where(
-    worst: OutputDifference, before: LogicalGraph, first: Difference | None
-) -> tuple[str, ...]:
+def _where(worst: OutputDifference, before: LogicalGraph, first: Node | None) -> tuple[str, ...]:
     """Return the line of a value that differs first; else that of the output's first use."""
     if first is not None:
-        return first.node.where()
+        return first.where()
     value = {out.name: out.value for out in before.outputs}.get(worst.name, worst.name)
     if worst.kind is OutputKind.STATE:
         value = before.input_kinds[worst.name].of or worst.name

@@ -1,7 +1,10 @@
-"""Proof of a whole step: both graphs take it on the same random numbers, in double precision.
+"""Proof of a whole step: both graphs take it on the same numbers, in double precision.
 
     before      loss, metrics, new states  of the whole batch, or of parts that are accumulated
     after       loss, metrics, new states  of the same rows, part by part
+
+`WholeStep` takes random numbers, and `PaddedStep` a batch and the same batch, padded. What differs
+by more than rounding is the fault of the second graph.
 
 States of the optimizer have the magnitudes that a step gives them: an update divides by roots of
 some of them, and from zeros on, rounding errors of gradients that cancel would become whole steps.
@@ -13,8 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -30,8 +33,9 @@ from sbp_core.graph import (
     TensorType,
 )
 from sbp_core.runtime import Number
-from sbp_torch.proof.compare import TOLERANCE, largest, off_by, wide
+from sbp_core.units import format_seconds
 from sbp_torch.proof.drawing import Draw, Integers, drawn, integers_of
+from sbp_torch.proof.running import TOLERANCE, largest, off_by, run_s, wide, widened
 from sbp_torch.runtime.single import run_graph
 
 #: Of what all states of one kind have, as much counts as large in each: less is rounding.
@@ -46,7 +50,7 @@ _ROUNDING = 64 * _EPS
 _NUDGES = (3, -5, 7)
 
 #: Changes of so many times what such a nudge changes are rounding, too: sums in another order.
-MUCH = 64
+_MUCH = 64
 
 #: Noise on parameters that are drawn around their known values.
 _NEAR = 0.05
@@ -119,16 +123,41 @@ class WholeStep:
         states: dict[str, Tensor | Number] = {}
         for how in draws:
             random = how.generator()
-            batches, scalars = self._batches(before, how, random), drawn_scalars(before, random)
+            known = integers_of(before)
+            batches: list[Mapping[str, Tensor]] = [
+                {
+                    name: drawn(
+                        before.tensor(name),
+                        known.get(name, Integers()),
+                        how,
+                        random,
+                        self.example.get(name),
+                    )
+                    for name in _batch_names(before)
+                }
+                for _ in range(before.num_micro_batches)
+            ]
+            scalars = _drawn_scalars(before, random)
             if not states:
                 near = _NEAR if self.near else None
-                states = drawn_states(before, self.states, how, random, near)
+                states = _drawn_states(before, self.states, how, random, near)
                 _, warm = run_graph(before, states, batches, scalars)
                 states = _around(before, states, warm, random)
-            given = (batches, scalars, states)
-            found = list(self._differences(before, after, given, how))
-            noise = rounding_noise(before, given) if found else {}
-            judged = [replace(one, is_rounding=one.gap <= MUCH * noise[one.name]) for one in found]
+            parts: list[Mapping[str, Tensor]] = list(batches)
+            count = after.num_micro_batches
+            if len(batches) != count:  # the parts of the one batch, for the second graph
+                (batch,) = batches
+                parts = [
+                    {
+                        name: batch[name]
+                        if (size := after.tensor(name).shape) == tuple(batch[name].shape)
+                        else batch[name][index * size[0] :][: size[0]]
+                        for name in _batch_names(after)
+                    }
+                    for index in range(count)
+                ]
+            no_loss = "the loss of the captured step is no number there" * (how is DRAWS[0])
+            judged = _judged(before, after, (batches, scalars, states), parts, how, no_loss)
             yield from judged
             if not all(one.is_rounding for one in judged):
                 return
@@ -147,49 +176,135 @@ class WholeStep:
                 return True
         return False
 
-    def _differences(
-        self,
-        before: LogicalGraph,
-        after: LogicalGraph,
-        given: Given,
-        how: Draw,
-    ) -> Iterator[OutputDifference]:
-        batches, scalars, states = given
-        parts = _parts(before, after, batches)
-        wanted, old = run_graph(before, states, batches, scalars)
-        tied = _tied(after, states)
-        found, new = run_graph(after, tied, parts, scalars)
-        has_loss = all(
-            bool(wanted[out.name].isfinite().all())
-            for out in before.outputs
-            if out.kind is OutputKind.LOSS
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedStep:
+    """A training step that was captured twice: of a batch, and of the same batch, padded.
+
+    Both are run from one set of states. What a loss ignores is up to the numbers in a batch, so
+    nothing of it is drawn.
+
+        before      loss, gradients, new buffers   of a batch                       [[7, 3, 5]]
+        after       loss, gradients, new buffers   of the same batch, padded        [[7, 3, 5, 0]]
+
+    Args:
+        before: Of the batch. Both are of one micro-batch and over the same states.
+        after: Of the padded one.
+        batch: What `before` takes, by name.
+        padded: What `after` takes, by name.
+    """
+
+    before: LogicalGraph
+    after: LogicalGraph
+    batch: Mapping[str, Tensor]
+    padded: Mapping[str, Tensor]
+
+    def differences(
+        self, states: Callable[[], Mapping[str, Tensor]] = dict, budget_s: float = 10.0
+    ) -> list[OutputDifference]:
+        """Return the loss, metrics and new states that differ by more than rounding.
+
+        Args:
+            states: Returns values of the states. Parameters that have none, as they lie on `meta`
+                or are left out, are small random numbers.
+            budget_s: Most seconds that running may take, as estimated.
+
+        Raises:
+            SbpValueError: it would take longer; it does not run in double precision; or the loss
+                of the batch is no number, so that nothing can be said.
+        """
+        before, after = widened(self.before), widened(self.after)
+        each_s = run_s(before, before.nodes) + run_s(after, after.nodes)
+        if each_s > budget_s:
+            raise SbpValueError(f"it would take about {format_seconds(each_s)}")
+        how = Draw(ignored="none", seed=8)
+        random = how.generator()
+        batch, padded = (
+            {
+                name: given[name].detach().cpu().to(getattr(torch, graph.tensor(name).dtype))
+                for name in _batch_names(graph)
+            }
+            for graph, given in ((before, self.batch), (after, self.padded))
         )
-        if how is DRAWS[0] and not has_loss:
-            raise SbpValueError("the loss of the captured step is no number there")
-        for out in before.outputs:
-            if out.kind is OutputKind.STATE:
-                continue
-            pair = wanted[out.name], found.get(out.name)
-            if pair[1] is None or off_by(pair[0], pair[1]):
-                yield as_difference(out.name, out.kind, pair, how, has_loss)
-        for name, one, other in changed_states(before, after, states, old, new):
-            yield as_difference(name, OutputKind.STATE, (one, other), how, has_loss)
-
-    def _batches(
-        self, graph: LogicalGraph, how: Draw, random: torch.Generator
-    ) -> list[Mapping[str, Tensor]]:
-        """Return the batch of a step, or of each of its parts."""
-        return [
-            {name: self._rows(graph, name, how, random) for name in _batch_names(graph)}
-            for _ in range(graph.num_micro_batches)
-        ]
-
-    def _rows(self, graph: LogicalGraph, name: str, how: Draw, random: torch.Generator) -> Tensor:
-        known = integers_of(graph).get(name, Integers())
-        return drawn(graph.tensor(name), known, how, random, self.example.get(name))
+        with torch.no_grad():
+            try:
+                held = _drawn_states(before, states(), how, random, noise=0.0)
+                given: Given = ([batch], _drawn_scalars(before, random), held)
+                no_loss = "the loss of the batch is no finite number"
+                judged = _judged(before, after, given, [padded], how, no_loss)
+            except (RuntimeError, IndexError, TypeError, NotImplementedError) as error:
+                told = (str(error).splitlines() or [type(error).__name__])[0]
+                raise SbpValueError(f"it does not run in double precision: {told}") from error
+        return [one for one in judged if not one.is_rounding]
 
 
-def drawn_states(
+def _judged(
+    before: LogicalGraph,
+    after: LogicalGraph,
+    given: Given,
+    parts: list[Mapping[str, Tensor]],
+    how: Draw,
+    no_loss: str,
+) -> list[OutputDifference]:
+    """Return the outputs that differ, and whether rounding may be why.
+
+    Args:
+        before: One graph, in double precision.
+        after: The other one.
+        given: Batches, scalars and states of the first.
+        parts: Batches of the second.
+        how: They were drawn.
+        no_loss: What is raised if the loss of the first is no number; empty if it may be none.
+
+    Raises:
+        SbpValueError: the loss of the first is no number, and should be one.
+    """
+    batches, scalars, states = given
+    wanted, old = run_graph(before, states, batches, scalars)
+    tied: dict[str, Tensor | Number] = {}
+    for entry in after.inputs:  # some states of the second graph stand for several of the first
+        if entry.kind.is_state and (entry.name in states or entry.stands_for):
+            value = states[entry.name if entry.name in states else entry.stands_for[0]]
+            tied[entry.name] = value if after.is_tensor(entry.name) else float(value)
+    found, new = run_graph(after, tied, parts, scalars)
+    losses = (wanted[out.name] for out in before.outputs if out.kind is OutputKind.LOSS)
+    has_loss = all(bool(loss.isfinite().all()) for loss in losses)
+    if no_loss and not has_loss:
+        raise SbpValueError(no_loss)
+    off: list[tuple[str, OutputKind, Tensor, Tensor | None]] = []
+    for out in before.outputs:
+        if out.kind is not OutputKind.STATE:
+            made = found.get(out.name)
+            if made is None or off_by(wanted[out.name], made):
+                off.append((out.name, out.kind, wanted[out.name], made))
+    changed = _changed_states(before, after, states, old, new)
+    off += [(name, OutputKind.STATE, one, other) for name, one, other in changed]
+    noise = _rounding_noise(before, given) if off else {}
+    judged = []
+    for name, kind, one, other in off:
+        numbers = float("nan"), float("nan")
+        if other is not None and other.shape == one.shape and one.numel():
+            apart = (one.double() - other.double()).abs().nan_to_num(torch.inf).reshape(-1)
+            at = int(apart.argmax())  # where they are most apart
+            numbers = float(one.reshape(-1)[at]), float(other.reshape(-1)[at])
+        gap = abs(numbers[0] - numbers[1])
+        gap = gap if gap < math.inf else math.inf  # also of what is no number
+        judged.append(
+            OutputDifference(
+                name=name,
+                kind=kind,
+                wanted=numbers[0],
+                found=numbers[1],
+                gap=gap,
+                ignored=how.ignored,
+                has_loss=has_loss,
+                is_rounding=gap <= _MUCH * noise[name],
+            )
+        )
+    return judged
+
+
+def _drawn_states(
     graph: LogicalGraph,
     known: Mapping[str, Tensor],
     how: Draw,
@@ -238,26 +353,7 @@ def _batch_names(graph: LogicalGraph) -> list[str]:
     return [entry.name for entry in graph.inputs if entry.kind is InputKind.BATCH]
 
 
-def _parts(
-    before: LogicalGraph, after: LogicalGraph, batches: list[Mapping[str, Tensor]]
-) -> list[Mapping[str, Tensor]]:
-    """Return the parts of a step for the second graph."""
-    count = after.num_micro_batches
-    if len(batches) == count:
-        return list(batches)
-    (batch,) = batches
-    return [
-        {
-            name: batch[name]
-            if (size := after.tensor(name).shape) == tuple(batch[name].shape)
-            else batch[name][index * size[0] :][: size[0]]
-            for name in _batch_names(after)
-        }
-        for index in range(count)
-    ]
-
-
-def drawn_scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Number]:
+def _drawn_scalars(graph: LogicalGraph, random: torch.Generator) -> dict[str, Number]:
     """Return what the host says of a step: rates between 0.5 and 0.9, which betas may be, too."""
     found: dict[str, Number] = {"step": 2, "seed": 2}
     for entry in graph.inputs:
@@ -297,18 +393,7 @@ def _key(entry: GraphInput) -> str:
     return entry.name.removeprefix(f"{entry.of}.") if entry.of else ""
 
 
-def _tied(after: LogicalGraph, states: Mapping[str, Tensor | Number]) -> dict[str, Tensor | Number]:
-    """Return the states of the second graph, of which some stand for several of the first."""
-    found: dict[str, Tensor | Number] = {}
-    for entry in after.inputs:
-        if entry.kind.is_state and (entry.name in states or entry.stands_for):
-            value = states[entry.name if entry.name in states else entry.stands_for[0]]
-            is_tensor = after.is_tensor(entry.name)
-            found[entry.name] = value if is_tensor else float(value)
-    return found
-
-
-def rounding_noise(graph: LogicalGraph, given: Given) -> dict[str, float]:
+def _rounding_noise(graph: LogicalGraph, given: Given) -> dict[str, float]:
     """Return by how much each output changes if inputs change in their last places.
 
     All elements of a tensor change by one factor, so that equal ones stay equal.
@@ -349,7 +434,7 @@ def _times(value: Tensor | Number, factor: float) -> Any:
     return value * factor if is_float else value
 
 
-def changed_states(
+def _changed_states(
     before: LogicalGraph,
     after: LogicalGraph,
     states: Mapping[str, Tensor | Number],
@@ -382,29 +467,3 @@ def changed_states(
         scale = max(small, _ROUNDING / TOLERANCE * largest(pairs[name][0]))
         if off_by(wanted, found, scale):
             yield name, *pairs[name]
-
-
-def as_difference(
-    name: str,
-    kind: OutputKind,
-    pair: tuple[Tensor, Tensor | None],
-    how: Draw,
-    has_loss: bool,
-) -> OutputDifference:
-    """Return a difference with the two numbers that are most apart."""
-    wanted, found = pair
-    numbers = float("nan"), float("nan")
-    if found is not None and found.shape == wanted.shape and wanted.numel():
-        apart = (wanted.double() - found.double()).abs().nan_to_num(torch.inf).reshape(-1)
-        at = int(apart.argmax())
-        numbers = float(wanted.reshape(-1)[at]), float(found.reshape(-1)[at])
-    gap = abs(numbers[0] - numbers[1])
-    return OutputDifference(
-        name=name,
-        kind=kind,
-        wanted=numbers[0],
-        found=numbers[1],
-        gap=gap if gap < math.inf else math.inf,
-        ignored=how.ignored,
-        has_loss=has_loss,
-    )

@@ -1,7 +1,7 @@
 """How compute segments are executed: as generated Python, by Inductor, or as CUDA graphs.
 
-`execution` chooses; `codegen`, `inductor` and `cudagraph` make the functions, the last two of what
-`split` leaves of a segment.
+`execution` chooses; `codegen`, `inductor` and `cudagraph` make the functions, the last two of the
+tensor part of a segment (`host_parts`).
 
 Stability: internal.
 """
@@ -37,18 +37,9 @@ __all__ = [
     "timed_segment_function",
 ]
 
+_OF_EXECUTION = ("OwningSegment", "SegmentMaker", "segment_maker")
+
 __getattr__, __dir__ = lazy(
     __name__,
-    {
-        "OwningSegment": "execution",
-        "SegmentMaker": "execution",
-        "TellingSegment": "codegen",
-        "TimedSegment": "codegen",
-        "failed_call": "codegen",
-        "operator_clock": "codegen",
-        "segment_function": "codegen",
-        "segment_maker": "execution",
-        "telling_segment_function": "codegen",
-        "timed_segment_function": "codegen",
-    },
+    {name: "execution" if name in _OF_EXECUTION else "codegen" for name in __all__},
 )

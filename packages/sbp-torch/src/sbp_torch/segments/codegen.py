@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from keyword import iskeyword
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -57,8 +58,7 @@ def segment_function(
         owns: Take the values in one list, which is emptied: a value that nobody else holds dies
             after its last use. Otherwise they are arguments, which the caller holds to the end.
     """
-    made: Segment = _function(actor, rank, steps, segment_source(actor, owns=owns))
-    return made
+    return _function(actor, rank, steps, owns=owns)
 
 
 def telling_segment_function(
@@ -69,11 +69,7 @@ def telling_segment_function(
     It takes the values of `segment_function(owns=True)`, and a function that it calls with the name
     of each state just before the operator that overwrites it.
     """
-    writer = _Writer(actor, tells=True)
-    made: TellingSegment = _function(
-        actor, rank, steps, (writer.write(owns=True), writer.operators)
-    )
-    return made
+    return _function(actor, rank, steps, owns=True, tells=True)
 
 
 def timed_segment_function(actor: Compute, rank: int, steps: Sequence[BoxingStep]) -> TimedSegment:
@@ -82,15 +78,13 @@ def timed_segment_function(actor: Compute, rank: int, steps: Sequence[BoxingStep
     It takes the values of `segment_function(owns=True)`, and a clock. It returns the values made,
     and a time more than there are instructions: when each began, and when the last was over.
     """
-    writer = _Writer(actor, is_timed=True)
-    made: TimedSegment = _function(actor, rank, steps, (writer.write(owns=True), writer.operators))
-    return made
+    return _function(actor, rank, steps, owns=True, is_timed=True)
 
 
 def operator_clock(values: Iterable[Any]) -> Callable[[], int]:
     """Return a clock for a timed segment that takes these values, in nanoseconds of the wall clock.
 
-    A GPU computes behind the host: there the clock first waits until it is through.
+    A GPU computes later than the host asks: there the clock first waits until it is through.
     """
     if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
         return time.time_ns
@@ -103,109 +97,104 @@ def operator_clock(values: Iterable[Any]) -> Callable[[], int]:
 
 
 def _function(
-    actor: Compute, rank: int, steps: Sequence[BoxingStep], written: tuple[str, dict[str, str]]
-) -> Any:
-    """Return the function whose source, and the name of each operator in it, was written."""
-    source, names = written
+    actor: Compute, rank: int, steps: Sequence[BoxingStep], **form: bool
+) -> Callable[..., Any]:
+    """Return the function of a segment's source; `form` is as for `segment_source`."""
+    source, names = segment_source(actor, **form)
     namespace: dict[str, Any] = {"torch": torch, "results_of": results_of}
-    for op, name in names.items():
-        namespace[name] = _local_box(rank, steps) if op == LOCAL_BOX else operator_of(op)
+    namespace |= {name: operator_of(op) for op, name in names.items() if op != LOCAL_BOX}
+    if LOCAL_BOX in names:
+        namespace[names[LOCAL_BOX]] = lambda value, index: local_step(steps[index], rank, value)
     file = f"<segment {actor.name} of rank {rank}>"
     exec(compile(source, file, "exec"), namespace)
     # Tracebacks and debuggers then show the line of the generated function.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    return namespace["segment"]
+    made: Callable[..., Any] = namespace["segment"]
+    return made
 
 
 def failed_call(error: BaseException) -> str:
-    """Return the node and the call of a segment's function that raised, or "".
-
-    Args:
-        error: With its traceback.
-    """
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file.startswith("<segment "):
-            call, _, node = linecache.getline(file, trace.tb_lineno).strip().partition("  # ")
+    """Return the node and the call of a segment's function that raised, or ""."""
+    for frame, line in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith("<segment "):
+            call, node = _call_at(frame, line)
             return f"op {node!r}: {call}"
-        trace = trace.tb_next
     return ""
+
+
+def _call_at(frame: FrameType, line: int) -> tuple[str, str]:
+    """Return the call in a line of a segment's function, and the node that it is of."""
+    text = linecache.getline(frame.f_code.co_filename, line)
+    call, _, node = text.strip().partition("  # ")
+    return call, node
 
 
 def running_node() -> str:
     """Return the node whose call a segment's function of this thread is in, or ""."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe()):
         if frame.f_code.co_filename.startswith("<segment "):
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            return line.strip().partition("  # ")[2]
-        frame = frame.f_back
+            return _call_at(frame, line)[1]
     return ""
 
 
-def _local_box(
-    rank: int, steps: Sequence[BoxingStep]
-) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    def run(value: torch.Tensor, index: int) -> torch.Tensor:
-        return local_step(steps[index], rank, value)
-
-    return run
-
-
-def segment_source(actor: Compute, *, owns: bool = False) -> tuple[str, dict[str, str]]:
-    """Return the source of a segment's function, and the name used in it for each operator."""
-    writer = _Writer(actor)
-    return writer.write(owns), writer.operators
-
-
-class _Writer:
-    """The state of writing one function.
+def segment_source(
+    actor: Compute, *, owns: bool = False, tells: bool = False, is_timed: bool = False
+) -> tuple[str, dict[str, str]]:
+    """Return the source of a segment's function, and the name used in it for each operator.
 
     Args:
         actor: Whose function it is.
-        tells: See `telling_segment_function`.
-        is_timed: See `timed_segment_function`.
+        owns: See `segment_function`.
+        tells: See `telling_segment_function`; it owns its values.
+        is_timed: See `timed_segment_function`; likewise.
     """
+    writer = _Writer(actor)
+    names = writer.names
+    lines = [f"def segment({', '.join(names.values())}):"]
+    if owns:
+        further = ", before_overwrite" * tells + ", clock" * is_timed
+        lines = [f"def segment(taken{further}):"]
+        if names:
+            # The caller's list is emptied, so that these names are the only holders: `del` frees.
+            lines.append(f"    {', '.join(names.values())}, = taken; taken.clear()")
+    firsts = first_overwrites(actor) if tells else {}
+    times = "".join(f"t{at}, " for at in range(len(actor.instructions) + 1))
+    if is_timed:
+        lines.append("    t0 = clock()")
+    entries = zip(actor.instructions, dying_keys(actor), strict=True)
+    for at, (entry, dying) in enumerate(entries):
+        lines += [f"    before_overwrite({state!r})" for state in firsts.get(at, ())]
+        lines.append(f"    {writer.call(entry)}  # {repr(entry.node)[1:-1]}")  # on one line
+        if dying:
+            lines.append(f"    del {', '.join(names[key] for key in dying)}")
+        if is_timed:
+            lines.append(f"    t{at + 1} = clock()")
+    values = "".join(f"{names[key]}, " for key in keys_out(actor))
+    lines.append(f"    return ({values})" + f", ({times})" * is_timed)
+    return "\n".join(lines) + "\n", writer.operators
 
-    def __init__(self, actor: Compute, *, tells: bool = False, is_timed: bool = False) -> None:
-        self.actor, self.tells, self.is_timed = actor, tells, is_timed
-        self.names: dict[str, str] = {}
+
+class _Writer:
+    """The names in one function, of values and operators, and the calls that they make."""
+
+    def __init__(self, actor: Compute) -> None:
+        self.actor = actor
+        self.names = {key: f"v{at}" for at, key in enumerate((*actor.inputs, *actor.reads))}
         self.operators: dict[str, str] = {}
-        for key in (*actor.inputs, *actor.reads):
-            self.names[key] = f"v{len(self.names)}"
 
-    def write(self, owns: bool) -> str:
-        lines = [f"def segment({', '.join(self.names.values())}):"]
-        if owns:
-            beside = ", before_overwrite" * self.tells + ", clock" * self.is_timed
-            lines = [f"def segment(taken{beside}):"]
-            if self.names:
-                # The caller's list is emptied, so that these names are the only holders: `del`
-                # frees.
-                lines.append(f"    {', '.join(self.names.values())}, = taken; taken.clear()")
-        firsts = first_overwrites(self.actor) if self.tells else {}
-        entries = zip(self.actor.instructions, dying_keys(self.actor), strict=True)
-        times = "".join(f"t{at}, " for at in range(len(self.actor.instructions) + 1))
-        if self.is_timed:
-            lines.append("    t0 = clock()")
-        for at, (entry, dying) in enumerate(entries):
-            lines += [f"    before_overwrite({state!r})" for state in firsts.get(at, ())]
-            lines.append(f"    {self._call(entry)}  # {_comment(entry.node)}")
-            if dying:
-                lines.append(f"    del {', '.join(self.names[key] for key in dying)}")
-            if self.is_timed:
-                lines.append(f"    t{at + 1} = clock()")
-        values = "".join(f"{self.names[key]}, " for key in keys_out(self.actor))
-        lines.append(
-            f"    return ({values}), ({times})" if self.is_timed else f"    return ({values})"
-        )
-        return "\n".join(lines) + "\n"
+    def call(self, entry: Instruction) -> str:
+        """Return the call of an instruction, with the names of what it makes.
 
-    def _call(self, entry: Instruction) -> str:
+        Raises:
+            SbpTypeError: an argument is of a kind that plans do not have.
+            SbpValueError: what would become source is no name.
+        """
         name = self._operator(entry.op)
+        for key in entry.kwargs:
+            if not key.isidentifier() or iskeyword(key):
+                raise SbpValueError(f"{key!r} is no name of an argument", accepted="identifiers")
         arguments = [self._text(part) for part in entry.args]
-        arguments += [f"{_keyword(key)}={self._text(part)}" for key, part in entry.kwargs.items()]
+        arguments += [f"{key}={self._text(part)}" for key, part in entry.kwargs.items()]
         for key in entry.outputs:
             self.names[key] = f"v{len(self.names)}"
         call = f"{name}({', '.join(arguments)})"
@@ -235,10 +224,9 @@ class _Writer:
         if isinstance(argument, Ref):
             return self.names[argument.name]
         if isinstance(argument, Symbol):
-            if argument.kind == "device":
-                return f"torch.device({argument.name!r})"
             symbol_value(argument)  # refuses what is no name of torch
-            return f"torch.{argument.name}"
+            is_device = argument.kind == "device"
+            return f"torch.device({argument.name!r})" if is_device else f"torch.{argument.name}"
         if isinstance(argument, tuple):
             return f"[{', '.join(map(self._text, argument))}]"
         if isinstance(argument, float) and not math.isfinite(argument):
@@ -251,19 +239,3 @@ class _Writer:
             where=f"segment {self.actor.name!r}",
             accepted="None, numbers, strings, Ref, Symbol and tuples of them",
         )
-
-
-def _comment(node: str) -> str:
-    """Return the name of a node on one line."""
-    return repr(node)[1:-1]
-
-
-def _keyword(name: str) -> str:
-    """Return the name of an argument, which becomes source.
-
-    Raises:
-        SbpValueError: it is none.
-    """
-    if not name.isidentifier() or iskeyword(name):
-        raise SbpValueError(f"{name!r} is no name of an argument", accepted="identifiers")
-    return name

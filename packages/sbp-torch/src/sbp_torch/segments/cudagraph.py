@@ -15,14 +15,14 @@ are recorded anew.
 A number that changes from step to step cannot be recorded, so segments whose operators take one
 (the optimizer's, mostly) run operator by operator; so do those that read a number from a tensor.
 Draws of random numbers are made before a segment (`segments.host_parts`). Everything that touches
-the device is behind `GraphDevice`, so that the rest is tested without one.
+the device is behind `CudaGraphDevice`, so that the rest is tested without one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch.segments.codegen import segment_function
-from sbp_torch.segments.host_parts import SegmentParts, part_segment, tensor_keys
+from sbp_torch.segments.host_parts import PartedSegment, SegmentParts, tensor_keys
 
 logger = logging.getLogger(__name__)
 
@@ -41,37 +41,14 @@ WARM_UP = 2
 Work = Callable[[], list[Tensor]]
 
 
-class CapturedGraph(Protocol):
-    """What was recorded."""
-
-    def replay(self) -> None:
-        """Put the work on the current stream once more."""
-
-
-class GraphDevice(Protocol):
-    """What is asked of the device.
-
-    Attributes:
-        kind: Of the tensors whose work can be recorded: `cuda`.
-    """
-
-    kind: str
-
-    def problem(self) -> str:
-        """Return why nothing can be recorded here; empty if it can."""
-
-    def aside(self, work: Work) -> list[Tensor]:
-        """Run work on a stream of its own, ordered after and before the current one."""
-
-    def record(self, rank: int, work: Work) -> tuple[CapturedGraph, list[Tensor]]:
-        """Record work of a rank without running it; return the recording and what it fills."""
-
-
 class CudaGraphDevice:
     """The GPU that is current when a segment fires; needs a torch with CUDA.
 
     The recordings of a rank share their memory: they are replayed one at a time, and what one has
     made is copied out before the next.
+
+    Attributes:
+        kind: Of the tensors whose work can be recorded.
     """
 
     kind = "cuda"
@@ -80,13 +57,13 @@ class CudaGraphDevice:
         self._pools: dict[int, Any] = {}
 
     def problem(self) -> str:
-        """See `GraphDevice.problem`."""
+        """Return why nothing can be recorded here; empty if it can."""
         if torch.version.cuda is None:
             return f"torch {torch.__version__} was built without CUDA"
         return "" if torch.cuda.is_available() else "torch sees no GPU"
 
     def aside(self, work: Work) -> list[Tensor]:
-        """See `GraphDevice.aside`."""
+        """Run work on a stream of its own, ordered after and before the current one."""
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it untyped
         side.wait_stream(current)
@@ -98,8 +75,8 @@ class CudaGraphDevice:
             tensor.record_stream(current)
         return made
 
-    def record(self, rank: int, work: Work) -> tuple[CapturedGraph, list[Tensor]]:
-        """See `GraphDevice.record`.
+    def record(self, rank: int, work: Work) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        """Record work of a rank without running it; return the recording and what it fills.
 
         Only this thread's work is watched: other ranks of the process may go on.
         """
@@ -115,15 +92,12 @@ class CudaGraphDevice:
 class GraphSegments:
     """Makes segments that are recorded and replayed.
 
-    Args:
-        device: Records; the current GPU, but for tests.
-
     Raises:
         ConfigError: nothing can be recorded on this machine.
     """
 
-    def __init__(self, device: GraphDevice | None = None) -> None:
-        self.device: GraphDevice = CudaGraphDevice() if device is None else device
+    def __init__(self, device: CudaGraphDevice | None = None) -> None:
+        self.device = CudaGraphDevice() if device is None else device
         if problem := self.device.problem():
             raise ConfigError(
                 f"compile=cudagraph needs a GPU: {problem}",
@@ -135,55 +109,46 @@ class GraphSegments:
         return _Segment(self.device, actor, rank, steps)
 
 
-class _Segment:
+class _Segment(PartedSegment):
     """The function of one segment on one rank."""
 
     def __init__(
-        self, device: GraphDevice, actor: Compute, rank: int, steps: Sequence[BoxingStep]
+        self, device: CudaGraphDevice, actor: Compute, rank: int, steps: Sequence[BoxingStep]
     ) -> None:
+        super().__init__(actor, rank, steps)
         self._device = device
-        self._parts = (actor, rank, steps)
         self._eager = segment_function(actor, rank, steps, owns=True)
-        self._segment: SegmentParts | None = None
-        self._stays_eager = False
+        #: Whether it is never recorded; known after the first call.
+        self._stays_eager: bool | None = None
         self._tapes: dict[Any, _Tape] = {}
 
     def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
         """See `OwningSegment`."""
-        if self._segment is None:
-            actor = self._parts[0]
-            tensors = tensor_keys((*actor.inputs, *actor.reads), values)
-            self._segment = part_segment(*self._parts, tensors)
-            elsewhere = [
-                value for value in values
-                if isinstance(value, Tensor) and value.device.type != self._device.kind
-            ]  # fmt: skip
-            obstacle = _obstacle(self._segment, tensors)
-            if elsewhere:
-                obstacle = f"it takes a tensor on device {elsewhere[0].device}"
+        if self._stays_eager is None:
+            obstacle = _obstacle(self.parts(values), values, self._device.kind)
             self._stays_eager = bool(obstacle)
-            if self._stays_eager:
-                logger.info("segment %s is not recorded: %s", actor.name, obstacle)
-        if self._stays_eager:
-            return self._eager(values)
-        segment = self._segment
-        held = dict(zip(segment.segment_inputs, values, strict=True))
-        values.clear()
-        segment.run_before(held)
-        given: list[Tensor] = [held[key] for key in segment.tensor_inputs]
+            if obstacle:
+                logger.info("segment %s is not recorded: %s", self._of[0].name, obstacle)
+        return self._eager(values) if self._stays_eager else super().__call__(values)
+
+    def run_tensor(self, segment: SegmentParts, given: list[Any]) -> Sequence[Any]:
+        """See `PartedSegment`."""
         kinds = tuple((value.shape, value.stride(), value.dtype, value.device) for value in given)
-        tape = self._tapes.setdefault(kinds, _Tape(self._device, segment))
-        return segment.results(held, tape.run(given))
+        return self._tapes.setdefault(kinds, _Tape(self._device, segment)).run(given)
 
 
-def _obstacle(segment: SegmentParts, tensors: frozenset[str]) -> str:
+def _obstacle(segment: SegmentParts, values: Sequence[Any], kind: str) -> str:
     """Return why a segment cannot be recorded; empty if it can."""
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type != kind:
+            return f"it takes a tensor on device {value.device}"
     if not segment.tensor:
         return "it holds no operator on tensors"
-    drawn = {
-        key for entry in segment.before if entry.op.startswith("sbp.") for key in entry.outputs
-    }
-    numbers = [key for key in segment.tensor_inputs if key not in tensors | drawn]
+    tensors = {*tensor_keys(segment.segment_inputs, values)}
+    for entry in segment.before:
+        if entry.op.startswith("sbp."):
+            tensors.update(entry.outputs)
+    numbers = [key for key in segment.tensor_inputs if key not in tensors]
     if numbers:
         return f"its operators take the number {numbers[0]!r}"
     reading = next((entry for entry in segment.tensor if entry.op.startswith("host.")), None)
@@ -193,12 +158,12 @@ def _obstacle(segment: SegmentParts, tensors: frozenset[str]) -> str:
 class _Tape:
     """The recording of a segment for inputs of some shapes and strides."""
 
-    def __init__(self, device: GraphDevice, segment: SegmentParts) -> None:
+    def __init__(self, device: CudaGraphDevice, segment: SegmentParts) -> None:
         self._device, self._segment = device, segment
         self._firings = 0
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
-        self._recording: CapturedGraph | None = None
+        self._recording: torch.cuda.CUDAGraph | None = None
 
     def run(self, given: list[Tensor]) -> list[Tensor]:
         """Return the values of `made` for those of `used`.
@@ -209,19 +174,19 @@ class _Tape:
         self._firings += 1
         if self._firings <= WARM_UP:
             return self._device.aside(lambda: self._segment.run_tensor(given))
-        if self._recording is None:
-            self._record(given)
+        is_new = self._recording is None
+        if is_new:
+            self._inputs = [torch.empty_like(tensor) for tensor in given]
         for static, value in zip(self._inputs, given, strict=True):
             static.copy_(value)
         given.clear()
+        if is_new:
+            self._record()
         assert self._recording is not None, "recorded above"
         self._recording.replay()
         return [static.clone() for static in self._outputs]
 
-    def _record(self, given: Sequence[Tensor]) -> None:
-        self._inputs = [torch.empty_like(tensor) for tensor in given]
-        for static, value in zip(self._inputs, given, strict=True):
-            static.copy_(value)
+    def _record(self) -> None:
         try:
             self._recording, self._outputs = self._device.record(
                 self._segment.rank, lambda: self._segment.run_tensor(self._inputs)

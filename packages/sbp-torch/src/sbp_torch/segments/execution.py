@@ -1,4 +1,4 @@
-"""How compute segments are executed: as generated Python, by Inductor, or as CUDA graphs.
+"""What makes the functions of segments, by the setting `compile`.
 
 A runtime asks `segment_maker` once a session for what makes the functions of its segments, and
 calls them alike. Inductor is imported only where it is asked for.
@@ -6,39 +6,26 @@ calls them alike. Inductor is imported only where it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_torch.segments.codegen import segment_function
 from sbp_torch.segments.configs import Execution
 
+#: The function of a segment: returns the values of `keys_out`. It takes those of inputs and reads,
+#: and empties the list, so that a value that nobody else holds dies after its last use.
+OwningSegment = Callable[[list[Any]], tuple[Any, ...]]
 
-class OwningSegment(Protocol):
-    """The function of a segment."""
-
-    def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
-        """Return the values of `keys_out`; takes those of inputs and reads, and empties the list.
-
-        So a value that nobody else holds dies after its last use.
-        """
-
-
-class SegmentMaker(Protocol):
-    """Makes the function of a segment; called once for each, before the first step."""
-
-    def __call__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep], /) -> OwningSegment:
-        """Return the function of a compute actor on one rank; `steps` are those of the plan."""
+#: Makes the function of a compute actor on one rank, given the steps of the plan; called once for
+#: each, before the first step.
+SegmentMaker = Callable[[Compute, int, Sequence[BoxingStep]], OwningSegment]
 
 
 def segment_maker(execution: Execution, *, fallback: bool = False) -> SegmentMaker:
     """Return what makes the functions of a session's segments.
-
-    Args:
-        execution: The setting `compile`.
-        fallback: The setting `compile_fallback`.
 
     Raises:
         ConfigError: this machine lacks what the setting needs: a C++ compiler, or a GPU.

@@ -16,6 +16,7 @@ could be fused into. Copies to and from the memory of the host wait for it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,8 +36,8 @@ from sbp_core.compile import (
 )
 from sbp_core.graph import Ref, map_refs
 from sbp_torch.boxing.execute import local_step
+from sbp_torch.ops import operators
 from sbp_torch.ops.host_copies import HOST_COPIES
-from sbp_torch.ops.operators import bind, operator_of, results_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,21 +103,18 @@ class SegmentParts:
 
     @cached_property
     def _dying(self) -> tuple[tuple[str, ...], ...]:
-        late = {id(entry): keys for entry, keys in zip(
-            self.actor.instructions, dying_keys(self.actor), strict=True
-        )}  # fmt: skip
+        dying = zip(self.actor.instructions, dying_keys(self.actor), strict=True)
+        late = {id(entry): keys for entry, keys in dying}
         return tuple(late[id(entry)] for entry in self.tensor)
 
     def _execute(self, entry: Instruction, values: dict[str, Any]) -> None:
         read = values.__getitem__
         if entry.op == LOCAL_BOX:
             source, index = entry.args
-            made: Any = local_step(self.steps[index], self.rank, read(source.name))
+            made: tuple[Any, ...] = (local_step(self.steps[index], self.rank, read(source.name)),)
         else:
-            args = bind(entry.args, read)
-            kwargs = {key: bind(part, read) for key, part in entry.kwargs.items()}
-            made = operator_of(entry.op)(*args, **kwargs)
-        values |= zip(entry.outputs, results_of(made), strict=True)
+            made = operators.call(entry.op, entry.args, entry.kwargs, read)
+        values |= zip(entry.outputs, made, strict=True)
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -144,14 +142,7 @@ class SegmentParts:
 def part_segment(
     actor: Compute, rank: int, steps: Sequence[BoxingStep], tensors: frozenset[str]
 ) -> SegmentParts:
-    """Split a segment.
-
-    Args:
-        actor: A compute actor.
-        rank: Who executes it.
-        steps: Of the plan.
-        tensors: Keys of what it takes that are tensors; the others are numbers.
-    """
+    """Split a segment."""
     known = {*actor.inputs, *actor.reads}
     numbers = known - tensors
     before: list[Instruction] = []
@@ -182,6 +173,37 @@ def part_segment(
         tensor=tuple(tensor),
         after=tuple(after),
     )
+
+
+class PartedSegment(ABC):
+    """The function of one segment on one rank, parted when it is called first."""
+
+    def __init__(self, actor: Compute, rank: int, steps: Sequence[BoxingStep]) -> None:
+        self._of = (actor, rank, steps)
+        self._segment: SegmentParts | None = None
+
+    def parts(self, values: Sequence[Any]) -> SegmentParts:
+        """Return the three parts; which values are tensors is seen in those of the first call."""
+        if self._segment is None:
+            actor = self._of[0]
+            tensors = tensor_keys((*actor.inputs, *actor.reads), values)
+            self._segment = part_segment(*self._of, tensors)
+        return self._segment
+
+    def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
+        """See `OwningSegment`."""
+        segment = self.parts(values)
+        held = dict(zip(segment.segment_inputs, values, strict=True))
+        values.clear()
+        segment.run_before(held)
+        if not segment.tensor:
+            return segment.results(held, ())
+        made = self.run_tensor(segment, [held[key] for key in segment.tensor_inputs])
+        return segment.results(held, made)
+
+    @abstractmethod
+    def run_tensor(self, segment: SegmentParts, given: list[Any]) -> Sequence[Any]:
+        """Return the values of `tensor_outputs` for those of `tensor_inputs`."""
 
 
 def tensor_keys(keys: Sequence[str], values: Sequence[Any]) -> frozenset[str]:

@@ -26,7 +26,7 @@ from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Compute
 from sbp_core.errors import ConfigError, RunError, words_of
 from sbp_torch._torch_compat import compile_graph, cpp_compiler_problem, fake_mode, trace_graph
-from sbp_torch.segments.host_parts import SegmentParts, part_segment, tensor_keys
+from sbp_torch.segments.host_parts import PartedSegment, SegmentParts
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,17 @@ class InductorSegments:
     def _compile(self, segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> Compiled:
         began = time.perf_counter()
         try:
-            made = self.compiler(_traced(segment, given, kinds), given)
+            # Traced on fake tensors; numbers are read from theirs.
+            mode = fake_mode()
+            fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in given]
+            traced = trace_graph(
+                lambda *tensors: segment.run_tensor(_with_numbers(tensors, kinds)), mode, fakes
+            )
+            made = self.compiler(traced, given)
         except Exception as error:
-            what = f"Inductor cannot compile segment {segment.actor.name!r}: {_first_words(error)}"
+            # The first lines: Inductor's go on for pages.
+            told = "\n".join(words_of(error).strip().splitlines()[:3])
+            what = f"Inductor cannot compile segment {segment.actor.name!r}: {told}"
             if not self.fallback:
                 raise RunError(
                     what,
@@ -95,44 +103,34 @@ class InductorSegments:
                     todo="compile=eager, or compile_fallback=true to run such segments so",
                 ) from error
             warnings.warn(f"{what}; it runs operator by operator", stacklevel=2)
-            return _uncompiled(segment, kinds)
+            return lambda *given: segment.run_tensor(_with_numbers(given, kinds))
         self.num_compiled += 1
         logger.info("compiled %s in %.1f s", segment.actor.name, time.perf_counter() - began)
         return made
 
 
-class _Segment:
+class _Segment(PartedSegment):
     """The function of one segment on one rank."""
 
     def __init__(
         self, maker: InductorSegments, actor: Compute, rank: int, steps: Sequence[BoxingStep]
     ) -> None:
+        super().__init__(actor, rank, steps)
         self._maker = maker
-        self._parts = (actor, rank, steps)
-        self._segment: SegmentParts | None = None
         #: What was compiled, by shapes and strides.
         self._compiled: dict[Any, Compiled] = {}
 
-    def __call__(self, values: list[Any], /) -> tuple[Any, ...]:
-        """See `OwningSegment`."""
-        if self._segment is None:
-            actor = self._parts[0]
-            tensors = tensor_keys((*actor.inputs, *actor.reads), values)
-            self._segment = part_segment(*self._parts, tensors)
-        segment = self._segment
-        held = dict(zip(segment.segment_inputs, values, strict=True))
-        values.clear()
-        segment.run_before(held)
-        if not segment.tensor:
-            return segment.results(held, ())
-        given = [held[key] for key in segment.tensor_inputs]
+    def run_tensor(self, segment: SegmentParts, given: list[Any]) -> Sequence[Any]:
+        """See `PartedSegment`."""
         kinds = tuple(map(_kind, given))
-        given = [value if isinstance(value, Tensor) else _as_tensor(value) for value in given]
-        compiled = self._compiled.get(kinds)
-        if compiled is None:
-            compiled = self._compiled[kinds] = self._maker.compiled(segment, given, kinds)
-        made = compiled(*given)
-        return segment.results(held, made)
+        tensors = [
+            one if isinstance(one, Tensor) else torch.tensor(one, dtype=_DTYPES.get(type(one)))
+            for one in given
+        ]
+        given.clear()
+        if kinds not in self._compiled:
+            self._compiled[kinds] = self._maker.compiled(segment, tensors, kinds)
+        return self._compiled[kinds](*tensors)
 
 
 def _kind(value: Any) -> Any:
@@ -142,32 +140,8 @@ def _kind(value: Any) -> Any:
     return value if isinstance(value, bool) else type(value)
 
 
-def _as_tensor(value: Any) -> Tensor:
-    return torch.tensor(value, dtype=_DTYPES.get(type(value)))
-
-
-def _traced(segment: SegmentParts, given: Sequence[Tensor], kinds: Any) -> torch.fx.GraphModule:
-    """Trace the tensor part on fake tensors; numbers are read from theirs."""
-    mode = fake_mode()
-
-    def run(*tensors: Tensor) -> list[Tensor]:
-        return segment.run_tensor(_with_numbers(tensors, kinds))
-
-    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in given]
-    return trace_graph(run, mode, fakes)
-
-
 def _with_numbers(tensors: Sequence[Tensor], kinds: Any) -> list[Any]:
     return [
         tensor if isinstance(kind, tuple) else kind if isinstance(kind, bool) else tensor.item()
         for tensor, kind in zip(tensors, kinds, strict=True)
     ]
-
-
-def _uncompiled(segment: SegmentParts, kinds: Any) -> Compiled:
-    return lambda *given: segment.run_tensor(_with_numbers(given, kinds))
-
-
-def _first_words(error: BaseException) -> str:
-    """Return the first lines of an error: Inductor's go on for pages."""
-    return "\n".join(words_of(error).strip().splitlines()[:3])

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from sbp_core.errors import ConfigError, SbpError, nearest, suggestion
 from sbp_core.output import standard_output
-from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED
+from sbp_launch.exit_codes import BAD_CONFIG, INTERRUPTED, ended_by
 
 _NAME = "sbp-checkpoint"
 
@@ -127,7 +127,7 @@ def run(arguments: Sequence[str]) -> int:
             where="the command line",
             todo=f"did you mean {near}?" if near else f"see {_NAME} {options.verb} --help",
         )
-    home = f"sbp_launch.checkpoint.command.{options.verb}"
+    home = f"sbp_launch.checkpoint.command.{'verify' if options.verb == 'prune' else options.verb}"
     command: Callable[[argparse.Namespace], int] = getattr(import_module(home), options.verb)
     return command(options)
 
@@ -143,8 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
     except SbpError as error:
-        sys.stderr.write(f"{_NAME}: {error}\n")
-        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+        return ended_by(error, _NAME)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.units import format_bytes, parse_bytes
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.command.inspect import FORMATS, print_json
-from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import (
     averaged,
@@ -21,14 +20,20 @@ from sbp_launch.checkpoint.names import (
     renamed,
     without,
 )
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
-from sbp_launch.console import make_console, say
+from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_of, open_tensors
+from sbp_launch.console import make_console, reading, say
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.tensors import Tensors
 
 #: Formats that can be written.
 TARGETS = ("safetensors", "hf", "dcp", FORMAT)
+
+_WITHIN = "would lie in what it is made of, or the other way round"
+_NOT_THERE = {
+    "accepted": "what is not there yet; of Hugging Face's layout, a folder without weights",
+    "todo": "name another one, or pass --overwrite",
+}
 
 
 def convert(options: Namespace) -> int:
@@ -46,13 +51,16 @@ def convert(options: Namespace) -> int:
     )
     with open_tensors(found) as tensors:
         # Here and not above: what is refused takes no torch.
-        from sbp_launch.checkpoint.tensors import Chosen, Told, size_bytes
+        from sbp_launch.checkpoint.tensors import Chosen, size_bytes
 
-        names = _names(tensors, options)
+        # Their names there, by those that they get.
+        names = {name: name for name in (tensors if options.all else model_names(tensors))}
+        if options.ema:
+            names = averaged(tensors)
         chosen = Chosen(tensors, renamed(without(names, options.drop), renames))
         total = sum(size_bytes(chosen.like(name)) for name in chosen)
         with reading("converting", total) as tell:
-            files = write(Told(chosen, tell))
+            files = write(Chosen(tensors, chosen.sources, tell))
         dropped = len(names) - len(chosen)
         left_out = 0 if options.all else len(tensors) - len(model_names(tensors))
     result = {
@@ -61,38 +69,24 @@ def convert(options: Namespace) -> int:
     }  # fmt: skip
     if options.json:
         print_json(result)
-    else:
-        _show(result, found, options)
-    return 0
-
-
-def _show(result: Mapping[str, Any], found: Found, options: Namespace) -> None:
-    """Print what was written."""
-    files, names = result["files"], result["tensors"]
+        return 0
     lines = [
         f"{found.place}: {FORMATS[found.format]}",
-        f"{result['target']}: {FORMATS[result['format']]}, {len(names):,} tensors, "
-        + format_bytes(result["size_bytes"])
+        f"{place}: {FORMATS[to]}, {len(chosen):,} tensors, {format_bytes(total)}"
         + (f" in {len(files)} files" if len(files) > 1 else ""),
     ]
     if options.drop:
-        lines.append(f"dropped: {result['dropped']:,} tensors")
-    if result["left_out"]:
-        lines.append(f"left out: {result['left_out']:,} states of the optimizer (--all takes them)")
-    beginning = beginning_of(names)
-    if result["format"] == "hf" and beginning and not options.rename:
+        lines.append(f"dropped: {dropped:,} tensors")
+    if left_out:
+        lines.append(f"left out: {left_out:,} states of the optimizer (--all takes them)")
+    beginning = beginning_of(chosen.sources)
+    if to == "hf" and beginning and not options.rename:
         lines.append(
             f"all names begin with {beginning!r}: if that is no name of the model's own, "
             f"--rename {beginning}= removes it"
         )
     say(make_console(), lines)
-
-
-def _names(tensors: Tensors, options: Namespace) -> dict[str, str]:
-    """Return which tensors are meant: their names there, by those that they get."""
-    if options.ema:
-        return averaged(tensors)
-    return {name: name for name in (tensors if options.all else model_names(tensors))}
+    return 0
 
 
 def _format_of(options: Namespace) -> str:
@@ -135,7 +129,7 @@ def _file(
         is_used = target.is_file() or (target.is_dir() and any(target.glob("*.safetensors")))
         is_used = is_used or (to == "dcp" and target.is_dir() and any(target.iterdir()))
     if is_used and not options.overwrite:
-        raise _there_already(str(target))
+        raise ConfigError(f"{target} is there already", **_NOT_THERE)
     if target.is_dir() == (to == "safetensors") and target.exists():
         raise ConfigError(
             f"{target} is a {'folder' if target.is_dir() else 'file'}",
@@ -143,8 +137,8 @@ def _file(
         )
 
     def write(tensors: Tensors) -> list[str]:
-        from sbp_launch.checkpoint.formats.distributed_writer import write_distributed_checkpoint
-        from sbp_launch.checkpoint.formats.safetensors_writer import (
+        from sbp_launch.checkpoint.formats.writers import (
+            write_distributed_checkpoint,
             write_safetensors,
             write_sharded,
         )
@@ -168,7 +162,8 @@ def _checkpoint(options: Namespace, found: Found) -> tuple[str, Callable[[Tensor
     Raises:
         ConfigError: something that was not meant would be replaced.
     """
-    from sbp_launch.checkpoint.rewriting import place_of_checkpoint, write_checkpoint
+    from sbp_launch.checkpoint.places import place_of_checkpoint
+    from sbp_launch.checkpoint.saving import write_checkpoint
 
     metadata = manifest_of(found).metadata if found.format == FORMAT else None
     storage, name, step = place_of_checkpoint(options.target, metadata.step if metadata else None)
@@ -183,9 +178,9 @@ def _checkpoint(options: Namespace, found: Found) -> tuple[str, Callable[[Tensor
                 todo="name another one",
             )
     elif place == found.place:
-        raise _apart(place)
+        raise ConfigError(f"{place} {_WITHIN}", accepted="another place")
     if name in storage.names() and not options.overwrite:
-        raise _there_already(place)
+        raise ConfigError(f"{place} is there already", **_NOT_THERE)
 
     def write(tensors: Tensors) -> list[str]:
         write_checkpoint(storage, name, tensors, metadata or Metadata(step=step, seed=0))
@@ -202,19 +197,4 @@ def _check_apart(target: Path, found: Found) -> None:
     """
     real, given = target.resolve(), Path(found.place).resolve()
     if real == given or real in given.parents or given in real.parents:
-        raise _apart(str(target))
-
-
-def _apart(target: str) -> ConfigError:
-    return ConfigError(
-        f"{target} would lie in what it is made of, or the other way round",
-        accepted="another place",
-    )
-
-
-def _there_already(target: str) -> ConfigError:
-    return ConfigError(
-        f"{target} is there already",
-        accepted="what is not there yet; of Hugging Face's layout, a folder without weights",
-        todo="name another one, or pass --overwrite",
-    )
+        raise ConfigError(f"{target} {_WITHIN}", accepted="another place")

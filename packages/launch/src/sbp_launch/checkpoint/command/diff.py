@@ -13,13 +13,11 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_launch.checkpoint.command.inspect import print_json
-from sbp_launch.checkpoint.command.progress import reading
-from sbp_launch.checkpoint.command.table import show_table
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.names import model_names, parse_renames, renamed
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_of, open_tensors
-from sbp_launch.console import make_console, say
+from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_of, open_tensors
+from sbp_launch.console import make_console, reading, say, show_table
 from sbp_launch.exit_codes import FAILED
 
 if TYPE_CHECKING:
@@ -100,7 +98,7 @@ def diff(options: Namespace) -> int:
     """Compare what lies at two paths. Returns the exit code: 1 if they differ."""
     renames = parse_renames(options.rename)
     # Here and not above: what only looks takes no torch.
-    from sbp_launch.checkpoint.tensors import Chosen, Told, size_bytes
+    from sbp_launch.checkpoint.tensors import Chosen, size_bytes
 
     one, other = look(options.one), look(options.other)
     with open_tensors(one) as firsts, open_tensors(other) as seconds:
@@ -108,7 +106,7 @@ def diff(options: Namespace) -> int:
         own = Chosen(firsts, renamed(names, renames))
         with reading("comparing", sum(size_bytes(own.like(name)) for name in own)) as tell:
             others = Chosen(seconds, {name: name for name in _wanted(seconds, options)})
-            result = compare(Told(own, tell), others)
+            result = compare(Chosen(firsts, own.sources, tell), others)
     settings = _settings(one, other)
     if options.json:
         print_json({"one": one.place, "other": other.place, **result.as_json(settings)})
@@ -119,16 +117,16 @@ def diff(options: Namespace) -> int:
 
 def compare(ones: Tensors, others: Tensors) -> Comparison:
     """Compare tensors of the same names, in parts of at most 64 MiB."""
-    from sbp_launch.checkpoint.tensors import PART_BYTES
+    from sbp_launch.checkpoint.tensors import PART_BYTES, dtype_name
 
     forms: dict[str, tuple[str, str]] = {}
     values: dict[str, Deviation] = {}
     common = [name for name in ones if name in others]
     for name in common:
         likes = ones.like(name), others.like(name)
-        pair = _form(likes[0]), _form(likes[1])
-        if pair[0] != pair[1]:
-            forms[name] = pair
+        one, other = (f"{dtype_name(like)} {list(like.shape)}" for like in likes)
+        if one != other:
+            forms[name] = one, other
         if likes[0].shape == likes[1].shape:
             blocks = cut(likes[0].shape, max(like.element_size() for like in likes), PART_BYTES)
             found = deviation((ones.part(name, at), others.part(name, at)) for at in blocks)
@@ -174,10 +172,6 @@ def deviation(parts: Iterable[tuple[Tensor, Tensor]]) -> Deviation:
 
 def _wanted(tensors: Tensors, options: Namespace) -> list[str]:
     return list(tensors) if options.all else model_names(tensors)
-
-
-def _form(like: Tensor) -> str:
-    return f"{str(like.dtype).removeprefix('torch.')} {list(like.shape)}"
 
 
 def _settings(one: Found, other: Found) -> dict[str, tuple[Any, Any]]:

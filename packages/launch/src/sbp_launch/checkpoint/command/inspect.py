@@ -7,7 +7,7 @@ import re
 import sys
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,12 @@ from rich.console import Console
 
 from sbp_core.serialize import dump
 from sbp_core.units import format_bytes
-from sbp_launch.checkpoint.command.table import show_table
 from sbp_launch.checkpoint.formats.index import TensorIndex
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
 from sbp_launch.checkpoint.names import model_names, owner_of
-from sbp_launch.checkpoint.opening import FORMAT, Found, look, manifest_index, manifest_of
-from sbp_launch.checkpoint.opening import read_index as index_of
-from sbp_launch.console import make_console, say
+from sbp_launch.checkpoint.places import FORMAT, Found, look, manifest_index, manifest_of
+from sbp_launch.checkpoint.places import read_index as index_of
+from sbp_launch.console import make_console, say, show_table
 
 #: How formats are called in sentences.
 FORMATS = {
@@ -56,7 +55,7 @@ def inspect(options: Namespace) -> int:
         )
     else:
         groups = list(_groups(index))
-        keys = len(_keys(groups)) > 1  # else they stand in the totals
+        keys = len({one.keys for one in groups if one.keys}) > 1  # else they stand in the totals
         heads = ("tensor", "count", "shape", "dtype", "size", *(["optimizer states"] * keys))
         show_table(console, heads, (group.cells(keys) for group in groups), ("count", "size"))
     console.print()
@@ -119,12 +118,10 @@ def _words(value: Any) -> str:
         return value
     if isinstance(value, Mapping):
         parts = {key: part for key, part in value.items() if part not in (None, {}, [], "")}
-        return ", ".join(f"{key} {_inner(part)}" for key, part in parts.items())
+        texts = {key: _words(part) for key, part in parts.items()}
+        inside = {key: f"({texts[key]})" for key in texts if isinstance(parts[key], Mapping)}
+        return ", ".join(f"{key} {text}" for key, text in {**texts, **inside}.items())
     return json.dumps(value)
-
-
-def _inner(value: Any) -> str:
-    return f"({_words(value)})" if isinstance(value, Mapping) else _words(value)
 
 
 @dataclass(slots=True)
@@ -167,14 +164,9 @@ def _groups(index: TensorIndex) -> Iterator[_Group]:
     yield from groups.values()
 
 
-def _keys(groups: Iterable[_Group]) -> set[tuple[str, ...]]:
-    """Return the keys of the optimizer's states, as far as they differ."""
-    return {group.keys for group in groups if group.keys}
-
-
 def _totals(index: TensorIndex) -> Iterator[str]:
     """Yield how much there is of everything."""
-    kinds = _keys(_groups(index))
+    kinds = {group.keys for group in _groups(index) if group.keys}
     own = model_names(index.tensors)
     own_bytes = sum(index.tensors[name].size_bytes for name in own)
     yield f"parameters and buffers: {len(own):,}, {format_bytes(own_bytes)}"

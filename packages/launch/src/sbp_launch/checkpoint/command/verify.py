@@ -1,33 +1,36 @@
-"""Whether checkpoints are what was written: every byte of them is read."""
+"""Whether checkpoints are what was written, and removing older ones.
+
+To verify reads every byte of them. The newest one that verifies is never removed.
+"""
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from rich.console import Console
-
-from sbp_core.errors import ConfigError
+from sbp_core.errors import ConfigError, RunError
+from sbp_core.plugins import Storage
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.checkpoint.command.inspect import print_json
-from sbp_launch.checkpoint.command.progress import reading
 from sbp_launch.checkpoint.formats.distributed_checkpoint import chunk_places
 from sbp_launch.checkpoint.formats.index import inner_path
 from sbp_launch.checkpoint.formats.torch_file import damaged_record
 from sbp_launch.checkpoint.manifest import DamagedError
-from sbp_launch.checkpoint.opening import (
+from sbp_launch.checkpoint.places import (
+    ACCEPTED,
     FORMAT,
     Found,
     checkpoints_of,
     found_in,
     look,
+    manifest_of,
+    newest_first,
     read_index,
 )
-from sbp_launch.checkpoint.places import newest_first
-from sbp_launch.console import make_console, say
+from sbp_launch.checkpoint.steps import step_name
+from sbp_launch.console import make_console, reading, say
 from sbp_launch.exit_codes import FAILED
 
 #: What is known of formats that have no checksums.
@@ -52,8 +55,13 @@ def verify(options: Namespace) -> int:
         if problem is not None:
             code = FAILED
             results[-1]["what"] = problem.what
-        if not options.json:
-            _show(console, one.place, what, size, seconds, problem)
+        if options.json:
+            continue
+        lines = [f"{one.place}: {what}: {format_bytes(size)} in {format_seconds(seconds)}"]
+        if problem is not None:
+            inside = (f"  in {at}" for at in problem.where)
+            lines = [f"{one.place}: damaged", f"  {problem.what}", *inside]
+        say(console, lines)
     if options.json:
         print_json({"checkpoints": results})
     return code
@@ -62,17 +70,6 @@ def verify(options: Namespace) -> int:
 def is_whole(found: Found) -> bool:
     """Return whether a checkpoint is what was written."""
     return _verified(found)[2] is None
-
-
-def _show(
-    console: Console, place: str, what: str, size: int, seconds: float, problem: ConfigError | None
-) -> None:
-    if problem is None:
-        say(console, [f"{place}: {what}: {format_bytes(size)} in {format_seconds(seconds)}"])
-        return
-    say(
-        console, [f"{place}: damaged", f"  {problem.what}", *(f"  in {at}" for at in problem.where)]
-    )
 
 
 def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
@@ -88,21 +85,101 @@ def _verified(found: Found) -> tuple[str, int, ConfigError | None]:
         index = read_index(found)
         if found.format == "dcp":
             with reading("verifying", index.size_bytes) as tell:
-                _verify_chunks(Path(found.place), tell)
+                folder = Path(found.place)
+                for name, file, offset, length in chunk_places(folder):
+                    path = inner_path(folder, file, folder)
+                    if damaged_record(path, offset, length, f"{path}, {name!r}"):
+                        what = f"{name!r} is damaged: its CRC-32 is another"
+                        raise DamagedError(what, where=str(path))
+                    tell(length)
             return "whole, by the CRC-32 of every chunk", index.size_bytes, None
         return _UNCHECKED, index.size_bytes, None
     except ConfigError as error:
         return "", 0, error
 
 
-def _verify_chunks(folder: Path, tell: Callable[[int], None]) -> None:
-    """Read all chunks of a `torch.distributed.checkpoint`.
+def prune(options: Namespace) -> int:
+    """Remove all checkpoints of a run but the newest whole ones, and the best one.
 
-    Raises:
-        DamagedError: one is not what was written.
+    Returns:
+        The exit code.
     """
-    for name, file, offset, length in chunk_places(folder):
-        path = inner_path(folder, file, folder)
-        if damaged_record(path, offset, length, f"{path}, {name!r}"):
-            raise DamagedError(f"{name!r} is damaged: its CRC-32 is another", where=str(path))
-        tell(length)
+    if options.keep < 1:
+        raise ConfigError(
+            f"--keep {options.keep} would leave none", accepted="how many are to stay, >= 1"
+        )
+    storage = checkpoints_of(options.path)
+    if storage is None:
+        found = look(options.path)
+        raise ConfigError(
+            f"{found.place} is no folder of checkpoints",
+            accepted="a run folder, or its folder of checkpoints",
+        )
+    kept, damaged, removed = chosen(storage, options.keep)
+    if not kept:
+        raise ConfigError(
+            f"no checkpoint in {storage.place()} is whole, so none is removed",
+            accepted=ACCEPTED,
+            todo="sbp-checkpoint verify says what is wrong with each",
+        )
+    best = best_of(storage, kept[0])
+    removed = [name for name in removed if name != best]
+    if options.damaged:
+        removed, damaged = sorted([*removed, *damaged]), []
+    sizes = {name: sum(storage.sizes(name).values()) for name in removed}
+    if options.yes and removed:
+        with storage.claim():
+            for name in removed:
+                try:
+                    storage.remove(name)
+                except OSError as error:
+                    what = f"{storage.place(name)} cannot be removed: {error.strerror or error}"
+                    raise RunError(what) from error
+    if options.json:
+        print_json(
+            {
+                "kept": kept, "removed": removed if options.yes else [],
+                "to_remove": [] if options.yes else removed, "damaged_and_kept": damaged,
+                "size_bytes": sum(sizes.values()),
+            }
+        )  # fmt: skip
+        return 0
+    lines = [f"stays: {name}" for name in kept]
+    if best in storage.names() and best not in (*kept, *damaged, *removed):
+        lines.append(f"stays, as its held-out loss is the lowest: {best}")
+    lines += [f"stays, though it is damaged (--damaged removes it): {name}" for name in damaged]
+    verb = "removed" if options.yes else "would be removed"
+    lines += [f"{verb}: {name}, {format_bytes(sizes[name])}" for name in removed]
+    total = format_bytes(sum(sizes.values()))
+    lines.append(f"{len(removed)} {verb}, {total}" + ("" if options.yes else "; --yes does it"))
+    say(make_console(), lines if removed else [*lines[:-1], "nothing to remove"])
+    return 0
+
+
+def chosen(storage: Storage, keep: int) -> tuple[list[str], list[str], list[str]]:
+    """Return the newest whole checkpoints, the damaged ones among them, and all older ones.
+
+    Args:
+        storage: Where they are.
+        keep: How many whole ones are wanted, >= 1.
+    """
+    kept: list[str] = []
+    damaged: list[str] = []
+    names = newest_first(storage)[::-1]
+    while names and len(kept) < keep:
+        name = names.pop()
+        whole = is_whole(found_in(storage, name))
+        (kept if whole else damaged).append(name)
+    return kept, damaged, names
+
+
+def best_of(storage: Storage, newest: str) -> str:
+    """Return the name of the checkpoint with the lowest held-out loss; empty if none is known.
+
+    Args:
+        storage: Where they are.
+        newest: Name of one; what the trainer keeps in it says which was the best step.
+    """
+    trainer = manifest_of(found_in(storage, newest)).metadata.trainer
+    step = trainer.get("best_step") if isinstance(trainer, dict) else None
+    return step_name(step) if isinstance(step, int) else ""

@@ -10,9 +10,8 @@ as plain data: a name that is none of the format is refused, and nothing is impo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sbp_core.errors import ConfigError
 from sbp_core.serialize import read_bytes, shown
@@ -36,43 +35,24 @@ _HOME = "torch.distributed.checkpoint"
 _TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
 _VALUE = f"{_HOME}.metadata.BytesStorageMetadata"
 _INDEX = f"{_HOME}.metadata.MetadataIndex"
+_OF_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+)
+_OF_OTHERS = (
+    "torch.Size torch.serialization._get_layout collections.OrderedDict pathlib.PosixPath "
+    "pathlib.WindowsPath pathlib._local.PosixPath pathlib._local.WindowsPath"
+)
 _KNOWN = frozenset(
     {
-        *(
-            f"{_HOME}.metadata.{name}"
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
+        *(f"{_HOME}.metadata.{name}" for name in _OF_METADATA.split()),
         f"{_HOME}.filesystem._StorageInfo",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "collections.OrderedDict",
-        "pathlib.PosixPath",
-        "pathlib.WindowsPath",
-        "pathlib._local.PosixPath",
-        "pathlib._local.WindowsPath",
+        *_OF_OTHERS.split(),
         *DTYPES,
     }
 )
 
 _TODO = "the checkpoint is damaged, or of another version of PyTorch: write it again"
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where something was written: file, and offset and length in it."""
-
-    file: str
-    offset: int
-    length: int
 
 
 def is_distributed_checkpoint(folder: Path) -> bool:
@@ -86,16 +66,19 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
     Raises:
         ConfigError: it is damaged, or asks for something that is none of the format.
     """
-    path = inner_path(folder, METADATA, folder)
-    where = str(path)
-    data = read_bytes(path, most_bytes=_MOST_BYTES, error=ConfigError, todo=_TODO)
-    found = _Metadata(read_pickle(data, _KNOWN, where), where)
-    places = dict(found.places())
+    found = _read_metadata(folder)
+    path, places = Path(found.where), dict(found.places())
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, str] = {}
     for name, entry in found.entries():
-        if str(entry.of) == _VALUE:
-            others[name] = _value(folder, places.get((name, None)), where, name)
+        if str(entry.of) == _VALUE:  # in words: what it asks for is not answered
+            others[name] = "nowhere"
+            if (place := places.get((name, None))) is not None:
+                file = inner_path(folder, place.file, path)
+                try:
+                    others[name] = read_value(file, place.offset, place.length, f"{file}, {name!r}")
+                except ConfigError as error:
+                    others[name] = f"not read: {error.what}"
             continue
         shape, dtype, chunks = found.tensor(name, entry)
         pieces = []
@@ -105,7 +88,7 @@ def read_distributed_checkpoint(folder: Path) -> TensorIndex:
             place = places.get((name, offsets))
             if place is None:
                 raise found.error(f"the chunk of {name!r} at {offsets} is nowhere")
-            pieces.append(_piece(folder, place, offsets, sizes, dtype, name, path))
+            pieces.append(_piece(folder, place, (offsets, sizes), dtype, name, path))
         tensors[name] = StoredTensor(shape=shape, dtype=dtype, pieces=tuple(pieces))
     notes = {"version": str(found.version)} if found.version else {}
     return TensorIndex(
@@ -119,23 +102,34 @@ def chunk_places(folder: Path) -> Iterator[tuple[str, str, int, int]]:
     Raises:
         ConfigError: as of `read_distributed_checkpoint`.
     """
+    for (name, _), place in _read_metadata(folder).places():
+        yield name, *place
+
+
+def _read_metadata(folder: Path) -> _Metadata:
     path = inner_path(folder, METADATA, folder)
     data = read_bytes(path, most_bytes=_MOST_BYTES, error=ConfigError, todo=_TODO)
-    for (name, _), place in _Metadata(read_pickle(data, _KNOWN, str(path)), str(path)).places():
-        yield name, place.file, place.offset, place.length
+    return _Metadata(read_pickle(data, _KNOWN, str(path)), str(path))
+
+
+class _Place(NamedTuple):
+    """Where something was written: file, and offset and length in it."""
+
+    file: str
+    offset: int
+    length: int
 
 
 def _piece(
     folder: Path,
     place: _Place,
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
+    chunk: tuple[tuple[int, ...], tuple[int, ...]],
     dtype: str,
     name: str,
     path: Path,
 ) -> StoredPiece:
-    """Return a chunk of a tensor: where its elements lie in its file."""
-    file = inner_path(folder, place.file, path)
+    """Return a chunk of a tensor, of some offsets and sizes: where its elements lie in its file."""
+    file, (offsets, sizes) = inner_path(folder, place.file, path), chunk
     where = f"{file}, bytes {place.offset} to {place.offset + place.length}, {name!r}"
     saved = read_tensor(file, place.offset, place.length, where)
     if (saved.shape, saved.dtype) != (sizes, dtype):
@@ -151,17 +145,6 @@ def _piece(
     if end > saved.end or saved.end > place.offset + place.length:
         raise ConfigError(f"the chunk of {name!r} lies beyond its storage", where=where, todo=_TODO)
     return piece
-
-
-def _value(folder: Path, place: _Place | None, where: str, name: str) -> str:
-    """Return in words what is no tensor; what it asks for is not answered."""
-    if place is None:
-        return "nowhere"
-    file = inner_path(folder, place.file, folder / METADATA)
-    try:
-        return read_value(file, place.offset, place.length, f"{file}, {name!r}")
-    except ConfigError as error:
-        return f"not read: {error.what}"
 
 
 class _Metadata:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -112,52 +113,39 @@ class TensorIndex:
 
 
 def check_tensor(name: str, tensor: StoredTensor, sizes: Mapping[str, int], path: Path) -> None:
-    """Check a tensor against the files that it is in.
-
-    Args:
-        name: Of the tensor.
-        tensor: What was read of it.
-        sizes: Of the files, in bytes.
-        path: That messages name.
+    """Check a tensor against the files that it is in, of some sizes in bytes; `path` is named.
 
     Raises:
         ConfigError: it has a shape or dtype that no tensor has, a piece lies outside of its file,
             or its pieces do not hold each element once.
     """
-    check_shape(name, tensor.shape, tensor.dtype, path)
+    shape, error = tensor.shape, partial(ConfigError, where=str(path))
+    check_shape(name, shape, tensor.dtype, path)
     for piece in tensor.pieces:
-        inside = len(piece.bounds) == len(tensor.shape) and all(
+        bounds = piece.bounds
+        if len(bounds) != len(shape) or not all(
             0 <= start <= stop <= extent
-            for (start, stop), extent in zip(piece.bounds, tensor.shape, strict=True)
-        )
-        if not inside:
-            raise ConfigError(
-                f"{name!r} of shape {tensor.shape} has a piece {bounds_text(piece.bounds)}",
-                where=str(path),
-                accepted="pieces within the tensor",
-            )
-        if piece.strides is not None and (
-            min(piece.strides, default=0) < 0 or volume(piece.bounds) > piece.span
+            for (start, stop), extent in zip(bounds, shape, strict=True)
         ):
-            raise ConfigError(
-                f"{name!r} of shape {piece.shape} has the strides {piece.strides}",
-                where=str(path),
-                accepted="elements of their own: no more than bytes of the file",
-            )
+            what = f"{name!r} of shape {shape} has a piece {bounds_text(bounds)}"
+            raise error(what, accepted="pieces within the tensor")
+        if piece.strides is not None and (
+            min(piece.strides, default=0) < 0 or volume(bounds) > piece.span
+        ):
+            what = f"{name!r} of shape {piece.shape} has the strides {piece.strides}"
+            raise error(what, accepted="elements of their own: no more than bytes of the file")
         end = piece.offset + piece.span * ITEMSIZE[tensor.dtype]
         if piece.offset < 0 or end > sizes[piece.file]:
-            raise ConfigError(
+            raise error(
                 f"{name!r} lies at bytes {piece.offset} to {end} of {piece.file}, which has "
                 f"{sizes[piece.file]}",
-                where=str(path),
                 todo="the file is damaged, or was cut: get it again",
             )
     slices = [piece.bounds for piece in tensor.pieces if volume(piece.bounds)]
-    if not covers(slices, tensor.shape):
-        raise ConfigError(
-            f"{name!r} of shape {tensor.shape} is not made up by its pieces: "
+    if not covers(slices, shape):
+        raise error(
+            f"{name!r} of shape {shape} is not made up by its pieces: "
             f"{', '.join(map(bounds_text, slices[:3])) or 'none'}{', ...' * (len(slices) > 3)}",
-            where=str(path),
             accepted="pieces that hold each element once",
         )
 
@@ -169,11 +157,8 @@ def check_shape(name: str, shape: Sequence[int], dtype: str, path: Path) -> None
         ConfigError: it has a dtype that is unknown here, too many dims, or too many elements.
     """
     if dtype not in ITEMSIZE:
-        raise ConfigError(
-            f"{name!r} has the dtype {shown(dtype)}",
-            where=str(path),
-            accepted=", ".join(ITEMSIZE),
-        )
+        what = f"{name!r} has the dtype {shown(dtype)}"
+        raise ConfigError(what, where=str(path), accepted=", ".join(ITEMSIZE))
     if not can_be(shape):
         raise ConfigError(
             f"{name!r} has {len(shape)} dims: {shown(list(shape))}",

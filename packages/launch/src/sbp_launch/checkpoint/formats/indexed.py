@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from io import FileIO
 from math import prod
 
 import torch
 from torch import Tensor
 
-from sbp_core.boxing import intersection, volume
+from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError
 from sbp_core.serialize import open_file
-from sbp_launch.checkpoint.cover import index_of, within
+from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.formats.index import StoredPiece, TensorIndex, inner_path
-from sbp_launch.checkpoint.tensors import Tensors, bytes_of
+from sbp_launch.checkpoint.tensors import StoredTensors, bytes_of
 
 #: Bytes that are read at once, at most, of what lies in rows; the buffer that a reader holds.
 BLOCK_BYTES = 8 << 20
 
 
-class IndexedTensors(Tensors):
+class IndexedTensors(StoredTensors):
     """The tensors of files.
 
     A tensor is read piece by piece, through a buffer of `BLOCK_BYTES`; a piece that does not lie in
@@ -32,50 +31,21 @@ class IndexedTensors(Tensors):
     """
 
     def __init__(self, index: TensorIndex) -> None:
-        self.index = index
+        self.index, self.stored = index, index.tensors
 
-    @property
-    def names(self) -> Collection[str]:
-        """The names of the tensors."""
-        return self.index.tensors.keys()
-
-    def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
-        stored = self.index.tensors[name]
-        return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
-
-    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a part, a tensor of its own: (start, stop) of each dim.
+    def read(self, name: str, piece: StoredPiece, bounds: Bounds, target: Tensor) -> None:
+        """Read a part of a piece into a tensor; `bounds` are those within the piece.
 
         Raises:
             ConfigError: a file is gone, or shorter than when it was opened.
         """
-        stored = self.index.tensors[name]
-        wanted = tuple(bounds)
-        shape = [stop - start for start, stop in bounds]
-        found = torch.empty(shape, dtype=getattr(torch, stored.dtype))
-        with ExitStack() as files:
-            for piece in stored.pieces:
-                common = intersection(piece.bounds, wanted)
-                if not volume(common):
-                    continue
-                path = inner_path(self.index.folder, piece.file, self.index.path)
-                file = files.enter_context(open_file(path))
-                target = found[index_of(within(common, wanted))]
-                _read(file, piece, within(common, piece.bounds), target, name)
-        return found
-
-
-def _read(
-    file: FileIO, piece: StoredPiece, bounds: Sequence[tuple[int, int]], target: Tensor, name: str
-) -> None:
-    """Read a part of a piece into a tensor; `bounds` are those within the piece."""
-    if piece.strides is None:
-        _read_rows(file, piece.offset, piece.shape, bounds, target, name)
-        return
-    whole = _read_flat(file, piece.offset, piece.span, target.dtype, name)
-    view = whole.as_strided(piece.shape, piece.strides)
-    target.copy_(view[index_of(bounds)])
+        with open_file(inner_path(self.index.folder, piece.file, self.index.path)) as file:
+            if piece.strides is None:
+                _read_rows(file, piece.offset, piece.shape, bounds, target, name)
+                return
+            whole = _read_flat(file, piece.offset, piece.span, target.dtype, name)
+            view = whole.as_strided(piece.shape, piece.strides)
+            target.copy_(view[index_of(bounds)])
 
 
 def _read_rows(

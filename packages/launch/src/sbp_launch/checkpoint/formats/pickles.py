@@ -22,7 +22,7 @@ sbp_core.errors.ConfigError: the pickle asks for posix.system, which is none of 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,22 +117,17 @@ class _Reader:
         self.memo: dict[int, Any] = {}
 
     def read(self, data: bytes) -> Any:
-        for name, arg in self._opcodes(data):
-            if name == "STOP":
-                return self._pop()
-            self._do(name, arg)
-        raise self._error("it does not end")
-
-    def _opcodes(self, data: bytes) -> Iterator[tuple[str, Any]]:
         opcodes = pickletools.genops(data)
         while True:
             try:
                 opcode, arg, _ = next(opcodes)
             except StopIteration:
-                return
+                raise self._error("it does not end") from None
             except Exception as error:  # of the library, on what is no pickle
                 raise self._error(str(error)) from error
-            yield opcode.name, arg
+            if opcode.name == "STOP":
+                return self._pop()
+            self._do(opcode.name, arg)
 
     def _do(self, name: str, arg: Any) -> None:
         if name in _VALUES:

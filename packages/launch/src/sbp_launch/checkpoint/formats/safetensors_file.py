@@ -1,21 +1,31 @@
-"""One file of safetensors: its header is read and checked, without torch."""
+"""Files of safetensors: headers are read and checked, without torch.
+
+One file, or Hugging Face's layout: `model.safetensors`, or shards that an index names.
+
+    config.json                         not read and not written
+    model.safetensors.index.json        {"metadata": {"total_size": ...}, "weight_map": {...}}
+    model-00001-of-00002.safetensors
+    model-00002-of-00002.safetensors
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from sbp_core.errors import ConfigError, suggestion
-from sbp_core.serialize import load, open_file, parse, shown
+from sbp_core.errors import ConfigError, nearest, suggestion
+from sbp_core.serialize import load, open_file, parse, read_text, shown
 from sbp_launch.checkpoint.formats.index import (
     ITEMSIZE,
     StoredPiece,
     StoredTensor,
     TensorIndex,
     check_shape,
+    inner_path,
 )
 
 #: Bytes of a header, at most, as in the library of that name.
@@ -50,12 +60,30 @@ def read_safetensors(path: Path) -> TensorIndex:
     Raises:
         ConfigError: it cannot be read, is no safetensors file, or damaged.
     """
-    begin, size, header = _read_header(path)
+    error = partial(ConfigError, where=str(path), todo=_TODO)
+    try:
+        with open_file(path) as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
+                raise error(
+                    f"this is no safetensors file: its header would have {length} bytes, and the "
+                    f"file has {size}",
+                    accepted=f"a header of at most {MOST_HEADER_BYTES} bytes, within the file",
+                )
+            text = file.read(length).decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise error("this is no safetensors file: its header is no UTF-8") from cause
+    except OSError as cause:
+        what = f"the file cannot be read: {cause.strerror or cause}"
+        raise ConfigError(what, where=str(path)) from cause
+    header = parse(text, where=f"the header of {path}", error=ConfigError, todo=_TODO)
+    if not isinstance(header, dict):
+        raise error(f"the header is {shown(header)}", accepted="a mapping")
     notes = header.pop(_METADATA, {})
     if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
-        raise ConfigError(
-            f"{_METADATA} is {shown(notes)}", where=str(path), accepted="texts by name", todo=_TODO
-        )
+        raise error(f"{_METADATA} is {shown(notes)}", accepted="texts by name")
     entries = load(
         header,
         Mapping[str, _Entry],  # type: ignore[type-abstract] # a type is asked for, not a class
@@ -64,75 +92,94 @@ def read_safetensors(path: Path) -> TensorIndex:
         error=ConfigError,
         todo=_TODO,
     )
-    tensors, end = {}, begin
+    tensors: dict[str, StoredTensor] = {}
+    end = begin = 8 + length
     for name, entry in sorted(entries.items(), key=lambda one: one[1].data_offsets):
-        tensors[name] = _tensor(name, entry, path, begin, end)
-        end = begin + entry.data_offsets[1]
+        if entry.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{name!r} has the dtype {shown(entry.dtype)}",
+                where=str(path),
+                accepted=", ".join(_DTYPES),
+                todo=suggestion(entry.dtype, _DTYPES, _TODO),
+            )
+        dtype, shape = _DTYPES[entry.dtype], entry.shape
+        check_shape(name, shape, dtype, path)
+        start, stop = (begin + offset for offset in entry.data_offsets)
+        wanted = prod(shape) * ITEMSIZE[dtype]
+        if start != end or stop - start != wanted:
+            raise error(
+                f"{name!r}, {dtype} of shape {shape}, lies at bytes {start} to {stop}",
+                accepted=f"{wanted} bytes from {end} on, where the tensor before it ends",
+            )
+        bounds = tuple((0, extent) for extent in shape)
+        piece = StoredPiece(file=path.name, offset=start, bounds=bounds)
+        tensors[name], end = StoredTensor(shape=shape, dtype=dtype, pieces=(piece,)), stop
     if end != size:
-        raise ConfigError(
-            f"the tensors end at byte {end}, and the file has {size}", where=str(path), todo=_TODO
-        )
+        raise error(f"the tensors end at byte {end}, and the file has {size}")
+    ordered = {name: tensors[name] for name in entries}
+    return TensorIndex(path=path, folder=path.parent, tensors=ordered, notes=notes).checked()
+
+
+#: The one file, the index of several, and the name of a shard by its number and their count.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = "model-{:05d}-of-{:05d}.safetensors"
+
+_ONE_REVISION = "get the files again, all of one revision"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether a folder has weights in this layout."""
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
+def read_hugging_face(folder: Path) -> TensorIndex:
+    """Return where the tensors of a folder lie.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the index and the shards differ.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        found = read_safetensors(inner_path(folder, SINGLE, folder))
+        return replace(found, path=folder, folder=folder)
+    inner_path(folder, INDEX, folder)
+    text = read_text(index, most_bytes=MOST_HEADER_BYTES, error=ConfigError, todo=_ONE_REVISION)
+    value = parse(text, where=str(index), error=ConfigError, todo=_ONE_REVISION)
+    weight_map = load(
+        value, _Index, root="the index", where=str(index), error=ConfigError, todo=_ONE_REVISION
+    ).weight_map
+    tensors: dict[str, StoredTensor] = {}
+    notes: dict[str, str] = {}
+    for file in sorted(set(weight_map.values())):
+        shard = read_safetensors(inner_path(folder, file, index))
+        notes |= shard.notes
+        for name, tensor in shard.tensors.items():
+            if weight_map.get(name) != file:
+                where = f"in {weight_map[name]}" if name in weight_map else "nowhere"
+                raise ConfigError(
+                    f"{name!r} is in {file}, and {where} according to the index",
+                    where=str(index),
+                    todo=_ONE_REVISION,
+                )
+            pieces = tuple(replace(piece, file=file) for piece in tensor.pieces)
+            tensors[name] = replace(tensor, pieces=pieces)
+    for name, file in weight_map.items():
+        if name not in tensors:
+            near = nearest(name, tensors)
+            raise ConfigError(
+                f"{name!r} is not in {file}, as the index says",
+                where=str(index),
+                todo=f"it has {near!r}; {_ONE_REVISION}" if near else _ONE_REVISION,
+            )
     return TensorIndex(
-        path=path,
-        folder=path.parent,
-        tensors={name: tensors[name] for name in entries},
+        path=folder,
+        folder=folder,
+        tensors={name: tensors[name] for name in weight_map},
         notes=notes,
     ).checked()
-
-
-def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """Return where the data begin, the size of the file, and the header."""
-    try:
-        with open_file(path) as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
-                raise ConfigError(
-                    f"this is no safetensors file: its header would have {length} bytes, and the "
-                    f"file has {size}",
-                    where=str(path),
-                    accepted=f"a header of at most {MOST_HEADER_BYTES} bytes, within the file",
-                    todo=_TODO,
-                )
-            text = file.read(length).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            "this is no safetensors file: its header is no UTF-8", where=str(path), todo=_TODO
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"the file cannot be read: {error.strerror or error}", where=str(path)
-        ) from error
-    header = parse(text, where=f"the header of {path}", error=ConfigError, todo=_TODO)
-    if not isinstance(header, dict):
-        raise ConfigError(
-            f"the header is {shown(header)}", where=str(path), accepted="a mapping", todo=_TODO
-        )
-    return 8 + length, size, header
-
-
-def _tensor(name: str, entry: _Entry, path: Path, data_begin: int, begin: int) -> StoredTensor:
-    """Return a tensor that has to begin where the one before it ends."""
-    if entry.dtype not in _DTYPES:
-        raise ConfigError(
-            f"{name!r} has the dtype {shown(entry.dtype)}",
-            where=str(path),
-            accepted=", ".join(_DTYPES),
-            todo=suggestion(entry.dtype, _DTYPES, _TODO),
-        )
-    dtype = _DTYPES[entry.dtype]
-    check_shape(name, entry.shape, dtype, path)
-    start, stop = (data_begin + offset for offset in entry.data_offsets)
-    wanted = prod(entry.shape) * ITEMSIZE[dtype]
-    if start != begin or stop - start != wanted:
-        raise ConfigError(
-            f"{name!r}, {dtype} of shape {entry.shape}, lies at bytes {start} to {stop}",
-            where=str(path),
-            accepted=f"{wanted} bytes from {begin} on, where the tensor before it ends",
-            todo=_TODO,
-        )
-    piece = StoredPiece(
-        file=path.name, offset=start, bounds=tuple((0, extent) for extent in entry.shape)
-    )
-    return StoredTensor(shape=entry.shape, dtype=dtype, pieces=(piece,))

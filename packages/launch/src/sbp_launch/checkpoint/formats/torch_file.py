@@ -14,10 +14,10 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.serialize import open_file, shown
@@ -58,11 +58,10 @@ _OF_ZIPFILE = (
 _TODO = "the file is damaged: get it again"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """Where a saved tensor lies.
 
-    Args:
+    Attributes:
         shape, dtype: Of the tensor.
         strides: In elements; row-major if None.
         offset: Of its first element, in bytes from the beginning of the file.
@@ -88,28 +87,46 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor
     Raises:
         ConfigError: it is damaged, no tensor, or asks for something else.
     """
+    error = partial(ConfigError, where=where, todo=_TODO)
     with _opened(path, offset, length, where) as archive:
         found = _pickle(archive, where)
         if not isinstance(found, Made) or str(found.of) not in (_TENSOR, _TENSOR_OF_DTYPE):
-            raise ConfigError("what is saved here is no tensor", where=where, todo=_TODO)
-        if len(found.args) < 6 or not _are_sizes(found.args[1], *_pair(found.args[2:4])):
-            raise ConfigError("the tensor saved here has no shape", where=where, todo=_TODO)
-        storage, first, shape, strides, *_ = found.args
+            raise error("what is saved here is no tensor")
+        given: list[Any] = [*found.args, *[None] * 4]
+        storage, first, shape, strides = given[:4]
+        is_shaped = isinstance(shape, tuple) and isinstance(strides, tuple)
+        if len(found.args) < 6 or not (
+            is_shaped
+            and len(shape) == len(strides)
+            and all(type(n) is int and n >= 0 for n in (first, *shape, *strides))
+        ):
+            raise error("the tensor saved here has no shape")
         is_new = str(found.of) == _TENSOR_OF_DTYPE
         if len(found.args) > 6 + is_new and found.args[6 + is_new]:
             raise ConfigError("the tensor saved here is conjugated or negated", where=where)
-        key, dtype = _storage(storage, where)
+        key_of = storage.key if isinstance(storage, Stored) else None
+        match key_of if isinstance(key_of, tuple) else None:
+            case ("storage", Named() as kind, str(key), _, _):
+                dtype = _STORAGES.get(str(kind), "uint8")
+            case _:
+                raise error("the tensor saved here has no storage")
         if is_new:
             dtype = DTYPES.get(str(found.args[6]), "")
         check_shape("the tensor", shape, dtype, path)
-        begin, size = _stored_at(archive, f"data/{key}", where)
-        itemsize = ITEMSIZE[dtype]
+        info = _record(archive, f"data/{key}", where)
+        # After the header that stands before the record, whose two last lengths may differ from
+        # those of the directory.
+        file: Any = archive.fp
+        file.seek(info.header_offset + 26)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+        begin = offset + info.header_offset + 30 + name_length + extra_length
+        rows = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return SavedTensor(
             shape=shape,
             dtype=dtype,
-            strides=None if strides == _rows(shape) else strides,
-            offset=offset + begin + first * itemsize,
-            end=offset + begin + size,
+            strides=None if strides == rows else strides,
+            offset=begin + first * ITEMSIZE[dtype],
+            end=begin + info.file_size,
         )
 
 
@@ -203,47 +220,6 @@ def _pickle(archive: zipfile.ZipFile, where: str) -> Any:
             accepted=f"at most {_MOST_PICKLE_BYTES}",
         )  # fmt: skip
     return read_pickle(archive.open(info).read(_MOST_PICKLE_BYTES), _KNOWN, where)
-
-
-def _stored_at(archive: zipfile.ZipFile, name: str, where: str) -> tuple[int, int]:
-    """Return where the bytes of a record begin in the archive, and how many there are."""
-    info = _record(archive, name, where)
-    # Behind the header that stands before the record, whose two last lengths may differ from those
-    # of the directory.
-    file: Any = archive.fp
-    file.seek(info.header_offset + 26)
-    name_length, extra_length = struct.unpack("<HH", file.read(4))
-    return info.header_offset + 30 + name_length + extra_length, info.file_size
-
-
-def _storage(stored: Any, where: str) -> tuple[str, str]:
-    """Return key and dtype of the storage of a tensor."""
-    key = stored.key if isinstance(stored, Stored) else None
-    if not isinstance(key, tuple) or len(key) != 5 or key[0] != "storage":
-        raise ConfigError("the tensor saved here has no storage", where=where, todo=_TODO)
-    _, kind, number, _, _ = key
-    if not isinstance(kind, Named) or not isinstance(number, str):
-        raise ConfigError("the tensor saved here has no storage", where=where, todo=_TODO)
-    return number, _STORAGES.get(str(kind), "uint8")
-
-
-def _pair(values: tuple[Any, ...]) -> tuple[Any, Any]:
-    shape, strides = values
-    return shape, strides
-
-
-def _are_sizes(first: Any, shape: Any, strides: Any) -> bool:
-    return (
-        isinstance(shape, tuple)
-        and isinstance(strides, tuple)
-        and len(shape) == len(strides)
-        and all(type(n) is int and n >= 0 for n in (first, *shape, *strides))
-    )
-
-
-def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _words(value: Any, depth: int = 2) -> str:

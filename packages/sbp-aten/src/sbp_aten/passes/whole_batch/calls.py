@@ -1,7 +1,7 @@
 """What one micro-batch runs of a call on the whole batch.
 
 A call of the whole batch becomes calls of its parts by the signatures and localisers that ranks go
-by: see `batch_layout`. Here stands what goes beyond them, as parts need not be sent: samples in
+by: see `layout`. Here stands what goes beyond them, as parts need not be sent: samples in
 several blocks (`cat` of two views of a batch), and indices that number the samples, which in a part
 number its own (`x[arange(len(x)), lengths - 1]`).
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
+    Part,
     Piece,
     Samples,
     Total,
@@ -32,12 +33,12 @@ from sbp_aten.passes.whole_batch.pieces import of_pieces, taken_apart
 from sbp_aten.passes.whole_batch.rearranged import (
     RESHAPES,
     WAYS,
+    Found,
     as_numbered,
     as_reshaped,
     in_blocks,
     is_zero,
 )
-from sbp_aten.passes.whole_batch.values import Part
 from sbp_aten.traits import TRAITS
 from sbp_core.errors import SignatureError
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType, map_refs
@@ -179,9 +180,7 @@ class PartCalls:
             return taken_apart(self, node, given)
         return self._write(node, *signature, label)
 
-    def _signature(
-        self, node: Node, given: Sequence[Part]
-    ) -> tuple[LocalProgram, list[Ref], list[Layout]] | None:
+    def _signature(self, node: Node, given: Sequence[Part]) -> Found | None:
         """Return what a part runs by one of the signatures of a call."""
         blocks = {one.layout.blocks for one in given if isinstance(one.layout, Samples)}
         if len(blocks) > 1:
@@ -237,7 +236,7 @@ class PartCalls:
             inputs=tuple(NdSbp(sbp) for sbp in signature.inputs),
             outputs=tuple(NdSbp(sbp) for sbp in signature.outputs),
         )
-        mesh = _mesh(self.num_parts)
+        mesh = Placement(ranks=list(range(self.num_parts)), axes=("micro_batch",))
         first = localize(call, whole, mesh, 0)
         # Of all: a call that reads one sample does the same in all parts but the one that has it.
         others = (localize(call, whole, mesh, at) for at in range(1, self.num_parts))
@@ -347,11 +346,9 @@ class PartCalls:
     def _cut(self, node: Node, value: str, layout: Samples, numbers: bool) -> str | None:
         whole = self.graph.tensor(value).shape
         shape = part_shape(whole, layout, self.num_parts)
-        if node.op.startswith(_RANDOM):
-            return self._random_part(node, layout, shape)
-        if node.kind == "arange":
-            return self._numbers_part(node, layout, shape) if numbers else None
-        label = "part"
+        if node.op.startswith(_RANDOM) or node.kind == "arange":
+            counts = numbers or node.kind != "arange"
+            return self._counted_part(node, layout, shape) if counts else None
         if node.kind in ("new_full", "new_ones", "new_zeros"):  # whatever they are made like
             name = self.fresh(f"{value}.part")
             # A part of what it is made like, which the whole batch has under another name.
@@ -367,9 +364,7 @@ class PartCalls:
             part = None if inner is None else self.cut(source, inner, numbers=numbers)
             if part is None or inner is None:
                 return None
-            found = as_reshaped(self, node, [Part(part, inner)])
-            view = None if found is None else self._write(node, *found, label)
-            return view[0].name if view and view[0].layout == layout else None
+            return self._found_part(node, as_reshaped(self, node, [Part(part, inner)]), layout)
         if node.kind == "index":
             return self._cut_index(node, layout)
         if node.kind == "slice" and (taken := self._cut_slice(node, layout)):
@@ -382,7 +377,7 @@ class PartCalls:
             program = None if refs is None else self._program(node, signature)
             layouts = [layout_of(sbp, layout.blocks) for sbp in signature.outputs]
             if refs is not None and program is not None and self._divide(node, layouts):
-                parts = self._write(node, program, refs, layouts, label)
+                parts = self._write(node, program, refs, layouts, "part")
                 return parts[at].name if parts else None
         return None
 
@@ -394,8 +389,7 @@ class PartCalls:
             part = None if index is None else self.cut(source, Samples(at))
             found = part and as_numbered(self, node, [Part(part, Samples(at)), *same])
             if found and found[2] == [layout]:
-                made = self._write(node, *found, "part")
-                return made[0].name if made else None
+                return self._found_part(node, found, layout)
         return None
 
     def _cut_slice(self, node: Node, layout: Samples) -> str | None:
@@ -405,10 +399,12 @@ class PartCalls:
         extent = self.graph.tensor(source).shape[dim]
         inner = Samples(dim, extent // run)
         part = None if extent % run else self.cut(source, inner)
-        found = part and in_blocks(self, node, [Part(part, inner)])
-        if not found or found[2] != [layout]:
-            return None
-        made = self._write(node, *found, "part")
+        found = in_blocks(self, node, [Part(part, inner)]) if part else None
+        return self._found_part(node, found, layout)
+
+    def _found_part(self, node: Node, found: Found | None, layout: Samples) -> str | None:
+        """Write what makes a part of the only output of a node, if it is the one that is wanted."""
+        made = self._write(node, *found, "part") if found and found[2] == [layout] else None
         return made[0].name if made else None
 
     def _cut_arguments(
@@ -428,47 +424,33 @@ class PartCalls:
             refs.append(Ref(part))
         return refs
 
-    def _random_part(self, node: Node, layout: Samples, shape: tuple[int, ...]) -> str | None:
-        """Draw the numbers that the whole batch draws for the samples of a micro-batch."""
+    def _counted_part(self, node: Node, layout: Samples, shape: tuple[int, ...]) -> str | None:
+        """Make what the whole batch makes for the samples of a micro-batch by their numbers.
+
+        Random numbers are those that the whole batch draws for them. Numbers of samples (`arange`)
+        begin anew, from 0 on.
+        """
         if layout.blocks > 1:
             return None
         (value,) = node.outputs
-        whole = self.graph.tensor(value)
-        kwargs = {
-            **node.kwargs,
-            "start": (0,) * len(shape),
-            "logical": whole.shape,
-            "micro_batches": self.num_parts,
-            "micro_batch_dim": layout.dim,
-        }
-        name = self.fresh(f"{value}.part")
-        args = (shape, *node.args[1:])
-        made = replace(node, name=name, args=args, kwargs=kwargs, outputs=(name,))
+        whole, name = self.graph.tensor(value), self.fresh(f"{value}.part")
+        if node.kind == "arange":
+            step = node.args[2] if node.op.endswith("start_step") and len(node.args) > 2 else 1
+            named = {"start", "end", "step"}
+            op, args = "aten.arange.start_step", (0, step * shape[0], step)
+            kwargs = {key: one for key, one in node.kwargs.items() if key not in named}
+        else:
+            op, args = node.op, (shape, *node.args[1:])
+            kwargs = {
+                **node.kwargs,
+                "start": (0,) * len(shape),
+                "logical": whole.shape,
+                "micro_batches": self.num_parts,
+                "micro_batch_dim": layout.dim,
+            }
+        made = replace(node, name=name, op=op, args=args, kwargs=kwargs, outputs=(name,))
         self.add(made, [TensorType(shape, whole.dtype)])
         return name
-
-    def _numbers_part(self, node: Node, layout: Samples, shape: tuple[int, ...]) -> str | None:
-        """Number the samples of a micro-batch as those of the whole batch, from 0 on."""
-        if layout.blocks > 1:
-            return None
-        step = node.args[2] if node.op.endswith("start_step") and len(node.args) > 2 else 1
-        (value,) = node.outputs
-        named = {"start", "end", "step"}
-        name = self.fresh(f"{value}.part")
-        made = replace(
-            node,
-            name=name,
-            op="aten.arange.start_step",
-            args=(0, step * shape[0], step),
-            kwargs={key: one for key, one in node.kwargs.items() if key not in named},
-            outputs=(name,),
-        )
-        self.add(made, [part_type(self.graph.tensor(value), layout, self.num_parts)])
-        return name
-
-
-def _mesh(num_parts: int) -> Placement:
-    return Placement(ranks=list(range(num_parts)), axes=("micro_batch",))
 
 
 def signatures_of(graph: LogicalGraph, node: Node, num_parts: int) -> tuple[Signature1d, ...]:

@@ -15,9 +15,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sbp_aten.passes.whole_batch.layout import SAME, Piece, Samples, Total, part_type
+from sbp_aten.passes.whole_batch.layout import (
+    SAME,
+    Coefficient,
+    Part,
+    Piece,
+    Samples,
+    Term,
+    Total,
+    part_type,
+)
 from sbp_aten.passes.whole_batch.rearranged import is_zero
-from sbp_aten.passes.whole_batch.values import Coefficient, Part, Term
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, map_refs
 from sbp_core.signatures import OpCall, argument, wrap_dim
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
     Layout,
+    Part,
     Samples,
     Total,
     part_shape,
     reshaped,
 )
-from sbp_aten.passes.whole_batch.values import Part
-from sbp_aten.traits import TRAITS
+from sbp_aten.traits import TRAITS, filled_with
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref
 from sbp_core.signatures import LocalCall, LocalProgram, OpCall, argument, wrap_dim
 
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 #: Operators that keep all elements, in their order.
 RESHAPES = ("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view")
-
-_ZEROS = ("new_zeros", "zeros", "zeros_like")
-
-#: Operators that fill a tensor with a number, and where they take it.
-_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 
 _BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 
@@ -47,14 +42,14 @@ _LARGEST = 2
 _BLOCKS = ("cat", "repeat", "slice", "slice_backward", "split", "split_with_sizes")
 
 #: What a part runs, the parts that it reads, and what it makes.
-_Found = tuple[LocalProgram, list[Ref], list[Layout]]
+Found = tuple[LocalProgram, list[Ref], list[Layout]]
 
 
 def _single(node: Node, args: tuple[Argument, ...], op: str = "") -> LocalProgram:
     return LocalProgram(calls=(LocalCall(op=op or node.op, args=args, kwargs=node.kwargs),))
 
 
-def as_reshaped(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
+def as_reshaped(parts: PartCalls, node: Node, given: Sequence[Part]) -> Found | None:
     """Return a view of samples: the same in the shape of a part."""
     if node.kind not in RESHAPES or not isinstance(given[0].layout, Samples):
         return None
@@ -71,7 +66,7 @@ def as_reshaped(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found |
     return program, [Ref(given[0].name)], [layout]
 
 
-def in_blocks(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
+def in_blocks(parts: PartCalls, node: Node, given: Sequence[Part]) -> Found | None:
     """Return what puts blocks of all samples together, or takes them apart again.
 
     cat([a, b]), repeat(a, 2)                 of a, b: one block each, to two blocks
@@ -143,7 +138,7 @@ def _whole_runs(extent: int, start: int | None, stop: int | None, run: int) -> l
     return [first, last] if first % run == 0 and last % run == 0 and first < last else None
 
 
-def as_numbered(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
+def as_numbered(parts: PartCalls, node: Node, given: Sequence[Part]) -> Found | None:
     """Return indexing by the number of each sample: `x[arange(B), i]`, and writing in such places.
 
     A part reads its own samples, whose numbers begin anew.
@@ -207,12 +202,19 @@ def as_numbered(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found |
     return _single(node, node.args), [*refs[:-1], Ref(part)], [layout]
 
 
-def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bool:
-    """Whether a value is 0, 1, 2, ... to an extent, times a number, in another form or dtype."""
+def without_views(graph: LogicalGraph, value: str) -> str:
+    """Return what a value has the elements of, in another form or dtype."""
     node = graph.producers.get(value)
     while node is not None and (node.kind in RESHAPES or node.kind in TRAITS.copies):
         value = graph.tensor_inputs(node)[0]
         node = graph.producers.get(value)
+    return value
+
+
+def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bool:
+    """Whether a value is 0, 1, 2, ... to an extent, times a number, in another form or dtype."""
+    value = without_views(graph, value)
+    node = graph.producers.get(value)
     if node is None or node.kind != "arange":
         return False
     start, step = 0, 1
@@ -224,7 +226,7 @@ def _is_count(graph: LogicalGraph, value: str, extent: int, each: int = 1) -> bo
     return start == 0 and step == each and graph.tensor(value).shape == (extent,)
 
 
-def _of_bags(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | None:
+def _of_bags(parts: PartCalls, node: Node, given: Sequence[Part]) -> Found | None:
     """Return bags of equally many places a sample, or the gradient of their table."""
     names = parts.graph.tensor_inputs(node)
     shapes = [parts.graph.tensor(name).shape for name in names]
@@ -262,12 +264,7 @@ def _of_bags(parts: PartCalls, node: Node, given: Sequence[Part]) -> _Found | No
 def is_zero(graph: LogicalGraph, value: str) -> bool:
     """Whether a value is a tensor of zeros."""
     node = graph.producers.get(value)
-    if node is None:
-        return False
-    number = _FILLS.get(node.kind)
-    return node.kind in _ZEROS or (
-        number is not None and len(node.args) > number and node.args[number] == 0
-    )
+    return node is not None and bool(filled_with(node) == 0)
 
 
 #: In the order in which they are tried.

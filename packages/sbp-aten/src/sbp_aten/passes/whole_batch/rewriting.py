@@ -6,23 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from sbp_aten.passes.whole_batch.calls import PartCalls, signatures_of
-from sbp_aten.passes.whole_batch.layout import SAME, Samples, Total, part_type
-from sbp_aten.passes.whole_batch.pieces import of_numbers
-from sbp_aten.passes.whole_batch.targets import counted_targets, divide_losses_ahead
-from sbp_aten.passes.whole_batch.terms import TermCalls
-from sbp_aten.passes.whole_batch.values import (
+from sbp_aten.passes.whole_batch.layout import (
     LATE,
+    SAME,
     Late,
     Part,
+    Samples,
     Term,
+    Total,
     Unknown,
     Value,
     has_pieces,
     has_samples,
     is_total,
+    part_type,
     plain,
     single_part,
 )
+from sbp_aten.passes.whole_batch.pieces import of_numbers
+from sbp_aten.passes.whole_batch.targets import counted_targets, divide_losses_ahead
+from sbp_aten.passes.whole_batch.terms import TermCalls
+from sbp_aten.traits import filled_with
 from sbp_core.errors import GraphError
 from sbp_core.graph import (
     Argument,
@@ -58,18 +62,11 @@ _BATCH_NORMS = ("_native_batch_norm_legit_functional", "native_batch_norm", "cud
 
 _HOW = {"sum": 1, "max": "maximum", "min": "minimum"}
 
-#: Factories that take shape, dtype or device of a tensor, and the number that they fill in; None:
-#: an argument.
-_LIKE = {
-    "empty_like": 0,
-    "full_like": None,
-    "new_empty": 0,
-    "new_full": None,
-    "new_ones": 1,
-    "new_zeros": 0,
-    "ones_like": 1,
-    "zeros_like": 0,
-}
+#: Factories that take shape, dtype or device of a tensor.
+_LIKE = frozenset(
+    {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"}
+    | {"zeros_like"}
+)
 
 
 def whole_batch_loss(graph: LogicalGraph, num_micro_batches: int) -> LogicalGraph:
@@ -118,10 +115,6 @@ class _Rewriting:
         self.parts = PartCalls(self.graph, self.num_parts)
         self.graph = self.parts.graph
         self.terms = TermCalls(self.parts, self.values)
-
-    @property
-    def _inputs(self) -> set[str]:
-        return {entry.name for entry in self.graph.inputs}
 
     def run(self) -> LogicalGraph:
         """Return the graph of micro-batches."""
@@ -237,9 +230,7 @@ class _Rewriting:
 
     def _filled(self, node: Node, names: Sequence[str]) -> None:
         """Write `ones_like(loss)` as a tensor of ones, which needs no loss."""
-        number = _LIKE[node.kind]
-        if number is None:
-            number = node.args[1 if node.kind == "full_like" else 2]
+        number = 0 if "empty" in node.kind else filled_with(node)
         (value,) = node.outputs
         made = self.graph.tensor(value)
         full = replace(
@@ -304,7 +295,13 @@ class _Rewriting:
             return self.whole.get(value, value)
         problem = self._problem(value)
         if problem is not None:
-            raise _refusal(problem)
+            raise GraphError(
+                "a result of the whole batch does not follow from its micro-batches: "
+                f"{problem.why}",
+                where=problem.node.where(),
+                accepted=_ACCEPTED,
+                todo=_TODO,
+            )
         found = self.values[value]
         assert isinstance(found, tuple), f"{value} is late and not made"
         if value in self.parts.same and self.graph.rate_of(value) is Rate.STEP:
@@ -314,7 +311,7 @@ class _Rewriting:
         total = ""
         for term in found:
             made = self._accumulated(like, value, term)
-            total = self._step(like, "aten.add.Tensor", (total, made), value) if total else made
+            total = self._step(like, "add.Tensor", (total, made), value) if total else made
         self.whole[value] = total
         return total
 
@@ -327,7 +324,7 @@ class _Rewriting:
         self.parts.types[name] = kind
         phase = like.phase if like.phase is Phase.FORWARD else Phase.BACKWARD
         source = term.part.name
-        if source in self._inputs:  # which no actor sends
+        if source in self.graph.input_kinds:  # which no actor sends
             source = self.parts.fresh(f"{value}.read")
             args = (Ref(term.part.name),)
             read = replace(like, name=source, op="aten.clone.default", args=args, outputs=(source,))
@@ -347,51 +344,50 @@ class _Rewriting:
         )
         total = name
         for atom, power in term.coefficient:
-            op = "aten.mul.Tensor" if power > 0 else "aten.div.Tensor"
+            op = "mul.Tensor" if power > 0 else "div.Tensor"
             for _ in range(abs(power)):
                 name = self._step(like, op, (name, self._ratio(atom, kind.dtype)), value)
-        if any(power < 0 and self._may_be_none(atom) for atom, power in term.coefficient):
-            name = self._without_zeros(like, value, total, name)
-        return name
-
-    def _may_be_none(self, atom: str) -> bool:
-        """Whether nothing may count, so that a number is zero, and PyTorch divides none by it.
-
-        That is so where zeros are written over what was divided, but for numbers of targets, whose
-        ratio is never zero.
-        """
-        return atom in self.terms.filled and counted_targets(self.graph, atom) is None
-
-    def _without_zeros(self, like: Node, value: str, total: str, divided: str) -> str:
-        """Return a total that was divided, with zeros where it is zero: not 0 / 0."""
-        zeros, name = self.parts.fresh(f"{value}.zeros"), self.parts.fresh(f"{value}.whole")
-        once, kind = self._like(like), self.graph.tensor(value)
-        self.parts.types |= {zeros: TensorType(kind.shape, "bool"), name: kind}
-        self._call(once, zeros, "aten.eq.Scalar", (Ref(total), 0))
-        self._call(once, name, "aten.masked_fill.Scalar", (Ref(divided), Ref(zeros), 0))
+        # Where zeros are written over what is divided, nothing may count, and a divisor be zero:
+        # 0 / 0 is zero then. The ratio of a number of targets is never zero.
+        if any(
+            power < 0 and atom in self.terms.filled and counted_targets(self.graph, atom) is None
+            for atom, power in term.coefficient
+        ):
+            flags = TensorType(kind.shape, "bool")
+            zeros = self._late(like, f"{value}.zeros", "eq.Scalar", (Ref(total), 0), flags)
+            masked = (Ref(name), Ref(zeros), 0)
+            name = self._late(like, f"{value}.whole", "masked_fill.Scalar", masked, kind)
         return name
 
     def _step(self, like: Node, op: str, names: Sequence[str], value: str) -> str:
-        """Write a pointwise call that runs once a step, and makes a value of the whole batch."""
-        name = self.parts.fresh(f"{value}.whole")
-        self.parts.types[name] = self.graph.tensor(value)
-        self._call(self._like(like), name, op, tuple(map(Ref, names)))
-        return name
+        """Write a pointwise call that makes a value of the whole batch."""
+        kind = self.graph.tensor(value)
+        return self._late(like, f"{value}.whole", op, tuple(map(Ref, names)), kind)
 
-    def _call(
-        self, like: Node, name: str, op: str, args: tuple[Argument, ...], **kwargs: Argument
-    ) -> None:
+    def _late(
+        self,
+        like: Node,
+        name: str,
+        op: str,
+        args: tuple[Argument, ...],
+        kind: TensorType,
+        **kwargs: Argument,
+    ) -> str:
+        """Write a pointwise call of ATen that runs once a step; return the name of its result."""
+        name = self.parts.fresh(name)
+        self.parts.types[name] = kind
         self.late.append(
             replace(
-                like,
+                self._like(like),
                 name=name,
-                op=op,
+                op=f"aten.{op}",
                 args=args,
                 kwargs=kwargs,
                 outputs=(name,),
                 tags=("pointwise",),
             )
         )
+        return name
 
     def _ratio(self, atom: str, dtype: str) -> str:
         """Return by how much a number of the whole batch is larger than its nominal value."""
@@ -400,33 +396,21 @@ class _Rewriting:
             return self.ratios[key]
         # With the total, not with the gradients that it divides: every stage has such, and would
         # wait for the update of the one that computes the ratio.
-        like = self._like(self.graph.producers[atom])
-        if dtype != "float64":
-            wide = self._ratio(atom, "float64")
-            name = self.parts.fresh(f"{atom}.ratio")
-            self._call(
-                like, name, "aten._to_copy.default", (Ref(wide),), dtype=Symbol("dtype", dtype)
-            )
-        else:
-            name = self.parts.fresh(f"{atom}.float64")
-            self._call(
-                like,
-                name,
-                "aten._to_copy.default",
-                (Ref(self._whole(atom)),),
-                dtype=Symbol("dtype", dtype),
-            )
-            self.parts.types[name] = TensorType((), dtype)
+        like, kind = self.graph.producers[atom], TensorType((), dtype)
+        exact = dtype == "float64"
+        source = self._whole(atom) if exact else self._ratio(atom, "float64")
+        label = f"{atom}.float64" if exact else f"{atom}.ratio"
+        cast = Symbol("dtype", dtype)
+        name = self._late(like, label, "_to_copy.default", (Ref(source),), kind, dtype=cast)
+        if exact:
             if counted_targets(self.graph, atom) is not None:
                 # Where no target counts, PyTorch computes no gradients at all: not 0 / 0.
-                none, safe = (self.parts.fresh(f"{atom}.{one}") for one in ("none", "counted"))
-                self._call(like, none, "aten.eq.Scalar", (Ref(name), 0))
-                self._call(like, safe, "aten.masked_fill.Scalar", (Ref(name), Ref(none), 1))
-                self.parts.types |= {none: TensorType((), "bool"), safe: TensorType((), dtype)}
-                name = safe
-            total, name = name, self.parts.fresh(f"{atom}.ratio")
-            self._call(like, name, "aten.div.Scalar", (Ref(total), self.terms.nominal(atom)))
-        self.parts.types[name] = TensorType((), dtype)
+                flag = TensorType((), "bool")
+                none = self._late(like, f"{atom}.none", "eq.Scalar", (Ref(name), 0), flag)
+                args = (Ref(name), Ref(none), 1)
+                name = self._late(like, f"{atom}.counted", "masked_fill.Scalar", args, kind)
+            nominal = (Ref(name), self.terms.nominal(atom))
+            name = self._late(like, f"{atom}.ratio", "div.Scalar", nominal, kind)
         self.ratios[key] = name
         return name
 
@@ -447,12 +431,3 @@ class _Rewriting:
             raise error.replaced(
                 GraphError, what=error.what.replace("a result", named, 1)
             ) from None
-
-
-def _refusal(unknown: Unknown) -> GraphError:
-    return GraphError(
-        f"a result of the whole batch does not follow from its micro-batches: {unknown.why}",
-        where=unknown.node.where(),
-        accepted=_ACCEPTED,
-        todo=_TODO,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sbp_aten.passes.whole_batch.rearranged import RESHAPES
+from sbp_aten.passes.whole_batch.rearranged import without_views
 from sbp_aten.traits import TRAITS
 from sbp_core.graph import Argument, LogicalGraph, TensorType
 from sbp_core.passes import GraphWriter
@@ -32,34 +32,19 @@ def divide_losses_ahead(graph: LogicalGraph) -> LogicalGraph:
         gradient, scores, targets, weight, reduction, ignored, total = node.args
         kind = graph.tensor(total.name)
         unread = writer.call(node, "aten.new_zeros.default", (scores, ()), kind)
-        if reduction != _MEAN:
-            args = (gradient, scores, targets, weight, reduction, ignored, unread)
-            writer.call(node, node.op, args, graph.tensor(node.outputs[0]))
-            writer.rename_last(node)
-            continue
-        if weight is not None:
-            labels = graph.tensor(targets.name).shape
-            counts = writer.call(
-                node,
-                "aten.ne.Scalar",
-                (targets, ignored),
-                TensorType(labels, "bool"),
-                pointwise=True,
-            )
-            number = TensorType((), "int64")
-            count = writer.call(node, "aten.sum.default", (counts,), number)
-            none = writer.call(
-                node, "aten.eq.Scalar", (count, 0), TensorType((), "bool"), pointwise=True
-            )
-            total = writer.call(
-                node, "aten.masked_fill.Scalar", (total, none, 1), kind, pointwise=True
-            )
-        made = graph.tensor(gradient.name)
-        share = writer.call(node, "aten.div.Tensor", (gradient, total), made, pointwise=True)
-        args = (share, scores, targets, weight, _SUM, ignored, unread)
+        if reduction == _MEAN:
+            if weight is not None:
+                known = TensorType(graph.tensor(targets.name).shape, "bool")
+                counts = writer.pointwise(node, "ne.Scalar", targets, ignored, made=known)
+                count = writer.call(node, "aten.sum.default", (counts,), TensorType((), "int64"))
+                flag = TensorType((), "bool")
+                none = writer.pointwise(node, "eq.Scalar", count, 0, made=flag)
+                total = writer.pointwise(node, "masked_fill.Scalar", total, none, 1)
+            gradient, reduction = writer.pointwise(node, "div.Tensor", gradient, total), _SUM
+        args = (gradient, scores, targets, weight, reduction, ignored, unread)
         writer.call(node, node.op, args, graph.tensor(node.outputs[0]))
         writer.rename_last(node)
-    return graph.with_nodes(tuple(writer.nodes), types=writer.types)
+    return writer.written()
 
 
 def counted_targets(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:
@@ -69,14 +54,15 @@ def counted_targets(graph: LogicalGraph, value: str) -> tuple[str, Argument] | N
     the second only where a loss of the graph leaves out the same.
     """
     counted = _counted(graph, value)
-    if counted is None:
-        return None
-    losses = {
-        (_without_views(graph, node.args[1].name), node.args[4])
-        for node in graph.nodes
-        if node.kind in _TOTAL_WEIGHTS
-    }
-    return counted if counted in losses else None
+    return next(
+        (
+            counted
+            for node in graph.nodes
+            if node.kind in _TOTAL_WEIGHTS
+            and counted == (without_views(graph, node.args[1].name), node.args[4])
+        ),
+        None,
+    )
 
 
 def _counted(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:
@@ -90,21 +76,12 @@ def _counted(graph: LogicalGraph, value: str) -> tuple[str, Argument] | None:
         if value != node.outputs[1]:  # the sum of the losses
             return None
         weight, ignored = node.args[2], node.args[4]
-        return None if weight is not None else (_without_views(graph, node.args[1].name), ignored)
+        return None if weight is not None else (without_views(graph, node.args[1].name), ignored)
     if node.op != "aten.sum.default":
         return None
-    mask, wanted = graph.producers.get(_without_views(graph, node.args[0].name)), "ne"
+    mask, wanted = graph.producers.get(without_views(graph, node.args[0].name)), "ne"
     if mask is not None and mask.kind in ("bitwise_not", "logical_not"):
-        mask, wanted = graph.producers.get(_without_views(graph, mask.args[0].name)), "eq"
+        mask, wanted = graph.producers.get(without_views(graph, mask.args[0].name)), "eq"
     if mask is None or mask.op != f"aten.{wanted}.Scalar":
         return None
-    return _without_views(graph, mask.args[0].name), mask.args[1]
-
-
-def _without_views(graph: LogicalGraph, value: str) -> str:
-    """Return what a value has the elements of, in another form or dtype."""
-    node = graph.producers.get(value)
-    while node is not None and (node.kind in RESHAPES or node.kind in TRAITS.copies):
-        value = graph.tensor_inputs(node)[0]
-        node = graph.producers.get(value)
-    return value
+    return without_views(graph, mask.args[0].name), mask.args[1]

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 
 from sbp_aten.passes.whole_batch.calls import PartCalls
-from sbp_aten.passes.whole_batch.layout import SAME, Piece, Total
-from sbp_aten.passes.whole_batch.pieces import completed
-from sbp_aten.passes.whole_batch.rearranged import is_zero
-from sbp_aten.passes.whole_batch.targets import counted_targets
-from sbp_aten.passes.whole_batch.values import (
+from sbp_aten.passes.whole_batch.layout import (
+    SAME,
     Coefficient,
     Late,
     Part,
+    Piece,
     Term,
     Terms,
+    Total,
     Unknown,
     Value,
     has_pieces,
@@ -34,6 +34,9 @@ from sbp_aten.passes.whole_batch.values import (
     single_part,
     times,
 )
+from sbp_aten.passes.whole_batch.pieces import completed
+from sbp_aten.passes.whole_batch.rearranged import is_zero
+from sbp_aten.passes.whole_batch.targets import counted_targets
 from sbp_core.errors import SignatureError
 from sbp_core.graph import LogicalGraph, Node, Rate, Ref, Symbol, TensorType, rename_uses
 from sbp_core.sbp import B, P
@@ -121,8 +124,11 @@ class TermCalls:
                 return None
             factor = times(*[found[0][0].coefficient] * exponent)
             found[0], marked = plain(found[0][0].part), []
-        if node.kind in _FILLS_WITH and marked and self._fills_with_zeros(node, found):
-            self.filled |= {name for terms in found for t in terms for name, _ in t.coefficient}
+        if node.kind in _FILLS_WITH and marked:
+            # Zeros may be written over some elements, whatever stood there.
+            number = node.args[2] if node.op == "aten.masked_fill.Scalar" else None
+            if number == 0 or (number is None and any(map(self._is_zero, found[1:]))):
+                self.filled |= {name for terms in found for t in terms for name, _ in t.coefficient}
         for together in linear_in(self.graph, node, marked) if marked else [frozenset()]:
             made = self._jointly(node, names, found, sorted(together))
             if made is not None:
@@ -148,7 +154,7 @@ class TermCalls:
             if not self._is_zero(given[at])
             for term in given[at]
         )
-        made: list[list[Term]] = [[] for _ in node.outputs]
+        results: list[list[Terms]] = []
         for coefficient in coefficients:
             sets = [
                 [term for term in given[at] if term.coefficient == coefficient]
@@ -160,21 +166,29 @@ class TermCalls:
             if all(len(one) <= 1 for one in sets):
                 chosen = {at: one[0].part for at, one in zip(together, sets, strict=True) if one}
                 found = self._with_zeros(node, names, given, together, chosen, coefficient)
-            if found is None:
-                for at, one in zip(together, sets, strict=True):
-                    for term in one:
-                        alone = self._with_zeros(
-                            node, names, given, together, {at: term.part}, coefficient
-                        )
-                        if alone is None:
-                            return None
-                        for terms, more in zip(made, alone, strict=True):
-                            terms += more
+            if found is not None:
+                results.append(found)
                 continue
-            for terms, more in zip(made, found, strict=True):
-                terms += more
-        merged = [self._merged(node, terms) for terms in made]
-        return merged if all(_num_of(terms) <= _MOST_TERMS for terms in merged) else None
+            for at, one in zip(together, sets, strict=True):
+                for term in one:
+                    alone = {at: term.part}
+                    found = self._with_zeros(node, names, given, together, alone, coefficient)
+                    if found is None:
+                        return None
+                    results.append(found)
+        merged = self._sum(node, results)
+        # Pieces are to be one term.
+        counts = (
+            sum(not isinstance(term.part.layout, Piece) for term in terms) for terms in merged
+        )
+        return merged if all(count <= _MOST_TERMS for count in counts) else None
+
+    def _sum(self, node: Node, results: Sequence[list[Terms]]) -> list[Terms]:
+        """Add up, for each output of a node, what several calls made of it."""
+        return [
+            self._merged(node, [term for made in results for term in made[at]])
+            for at in range(len(node.outputs))
+        ]
 
     def _with_zeros(
         self,
@@ -198,24 +212,16 @@ class TermCalls:
             if at in chosen
             else single_part(one)
             if at not in absent or self._is_zero(one)
-            else self._zeros(node, names[at], near)
+            else self._made_near(
+                f"{node.name}.zeros", node, near.name, 0, self.graph.tensor(names[at])
+            )
             for at, one in enumerate(given)
         ]
         return self._run(node, parts, coefficient)
 
-    def _fills_with_zeros(self, node: Node, given: Sequence[Terms]) -> bool:
-        """Whether a node writes zeros over some elements, whatever stood there."""
-        if node.op == "aten.masked_fill.Scalar":
-            return bool(node.args[2] == 0)
-        return any(map(self._is_zero, given[1:]))
-
     def _is_zero(self, terms: Terms) -> bool:
         part = single_part(terms)
         return part is not None and part.layout == SAME and is_zero(self.graph, part.name)
-
-    def _zeros(self, node: Node, like: str, near: Part) -> Part:
-        """Return zeros in the shape of a value of the whole batch, made near a part."""
-        return self._made_near(f"{node.name}.zeros", node, near.name, 0, self.graph.tensor(like))
 
     def _made_near(self, name: str, like: Node, near: str, number: float, kind: TensorType) -> Part:
         """Write a tensor of equal numbers that belongs to a node, on the device of a part."""
@@ -262,17 +268,15 @@ class TermCalls:
         left, right = (given[at] for at in marked)
         if min(len(left), len(right)) > 1:
             return None
-        made: list[list[Term]] = [[] for _ in node.outputs]
-        for one in left:
-            for other in right:
-                parts = [single_part(terms) for terms in given]
-                parts[marked[0]], parts[marked[1]] = one.part, other.part
-                found = self._run(node, parts, times(one.coefficient, other.coefficient))
-                if found is None:
-                    return None
-                for terms, more in zip(made, found, strict=True):
-                    terms += more
-        return [self._merged(node, terms) for terms in made]
+        results: list[list[Terms]] = []
+        for one, other in product(left, right):
+            parts = [single_part(terms) for terms in given]
+            parts[marked[0]], parts[marked[1]] = one.part, other.part
+            found = self._run(node, parts, times(one.coefficient, other.coefficient))
+            if found is None:
+                return None
+            results.append(found)
+        return self._sum(node, results)
 
     def _run(
         self, node: Node, given: Sequence[Part | None], coefficient: Coefficient
@@ -433,11 +437,6 @@ def _apart(given: Sequence[Terms]) -> list[int]:
         isinstance(one, Piece) and one.dim is not None for one in others
     )
     return [] if alone else [at for at, layout in enumerate(layouts) if layout != SAME]
-
-
-def _num_of(terms: Terms) -> int:
-    """Return how many terms a value has, those of pieces aside, which are to be one."""
-    return sum(not isinstance(term.part.layout, Piece) for term in terms)
 
 
 def power_of(node: Node) -> int | None:

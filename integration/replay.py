@@ -1,0 +1,207 @@
+"""Plans of models, layouts and planners, stored and made again: a refactor changes none.
+
+    python -m replay store FILE        plans every case and writes what came of it
+    python -m replay compare FILE      plans again, prints each difference, fails if there is one
+
+Of each case it keeps the hashes of graph, strategy and plan, the predicted time, the bytes that are
+moved, and the memory of each rank; of a refusal, its error. A strategy is `worse` if it no longer
+fits, or takes more time, or as much time and more memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+#: Settings that make each model of the zoo small.
+MODELS = {
+    "gpt": "model.num_layers=2 model.hidden=32 model.num_heads=4 model.context=16",
+    "llama": "model.num_layers=2 model.hidden=32 model.num_heads=4 model.num_key_heads=2 "
+    "model.mlp_hidden=48 model.context=16",
+    "moe": "model.num_layers=1 model.hidden=32 model.num_heads=4 model.num_key_heads=2 "
+    "model.mlp_hidden=48 model.context=16",
+    "bert": "model.num_layers=2 model.hidden=32 model.num_heads=4 model.context=16",
+    "t5": "model.num_layers=1 model.hidden=32 model.num_heads=4 model.head_width=8 "
+    "model.mlp_hidden=64 data.context=16",
+    "resnet": "model.width=4",
+    "vit": "model.num_layers=2 model.hidden=32 model.num_heads=4 model.image_size=16",
+    "dlrm": "model.rows=[40,20,10,4] model.hidden=8 model.bottom=[16] model.top=[16]",
+}
+
+MESHES = ("[2]", "[2,2]")
+
+PRESETS = {
+    "data_parallel": "cluster.mesh=[4]",
+    "tensor_parallel": "cluster.mesh=[2] cluster.axes=[tensor]",
+    "data_tensor": "cluster.mesh=[2,2]",
+    "zero": "cluster.mesh=[4]",
+    "zero1": "cluster.mesh=[4]",
+    "zero2": "cluster.mesh=[4]",
+    "pipeline": "cluster.mesh=[2,2] cluster.axes=[pipe,data] trainer.micro_batches=4",
+}
+
+PLANNERS = {
+    "greedy": ("[4]", "[2,2]"),
+    "osdp": ("[4]",),
+    "ilp": ("[4]", "[2,2]"),
+    "optcnn": ("[4]",),
+    "tofu": ("[4]",),
+    "mcmc": ("[2]",),
+    "gpipe": ("[2]", "[4]"),
+    "pipedream": ("[4]",),
+    "stanza": ("[4]",),
+    "dlplacer": ("[2]",),
+    "alpa": ("[4]",),
+    "galvatron": ("[4]",),
+    "auto": ("[4]",),
+}
+
+PIPELINES = ("gpipe", "pipedream", "alpa", "galvatron")
+
+#: How a step is compiled.
+COMPILED = (
+    "compile.overlap=true",
+    "compile.boxing_thread=true",
+    "compile.bucket_bytes=4096",
+    "compile.prefetch=2",
+    "compile.regather=true",
+    "compile.passes.recompute.memory_bytes=200000",
+    "compile.passes.slices={'*mlp*':{count:2}}",
+    "trainer.micro_batches=2",
+    "trainer.micro_batches=2 trainer.loss=mean_of_micro_batches",
+    "trainer.micro_batches=4 trainer.loss=each_micro_batch trainer.micro_batches_per_update=2",
+    "trainer.update.clip_norm=1.0",
+    "planner=osdp planner.offload=[optimizer_states] cluster=h100",
+)
+
+#: What keeps to a limit of memory, with limits from tight to loose.
+LIMITED = ("osdp", "ilp", "alpa", "galvatron", "auto")
+LIMITS = {"gpt": (300e3, 500e3, 900e3), "resnet": (300e3, 600e3)}
+
+
+def cases() -> Iterator[tuple[str, ...]]:
+    """Yield the overrides of each case."""
+    batch = "trainer.batch_size=8"
+    for model, small in MODELS.items():
+        of = (f"model={model}", *small.split(), batch)
+        for mesh in MESHES:
+            yield (*of, f"cluster.mesh={mesh}")
+        yield (*of, "cluster=h100", "cluster.mesh=[2,4]")
+        for preset, layout in PRESETS.items():
+            if model not in ("t5", "vit"):
+                yield (*of, f"planner=manual/{preset}", *layout.split())
+    for model in ("gpt", "moe", "resnet", "dlrm"):
+        of = (f"model={model}", *MODELS[model].split(), batch)
+        for planner, meshes in PLANNERS.items():
+            for mesh in meshes:
+                more = ("trainer.micro_batches=4",) if planner in PIPELINES else ()
+                yield (*of, f"planner={planner}", f"cluster.mesh={mesh}", *more)
+    of = ("model=gpt", *MODELS["gpt"].split(), batch)
+    for how in COMPILED:
+        yield (*of, "cluster.mesh=[4]", *how.split())
+        if "planner" not in how:
+            yield (*of, "cluster.mesh=[2,2]", "planner=manual/data_tensor", *how.split())
+    for model, limits in LIMITS.items():
+        of = (f"model={model}", *MODELS[model].split(), batch, "cluster.mesh=[4]")
+        for planner in LIMITED:
+            for limit in limits:
+                limited = f"planner={planner}", f"cluster.memory_bytes={limit:.0f}"
+                # Batch normalisation has statistics of each micro-batch.
+                chosen = "trainer.micro_batches=auto", "trainer.loss=mean_of_micro_batches"
+                yield (*of, *limited, *chosen)
+
+
+def digest(value: Any) -> str:
+    """Return 16 hex digits of a value of plain JSON."""
+    text = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Plan one case; return what came of it."""
+    from dataclasses import replace
+
+    from sbp_core.errors import SbpError
+    from sbp_core.graph import graph_hash
+    from sbp_core.plugins import discover
+    from sbp_launch.apps.train import make_application
+    from sbp_launch.console import make_console
+    from sbp_launch.settings import compose as settings
+    from sbp_launch.settings.catalog import make_catalog
+    from sbp_launch.trainer.planning_only import PlanningOnly
+    from sbp_launch.world import World
+
+    app = replace(make_application(World()), check=None)
+    catalog = make_catalog(discover(), None)
+    try:
+        from sbp_launch.settings.check import check
+
+        config = settings.compose(catalog, app, overrides)
+        run = check(settings.read(config, catalog), catalog.registry, [])
+        found = PlanningOnly(run, catalog.registry, make_console(file=io.StringIO())).plan()
+    except SbpError as error:
+        return {"refused": type(error).__name__, "what": error.what, "accepted": error.accepted}
+    memory = found.memory
+    decided = found.strategy.to_json()
+    decided.pop("report", None)
+    return {
+        "graph": graph_hash(found.graph),
+        "strategy": digest(decided),
+        "plan": found.plan.hash,
+        "step_s": found.simulation.step_s,
+        "boxing_bytes": found.plan.boxing_bytes,
+        "memory": memory if isinstance(memory, str) else [r.peak for r in memory.ranks.values()],
+    }
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return what differs between two results of a case, as one word, and ` worse` if it is."""
+    names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    if not names:
+        return ""
+    if "plan" not in after or "plan" not in before:
+        worse = "plan" in before
+    else:
+        was, now = (
+            (one["step_s"], max(one["memory"]) if isinstance(one["memory"], list) else 0)
+            for one in (before, after)
+        )
+        worse = now[0] > was[0] * (1 + 1e-9) or (now[0] >= was[0] and now[1] > was[1])
+    return ", ".join(sorted(names)) + (": worse" if worse else "")
+
+
+def main(arguments: list[str]) -> int:
+    """Store or compare; return the exit code."""
+    if len(arguments) != 2 or arguments[0] not in ("store", "compare"):
+        print(__doc__)
+        return 2
+    way, file = arguments[0], Path(arguments[1])
+    every = list(dict.fromkeys(cases()))
+    with get_context("spawn").Pool(2, maxtasksperchild=20) as pool:
+        results = {}
+        for overrides, result in zip(every, pool.imap(planned, every), strict=True):
+            results[" ".join(overrides)] = result
+    if way == "store":
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        refused = sum("refused" in result for result in results.values())
+        print(f"stored {len(results)} cases, {refused} of which are refused, in {file}")
+        return 0
+    known = json.loads(file.read_text(encoding="utf-8"))
+    differ = 0
+    for name in known.keys() | results.keys():
+        found = difference(known.get(name, {}), results.get(name, {}))
+        if found:
+            differ += 1
+            print(f"{name}\n  {found}\n  before {known.get(name)}\n  after  {results.get(name)}")
+    print(f"{len(results)} cases, of which {differ} differ")
+    return min(differ, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""The first steps of a parallel step beside the same program on one device, on rank 0."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbp_core.errors import ConfigError
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.one_device import EagerReference
+from sbp_launch.step.engine import Engine
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_torch.interchange.torch_states import copy_to_model, to_optimizer_state
+
+#: Settings of a parameter group that are numbers of their own, and scalars of an update.
+_NUMBERS = ("lr", "weight_decay", "momentum")
+
+
+class Comparison:
+    """Copies of model and optimizer that take the first steps, too.
+
+    Args:
+        program: What is copied; stays as it is.
+        planned: How it is trained.
+        engine: On which ranks.
+        num_steps: How many steps are compared.
+        make: Returns a model and an optimizer like those of the program, with any values; None to
+            copy these. Who gives it also gives whole batches.
+
+    Raises:
+        ConfigError: the model has no values to be copied, or rank 0 is not given whole batches.
+    """
+
+    def __init__(
+        self,
+        program: OneDeviceProgram,
+        planned: Planned,
+        engine: Engine,
+        num_steps: int,
+        make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]] | None = None,
+    ) -> None:
+        has_values = not any(one.is_meta for one in program.model.parameters())
+        if make is None and (engine.gives_parts or not has_values):
+            what = "each process gives its own part" if has_values else "the model has no values"
+            raise ConfigError(
+                f"compare_steps={num_steps}, and {what}",
+                where="the argument compare_steps",
+                accepted="a model with values, and batch_is='global'",
+                todo="leave out compare_steps, or make a run of few steps so",
+            )
+        self._program, self._planned, self._engine = program, planned, engine
+        self._left, self._make = num_steps, make
+        #: Whether the copies are made, on rank 0; the same on all ranks.
+        self.has_begun = False
+        self._reference: EagerReference | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is compared."""
+        return self._left > 0
+
+    def begin(self, states: Mapping[str, Tensor], num_done: int) -> None:
+        """Make the copies, on rank 0.
+
+        Args:
+            states: Whole, with which the next step begins; none on other ranks.
+            num_done: Steps that were taken before.
+        """
+        self.has_begun = True
+        if not states:
+            return
+        if self._make is not None:
+            model, optimizer = self._make()
+        else:
+            model, optimizer = copy.deepcopy((self._program.model, self._program.optimizer))
+            # What schedulers put there steps the optimizer that they were made for.
+            vars(optimizer).pop("step", None)
+        copy_to_model(states, model)
+        optimizer.load_state_dict(to_optimizer_state(states, model, optimizer))
+        self._reference = EagerReference(
+            model,
+            self._program.loss_of_step,
+            optimizer,
+            self._planned.settings,
+            self._engine.seed,
+            self._planned.plan.staleness,
+            num_done,
+        )
+
+    def forget(self) -> None:
+        """Let steps that are still to be compared begin with other states."""
+        self.has_begun = False
+
+    def step(self, batch: Callable[[], Any], loss: float, scalars: Mapping[str, float]) -> None:
+        """Take a step with the copies, beside one of the ranks, if this process has them.
+
+        Args:
+            batch: Returns the whole one.
+            loss: Of the ranks.
+            scalars: Of the update, by name.
+        """
+        self._left -= 1
+        if self._reference is None:
+            return
+        groups = self._program.optimizer.param_groups
+        self._reference.step(
+            batch(),
+            loss,
+            [
+                _settings(group, "" if len(groups) == 1 else f".{index}", scalars)
+                for index, group in enumerate(groups)
+            ],
+        )
+
+    def lines(self) -> list[str]:
+        """Return what is reported: nothing before the first step."""
+        if self._reference is None or not self._reference.losses:
+            return []
+        return self._reference.verdict().splitlines()
+
+
+def _settings(
+    group: Mapping[str, Any], suffix: str, scalars: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the settings of a parameter group in a step."""
+    found = {key: value for key, value in group.items() if key != "params"}
+    found |= {key: scalars[key + suffix] for key in _NUMBERS if key + suffix in scalars}
+    if "betas" in found:
+        names = (f"beta1{suffix}", f"beta2{suffix}")
+        pairs = zip(names, found["betas"], strict=True)
+        found["betas"] = tuple(scalars.get(name, value) for name, value in pairs)
+    return found

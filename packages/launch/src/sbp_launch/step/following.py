@@ -1,0 +1,118 @@
+"""What a loop changes between steps: followed, or refused by name.
+
+what the program read, changed, and it is the same step       followed: it is captured again
+... and it is another step                                    another form, see `forms`
+... and it cannot be captured                                 refused, with the user's line
+weights, buffers, states of the optimizer that are written    taken over, see `training`
+learning rates, written weights, batches that ranks differ in refused on all ranks, see there
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from sbp_core.errors import RunError
+from sbp_core.graph import LogicalGraph
+from sbp_launch.planning.unchanged import check_unchanged
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_launch.step.training import Training
+from sbp_torch.capture import NumberPlace
+from sbp_torch.guards import Changed, Guard, modules_in_eval_mode
+
+
+class Following:
+    """Follows what becomes of the program of a step behind its capture.
+
+    Args:
+        program: Not yet captured.
+    """
+
+    def __init__(self, program: OneDeviceProgram) -> None:
+        self._program = program
+        self._guard = self._make_guard()
+        self._evaluated: Guard | None = None
+        #: Whether other tensors may be in the places of the model's.
+        self.looks_again = False
+        asleep = () if program.model.training else modules_in_eval_mode(program.model)
+        if asleep:
+            warnings.warn(
+                f"the model is in eval mode, and is trained in that, as in a loop of your own: "
+                f"{asleep[0]!r} does what it does in evaluation; call model.train() before "
+                "parallelize if that is not meant",
+                stacklevel=4,
+            )
+
+    # From capture to the first step.
+
+    def captured(self, graph: LogicalGraph, again: Callable[[], LogicalGraph]) -> None:
+        """Note that the step was captured; see `check_unchanged`."""
+        check_unchanged(self._guard, graph, again, self._make_guard)
+
+    def _make_guard(self) -> Guard:
+        program = self._program
+        return Guard(program.model, program.loss, program.optimizer, program.update)
+
+    # Steps.
+
+    def look(self) -> None:
+        """See whether other tensors may be in the places of the model's."""
+        self.looks_again |= not self._guard.holds()
+
+    def changes(self) -> list[Changed]:
+        """Return what the program read and is not as it was when a form was last found for it."""
+        found = self._guard.changes()
+        self.looks_again |= bool(found)
+        return found
+
+    def take_over(self, training: Training) -> dict[str, Tensor]:
+        """Take over what was written to the states; return it by their names."""
+        looks_again, self.looks_again = self.looks_again, False
+        return training.take_over(looks_again=looks_again)
+
+    def accept(self, numbers: Collection[NumberPlace]) -> None:
+        """Note that there is a form for the program as it is.
+
+        Args:
+            numbers: Floats that may be others, as the form has inputs for them.
+        """
+        self._guard.renew(numbers)
+
+    def has_other_forward(self) -> bool:
+        """Whether the program may evaluate otherwise than when this was asked last.
+
+        Raises:
+            RunError: its modules or parameters are others.
+        """
+        if self._evaluated is None:
+            program = self._program
+            self._evaluated = Guard(program.model, program.loss, program.optimizer)
+            # What has changed since capture counts, too.
+            changes = self._guard.changes(training=False)
+        else:
+            changes = self._evaluated.changes(training=False)
+        if any(one.is_structure for one in changes):
+            raise refusal([one for one in changes if one.is_structure])
+        if changes:
+            self._evaluated.renew()
+        return bool(changes)
+
+
+def refusal(changes: Sequence[Changed], problem: str = "") -> RunError:
+    """Return the error for a program that has changed and cannot be followed.
+
+    Args:
+        changes: What has.
+        problem: Why there is no form for it.
+    """
+    first, more = changes[0], len(changes) - 1
+    also = f" (and {more} more: {'; '.join(one.what for one in changes[1:4])})" if more else ""
+    return RunError(
+        f"{first.what}: it is another step now{also}",
+        where=(first.where, problem) if problem else first.where,
+        accepted="changes with which the step can be captured again, but of modules and "
+        "parameters; weights, buffers, states of the optimizer, learning rates",
+        todo=first.todo,
+    )

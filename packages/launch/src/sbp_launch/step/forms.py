@@ -1,0 +1,423 @@
+"""Forms of a step: one for each shape of batch, and for each program that the loop makes of it.
+
+A plan is of one shape, and of the program as it was when it was captured. The last, smaller batch
+of an epoch, a frozen layer, another mode or number is another form of the step: captured and
+planned when it is met first, and kept. All forms train the same states, which stay where they are.
+Floats that vary are inputs of a form, where that can be; see `numbers`.
+
+    step(batch of 64)                  the first form, planned by `parallelize`
+    step(batch of 40)                  a second one: captured, planned around the same shards
+    model.head.requires_grad_(False)
+    step(batch of 64)                  a third one
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from sbp_core.compile import PhysicalPlan
+from sbp_core.errors import RunError, SbpError
+from sbp_core.graph import LogicalGraph, Node, graph_hash
+from sbp_core.runtime import BatchPart, Session, batch_parts
+from sbp_launch.planning.beside import plan_form
+from sbp_launch.planning.flow import Captured, Planned
+from sbp_launch.step.engine import Engine
+from sbp_launch.step.following import Following, refusal
+from sbp_launch.step.numbers import FollowedNumbers, Places, told_numbers
+from sbp_launch.step.planning import PlannedProgram
+from sbp_launch.step.training import Training
+from sbp_launch.step.unseen import UnseenChanges
+from sbp_torch.capture import check_modes, flatten_batch, host_numbers, rebuild_batch
+from sbp_torch.guards import Changed
+
+logger = logging.getLogger(__name__)
+
+#: Most forms of a step.
+MOST_FORMS = 16
+
+#: Name, shape and dtype of each tensor of a batch.
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+
+#: By a part of what varies: how to have fewer forms. What is left is "".
+_WAYS_OUT = {
+    "batches ": "pad batches to few sizes, as pad_to does, or drop what is left over: "
+    "DataLoader(..., drop_last=True)",
+    "parameter group ": "name settings of the optimizer that are scheduled: "
+    "update=UpdateOptions(scheduled=(...))",
+    "": "give numbers that change to the loss in the batch, as tensors without dims, where PyTorch "
+    "takes tensors",
+}
+
+
+class TooManyFormsError(RunError):
+    """A step has so many forms that another one is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A form of a step.
+
+    Args:
+        captured: The hash of what was captured.
+        original: What was captured.
+        planned: How it is done.
+        parts: What of a batch a process gives.
+        session: Takes its steps; None before there is one.
+        why: What made it another form, for messages.
+        numbers: Places of the numbers of Python that are inputs of it, by the names of these.
+        host: What is computed of numbers alone.
+    """
+
+    captured: str
+    original: LogicalGraph
+    planned: Planned
+    parts: Mapping[str, BatchPart]
+    session: Session | None
+    why: str = ""
+    numbers: Places = field(default_factory=dict)
+    host: tuple[Node, ...] = ()
+
+
+class Forms:
+    """The forms of the step of one program.
+
+    Args:
+        first: What was planned of it.
+        engine: Starts the others.
+        following: Says whether the program has changed.
+        training: Has the states.
+        number: Of the program, among those of the training.
+        prove: Proves what has to hold of a program that has changed, for other values of numbers.
+    """
+
+    def __init__(
+        self,
+        first: PlannedProgram,
+        engine: Engine,
+        following: Following,
+        training: Training,
+        number: int,
+        prove: Callable[[Places], None],
+    ) -> None:
+        self._engine, self._following, self._training = engine, following, training
+        self._capture, self._plan, self._program_number = first.capture, first.plan, number
+        self._numbers, self._prove = FollowedNumbers(first.capture), prove
+        self._ranks = engine.ranks if engine.batch_is == "local" else engine.settings.mesh.rank_list
+        self.first = self._form(first.planned, first.captured.original, None)
+        self._forms = {self.first.captured: self.first}
+        #: By the shapes of batches: the form for the program as it is.
+        self._known: dict[Shapes, Form] = {}
+        #: Those of which a form was made, and a batch without values of each.
+        self._met: set[Shapes] = set()
+        self._templates: dict[Shapes, Any] = {}
+        #: Whether the program is as it was when the first form was planned.
+        self._is_as_planned = True
+        self._has_warned = False
+        self._unseen = UnseenChanges(first.capture_s)
+        #: The form of the last step, and a batch of its shapes.
+        self._last: tuple[Form, Any] | None = None
+        #: From so many on, a warning names what varies; and most of all.
+        self._many_forms, self._most_forms = 4, MOST_FORMS
+
+    def _form(
+        self, planned: Planned, original: LogicalGraph, session: Session | None, why: str = ""
+    ) -> Form:
+        return Form(
+            captured=graph_hash(original),
+            original=original,
+            planned=planned,
+            parts=batch_parts(planned.plan, self._ranks),
+            session=session,
+            why=why,
+        )
+
+    @property
+    def call(self) -> str:
+        """How messages call a step of the program."""
+        number = self._program_number
+        return f"step(batch) of program {number + 1}" if number else "step(batch)"
+
+    @property
+    def plans(self) -> tuple[PhysicalPlan, ...]:
+        """Of all forms, in the order in which they were met."""
+        return tuple(form.planned.plan for form in self._forms.values())
+
+    def begin(self) -> None:
+        """Start the first form: the session that has the states takes its steps, if it can."""
+        planned, name = self.first.planned, self.first.captured
+        training = self._training
+        if self._program_number == 0:
+            session = training.started
+        else:
+            self._check_runtime()
+            if not training.states.counts_as(planned.plan):
+                training.count_apart()  # as two programs have one optimizer
+            session = self._start(planned)
+        self.first = self._forms[name] = self._form(planned, self.first.original, session)
+
+    def _check_runtime(self) -> None:
+        if not self._engine.runtime.has_forms:
+            raise RunError(
+                f"the runtime {type(self._engine.runtime).__name__} takes steps of one form only",
+                accepted="the form that was planned first; runtime='actor' has others",
+            )
+
+    def _start(self, planned: Planned) -> Session:
+        """Start a plan on the states of the training, which gets those that it has not."""
+        training = self._training
+        training.states.check_memory(planned)
+        training.widen(planned.plan, self._capture.program)
+        return self._engine.runtime.start(planned.plan, training.started, keeps=True)
+
+    def count_apart(self) -> None:
+        """Forget all forms: from now on, each parameter has a step counter of its own."""
+        self.close()
+        self._forms.clear()
+        self._known.clear()
+        settings = self._capture.settings.without_tied_counters()
+        self._capture = self._numbers.capture = replace(self._capture, settings=settings)
+
+    def plan_ahead(self, batches: Iterable[Any]) -> None:
+        """Capture, plan and start forms before steps meet them; all processes call this.
+
+        Args:
+            batches: One of each form, of this process.
+
+        Raises:
+            SbpError: a form cannot be planned.
+        """
+        for batch in batches:
+            self._find(batch, [])
+            self._many_forms += 1
+            self._most_forms += MOST_FORMS
+
+    def before_step(
+        self, batch: Any, scalars: Mapping[str, float]
+    ) -> tuple[Form, dict[str, float]]:
+        """Return the form of the next step, and its scalars; all processes call this.
+
+        What was written to model and optimizer since the last step is taken over.
+
+        Args:
+            batch: Of this process.
+            scalars: Of the update.
+
+        Raises:
+            RunError: the program has changed, and cannot be followed; names what has.
+            ConfigError: the processes are about to take different steps; names what differs.
+            SbpError: the batch is of another shape, with which the step cannot be taken.
+        """
+        problem: SbpError | None = None
+        form, written, numbers = self.first, {}, dict[str, float]()
+        try:
+            check_modes()
+            changes = self._following.changes()
+            if structure := [one for one in changes if one.is_structure]:
+                raise refusal(structure)
+            written = self._following.take_over(self._training)
+            form = self._find(batch, changes)
+            if not changes and self._unseen.is_due():
+                self._look(form, batch)
+            self._last = form, self._template(batch)
+            numbers = {name: float(one.read()) for name, one in form.numbers.items()}
+            host_numbers(form.host, numbers)
+        except SbpError as error:
+            problem = error
+        whole = None if self._engine.gives_parts else flatten_batch(batch)
+        shapes = _told(self._shapes(batch))
+        why = form.why or "as it was planned first"
+        if "batches " not in why:
+            why += f", for batches {shapes}"
+        told = f"{form.captured} {shapes}\0{why} (form {form.captured[:8]})"
+        compared = {**scalars, **told_numbers(numbers)}
+        self._training.agree(self.call, problem, told, compared, whole, written)
+        return form, {**scalars, **numbers}
+
+    def _look(self, form: Form, batch: Any) -> None:
+        """See that the program still makes a form, though nothing has changed that is compared.
+
+        Raises:
+            RunError: it makes another one.
+        """
+        with self._training.capturing(self._capture.program):
+            self._unseen.look(form.original, lambda: self._capture(batch, self._numbers.places))
+
+    def look_at_the_end(self) -> None:
+        """Warn if the program no longer makes the step that was taken last, and nobody saw why."""
+        if self._last is None or not self._unseen.is_due(at_the_end=True):
+            return
+        try:
+            if not self._following.changes():
+                self._look(*self._last)
+        except RunError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+        except SbpError:  # it has become something else since, which cannot be captured
+            return
+
+    def _find(self, batch: Any, changes: list[Changed]) -> Form:
+        shapes = self._shapes(batch)
+        if not changes and shapes in self._known:
+            return self._known[shapes]
+        is_first = self._is_as_planned and bool(self._forms)
+        if not changes and not self._is_other_shape(shapes) and (is_first or self._is_odd(shapes)):
+            self._known[shapes] = self.first
+            return self.first
+        numbers = self._numbers.places
+        try:
+            with self._training.capturing(self._capture.program):
+                form = self._of_program(batch, shapes, changes)
+        except TooManyFormsError:
+            raise
+        except SbpError as error:
+            if changes and not self._is_other_shape(shapes):
+                raise refusal(changes, error.what) from error
+            raise
+        if changes or numbers != self._numbers.places:
+            self._following.accept(self._numbers.places.values())
+            self._known.clear()
+            self._is_as_planned = False
+        self._known[shapes] = form
+        return form
+
+    def _shapes(self, batch: Any) -> Shapes:
+        return tuple(
+            (name, tuple(value.shape), str(value.dtype))
+            for name, value in flatten_batch(batch).items()
+        )
+
+    def _template(self, batch: Any) -> Any:
+        """Return a batch of the same form without values, which takes no memory."""
+        shapes = self._shapes(batch)
+        if shapes not in self._templates:
+            empty = {
+                name: torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device="meta"
+                )
+                for name, value in flatten_batch(batch).items()
+            }
+            self._templates[shapes] = rebuild_batch(batch, empty)
+        return self._templates[shapes]
+
+    def _is_odd(self, shapes: Shapes) -> bool:
+        """Whether a batch has other entries or dtypes than those of the first form.
+
+        Then the session of that form says what is wrong.
+        """
+        given = {name: dtype.removeprefix("torch.") for name, _, dtype in shapes}
+        return any(given.get(name) != part.dtype for name, part in self.first.parts.items())
+
+    def _is_other_shape(self, shapes: Shapes) -> bool:
+        """Whether a batch is one of the first form, but for its shape."""
+        given = {name: shape for name, shape, _ in shapes}
+        parts = self.first.parts.items()
+        return not self._is_odd(shapes) and any(given[name] != part.shape for name, part in parts)
+
+    def _of_program(self, batch: Any, shapes: Shapes, changes: list[Changed]) -> Form:
+        """Return the form that the program has now: one that is known, or a new one."""
+        captured = self._numbers.captured(batch, changes)
+        try:
+            return self._of_captured(captured, batch, shapes, changes)
+        except SbpError as error:
+            if not captured.numbers or len(self._forms) >= self._most_forms:
+                raise
+            captured = self._numbers.by_value(captured, error)
+        return self._of_captured(captured, batch, shapes, changes)
+
+    def _of_captured(
+        self, captured: Captured, batch: Any, shapes: Shapes, changes: list[Changed]
+    ) -> Form:
+        """Return the form of a captured step: one that is known, or a new one."""
+        name, inputs = graph_hash(captured.original), captured.original.input_kinds
+        numbers = {key: one for key, one in captured.numbers.items() if key in inputs}
+        if name in self._forms:  # other objects may hold its numbers by now
+            self._forms[name] = replace(self._forms[name], numbers=numbers)
+            return self._forms[name]
+        why = self._varies(shapes, changes)
+        self._check_number(why)
+        self._check_runtime()
+        planned = self._planned(captured)
+        if not self._training.states.counts_as(planned.plan):
+            # A layer was frozen, or begins to be trained: its steps are no longer those of others.
+            with self._training.until_done():
+                self._training.count_apart()
+            captured = self._capture.prepared(captured.original, captured.numbers)
+            planned = self._planned(captured)
+        planned = self._capture.proved(planned, captured.original, batch, captured.numbers)
+        if changes:
+            self._prove(numbers)
+        training = self._training
+        training.states.check_optimizer(self._capture.program)
+        host = tuple(node for node in captured.original.nodes if numbers and node.is_host)
+        with self._training.until_done():
+            form = self._form(planned, captured.original, self._start(planned), why)
+            form = replace(form, numbers=numbers, host=host)
+            training.states.add_form(planned)
+            if not self._forms:
+                self.first = form
+            self._forms[name] = form
+            self._met.add(shapes)
+        return form
+
+    def _varies(self, shapes: Shapes, changes: list[Changed]) -> str:
+        """Return what makes another form, as far as that is known: size, program, or both."""
+        told = []
+        if not changes or (shapes not in self._met and self._is_other_shape(shapes)):
+            told.append(f"batches {_told(shapes)}")
+        if changes:
+            told.append(changes[0].what.removesuffix(" when the step was captured"))
+            told[-1] += self._numbers.told(changes[:1])
+        return "; ".join(told)
+
+    def _planned(self, captured: Captured) -> Planned:
+        settings = self._capture.settings
+        states = self._training.states
+        given = states.planned, captured, settings, self._plan, states.stored, states.counted
+        return plan_form(*given)
+
+    def _check_number(self, why: str) -> None:
+        """Say that there are many forms.
+
+        Raises:
+            RunError: there are too many.
+        """
+        known = [form.why for form in self._forms.values() if form.why][-1:]
+        ways = {
+            next(way for part, way in _WAYS_OUT.items() if part in told)
+            for one in (*known, why)
+            for told in one.split("; ")
+        }
+        todo = "; ".join(way for way in _WAYS_OUT.values() if way in ways)
+        before = f" (before that: {known[-1]})" if known else ""
+        if len(self._forms) >= self._most_forms:
+            raise TooManyFormsError(
+                f"the step has {self._most_forms} forms, and this would be another one: "
+                f"{why}{before}",
+                accepted=f"at most {self._most_forms} forms: each is captured, planned and kept",
+                todo=todo,
+            )
+        if len(self._forms) == self._many_forms and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the step has %d forms by now, each of which was captured and planned. What "
+                "varies: %s%s. To have fewer: %s",
+                len(self._forms) + 1,
+                why,
+                before,
+                todo,
+            )
+
+    def close(self) -> None:
+        """Close all sessions but the one that has the states."""
+        for form in self._forms.values():
+            if form.session is not None and form.session is not self._training.started:
+                form.session.close()
+
+
+def _told(shapes: Shapes) -> str:
+    return ", ".join(f"{name!r} {list(shape)}" for name, shape, _ in shapes)

@@ -1,0 +1,115 @@
+"""States that are loaded where there may be fewer, or more: of what was frozen then, or is now.
+
+saved while `backbone` was frozen     its moments begin anew, as they did then
+saved while it was trained            its moments are kept until it is trained here
+step counters that differ             each parameter has one of its own from now on
+saved as `backbone._orig_mod.weight`  is `backbone.weight` here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from sbp_core.errors import SbpLookupError, unknown_name
+from sbp_core.runtime import state_slots
+from sbp_launch.checkpoint.names import called_here
+from sbp_launch.checkpoint.saving import ReadTogether
+from sbp_launch.checkpoint.tensors import Chosen, Tensors
+from sbp_launch.step.training import Training
+from sbp_torch.runtime import check_tensor
+
+
+def load_states(training: Training, states: Mapping[str, Tensor]) -> None:
+    """Replace all states by others.
+
+    Args:
+        training: Whose.
+        states: By name; in a `dict`, or of a checkpoint.
+
+    Raises:
+        SbpError: see `Session.load_state_dict`.
+    """
+    states = _called_here(training, states)
+    ahead = states.ahead if isinstance(states, ReadTogether) else states.__getitem__
+    known = set(training.states.names)
+    kept = training.states.frozen(name for name in states if name not in known)
+    _check(training, states, kept)
+    missing = [name for name in training.states.names if name not in states]
+    fresh: dict[str, Tensor] = {}
+    if missing:
+        with training.apart():
+            fresh = training.states.fresh(missing, states.keys(), ahead)
+    for tied in training.states.plan.ties.values():
+        values = {float(fresh[name]) for name in tied if name in fresh}
+        values |= {float(ahead(name)) for name in tied if name in states}
+        if len(values) > 1:
+            training.count_apart()
+            break
+    training.keep({name: ahead(name).clone() for name in kept})
+    taken: Mapping[str, Tensor] = states
+    if fresh and isinstance(states, ReadTogether):
+        taken = _Together(states, fresh)
+    elif fresh:
+        taken = {**states, **fresh}
+    training.started.load_state_dict(taken)
+
+
+def _called_here(training: Training, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return states by the names that the step has for them."""
+    own = training.states.names
+    if isinstance(states, ReadTogether):
+        states.call(own)
+        return states
+    names = called_here(states, own)
+    if all(name == there for name, there in names.items()):
+        return states
+    if isinstance(states, Tensors):
+        return Chosen(states, names)
+    return {name: states[there] for name, there in names.items()}
+
+
+def _check(training: Training, states: Mapping[str, Tensor], kept: Collection[str]) -> None:
+    """Refuse states before anything becomes of those that are there.
+
+    Raises:
+        SbpError: one is unknown, or of another shape or dtype.
+    """
+    plan = training.states.plan
+    slots = state_slots(plan)
+    numbers = {name for tied in plan.ties.values() for name in tied}
+    like = states.like if isinstance(states, ReadTogether) else states.__getitem__
+    for name in states:
+        if name in slots:
+            slot = slots[name]
+            check_tensor(name, like(name), slot.shape, slot.dtype)
+        elif name not in numbers and name not in kept:
+            error = unknown_name("state", name, slots)
+            raise error.replaced(
+                SbpLookupError,
+                todo=f"{error.todo}; if it is of another program, put that there first: "
+                "step.beside(loss, batch, optimizer)",
+            )
+
+
+class _Together(Tensors):
+    """Tensors that are read, and others that are in memory."""
+
+    def __init__(self, read: Tensors, held: Mapping[str, Tensor]) -> None:
+        self._read, self._held, self._names = read, held, [*read.names, *held]
+
+    @property
+    def names(self) -> Collection[str]:
+        """See `Tensors.names`."""
+        return self._names
+
+    def like(self, name: str) -> Tensor:
+        """See `Tensors.like`."""
+        return self._held[name].to("meta") if name in self._held else self._read.like(name)
+
+    def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """See `Tensors.part`."""
+        if name in self._held:
+            return self._held[name][tuple(slice(*one) for one in bounds)].clone()
+        return self._read.part(name, bounds)

@@ -1,0 +1,502 @@
+"""What the programs of a parallel step share while they are trained: states, ranks, counts.
+
+A step has one set of states, which live on its ranks. Its forms, and the programs that were put
+beside it, run on them in turn; what one of them needs and the others have not is added to the set.
+
+    parallelize(loss_d, optimizer_d)          parameters of both networks, moments of the one
+    step.beside(loss_g, optimizer_g)          the moments of the other are added
+    backbone.requires_grad_(True)             and those of parameters that begin to be trained
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from hashlib import blake2b
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from sbp_core.boxing import BoxingBackend
+from sbp_core.compile import PhysicalPlan
+from sbp_core.errors import BoxingError, ConfigError, RunError, SbpError, words_of
+from sbp_core.graph import LogicalGraph
+from sbp_core.interrupts import HeldInterrupts
+from sbp_core.plugins import PluginRegistry
+from sbp_core.runtime import (
+    Session,
+    check_not_forked,
+    counted_apart,
+)
+from sbp_launch.planning.flow import Planned
+from sbp_launch.planning.one_at_a_time import one_at_a_time
+from sbp_launch.step.agreement import (
+    THE_BATCH,
+    THE_CALL,
+    Gather,
+    compare,
+    digest_of,
+    manifest,
+    quick_digest,
+)
+from sbp_launch.step.interrupts import until_all_agree, until_done
+from sbp_launch.step.optimizer_calls import OptimizerCalls
+from sbp_launch.step.program import OneDeviceProgram, as_stepped
+from sbp_launch.step.states import ProgramStates, held_whole, names_of
+from sbp_launch.team import Team
+from sbp_torch.capture import copied_states
+from sbp_torch.guards import ConnectedStates, connected_elsewhere
+
+
+class Training:
+    """The states that programs over one model train, on the ranks of one session.
+
+    Args:
+        model: Whose tensors are states.
+        has_states: Whether it is trained from states that are given, not from its own.
+        holds_interrupts: Whether Ctrl-C waits until a step is complete.
+
+    Raises:
+        ConfigError: another parallel step, which is not over, trains the model.
+        RunError: what an earlier one has trained is spread over other processes, or lost.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, has_states: bool, holds_interrupts: bool = True
+    ) -> None:
+        self._model, self._holds_interrupts = model, holds_interrupts
+        if (before := connected_elsewhere(model)) is not None:
+            before.let_go(has_states)
+        #: Which states there are, and of which programs.
+        self.states = ProgramStates()
+        self.backend: BoxingBackend | None = None
+        #: Gathers texts of the ranks of other processes, between steps.
+        self.gather: Gather | None = None
+        #: Whether the states are gone, as those that were loaded in their place are damaged.
+        self.has_damaged_states = False
+        #: Steps before a `load`, and those that were taken since the start, of all programs.
+        self.first_step = self.num_steps = 0
+        self._session: Session | None = None
+        #: Values for states of programs that are not started so far.
+        self.given: dict[str, Tensor] = {}
+        #: Called when step counters come apart.
+        self._forget_forms: list[Callable[[], None]] = []
+        #: Whether steps whose loss or gradients are infinite or no number are undone, and raise.
+        self.only_finite = False
+        #: Called after each step, in all processes.
+        self.after_step: list[Callable[[], None]] = []
+        #: What the loop calls on the optimizers.
+        self.optimizer_calls = OptimizerCalls()
+        self._connected: ConnectedStates | None = None
+        self._team: Team = Team()
+        self._is_open = False
+        #: Holds Ctrl-C, where ranks are processes, until all of them raise it.
+        self.interrupts = HeldInterrupts()
+        self._process = os.getpid()
+
+    @property
+    def team(self) -> Team:
+        """All processes, once it has begun."""
+        return self._team
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a session."""
+        return self._session is not None
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that all programs have taken."""
+        return self.first_step + self.num_steps
+
+    @property
+    def started(self) -> Session:
+        """The session that has the states, whatever became of them.
+
+        Raises:
+            RunError: it is not started.
+        """
+        if self._session is None:
+            raise RunError(
+                "this parallel step is not started",
+                todo="use it in a `with` block: with parallelize(...) as step; or call start()",
+            )
+        return self._session
+
+    def check_open(self) -> None:
+        """See that the step is not over, and that this process takes it.
+
+        Raises:
+            RunError: it is over; or this process was forked from the one that has the ranks.
+        """
+        if self._is_open:
+            check_not_forked(self._process)
+        if self._session is not None and not self._is_open:
+            raise RunError(
+                "this parallel step is over, and the session is closed",
+                accepted="steps and evaluations inside of its `with` block",
+                todo="call parallelize again: model and optimizer are what was trained",
+            )
+
+    @property
+    def session(self) -> Session:
+        """The session that has the states.
+
+        Raises:
+            RunError: it is not started, or has lost its states in `load`; or this process was
+                forked from the one that has the ranks.
+        """
+        if self._is_open:
+            check_not_forked(self._process)
+        if self.has_damaged_states:
+            raise RunError(
+                "this parallel step has no states: those that it was to load are damaged",
+                todo="load others: step.load(PATH), or step.load_state_dict(states)",
+            )
+        return self.started
+
+    def until_done(self) -> AbstractContextManager[object]:
+        """Return what holds the first interrupt in a block, until that is over."""
+        return until_done() if self._holds_interrupts else nullcontext()
+
+    # Life.
+
+    def add(
+        self, program: OneDeviceProgram, planned: Planned, forget_forms: Callable[[], None]
+    ) -> None:
+        """Note a program.
+
+        Args:
+            program: Over the model.
+            planned: How it is trained.
+            forget_forms: Called when step counters come apart.
+
+        Raises:
+            ConfigError: with its states, a rank would not fit its memory.
+        """
+        self.states.add(program, planned)
+        self._forget_forms.append(forget_forms)
+
+    def drop(self, program: OneDeviceProgram) -> None:
+        """Forget the last program, which could not be started."""
+        self.states.drop(program)
+        self._forget_forms.pop()
+
+    def begin(self, session: Session, backend: BoxingBackend, gather: Gather | None) -> None:
+        """Note the session of the first program."""
+        self._session, self.backend, self.gather = session, backend, gather
+        self._process = os.getpid()  # not earlier: a fork may start what was planned
+        self._is_open = self.optimizer_calls.is_open = True
+        self._team = Team.of(backend, [part.rank for part in self.states.plan.ranks])
+        if gather is not None and self._holds_interrupts:
+            self.interrupts = until_all_agree(tells=0 in session.local_ranks)
+            self.interrupts.__enter__()
+
+    def connect(self) -> None:
+        """Connect the model, and the optimizers of all programs, to the states."""
+        read = partial(self._read, alone=self.backend is None or not self.backend.spans_processes)
+        self._connected = ConnectedStates(self._model, read)
+        self._know_states()
+        self._connected.connect(self._let_go)
+        self._connected.behind_step()  # states may be others: given, or those of rank 0
+
+    def _know_states(self) -> None:
+        """Have model and optimizers read as the states that there are."""
+        if self._connected is not None:
+            names = set(self.states.names)
+            for one in self.states.programs:
+                self._connected.add(one.optimizer, one.update, names)
+
+    def widen(self, plan: PhysicalPlan, program: OneDeviceProgram) -> None:
+        """Have the states of a plan, too; nothing if they are there.
+
+        Args:
+            plan: Of a program, or of one of its forms.
+            program: Gives new states their first values, if none were given.
+
+        Raises:
+            PlanError: a state is new, and its parameter was trained without it.
+            RunError: they begin as copies of parameters that are spread over other processes.
+        """
+        if self.states.has(plan):
+            return
+        new = {*names_of(plan)} - {*self.states.names}
+        self.states.check_new(new)
+        with self.apart():
+            copies = copied_states(program.model, program.optimizer, program.update).keys() & new
+        if copies - self.given.keys():
+            self._read_model(min(copies))
+        if self.states.moves(plan):  # to host numbers, which the plans so far do not know
+            self._forget()
+        with self.apart():
+            states = program.own_states()
+            own = {name: states[name] for name in sorted(new) if name in states}
+        self._widen(plan, {**own, **self.given})
+        self._know_states()
+
+    def _read_model(self, name: str) -> None:
+        """Bring the model up to date, as a new state begins as a copy of one of its tensors."""
+        assert self._connected is not None, "it is connected"
+        if any(one.is_meta for one in self._model.parameters()):
+            raise RunError(
+                f"{name!r} begins as a copy of its parameter, which the model has no value of",
+                accepted="such states of the first program, or of models with values",
+                todo="give update= to parallelize, not to step.beside",
+            )
+        self._connected.read_model()
+
+    def compare_programs(self, planned: Planned, registry: PluginRegistry) -> None:
+        """See that all processes put the same program beside the others; all of them call this.
+
+        Raises:
+            ConfigError: they do not; raised in all of them.
+        """
+        self.enter("step.beside(...)")
+        if self.gather is not None:
+            compare(manifest(planned, registry, {}), self.gather)
+
+    def count_apart(self) -> None:
+        """Give each parameter a step counter of its own: all programs forget their forms."""
+        self._forget()
+        self._widen(counted_apart(self.states.plan), {})
+
+    def _forget(self) -> None:
+        """Let all programs forget their forms, which are planned again when they are met."""
+        for forget in self._forget_forms:
+            forget()
+        self.states.forget_forms()
+
+    def keep(self, states: Mapping[str, Tensor]) -> None:
+        """Have states of parameters that are frozen, too, so that they are saved and gone on with.
+
+        Args:
+            states: Whole tensors by name.
+        """
+        if states:
+            self._widen(self.states.plan_with(states), states)
+            self._know_states()
+
+    def _widen(self, plan: PhysicalPlan, states: Mapping[str, Tensor]) -> None:
+        self.started.widen(plan, states)
+        self.states.hold(plan)
+
+    def _let_go(self, has_states: bool) -> None:
+        """Disconnect, as another step is to train the model.
+
+        Args:
+            has_states: Whether that has other states.
+
+        Raises:
+            ConfigError: this step is not over.
+            RunError: the states are spread over other processes, or lost.
+        """
+        if self._is_open:
+            raise ConfigError(
+                "the model is trained by another parallel step, which is not over",
+                accepted="one step at a time for each model, and programs beside it",
+                todo="another loss, or another optimizer, over the same states is "
+                "step.beside(loss, batch, optimizer); else end that step's `with` block first, or "
+                "give this one a copy of the model: copy.deepcopy(model)",
+            )
+        connected = self._connected
+        assert connected is not None, "it has begun"
+        if not has_states:
+            connected.read_all()
+        connected.disconnect()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that has the ranks."""
+        return os.getpid() != self._process
+
+    def end(self) -> None:
+        """Note that the step is over; its states can still be read."""
+        self._is_open = False
+        self.optimizer_calls.end()
+
+    # Steps.
+
+    def enter(self, call: str, compared: Mapping[str, str] = MappingProxyType({})) -> None:
+        """See that all processes make the same call; all of them call this before they send.
+
+        Args:
+            call: What the user calls, such as `step.evaluate(batch)`.
+            compared: What else has to be equal, by what messages call it.
+
+        Raises:
+            ConfigError: they do not; names both calls. Raised in all of them.
+            BoxingError: another process has failed, or did not come.
+            RunError: this process was forked from the one that has the ranks.
+        """
+        if self._is_open:
+            check_not_forked(self._process)
+        # A step that is over, or has failed, sends nothing any more, and says so itself.
+        if self.gather is None or self.backend is None or not self._is_open:
+            return
+        if self.backend.failure_reason():
+            return
+        try:
+            self._compare({THE_CALL: call, **compared}, self.gather)
+        except BoxingError as error:
+            raise error.replaced(BoxingError, what=f"{call}: {error.what}") from error
+
+    def _compare(self, own: Mapping[str, str], gather: Gather) -> None:
+        """See that what has to be equal is; one vote of two numbers, where it is.
+
+        Raises:
+            ConfigError: it is not.
+            KeyboardInterrupt: one of the processes holds an interrupt. Raised in all of them.
+        """
+        compared = {name: value.partition("\0")[0] for name, value in own.items()}
+        digest = int.from_bytes(blake2b(repr(compared).encode(), digest_size=7).digest(), "big")
+        highest, lowest = self._voted(digest, -digest)
+        if highest != -lowest:
+            compare(own, gather)
+
+    def agree(
+        self,
+        call: str,
+        problem: SbpError | None,
+        form: str,
+        scalars: Mapping[str, float],
+        whole: Mapping[str, Tensor] | None,
+        written: Mapping[str, Tensor],
+    ) -> None:
+        """See that all processes are about to take the same step; all of them call this.
+
+        Args:
+            call: What the user calls.
+            problem: Why this process cannot take it.
+            form: What tells the form from others, and behind a NUL words for it.
+            scalars: Of the update.
+            whole: The batch, if each process gives the whole one.
+            written: What was taken over of model and optimizer.
+
+        Raises:
+            SbpError: `problem`.
+            ConfigError: they are not; names what differs. Raised in all of them.
+            KeyboardInterrupt: one of them holds an interrupt. Raised in all of them.
+        """
+        if self.gather is None:
+            if problem is not None:
+                raise problem
+            return
+        own = {THE_CALL: call, **{name: repr(value) for name, value in scalars.items()}}
+        own["the step"] = form if problem is None else words_of(problem)
+        own["the states"] = self.states.told
+        if written:
+            own["the values written to model and optimizer"] = digest_of(written)
+        if whole is not None:
+            own[THE_BATCH] = quick_digest(whole)
+        try:
+            self._compare(own, self.gather)
+        except ConfigError as error:
+            raise (problem or error) from None
+        if problem is not None:
+            raise problem
+
+    def _voted(self, *values: int) -> list[int]:
+        """Return the highest of all processes in each place, unless one holds an interrupt."""
+        interrupted = int(self.interrupts.error is not None)
+        *found, interrupted = self._team.highest_of([*values, interrupted])
+        if interrupted:
+            self.interrupts.raise_held()
+            raise KeyboardInterrupt
+        return found
+
+    def take_over(self, *, looks_again: bool) -> dict[str, Tensor]:
+        """Take over what was written to model and optimizers; return it by the names of states.
+
+        Args:
+            looks_again: Whether other tensors may be in the places of the model's.
+        """
+        connected, session = self._connected, self._session
+        assert connected is not None and session is not None, "it has begun"
+        if looks_again:
+            connected.look_again()
+        written = connected.written()
+        if written:
+            with self.until_done():
+                if self._counters_differ(written):
+                    self.count_apart()
+                session.replace(written)
+                connected.taken_over()
+        return written
+
+    def _counters_differ(self, written: Mapping[str, Tensor]) -> bool:
+        """Whether parameters that share a step counter no longer do, as some begin anew."""
+        rank = self.started.local_ranks[0]
+        for counter, tied in self.states.plan.ties.items():
+            found = {float(written[name]) for name in tied if name in written}
+            if found and any(name not in written for name in tied):
+                found.add(float(self.started.shard(counter, rank)))
+            if len(found) > 1:
+                return True
+        return False
+
+    def behind_step(self, graph: LogicalGraph) -> None:
+        """Note that a step has changed the states.
+
+        Args:
+            graph: Of the step.
+        """
+        self.num_steps += 1
+        self.states.note_updated(graph)
+        if self._connected is not None:
+            self._connected.behind_step()
+
+    def replaced(self) -> None:
+        """Note that the states were replaced, and with them what was written before."""
+        self.states.updated.update(self.states.names)
+        if self._connected is not None:
+            self._connected.look_again()
+            self._connected.taken_over()
+            self._connected.behind_step()
+
+    @contextmanager
+    def capturing(self, program: OneDeviceProgram) -> Iterator[None]:
+        """Let a program be captured: with ordinary tensors, and an optimizer that has stepped."""
+        with one_at_a_time(), self.apart(), as_stepped(program, self.states.updated):
+            yield
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Let the model's tensors be ordinary ones meanwhile."""
+        return nullcontext() if self._connected is None else self._connected.apart()
+
+    def copied_to(
+        self,
+        states: Mapping[str, Tensor],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> bool:
+        """Give model and optimizer of a program the states; whether they are those.
+
+        Args:
+            states: All of them, whole.
+            model: What states are copied to.
+            optimizer: Likewise.
+        """
+        connected = self._connected
+        if connected is None or model is not self._model:
+            return False
+        connected.take_values(states)
+        if any(optimizer is one.optimizer for one in self.states.programs):
+            assert optimizer is not None, "programs have optimizers"
+            connected.take_optimizer(states, optimizer)
+            return True
+        return optimizer is None
+
+    def _read(self, names: Sequence[str], *, alone: bool) -> dict[str, Tensor]:
+        """Return whole states, without sending anything.
+
+        Raises:
+            RunError: ranks of other processes hold parts of one.
+        """
+        session, plan = self.started, self.states.plan
+        if alone:
+            gathered = ((name, session.gather(name)) for name in names)
+            return {name: value for name, value in gathered if value is not None}
+        return held_whole(session, plan, names)

@@ -1,0 +1,76 @@
+"""The search around all planners, and what it and they share.
+
+A planner is a `SearchedPlanner`: it proposes a strategy in a `PlanContext`, by the idea of its
+paper. The search compiles what is proposed, holds it against the memory of the ranks (`compiled`),
+and places states in the memory of the host where that is asked for or memory is short (`search`,
+`offloading`, `offload_fit`). Variants of a step that need less memory are in `variants`.
+
+`offload_setting` is for configs of planners, and imports nothing that takes a while.
+
+Stability: provisional.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbp_core.exports import lazy
+
+if TYPE_CHECKING:
+    from sbp_core.planning.compiled import Compilation, Compiled, limit_key
+    from sbp_core.planning.offload_fit import until_it_fits
+    from sbp_core.planning.offload_setting import Offload, Offloads
+    from sbp_core.planning.offloading import offloaded_states, with_states
+    from sbp_core.planning.search import PlanContext, SearchedPlanner, fitted, may_offload
+    from sbp_core.planning.variants import (
+        forms_of,
+        leaner_forms,
+        recompute_budgets,
+        smaller_variants,
+        splits_classes,
+        variant_words,
+        variants_of,
+    )
+
+_ROOMS = {
+    "compiled": ("Compilation", "Compiled", "limit_key"),
+    "offload_fit": ("until_it_fits",),
+    "offload_setting": ("Offload", "Offloads"),
+    "offloading": ("offloaded_states", "with_states"),
+    "search": ("PlanContext", "SearchedPlanner", "fitted", "may_offload"),
+    "variants": (
+        "forms_of",
+        "leaner_forms",
+        "recompute_budgets",
+        "smaller_variants",
+        "splits_classes",
+        "variant_words",
+        "variants_of",
+    ),
+}
+
+__all__ = [
+    "Compilation",
+    "Compiled",
+    "Offload",
+    "Offloads",
+    "PlanContext",
+    "SearchedPlanner",
+    "fitted",
+    "forms_of",
+    "leaner_forms",
+    "limit_key",
+    "may_offload",
+    "offloaded_states",
+    "recompute_budgets",
+    "smaller_variants",
+    "splits_classes",
+    "until_it_fits",
+    "variant_words",
+    "variants_of",
+    "with_states",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__, {name: module for module, names in _ROOMS.items() for name in names}
+)
