@@ -13,10 +13,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 #: Settings that make each model of the zoo small.
@@ -124,39 +127,26 @@ def digest(value: Any) -> str:
 
 
 def planned(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Plan one case; return what came of it."""
-    from dataclasses import replace
-
-    from sbp_core.errors import SbpError
-    from sbp_core.graph import graph_hash
-    from sbp_core.plugins import discover
-    from sbp_launch.apps.train import make_application
-    from sbp_launch.console import make_console
-    from sbp_launch.settings import compose as settings
-    from sbp_launch.settings.catalog import make_catalog
-    from sbp_launch.trainer.planning_only import PlanningOnly
-    from sbp_launch.world import World
-
-    app = replace(make_application(World()), check=None)
-    catalog = make_catalog(discover(), None)
-    try:
-        from sbp_launch.settings.check import check
-
-        config = settings.compose(catalog, app, overrides)
-        run = check(settings.read(config, catalog), catalog.registry, [])
-        found = PlanningOnly(run, catalog.registry, make_console(file=io.StringIO())).plan()
-    except SbpError as error:
-        return {"refused": type(error).__name__, "what": error.what, "accepted": error.accepted}
-    memory = found.memory
-    decided = found.strategy.to_json()
+    """Plan one case with `sbp-plan`, in this process; return what came of it."""
+    with TemporaryDirectory() as place:
+        out, figures = Path(place, "strategy.json"), Path(place, "figures.json")
+        sys.argv = ["sbp-plan", *overrides, f"out={out}", f"figures={figures}"]
+        sys.modules.pop("sbp_launch.apps.plan", None)
+        told = io.StringIO()
+        with redirect_stdout(told), redirect_stderr(told), suppress(SystemExit):
+            runpy.run_module("sbp_launch.apps.plan", run_name="__main__")
+        if not figures.exists():
+            return {"refused": told.getvalue().partition("sbp-plan: ")[2].splitlines()[:1]}
+        found, decided = (json.loads(file.read_text("utf-8")) for file in (figures, out))
     decided.pop("report", None)
+    ranks = found["memory"]["ranks"] or {}
     return {
-        "graph": graph_hash(found.graph),
+        "graph": found["graph_hash"],
         "strategy": digest(decided),
-        "plan": found.plan.hash,
-        "step_s": found.simulation.step_s,
-        "boxing_bytes": found.plan.boxing_bytes,
-        "memory": memory if isinstance(memory, str) else [r.peak for r in memory.ranks.values()],
+        "plan": found["plan_hash"],
+        "step_s": found["step_s"],
+        "sent_bytes": found["sent_bytes"],
+        "memory": [rank["peak_bytes"] for rank in ranks.values()],
     }
 
 
@@ -168,10 +158,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
     if "plan" not in after or "plan" not in before:
         worse = "plan" in before
     else:
-        was, now = (
-            (one["step_s"], max(one["memory"]) if isinstance(one["memory"], list) else 0)
-            for one in (before, after)
-        )
+        was, now = ((one["step_s"], max(one["memory"], default=0)) for one in (before, after))
         worse = now[0] > was[0] * (1 + 1e-9) or (now[0] >= was[0] and now[1] > was[1])
     return ", ".join(sorted(names)) + (": worse" if worse else "")
 

@@ -23,8 +23,8 @@ from rich.table import Table
 from torch import nn
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.plugins import discover
+from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
 from sbp_launch.world import World
 

@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbp_core.boxing import BoxingBackend, BoxingStep, route
-from sbp_core.boxing.supervision import mpiexec_specs
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
+from sbp_core.processes import mpiexec_specs
 from sbp_core.sbp import NdSbp
 from sbp_core.units import format_bytes, format_seconds
 

@@ -42,8 +42,8 @@ from prediction_cells import Cell, Threads, Trial, cells_of
 # isort: split
 from models.programs import PROGRAMS
 from models.trial import TOLERANCES
-from sbp_core.boxing.supervision import mpiexec_specs
 from sbp_core.plugins import discover
+from sbp_core.processes import mpiexec_specs
 from sbp_core.units import format_seconds
 
 #: The models that run unless all are asked for: of each kind one.

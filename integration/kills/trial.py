@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import LaunchSpec, Line, supervise, thread_share
+from sbp_core.boxing import BoxingBackend, LaunchSpec, thread_share
 from sbp_core.plugins import discover
+from sbp_core.processes import Line, supervise
 
 PROGRAM = Path(__file__).with_name("program.py")
 

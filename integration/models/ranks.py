@@ -18,8 +18,8 @@ from typing import Any
 from models.layouts import LAYOUTS
 from models.programs import PROGRAMS
 from models.trial import Outcome, batches, cluster, make, storage_dtype, truth, worst_shard
-from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.plugins import discover
+from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
 from sbp_torch.capture import UpdateOptions
 

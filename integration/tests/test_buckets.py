@@ -18,8 +18,8 @@ from programs import registry
 from torch import nn
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.errors import ConfigError, RunError, SbpValueError
+from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
 from sbp_launch.parallelize import LengthBuckets
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from commit_rank import BAD_STEP
 
-from sbp_core.boxing.supervision import supervise
 from sbp_core.plugins import discover
+from sbp_core.processes import supervise
 
 _PROGRAM = Path(__file__).with_name("commit_rank.py")
 

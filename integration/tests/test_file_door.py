@@ -69,12 +69,10 @@ NOTHING = "os.devnull"
 
 #: Calls that are no reading of a file from elsewhere, by module; the reason stands behind.
 ALLOWED = {
-    "sbp_core/boxing/processes/membership.py": {
-        "(_PROC / str(pid) / 'stat').read_text": PROC,
+    "sbp_core/processes/membership.py": {
         "(_PROC / 'sys/kernel/random/boot_id').read_text": PROC,
     },
-    "sbp_core/boxing/processes/siblings.py": {"(_PROC / str(pid) / 'environ').read_bytes": PROC},
-    "sbp_core/boxing/supervision/reaper.py": {
+    "sbp_core/processes/reaper.py": {
         "(_PROC / str(process) / 'environ').read_bytes": PROC,
         "(_PROC / str(process) / 'stat').read_text": PROC,
     },

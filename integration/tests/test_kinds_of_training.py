@@ -18,8 +18,8 @@ from kinds_with_two_networks import gan, gan_of_the_example
 from programs import registry
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.errors import CaptureError
+from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
 
 LAYOUTS = {

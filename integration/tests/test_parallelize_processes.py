@@ -15,7 +15,7 @@ import pytest
 from programs import registry
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import Line, supervise
+from sbp_core.processes import Line, supervise
 
 #: The boxing that fits processes with torchrun's variables.
 TORCH = ("torch", parallel_ranks.QUICK)

@@ -31,7 +31,7 @@ import yaml
 from matrix import COMPARISONS, Comparison
 from table import HEADER, Choice, Row, joined, lines, made_choices, rows, summary_lines
 
-from sbp_core.boxing.supervision import mpiexec_specs
+from sbp_core.processes import mpiexec_specs
 
 RANK = Path(__file__).with_name("rank.py")
 

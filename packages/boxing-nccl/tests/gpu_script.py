@@ -8,13 +8,13 @@ import time
 import torch
 
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, release
-from sbp_boxing_nccl.nccl.cupy_device import load_device
+from sbp_boxing_nccl.nccl.device import load_device
 from sbp_boxing_nccl.nccl.group import launch
-from sbp_core.boxing.processes import KeyValueControlStore
-from sbp_core.boxing.processes.call import CollectiveCall
+from sbp_core.boxing.call import CollectiveCall
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
+from sbp_core.processes import KeyValueControlStore
 from sbp_core.sbp import B, NdSbp, P
 
 
@@ -25,8 +25,8 @@ def alone() -> None:
     key_values = DictStore()
     store = KeyValueControlStore(key_values, 0, 2)
     ghost = KeyValueControlStore(key_values, 1, 2)
-    ghost.join("0-1", [0, 1])
-    ghost.join("0-1/id", [0, 1])
+    ghost.say("join/0-1", ranks=[0, 1])
+    ghost.say("join/0-1/id", ranks=[0, 1])
     bootstrap = Bootstrap(store, load_device(0, 0), lambda call: None)
     mesh = Placement([0, 1], ("x",))
     step = BoxingStep(

@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import MpiBoxingConfig
+from sbp_boxing_nccl.mpi.backend import MpiBackend
 from sbp_core.boxing.router import route
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P

@@ -7,11 +7,10 @@ from fake_mpi import MPI, Comm, Network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_boxing_nccl import direct_collectives
-from sbp_boxing_nccl.direct_collectives import DirectCollectives
-from sbp_boxing_nccl.group import MpiWork
-from sbp_boxing_nccl.reduce import reduce_into
-from sbp_boxing_nccl.wire import chunks, memory
+from sbp_boxing_nccl.mpi import direct_collectives
+from sbp_boxing_nccl.mpi.direct_collectives import DirectCollectives
+from sbp_boxing_nccl.mpi.group import MpiWork
+from sbp_boxing_nccl.mpi.tensors import chunks, memory, reduce_into
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,16 +3,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from sbp_boxing_nccl.backend import build
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi_library import load_mpi
-from sbp_core.boxing.processes import Siblings
+from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.job import load_mpi
 from sbp_core.errors import BoxingError
+from sbp_core.processes import Siblings
 
 
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
-    backend = build(MpiBoxingConfig())
+    backend = MpiBackend(MpiBoxingConfig())
 
     with pytest.raises(BoxingError, match=r"^boxing=mpi needs mpi4py") as caught:
         backend.open([0])

@@ -13,9 +13,9 @@ from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_boxing_nccl.nccl.bootstrap import check_devices
 from sbp_boxing_nccl.nccl.world import NcclWorld
-from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError
+from sbp_core.processes import KeyValueControlStore
 from sbp_core.sbp import B, P
 
 #: Seconds after which what waits in vain gives up: longer than a test may take.

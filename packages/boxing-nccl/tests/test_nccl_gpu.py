@@ -17,7 +17,7 @@ import pytest
 import torch
 from gpu_ranks import GpuRanks
 
-from sbp_boxing_nccl.nccl import cupy_device
+from sbp_boxing_nccl.nccl import device as device_module
 from sbp_boxing_nccl.nccl.bootstrap import release
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork, launch
@@ -35,7 +35,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def device() -> NcclDevice:
     try:
-        return cupy_device.load_device(0, 0)
+        return device_module.load_device(0, 0)
     except BoxingError as error:
         if "needs CuPy" in error.what:
             pytest.skip(str(error))
@@ -61,7 +61,7 @@ def test_torch_and_cupy_use_one_nccl(device: NcclDevice) -> None:
     nccl = importlib.import_module("cupy.cuda.nccl")
 
     assert tuple(torch.cuda.nccl.version()[:3]) == device.nccl_version
-    assert cupy_device.check_versions(torch.cuda.nccl.version(), nccl.get_version())
+    assert device_module.check_versions(torch.cuda.nccl.version(), nccl.get_version())
 
 
 def test_the_gpu_names_itself(device: NcclDevice) -> None:

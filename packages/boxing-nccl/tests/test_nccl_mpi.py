@@ -7,8 +7,8 @@ import pytest
 import torch
 from steps import collective, expected, parts, transfer
 
-from sbp_boxing_nccl.backend import MpiBackend
 from sbp_boxing_nccl.configs import NcclBoxingConfig
+from sbp_boxing_nccl.mpi.backend import MpiBackend
 from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError

@@ -15,9 +15,9 @@ from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl import world as world_module
 from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_boxing_nccl.nccl.world import rendezvous, rendezvous_by_mpi
-from sbp_core.boxing.processes import KeyValueControlStore
 from sbp_core.boxing.step import StepKind
 from sbp_core.errors import BoxingError, ConfigError
+from sbp_core.processes import KeyValueControlStore
 from sbp_core.sbp import B, P
 
 #: Stands for the GPUs of a machine that has some.

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sbp_boxing_nccl.reduce import reduce_into
+from sbp_boxing_nccl.mpi.tensors import reduce_into
 
 #: 2**24 + 1 is no float32: the order of the sum matters.
 LARGE = float(2**24)

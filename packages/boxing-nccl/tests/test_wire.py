@@ -2,7 +2,7 @@ import pytest
 import torch
 from fake_mpi import MPI
 
-from sbp_boxing_nccl.wire import chunks, memory
+from sbp_boxing_nccl.mpi.tensors import chunks, memory
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex128])

@@ -9,7 +9,7 @@ from fake_device import FakeDevice, ThreadNetwork
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.backend import NcclBackend
 from sbp_boxing_nccl.nccl.world import NcclWorld
-from sbp_core.boxing.processes import KeyValueControlStore
+from sbp_core.processes import KeyValueControlStore
 
 #: Seconds that ranks may take before the tests give up.
 LIMIT_S = 120.0

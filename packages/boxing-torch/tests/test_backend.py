@@ -15,11 +15,11 @@ from rank_pool import RankPool
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.rendezvous import TorchWorld
-from sbp_core.boxing.processes.call import wait_until
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
+from sbp_core.processes.waiting import wait_until
 from sbp_core.sbp import B, NdSbp, P, Sbp
 from sbp_core.testing.holdings import grown, holdings
 

@@ -30,7 +30,7 @@ def test_parts_of_any_size_arrive_where_they_belong(num_ranks: int, largest: int
     works = [
         (group, work)
         for group, part, result in zip(groups, parts, results, strict=True)
-        for work in group.all_gather(result, part, sizes, 30.0)
+        for work in group.all_gather(result, part, sizes)
     ]
 
     assert all(group.wait(work, 30.0) for group, work in works)
@@ -44,10 +44,10 @@ def test_large_parts_are_not_copied_before_they_are_sent() -> None:
     part = torch.zeros(size)
     results = [torch.empty(3 * size) for _ in groups]
 
-    works = [groups[0].all_gather(results[0], part, [size] * 3, 30.0)]
+    works = [groups[0].all_gather(results[0], part, [size] * 3)]
     part.fill_(7.0)  # the others have not come, so that nothing has left
     works += [
-        group.all_gather(result, torch.zeros(size), [size] * 3, 30.0)
+        group.all_gather(result, torch.zeros(size), [size] * 3)
         for group, result in zip(groups[1:], results[1:], strict=True)
     ]
 
@@ -66,10 +66,10 @@ def test_a_group_of_one_rank_runs_every_collective_over_nccl() -> None:
     total, gathered, reduced, moved = (part.clone(), *torch.zeros(3, 4, device="cuda:0"))
 
     works = [
-        group.all_reduce(total, "sum", 60.0),
-        *group.all_gather(gathered, part, [4], 60.0),
-        group.reduce_scatter(reduced, part, "max", 60.0),
-        group.exchange(moved, part, [4], [4], 60.0),
+        group.all_reduce(total, "sum"),
+        *group.all_gather(gathered, part, [4]),
+        group.reduce_scatter(reduced, part, "max"),
+        group.exchange(moved, part, [4], [4]),
     ]
 
     assert all(group.wait(work, 60.0) for work in works)

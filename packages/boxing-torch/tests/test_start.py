@@ -4,8 +4,8 @@ import pytest
 
 from sbp_boxing_torch.backend import TorchBackend
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.supervision.supervisor import Line, supervise
 from sbp_core.errors import ConfigError
+from sbp_core.processes.supervisor import Line, supervise
 
 _PROGRAM = """
 import sys

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sbp_boxing_torch.wire import as_bytes, reducible
+from sbp_boxing_torch.group import as_bytes, reducible
 
 
 def test_bytes_are_the_values_themselves() -> None:

@@ -71,7 +71,7 @@ def test_a_job_whose_time_is_almost_up_is_told_by_the_signal_that_stops_ranks(
 def test_ranks_forget_who_started_the_command(tmp_path: Path) -> None:
     class Backend(LocalBackend):
         def launch_specs(self, num_ranks, command):  # type: ignore[no-untyped-def]
-            from sbp_core.boxing.supervision import one_process_per_rank
+            from sbp_core.processes import one_process_per_rank
 
             return one_process_per_rank(
                 num_ranks, command, init_method="env://", rank=None, world_size=None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sbp_core.boxing.supervision.rendezvous import free_port
 from sbp_core.errors import ConfigError
+from sbp_core.processes.launchers import free_port
 from sbp_launch.launching.meeting import Told, meet
 from sbp_launch.world import World
 

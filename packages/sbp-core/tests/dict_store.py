@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sbp_core.boxing.processes.control_store import (
+from sbp_core.processes.control_store import (
     FIRST_STAYS,
     ControlStore,
     StoreLostError,
     StoreSilentError,
 )
-from sbp_core.boxing.processes.membership import Member
+from sbp_core.processes.membership import Member
 
 
 class DictControlStore(ControlStore):

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from sbp_core.boxing.processes import membership
-from sbp_core.boxing.processes.call import wait_until
-from sbp_core.boxing.processes.membership import Member, MemberState, state_of
+from sbp_core.processes import membership
+from sbp_core.processes.membership import Member, MemberState, state_of
+from sbp_core.processes.waiting import wait_until
 
 ME = Member.of_this_process(0)
 

@@ -4,8 +4,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from sbp_core.boxing.supervision.launch_spec import LaunchSpec
-from sbp_core.boxing.supervision.supervisor import Line
+from sbp_core.boxing.backend import LaunchSpec
+from sbp_core.processes.supervisor import Line
 
 #: Seconds that a program sleeps which is to be ended.
 LONG_S = 600

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_core.boxing import StepKind
-from sbp_core.boxing.algorithms import LinkRates, RankGroup, timed_algorithms
+from sbp_core.boxing.algorithms import LinkRates, Membership, RankGroup, timed_algorithms
 from sbp_core.cluster import Link
 
 quick = settings(derandomize=True, deadline=None, max_examples=120)
@@ -17,7 +17,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=120)
 A, BETA = 2e-6, 1e-9  # α in seconds, β in seconds per byte
 FAST = Link(latency_s=A, bytes_per_s=1 / BETA)
 SLOW = Link(latency_s=10 * A, bytes_per_s=0.1 / BETA)
-ALONE = LinkRates(intra=FAST, inter=SLOW, intra_shared=False, inter_shared=False)
+ALONE = LinkRates(((FAST, False), (SLOW, False)))
 SIZE = 4096
 COLLECTIVES = [
     StepKind.ALL_REDUCE,
@@ -27,8 +27,18 @@ COLLECTIVES = [
 ]
 
 
+def on(nodes: tuple[int, ...], neighbours: int = 1) -> RankGroup:
+    return RankGroup((Membership(nodes, neighbours),))
+
+
 def inside(size: int, neighbours: int = 1) -> RankGroup:
-    return RankGroup(nodes=(0,) * size, neighbours=neighbours)
+    return on((0,) * size, neighbours)
+
+
+def sharing(links: LinkRates, *is_shared: bool) -> LinkRates:
+    return LinkRates(
+        tuple((link, now) for (link, _), now in zip(links.levels, is_shared, strict=True))
+    )
 
 
 def times(
@@ -88,8 +98,8 @@ def test_small_messages_take_few_rounds_and_large_ones_few_bytes() -> None:
 
 
 def test_a_ring_crosses_nodes_once_and_wins_where_their_link_is_shared() -> None:
-    group = RankGroup(nodes=(0, 0, 1, 1, 2, 2))
-    shared = ALONE._replace(inter_shared=True)
+    group = on((0, 0, 1, 1, 2, 2))
+    shared = sharing(ALONE, False, True)
 
     found = times(StepKind.ALL_GATHER, group, shared, 6 * 10**9)
 
@@ -98,8 +108,8 @@ def test_a_ring_crosses_nodes_once_and_wins_where_their_link_is_shared() -> None
 
 
 def test_exchanges_across_nodes_divide_a_shared_link() -> None:
-    group = RankGroup(nodes=(0, 0, 1, 1))
-    shared = ALONE._replace(inter_shared=True)
+    group = on((0, 0, 1, 1))
+    shared = sharing(ALONE, False, True)
 
     apart = times(StepKind.ALL_GATHER, group, ALONE)["recursive doubling"]
     together = times(StepKind.ALL_GATHER, group, shared)["recursive doubling"]
@@ -110,8 +120,8 @@ def test_exchanges_across_nodes_divide_a_shared_link() -> None:
 
 
 def test_a_hierarchy_reduces_inside_nodes_first() -> None:
-    group = RankGroup(nodes=(0, 0, 1, 1))
-    shared = ALONE._replace(inter_shared=True)
+    group = on((0, 0, 1, 1))
+    shared = sharing(ALONE, False, True)
 
     found = times(StepKind.ALL_REDUCE, group, shared)["hierarchical"]
 
@@ -123,7 +133,7 @@ def test_a_hierarchy_reduces_inside_nodes_first() -> None:
 
 
 def test_a_memory_bus_is_divided_among_all_ranks_of_a_node() -> None:
-    bus = ALONE._replace(intra_shared=True)
+    bus = sharing(ALONE, True, False)
 
     found = times(StepKind.ALL_GATHER, inside(4, neighbours=2), bus)["ring"]
 
@@ -131,11 +141,11 @@ def test_a_memory_bus_is_divided_among_all_ranks_of_a_node() -> None:
 
 
 def test_direct_messages_of_all_ranks_share_the_link_of_a_node() -> None:
-    group = RankGroup(nodes=(0, 0, 1, 1))
-    shared = ALONE._replace(inter_shared=True)
+    group = on((0, 0, 1, 1))
+    shared = sharing(ALONE, False, True)
 
     alone = times(StepKind.ALL_TO_ALL, group, shared, 16 * 10**9)["direct"]
-    crowded = times(StepKind.ALL_TO_ALL, replace(group, neighbours=3), shared, 16 * 10**9)["direct"]
+    crowded = times(StepKind.ALL_TO_ALL, on((0, 0, 1, 1), 3), shared, 16 * 10**9)["direct"]
 
     assert alone == pytest.approx(2 * 10 * A + 4 * 1e9 * 10 * BETA)
     assert crowded == pytest.approx(2 * 10 * A + 3 * 4 * 1e9 * 10 * BETA)
@@ -148,19 +158,21 @@ def test_one_rank_alone_takes_no_time() -> None:
 
 
 groups = st.builds(
-    lambda members, neighbours: RankGroup(
-        nodes=tuple(node for node, count in enumerate(members) for _ in range(count)),
-        neighbours=neighbours,
+    lambda members, neighbours: on(
+        tuple(node for node, count in enumerate(members) for _ in range(count)), neighbours
     ),
     st.lists(st.integers(1, 5), min_size=1, max_size=5),
     st.integers(1, 4),
 )
 links = st.builds(
     lambda values, intra_shared, inter_shared: LinkRates(
-        Link(latency_s=values[0], bytes_per_s=values[1]),
-        Link(latency_s=values[0] + values[2], bytes_per_s=values[1] * values[3]),
-        intra_shared,
-        inter_shared,
+        (
+            (Link(latency_s=values[0], bytes_per_s=values[1]), intra_shared),
+            (
+                Link(latency_s=values[0] + values[2], bytes_per_s=values[1] * values[3]),
+                inter_shared,
+            ),
+        )
     ),
     st.tuples(st.floats(0, 1e-3), st.floats(1e6, 1e12), st.floats(0, 1e-3), st.floats(1e-3, 1.0)),
     st.booleans(),
@@ -189,9 +201,10 @@ def test_more_bandwidth_is_never_slower(
     case: tuple[StepKind, RankGroup, int, LinkRates], factor: float, between: bool
 ) -> None:
     kind, group, size, given_links = case
-    link = given_links.inter if between else given_links.intra
-    faster = replace(link, bytes_per_s=link.bytes_per_s * factor)
-    better = given_links._replace(**{"inter" if between else "intra": faster})
+    levels = list(given_links.levels)
+    link, is_shared = levels[between]
+    levels[between] = replace(link, bytes_per_s=link.bytes_per_s * factor), is_shared
+    better = LinkRates(tuple(levels))
 
     assert fastest(kind, group, size, better) <= (1 + 1e-9) * fastest(*case)
 
@@ -200,8 +213,8 @@ def test_more_bandwidth_is_never_slower(
 @given(cases)
 def test_sharing_links_is_never_faster(case: tuple[StepKind, RankGroup, int, LinkRates]) -> None:
     kind, group, size, given_links = case
-    alone = given_links._replace(intra_shared=False, inter_shared=False)
-    shared = given_links._replace(intra_shared=True, inter_shared=True)
+    alone = sharing(given_links, False, False)
+    shared = sharing(given_links, True, True)
 
     assert fastest(kind, group, size, alone) <= (1 + 1e-9) * fastest(*case)
     assert fastest(*case) <= (1 + 1e-9) * fastest(kind, group, size, shared)
@@ -213,7 +226,8 @@ def test_more_groups_at_once_are_never_faster(
     case: tuple[StepKind, RankGroup, int, LinkRates], more: int
 ) -> None:
     kind, group, size, given_links = case
-    crowded = replace(group, neighbours=group.neighbours + more)
+    (own,) = group.memberships
+    crowded = on(own.groups, own.neighbours + more)
 
     assert fastest(kind, crowded, size, given_links) >= (1 - 1e-9) * fastest(*case)
 

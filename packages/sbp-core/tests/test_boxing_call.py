@@ -1,4 +1,4 @@
-"""One call between processes: its time, its errors, and the names that ranks agree on."""
+"""One call of a communicator: its time and its errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from sbp_core.boxing import BoxingStep, route
-from sbp_core.boxing.processes import call as call_module
-from sbp_core.boxing.processes.call import CollectiveCall, group_name, tag_number, wait_until
-from sbp_core.errors import BoxingError
+from sbp_core.boxing import call as call_module
+from sbp_core.boxing.call import CollectiveCall
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 
@@ -59,43 +58,3 @@ def test_the_errors_of_a_call_name_its_tag_step_and_rank() -> None:
     assert "'sum 3' could not complete: the cable is cut" in failed
     for message in (missing, failed):
         assert "rank 1" in message and "all-reduce" in message
-
-
-def test_waiting_looks_once_even_without_time_and_ends_when_it_is_done() -> None:
-    looks: list[int] = []
-
-    def third_time() -> bool:
-        looks.append(len(looks))
-        return len(looks) == 3
-
-    assert wait_until(lambda: True, 0.0, first_pause_s=1.0, longest_pause_s=1.0)
-    assert wait_until(third_time, 10.0, first_pause_s=1e-4, longest_pause_s=1e-3)
-    assert looks == [0, 1, 2]
-
-
-def test_waiting_in_vain_takes_its_time_and_says_no(clock: list[float]) -> None:
-    assert not wait_until(lambda: False, 0.05, first_pause_s=1e-3, longest_pause_s=0.01)
-
-    assert 100.05 <= clock[0] <= 100.06
-
-
-def test_waiting_passes_on_what_the_look_raises() -> None:
-    def look() -> bool:
-        raise BoxingError("no hope")
-
-    with pytest.raises(BoxingError, match="no hope"):
-        wait_until(look, 10.0, first_pause_s=1e-3, longest_pause_s=1e-3)
-
-
-def test_groups_of_other_ranks_have_other_names() -> None:
-    assert group_name((0, 2)) == "0-2"
-    assert len({group_name(ranks) for ranks in ((1, 12), (11, 2), (1, 1, 2), (2, 11))}) == 4
-
-
-def test_tags_give_equal_numbers_for_equal_texts_only_below_the_bound() -> None:
-    tags = [f"actor {actor}, micro-batch {batch}" for actor in range(40) for batch in range(40)]
-
-    assert len({tag_number(tag, 2**31 - 1) for tag in tags}) == len(tags)
-    assert all(0 <= tag_number(tag, 32767) < 32767 for tag in tags)
-    # The same on every process and machine: nothing of it may depend on a run's hash seed.
-    assert tag_number("case 1", 2**31 - 1) == 1627621487

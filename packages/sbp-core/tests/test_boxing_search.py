@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbp_core.boxing.routing.collectives import KINDS
-from sbp_core.boxing.routing.layout import Ints
+from sbp_core.boxing.routing.layout import NEVER, Ints
 from sbp_core.boxing.routing.search import shortest_path
-from sbp_core.boxing.routing.sizes import NEVER
 from sbp_core.boxing.routing.tables import StepBlock
 from sbp_core.boxing.step import StepKind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sbp_core.boxing.processes.traffic import TrafficCounter
+from sbp_core.boxing.manifest import TrafficCounter
 
 
 def test_an_exchange_counts_what_does_not_stay() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sbp_core.boxing.supervision import LaunchSpec
+from sbp_core.boxing import LaunchSpec
 from sbp_core.plugins import Launcher, LaunchRequest
 from sbp_core.testing.launcher import LauncherConformance
 

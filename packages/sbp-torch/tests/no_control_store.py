@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sbp_core.boxing.processes import ControlStore
+from sbp_core.processes import ControlStore
 
 
 class NoControlStore(ControlStore):

@@ -14,11 +14,11 @@ import torch
 from no_control_store import NoControlStore
 
 from sbp_core.boxing import BoxingStep, StepKind, route
-from sbp_core.boxing.processes.call import CollectiveCall
-from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.process_backend import ProcessBackend
+from sbp_core.boxing.call import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
+from sbp_core.processes.connections import Connections
+from sbp_core.processes.process_backend import ProcessBackend
 from sbp_core.sbp import NdSbp
 from sbp_torch.boxing.execute import apply_step, shard
 from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish

@@ -15,10 +15,10 @@ import pytest
 import torch
 from no_control_store import NoControlStore
 
-from sbp_core.boxing.processes.call import CollectiveCall
-from sbp_core.boxing.processes.connections import Connections
-from sbp_core.boxing.processes.traffic import TrafficCounter
+from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.manifest import TrafficCounter
 from sbp_core.boxing.step import StepKind
+from sbp_core.processes.connections import Connections
 from sbp_torch.boxing.execute import reduce_in_order, reduction_of
 from sbp_torch.boxing.processes.exchange import Await, ExchangeCommunicator, Finish, after
 from sbp_torch.boxing.processes.packed_buffer import PackedBuffers

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.boxing.processes.manifest import manifest_of, span
+from sbp_core.boxing.manifest import manifest_of, span
 from sbp_core.boxing.slices import Bounds, collective_bytes
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.placement import Placement

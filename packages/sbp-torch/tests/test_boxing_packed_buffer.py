@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbp_core.boxing.processes.manifest import manifest_of
+from sbp_core.boxing.manifest import manifest_of
 from sbp_core.boxing.router import route
 from sbp_core.boxing.slices import collective_pieces, is_realisable, transfer_pieces
 from sbp_core.boxing.step import BoxingStep, StepKind

@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from sbp_core.boxing.supervision.rendezvous import free_port
 from sbp_core.errors import BoxingError, ConfigError
+from sbp_core.processes.launchers import free_port
 from sbp_core.testing.holdings import listening
 from sbp_torch.boxing.processes import is_on_loopback, store_at
 

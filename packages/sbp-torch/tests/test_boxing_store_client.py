@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sbp_core.boxing.processes import store_client as client_module
-from sbp_core.boxing.processes import store_rendezvous
-from sbp_core.boxing.processes.control_store import StoreSilentError
-from sbp_core.boxing.processes.membership import Member
-from sbp_core.boxing.processes.store_client import KeyValueControlStore
+from sbp_core.processes import key_value_store as client_module
+from sbp_core.processes.control_store import StoreSilentError
+from sbp_core.processes.key_value_store import KeyValueControlStore
+from sbp_core.processes.membership import Member
 
 
 @pytest.fixture
@@ -49,10 +48,10 @@ class StoppedStore:
 def test_entries_are_read_by_all_and_the_last_of_a_key_counts(
     control_stores: list[KeyValueControlStore],
 ) -> None:
-    control_stores[2].join("0-2")
-    control_stores[1].join("0-1")
+    control_stores[2].say("join/0-2")
+    control_stores[1].say("join/0-1")
     for number in (4, 5):
-        control_stores[0].report_waiting("0-1-2", number)
+        control_stores[0].say("waiting/0-1-2", str(number))
 
     assert control_stores[0].not_joined("0-2", (0, 2)) == [0]
     assert control_stores[2].not_waiting("0-1-2", 5, (0, 1, 2)) == [1]
@@ -204,10 +203,10 @@ class Counters:
 def test_a_rank_that_comes_again_does_not_stay_in_a_store_that_ends(num_looks: int) -> None:
     stores = StoresInTurn(num_looks)
 
-    store = store_rendezvous.connect_current_store(stores.connect, "x", 1, 10.0)
+    store = client_module.connect_current_store(stores.connect, "x", 1, 10.0)
 
     assert stores.num_connects == 2
-    assert store_rendezvous.count_opening(store, "x", 1) == 1
+    assert client_module.count_opening(store, "x", 1) == 1
 
 
 def test_a_rank_whose_connection_breaks_while_it_is_made_connects_again() -> None:
@@ -219,7 +218,7 @@ def test_a_rank_whose_connection_breaks_while_it_is_made_connects_again() -> Non
             raise answer
         return answer
 
-    assert isinstance(store_rendezvous.connect_current_store(connect, "x", 1, 10.0), Counters)
+    assert isinstance(client_module.connect_current_store(connect, "x", 1, 10.0), Counters)
 
 
 def test_rank_0_does_not_wait_where_it_cannot_host() -> None:
@@ -227,25 +226,25 @@ def test_rank_0_does_not_wait_where_it_cannot_host() -> None:
         raise RuntimeError("address already in use")
 
     with pytest.raises(RuntimeError, match="in use"):
-        store_rendezvous.connect_current_store(connect, "x", 0, 600.0)
+        client_module.connect_current_store(connect, "x", 0, 600.0)
 
 
 def test_a_rank_that_comes_again_stays_where_rank_0_comes_back_to() -> None:
     store = Counters({"x/opened/0": 1, "x/opened/1": 1})
-    timer = threading.Timer(0.2, store_rendezvous.count_opening, (store, "x", 0))
+    timer = threading.Timer(0.2, client_module.count_opening, (store, "x", 0))
     timer.start()
 
-    found: Any = store_rendezvous.connect_current_store(lambda: store, "x", 1, 10.0)  # type: ignore[arg-type,return-value]
+    found: Any = client_module.connect_current_store(lambda: store, "x", 1, 10.0)  # type: ignore[arg-type,return-value]
 
     timer.join()
     assert found is store
-    assert store_rendezvous.count_opening(found, "x", 1) == 2
+    assert client_module.count_opening(found, "x", 1) == 2
 
 
 def test_ranks_that_come_for_the_first_time_and_rank_0_wait_for_nobody() -> None:
     for rank, values in ((1, {"x/opened/0": 0}), (0, {"x/opened/0": 3})):
         store = Counters(dict(values))
         assert (
-            store_rendezvous.connect_current_store(lambda store=store: store, "x", rank, 600.0)
+            client_module.connect_current_store(lambda store=store: store, "x", rank, 600.0)
             is store
         )  # type: ignore[misc,type-var]

@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sbp_core.boxing.processes.settings import check_rendezvous, check_timeouts
 from sbp_core.errors import ConfigError
+from sbp_core.processes import check_rendezvous, check_timeouts
 
 _DEVICE = re.compile(r"auto|cuda:(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiBoxingConfig:
-    """Settings of `sbp_boxing_nccl.backend.MpiBackend`.
+    """Settings of `sbp_boxing_nccl.mpi.backend.MpiBackend`.
 
     Args:
         connect_timeout_s: Seconds to wait for the other processes at the start, above 0.

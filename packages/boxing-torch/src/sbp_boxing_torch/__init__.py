@@ -1,10 +1,9 @@
 """sbp boxing over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
 Read the modules in this order: `configs` (settings), `rendezvous` (which rank this is, and the
-store that all reach), `group` (collectives and messages of one set of ranks), `outbox` (messages on
-their way), `connections` (all groups, and how they break), `wire` (dtypes on the way),
-`communicator` (one step), `backend`. What all backends of several processes share is in
-`sbp_core.boxing`.
+store that all reach), `group` (collectives and messages of one set of ranks), `connections` (all
+groups, messages on their way, and how it all breaks), `communicator` (one step), `backend`. What
+all backends of several processes share is in `sbp_core.processes`.
 
 Stability: provisional.
 """

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from sbp_core.boxing.processes import CountingStore
+from sbp_core.processes import CountingStore
 
 
 def prefixed(prefix: str, store: CountingStore) -> CountingStore:

@@ -1,7 +1,7 @@
 """The backend `torch`: one rank in each process, over torch.distributed.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process_backend`. PyTorch is imported when it connects: who only starts
+`sbp_core.processes.process_backend`. PyTorch is imported when it connects: who only starts
 the ranks does not wait for it.
 """
 
@@ -11,18 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.processes import ProcessBackend, check_ranks
-from sbp_core.boxing.supervision import LaunchSpec, one_process_per_rank
+from sbp_core.boxing import LaunchSpec
+from sbp_core.processes import ProcessBackend, check_ranks, one_process_per_rank
 
 if TYPE_CHECKING:
     from sbp_boxing_torch.communicator import TorchCommunicator
     from sbp_boxing_torch.connections import TorchConnections
     from sbp_boxing_torch.rendezvous import TorchWorld
-
-
-def build(config: TorchBoxingConfig) -> TorchBackend:
-    """Make the backend of a config, not yet open."""
-    return TorchBackend(config)
 
 
 class TorchBackend(ProcessBackend):

@@ -13,17 +13,12 @@ import torch
 import torch.distributed as dist
 
 from sbp_boxing_torch.connections import TorchConnections
-from sbp_boxing_torch.group import NUM_TAGS, TorchGroup
-from sbp_boxing_torch.wire import as_bytes, reducible
-from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest, tag_number
-from sbp_core.errors import BoxingError
+from sbp_boxing_torch.group import NUM_TAGS, TorchGroup, as_bytes, reducible
+from sbp_core.boxing import CollectiveCall, Manifest, StepKind
+from sbp_core.processes import tag_number
 from sbp_core.sbp import split_bounds
 from sbp_torch.boxing import reduce_in_order, reduction_of
 from sbp_torch.boxing.processes import Await, ExchangeCommunicator, Finish, PackedBuffers, after
-
-#: Seconds after which a rank that waits in a collective reports that it is there.
-_PATIENCE_S = 0.2
 
 #: Bytes of a shard up to which an all-reduce of two ranks on CPUs is faster as an exchange. Source:
 #: a virtual machine of 2 cores, gloo of torch 2.13; of four ranks it is slower for every size.
@@ -32,10 +27,6 @@ _EXCHANGED_BYTES = 2**22
 #: Bytes of a shard up to which an even all-to-all on CPUs is gloo's own, as each operation on a
 #: tensor takes longer than to copy what this rank keeps. Source: as above.
 _EVEN_BYTES = 2**21
-
-
-def _nothing() -> None:
-    """Do nothing while data is under way."""
 
 
 class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
@@ -110,9 +101,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         if reducible(shard.dtype) and not (self._on_cpu and is_pair and is_small):
             total = values if spare else values.clone()
             reduction = reduction_of(call.step)
-            wait = self._launch(
-                call, ranks, lambda group: [group.all_reduce(total, reduction, call.left_s)]
-            )
+            wait = self._launch(call, ranks, lambda group: [group.all_reduce(total, reduction)])
             return after(wait, lambda: total.view(shard.shape))
         if is_pair:
             finish = self._swap_and_reduce(call, ranks, values, spare)
@@ -129,7 +118,9 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         """
         size, received = values.numel(), torch.empty_like(values)
         sizes = [0 if rank == self.rank else size for rank in ranks]
-        wait = self._swap(call, ranks, received, values, sizes, sizes)
+        wait = self._launch(
+            call, ranks, lambda group: [group.exchange(received, values, sizes, sizes)]
+        )
         parts = [values if rank == self.rank else received for rank in ranks]
         out, reduction = values if spare else received, reduction_of(call.step)
         return after(wait, lambda: reduce_in_order(parts, reduction, out=out))
@@ -156,19 +147,23 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         sizes = [stop - start for start, stop in bounds]
         size = sizes[ranks.index(self.rank)]
         received = values.new_empty(len(ranks), size)
-        self._swap(call, ranks, received.view(-1), values, [size] * len(ranks), sizes)()
+        mine, room = [size] * len(ranks), received.view(-1)
+        self._launch(call, ranks, lambda group: [group.exchange(room, values, mine, sizes)])()
         part = reduce_in_order(list(received), reduction_of(call.step), out=received[0])
         result = torch.empty_like(values) if total is None else total
         start, stop = bounds[ranks.index(self.rank)]
         result[start:stop] = part
-        return after(self._gather(call, ranks, result, part, sizes), lambda: result)
+        wait = self._launch(call, ranks, lambda group: group.all_gather(result, part, sizes))
+        return after(wait, lambda: result)
 
     def _all_gather(
         self, call: CollectiveCall, ranks: tuple[int, ...], shard: torch.Tensor, known: Manifest
     ) -> Finish:
         buffers = PackedBuffers(call.step, known, shard, device=self._device, whole=True)
-        sizes = buffers.received_sizes
-        wait = self._gather(call, ranks, buffers.received, buffers.sent, sizes, buffers.keep_own)
+        received, sent, sizes = buffers.received, buffers.sent, buffers.received_sizes
+        wait = self._launch(
+            call, ranks, lambda group: group.all_gather(received, sent, sizes), buffers.keep_own
+        )
         return after(wait, buffers.result)
 
     def _reduce_scatter(
@@ -177,12 +172,9 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         buffers = PackedBuffers(call.step, known, shard, device=self._device, with_own=True)
         result = shard.new_empty(known.shape)
         reduction = reduction_of(call.step)
+        part, sent = result.view(-1), buffers.sent
         wait = self._launch(
-            call,
-            ranks,
-            lambda group: [
-                group.reduce_scatter(result.view(-1), buffers.sent, reduction, call.left_s)
-            ],
+            call, ranks, lambda group: [group.reduce_scatter(part, sent, reduction)]
         )
         return after(wait, lambda: result)
 
@@ -193,10 +185,8 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         known = self._role(call).manifest
         if self._on_cpu and known.is_flat and shard.nbytes <= _EVEN_BYTES:
             given, result = shard.contiguous(), shard.new_empty(known.shape)
-            sent, received = as_bytes(given.view(-1)), as_bytes(result.view(-1))
-            wait = self._launch(
-                call, ranks, lambda group: (group.exchange(received, sent, (), (), call.left_s),)
-            )
+            sent, received = given.view(-1), result.view(-1)
+            wait = self._launch(call, ranks, lambda group: [group.exchange(received, sent, (), ())])
             return after(wait, lambda: result)
         return super()._exchange(call, ranks, shard)
 
@@ -204,52 +194,10 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         self, call: CollectiveCall, ranks: tuple[int, ...], buffers: PackedBuffers
     ) -> Await:
         """See `ExchangeCommunicator._exchange_buffers`; copies the own chunk meanwhile."""
+        received, sent = buffers.received, buffers.sent
         sizes = buffers.received_sizes, buffers.sent_sizes
-        return self._swap(call, ranks, buffers.received, buffers.sent, *sizes, buffers.keep_own)
-
-    def _swap(
-        self,
-        call: CollectiveCall,
-        ranks: tuple[int, ...],
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        meanwhile: Callable[[], None] = _nothing,
-    ) -> Await:
-        """Begin to send chunks of `sent` to the ranks in order, and to receive theirs likewise.
-
-        Sizes are in elements; `meanwhile` is called while data is under way.
-        """
-        size_bytes = received.element_size()
-        bytes_in = [size_bytes * size for size in received_sizes]
-        bytes_out = [size_bytes * size for size in sent_sizes]
-        room, given = as_bytes(received), as_bytes(sent)
         return self._launch(
-            call,
-            ranks,
-            lambda group: (group.exchange(room, given, bytes_in, bytes_out, call.left_s),),
-            meanwhile,
-        )
-
-    def _gather(
-        self,
-        call: CollectiveCall,
-        ranks: tuple[int, ...],
-        received: torch.Tensor,
-        part: torch.Tensor,
-        sizes: Sequence[int],
-        meanwhile: Callable[[], None] = _nothing,
-    ) -> Await:
-        """Begin to fill the chunks of `received` with the parts of the other ranks."""
-        bytes_in = [received.element_size() * size for size in sizes]
-        return self._launch(
-            call,
-            ranks,
-            lambda group: group.all_gather(
-                as_bytes(received), as_bytes(part), bytes_in, call.left_s
-            ),
-            meanwhile,
+            call, ranks, lambda group: [group.exchange(received, sent, *sizes)], buffers.keep_own
         )
 
     def _launch(
@@ -257,7 +205,7 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         call: CollectiveCall,
         ranks: tuple[int, ...],
         start: Callable[[TorchGroup], Sequence[dist.Work]],
-        meanwhile: Callable[[], None] = _nothing,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Await:
         """Begin a collective in the group of `ranks`; return what waits for it.
 
@@ -270,42 +218,23 @@ class TorchCommunicator(ExchangeCommunicator[TorchConnections]):
         connections = self._connections
         number = connections.arrivals.begin(ranks)
         group = connections.group(call, ranks)
-        try:  # as `connections.guard` does, which takes longer to enter
+        try:
             under_way = list(start(group))
             self._count(group.traffic)
-            meanwhile()
+            if meanwhile is not None:
+                meanwhile()
         except RuntimeError as error:
-            raise connections.connection_lost(call, str(error)) from error
+            raise connections.transport_failed(call, error) from error
         connections.begun[id(under_way)] = group, under_way
-        return lambda: self._await(call, ranks, number, group, under_way)
 
-    def _await(
-        self,
-        call: CollectiveCall,
-        ranks: tuple[int, ...],
-        number: int,
-        group: TorchGroup,
-        under_way: list[dist.Work],
-    ) -> None:
-        """Wait for a collective.
-
-        The ranks that wait long tell the others, so that each can say at its deadline who did not
-        come.
-        """
-        connections, arrivals = self._connections, self._connections.arrivals
-        key = id(under_way)
-        try:
-            while under_way and group.wait(under_way[0], min(_PATIENCE_S, call.left_s / 2)):
+        def over(limit_s: float) -> bool:
+            while under_way and group.wait(under_way[0], min(limit_s, call.left_s)):
                 del under_way[0]
-        except RuntimeError as error:
-            if isinstance(error, BoxingError):
-                raise
-            raise connections.connection_lost(call, str(error)) from error
-        if under_way:
-            with connections.guard(call):
-                arrivals.tell(ranks)
-                if not all(group.wait(work, call.left_s) for work in under_way):
-                    missing = arrivals.missing(ranks, number)
-                    raise connections.call_failed(call, call.missing(missing))
-        del connections.begun[key]
-        arrivals.end(ranks)
+            return not under_way
+
+        def wait() -> None:
+            key = id(under_way)
+            connections.await_collective(call, ranks, number, over)
+            del connections.begun[key]
+
+        return wait

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sbp_core.boxing.processes.settings import check_rendezvous, check_timeouts
 from sbp_core.errors import ConfigError
+from sbp_core.processes import check_rendezvous, check_timeouts
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -48,19 +48,15 @@ class TorchBoxingConfig:
             raise ConfigError(
                 f"transport={self.transport!r} is unknown", accepted="auto, gloo, nccl"
             )
-        if self.transport not in ("auto", self._fitting_transport):
+        if self.transport not in ("auto", self.chosen_transport):
             raise ConfigError(
                 f"transport={self.transport!r} does not move tensors of device={self.device!r}",
-                accepted=f"auto, {self._fitting_transport}",
+                accepted=f"auto, {self.chosen_transport}",
             )
         check_rendezvous(self.init_method, self.rank, self.world_size)
         check_timeouts(connect_timeout_s=self.connect_timeout_s)
 
     @property
-    def _fitting_transport(self) -> str:
-        return "nccl" if self.device.startswith("cuda") else "gloo"
-
-    @property
     def chosen_transport(self) -> str:
-        """The transport that is used: `gloo` or `nccl`."""
-        return self._fitting_transport
+        """The transport that is used, by the device: `gloo` or `nccl`."""
+        return "nccl" if self.device.startswith("cuda") else "gloo"

@@ -1,14 +1,15 @@
 """The connections of one process: groups of ranks, messages on their way, and how it all breaks.
 
 Groups of ranks are connected when a step first needs them. A call that fails breaks everything
-here (`sbp_core.boxing.processes.connections`); by closed connections and an entry in the control
+here (`sbp_core.processes.connections`); by closed connections and an entry in the control
 store it also breaks whatever waits for it on other ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import threading
+import time
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,87 @@ import torch.distributed as dist
 from sbp_boxing_torch._torch_compat import prefixed
 from sbp_boxing_torch.configs import TorchBoxingConfig
 from sbp_boxing_torch.group import TorchGroup, connect
-from sbp_boxing_torch.outbox import TorchMessage, TorchOutbox
 from sbp_boxing_torch.rendezvous import COUNTER, TorchWorld
-from sbp_core.boxing.processes import (
+from sbp_core.boxing import CollectiveCall
+from sbp_core.errors import BoxingError
+from sbp_core.processes import (
     CLOSE_TIMEOUT_S,
-    CollectiveCall,
     Connections,
     CountingStore,
     KeyValueControlStore,
+    Outbox,
     count_opening,
     group_name,
     run_abandonable,
 )
-from sbp_core.errors import BoxingError
 
 #: Seconds between two looks whether the ranks that are being connected still run.
 _LOOK_S = 0.1
+
+#: Seconds that the thread of the outbox gets to end.
+_END_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TorchMessage:
+    """One message that was sent but perhaps not received.
+
+    Args:
+        call: That has sent it.
+        receiver: Rank that it goes to.
+        group: That it goes through.
+        work: What to wait for; None once it is received.
+        values: Its bytes, which must not be freed before; None after it.
+    """
+
+    call: CollectiveCall
+    receiver: int
+    group: TorchGroup
+    work: dist.Work | None
+    values: torch.Tensor | None
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until it is received; False if it is not within `limit_s` seconds.
+
+        Raises:
+            RuntimeError: the connection broke.
+        """
+        end = time.monotonic() + limit_s
+        # gloo tells only one thread that a message is received; the others would wait for ever.
+        if not self._turn.acquire(timeout=limit_s):
+            return False
+        try:
+            if self.work is not None:
+                left_s = max(1e-3, end - time.monotonic())
+                if not self.group.wait_message(self.work, left_s):
+                    return False
+                self.work = self.values = None
+        finally:
+            self._turn.release()
+        return True
+
+
+class TorchOutbox(Outbox[TorchMessage]):
+    """The messages that this process has sent.
+
+    Args:
+        connections: Broken by a message that is not received within its deadline.
+    """
+
+    def __init__(self, connections: TorchConnections) -> None:
+        super().__init__()
+        self._connections = connections
+
+    def _watch(self) -> None:
+        while (message := self._await_first()) is not None:
+            call = message.call
+            try:
+                if not message.wait(call.left_s):
+                    self._connections.fail(call.missing([message.receiver]))
+            except RuntimeError as error:
+                self._connections.connection_lost(call, f"to rank {message.receiver}: {error}")
+            self._forget([message])
 
 
 class TorchConnections(Connections):
@@ -58,7 +124,7 @@ class TorchConnections(Connections):
         self._groups: dict[tuple[int, ...], TorchGroup] = {}
         #: What has begun and was not waited for, with its group, by an identity of its own.
         self.begun: dict[int, tuple[TorchGroup, list[dist.Work]]] = {}
-        self._outbox = TorchOutbox(self.fail, self.connection_lost)
+        self._outbox = TorchOutbox(self)
         self._messages: tuple[TorchGroup, ...] = ()
         self.rendezvous(limit_s)
         if world.size > 1:
@@ -131,16 +197,6 @@ class TorchConnections(Connections):
         if not received:
             raise self.call_failed(call, call.missing([message.receiver]))
 
-    @contextlib.contextmanager
-    def guard(self, call: CollectiveCall) -> Iterator[None]:
-        """Turn the errors of a transport into one that says which step failed, and why."""
-        try:
-            yield
-        except BoxingError:
-            raise
-        except RuntimeError as error:
-            raise self.connection_lost(call, str(error)) from error
-
     def _announce(self, text: str) -> None:
         """See `Connections._announce`."""
         with self._lock:
@@ -156,7 +212,9 @@ class TorchConnections(Connections):
         self.control_store.deregister()
         if self._failure is None:
             self._await_others()
-        self._outbox.close()
+        # A thread that comes back from the transport while the interpreter is taken down would end
+        # the process by SIGABRT, so the messages at hand get a moment to be received or lost.
+        self._outbox.close(_END_S)
         # A group that is let go of waits for what is under way in it, however long.
         for group, under_way in self.begun.values():
             if not all(work.is_completed() for work in under_way):
@@ -171,6 +229,11 @@ class TorchConnections(Connections):
         if self._store is None:
             raise BoxingError("the boxing backend was closed", where=f"rank {rank}")
         store = prefixed(f"connect/{name}", self._store)
+
+        def check_hope() -> None:
+            if (reason := self.failure_reason()) is not None:
+                raise BoxingError(reason)
+
         try:
             if transport == "nccl":  # connects at its first use
                 return connect(transport, ranks, rank, store, limit_s)
@@ -178,7 +241,7 @@ class TorchConnections(Connections):
             return run_abandonable(
                 lambda: connect(transport, ranks, rank, store, limit_s, self._host),
                 thread_name="sbp-connect",
-                check=self._check_hope,
+                check=check_hope,
                 look_s=_LOOK_S,
             )
         except RuntimeError as error:
@@ -188,9 +251,3 @@ class TorchConnections(Connections):
                 todo="check that every process runs and that their hosts reach each other; "
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME chooses the network",
             ) from error
-
-    def _check_hope(self) -> None:
-        """Raise `BoxingError` if waiting for others makes no sense any more."""
-        reason = self.failure_reason()
-        if reason is not None:
-            raise BoxingError(reason)

@@ -23,11 +23,13 @@ from sbp_boxing_torch._torch_compat import (
     nccl_group,
     reduce_scatter_parts,
 )
-from sbp_core.boxing.processes import CountingStore, TrafficCounter
+from sbp_core.boxing import TrafficCounter
+from sbp_core.processes import CountingStore
 
-#: Seconds that a transport waits longer than we do: our own deadline has to speak first, as it
-#: knows who is missing, and counts from the end of what this rank computes meanwhile.
-_MARGIN_S = 3600.0
+#: The time that a transport has: our own deadline speaks long before, as it knows who is missing,
+#: and counts from the end of what this rank computes meanwhile. (NCCL's watchdog would end the
+#: process.)
+_ENDLESS = timedelta(days=7)
 
 #: Tags of messages are 0 .. NUM_TAGS - 1.
 NUM_TAGS = 2**31 - 1
@@ -42,6 +44,20 @@ _REPEATED_BYTES = 2**18
 _EAGER_S, _POLL_S = 1e-3, 1e-4
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+#: Dtypes that gloo or NCCL cannot reduce, or as torch does not: it adds truth values as `or`.
+_IRREDUCIBLE = frozenset({torch.bool, torch.int16})
+
+
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return contiguous values of shape (elements,) as uint8 of shape (bytes,), without a copy."""
+    # A single element counts as contiguous whatever its stride is; its bytes want stride 1.
+    return values.as_strided(values.shape, (1,)).view(torch.uint8)
+
+
+def reducible(dtype: torch.dtype) -> bool:
+    """Say whether the transports reduce a dtype; any other is moved, and reduced here."""
+    return dtype not in _IRREDUCIBLE and not dtype.is_complex
 
 
 def _delta(seconds: float) -> timedelta:
@@ -64,27 +80,22 @@ class TorchGroup(ABC):
         self._index = index
         self._group = process_group
 
-    def all_reduce(self, values: torch.Tensor, reduction: str, limit_s: float) -> dist.Work:
+    def all_reduce(self, values: torch.Tensor, reduction: str) -> dist.Work:
         """Reduce `values` in place over all ranks."""
         self.traffic.all_reduce(values.numel(), values.element_size())
-        work: dist.Work = self._group.allreduce(
-            [values], _OPERATIONS[reduction], _delta(limit_s + _MARGIN_S)
-        )
+        work: dist.Work = self._group.allreduce([values], _OPERATIONS[reduction], _ENDLESS)
         return work
 
-    def reduce_scatter(
-        self, part: torch.Tensor, values: torch.Tensor, reduction: str, limit_s: float
-    ) -> dist.Work:
+    def reduce_scatter(self, part: torch.Tensor, values: torch.Tensor, reduction: str) -> dist.Work:
         """Reduce consecutive chunks of `values` over all ranks, chunk i into `part` of rank i.
 
         All chunks are of one size.
         """
-        limit = _delta(limit_s + _MARGIN_S)
         self.traffic.even_exchange(values.nbytes)
-        return reduce_scatter_parts(self._group, part, values, _OPERATIONS[reduction], limit)
+        return reduce_scatter_parts(self._group, part, values, _OPERATIONS[reduction], _ENDLESS)
 
     def all_gather(
-        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
     ) -> Sequence[dist.Work]:
         """Copy `part` of rank i into consecutive chunk i of `received` of all other ranks.
 
@@ -94,11 +105,10 @@ class TorchGroup(ABC):
             received: To be filled.
             part: Of this rank.
             sizes: Elements of the parts, in order.
-            limit_s: Seconds to wait for the others.
         """
         num_ranks = len(self.ranks)
         sent = part.repeat(num_ranks)
-        return [self.exchange(received, sent, sizes, [part.numel()] * num_ranks, limit_s)]
+        return [self.exchange(received, sent, sizes, [part.numel()] * num_ranks)]
 
     def exchange(
         self,
@@ -106,18 +116,19 @@ class TorchGroup(ABC):
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-        limit_s: float,
     ) -> dist.Work:
         """Send consecutive chunks of `sent` to ranks in order, and receive theirs likewise.
 
         No sizes mean chunks of one size.
         """
+        item_bytes = sent.element_size()
         if sent_sizes:
-            self.traffic.exchange(sent_sizes, sent.element_size())
+            self.traffic.exchange(sent_sizes, item_bytes)
         else:
             self.traffic.even_exchange(sent.nbytes)
+        sizes = ([item_bytes * size for size in of] for of in (received_sizes, sent_sizes))
         work: dist.Work = self._group.alltoall_base(
-            received, sent, list(received_sizes), list(sent_sizes), _delta(limit_s + _MARGIN_S)
+            as_bytes(received), as_bytes(sent), *sizes, _ENDLESS
         )
         return work
 
@@ -158,12 +169,12 @@ class TorchGlooGroup(TorchGroup):
         super().__init__(ranks, index, gloo_group(store, index, len(ranks), _delta(limit_s), host))
 
     def all_gather(
-        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
     ) -> Sequence[dist.Work]:
         """See `TorchGroup.all_gather`."""
         num_ranks = len(self.ranks)
         if num_ranks > 2 and sum(sizes) * received.element_size() <= _REPEATED_BYTES:
-            return super().all_gather(received, part, sizes, limit_s)
+            return super().all_gather(received, part, sizes)
         # gloo's own copies everything once more. In turn k, everybody sends its part to the k-th
         # rank after it, straight from and to where it has to be.
         chunks, turns = torch.split(received, list(sizes)), []
@@ -171,7 +182,7 @@ class TorchGlooGroup(TorchGroup):
             target, source = (self._index + turn) % num_ranks, (self._index - turn) % num_ranks
             sizes_in = [size if peer == source else 0 for peer, size in enumerate(sizes)]
             sizes_out = [part.numel() if peer == target else 0 for peer in range(num_ranks)]
-            turns.append(self.exchange(chunks[source], part, sizes_in, sizes_out, limit_s))
+            turns.append(self.exchange(chunks[source], part, sizes_in, sizes_out))
         return turns
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:
@@ -210,21 +221,17 @@ class TorchNcclGroup(TorchGroup):
     Messages between two ranks arrive in the order in which they were sent: NCCL has no tags.
     """
 
-    def __init__(
-        self, ranks: tuple[int, ...], index: int, store: CountingStore, limit_s: float
-    ) -> None:
-        # NCCL's own watchdog ends the process when it loses patience; we raise long before.
-        group = nccl_group(store, index, len(ranks), timedelta(days=7))
-        super().__init__(ranks, index, group)
+    def __init__(self, ranks: tuple[int, ...], index: int, store: CountingStore) -> None:
+        super().__init__(ranks, index, nccl_group(store, index, len(ranks), _ENDLESS))
 
     def all_gather(
-        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int], limit_s: float
+        self, received: torch.Tensor, part: torch.Tensor, sizes: Sequence[int]
     ) -> Sequence[dist.Work]:
         """See `TorchGroup.all_gather`."""
         if len(set(sizes)) > 1:
-            return super().all_gather(received, part, sizes, limit_s)
+            return super().all_gather(received, part, sizes)
         self.traffic.all_gather(part.nbytes)
-        return [all_gather_parts(self._group, received, part, _delta(limit_s + _MARGIN_S))]
+        return [all_gather_parts(self._group, as_bytes(received), as_bytes(part), _ENDLESS)]
 
     def wait(self, work: dist.Work, limit_s: float) -> bool:
         """See `TorchGroup.wait`."""
@@ -268,5 +275,5 @@ def connect(
         RuntimeError: a rank could not be reached.
     """
     if transport == "nccl":
-        return TorchNcclGroup(ranks, ranks.index(rank), store, limit_s)
+        return TorchNcclGroup(ranks, ranks.index(rank), store)
     return TorchGlooGroup(ranks, ranks.index(rank), store, limit_s, host)

@@ -15,7 +15,7 @@ def sbp_boxing_backends() -> Mapping[str, Factory]:
     """Offer the backend over torch.distributed."""
     return {
         "torch": Factory(
-            build="sbp_boxing_torch.backend:build",
+            build="sbp_boxing_torch.backend:TorchBackend",
             config=TorchBoxingConfig,
             summary="one process a rank, over torch.distributed (gloo on CPUs, nccl on GPUs)",
         )

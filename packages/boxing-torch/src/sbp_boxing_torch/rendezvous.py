@@ -1,7 +1,4 @@
-"""How the processes of a run find each other: rank, world size and the store that all reach.
-
-The only module that reads the environment.
-"""
+"""How the processes of a run find each other: rank, world size and the store that all reach."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from sbp_boxing_torch.configs import TorchBoxingConfig
-from sbp_core.boxing.processes import CountingStore, connect_current_store
-from sbp_core.errors import ConfigError
+from sbp_core.processes import CountingStore, connect_current_store, local_rank, rank_and_size
 from sbp_torch.boxing.processes import is_on_loopback, naming_rendezvous, store_at
 
 #: Name by which the backends of a rank are counted in a store.
@@ -44,12 +40,11 @@ def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
         ConfigError: neither the config nor the environment says which rank this is.
         BoxingError: the rendezvous could not be reached in time.
     """
-    rank = _number("rank", config.rank, "RANK")
-    size = _number("world_size", config.world_size, "WORLD_SIZE")
-    if rank >= size:
-        raise ConfigError(
-            f"rank={rank} is no rank of world_size={size}", accepted="0 .. world_size - 1"
-        )
+    rank, size = rank_and_size(
+        config.rank,
+        config.world_size,
+        todo="start the program with torchrun --nproc-per-node=N, or set boxing.{key}",
+    )
     limit_s = config.connect_timeout_s
     with naming_rendezvous(config.init_method, rank, size):
         store = connect_current_store(
@@ -66,21 +61,4 @@ def rendezvous(config: TorchBoxingConfig) -> TorchWorld:
 
 def device_name(config: TorchBoxingConfig) -> str:
     """Return where the shards of this process live: `cuda` is the GPU of its place on the host."""
-    if config.device != "cuda":
-        return config.device
-    local = os.environ.get("LOCAL_RANK", "0")
-    return f"cuda:{local if local.isdecimal() else 0}"
-
-
-def _number(key: str, given: int | None, variable: str) -> int:
-    """Return a setting, or the environment variable that stands for it."""
-    if given is not None:
-        return given
-    text = os.environ.get(variable, "")
-    if not text.isdecimal():
-        raise ConfigError(
-            f"{key} is not set, and the environment has {variable}={text!r}",
-            accepted="an integer >= 0",
-            todo=f"start the program with torchrun --nproc-per-node=N, or set boxing.{key}",
-        )
-    return int(text)
+    return f"cuda:{local_rank(0)}" if config.device == "cuda" else config.device

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sbp_core.errors import ConfigError, nearest, suggestion
 from sbp_core.pipeline import SCHEDULES
-from sbp_core.planning.offload_setting import Offload, Offloads, check_host, check_offload
+from sbp_core.planning import Offload, Offloads, check_host, check_offload
 from sbp_core.serialize import open_file
 
 if TYPE_CHECKING:

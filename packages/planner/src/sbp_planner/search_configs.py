@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from sbp_core.errors import ConfigError, nearest
 from sbp_core.pipeline import SCHEDULES
-from sbp_core.planning.offload_setting import Offload, Offloads, check_offload
+from sbp_core.planning import Offload, Offloads, check_offload
 from sbp_planner.configs import check_stage_axes
 
 #: Pattern -> SBP, as of `ManualConfig`.

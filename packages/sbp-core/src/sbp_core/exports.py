@@ -19,7 +19,7 @@ from typing import Any
 
 from sbp_core.collection import collection_paused
 
-__all__ = ["lazy", "make_callable"]
+__all__ = ["lazy", "lazy_room", "make_callable"]
 
 
 def lazy(
@@ -42,6 +42,16 @@ def lazy(
         return module if homes[name] == name else getattr(module, name)
 
     return find, lambda: sorted(homes)
+
+
+def lazy_room(room: str, **homes: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return what `lazy` does, of names that are listed by the module that defines them.
+
+    Args:
+        room: Name of the package.
+        homes: Module -> the names that it defines, with spaces in between.
+    """
+    return lazy(room, {name: home for home, names in homes.items() for name in names.split()})
 
 
 class _CallableModule(ModuleType):

@@ -1,7 +1,7 @@
 """The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
 
 The connections are `connections`, the steps `communicator`; the life of both is
-`sbp_core.boxing.processes.process_backend`, its end `exit`.
+`sbp_core.processes.process_backend`, its end `job`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.exit import JobBackend
+from sbp_boxing_nccl.mpi.job import JobBackend
 from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
 from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
 from sbp_boxing_nccl.nccl.world import NcclWorld, rendezvous
-from sbp_core.boxing.processes import check_ranks
-from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs, one_process_per_rank
+from sbp_core.boxing import LaunchSpec
 from sbp_core.errors import BoxingError
-
-
-def build(config: NcclBoxingConfig) -> NcclBackend:
-    """Make the backend of a config, not yet open."""
-    return NcclBackend(config)
+from sbp_core.processes import check_ranks, mpiexec_specs, one_process_per_rank
 
 
 class NcclBackend(JobBackend):
@@ -53,7 +48,7 @@ class NcclBackend(JobBackend):
             BoxingError: this machine has no GPU for them.
         """
         if self._device is None:
-            from sbp_boxing_nccl.nccl.cupy_device import count_gpus
+            from sbp_boxing_nccl.nccl.device import count_gpus
 
             count_gpus(self._config.device_index)
         if self._config.bootstrap == "mpi":
@@ -86,6 +81,6 @@ class NcclBackend(JobBackend):
         return connections, NcclCommunicator(connections)
 
     def _load(self, local_rank: int) -> NcclDevice:
-        from sbp_boxing_nccl.nccl.cupy_device import load_device
+        from sbp_boxing_nccl.nccl.device import load_device
 
         return load_device(self._config.device_index, local_rank)

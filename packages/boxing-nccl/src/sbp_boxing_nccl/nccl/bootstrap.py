@@ -1,8 +1,8 @@
 """How ranks connect over NCCL: every wait has a limit, which NCCL's own have not.
 
-`ncclCommInitRank` waits for all ranks for ever. So the ranks first
-tell each other that they are there; the first of them makes the unique id and sends it, or the
-error why it could not; when all have it, each connects in a thread that may be left behind.
+`ncclCommInitRank` waits for all ranks for ever. So the ranks first tell each other that they are
+there. The first of them makes the unique id and sends it, or the error why it could not. When all
+have it, each connects in a thread that may be left behind.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
-from sbp_core.boxing.processes import CollectiveCall, ControlStore, run_abandonable, wait_until
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import ControlStore, run_abandonable
 
-#: Pauses between two looks at what has come, in seconds: the first, and the longest.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 0.01
+#: Seconds between two looks at what has become of the others.
+_LOOK_S = 0.01
 
 
+@dataclass(frozen=True, slots=True)
 class Bootstrap:
     """Connects the ranks of a group over NCCL, in bounded time.
 
@@ -29,13 +32,9 @@ class Bootstrap:
         check: Raises `BoxingError` when waiting for others has become hopeless.
     """
 
-    def __init__(
-        self, store: ControlStore, device: NcclDevice, check: Callable[[CollectiveCall], None]
-    ) -> None:
-        self._store = store
-        self._device = device
-        self._check = check
-        self._rank = store.rank
+    store: ControlStore
+    device: NcclDevice
+    check: Callable[[CollectiveCall], None]
 
     def gather(self, call: CollectiveCall, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Wait until the ranks of some groups are ready to connect them.
@@ -43,9 +42,19 @@ class Bootstrap:
         Raises:
             BoxingError: some did not come in time; names them.
         """
+        store = self.store
         for name, ranks in groups.items():
-            self._store.join(name, ranks)
-        self._await(call, groups)
+            store.say(f"join/{name}", ranks=ranks)
+
+        def missing() -> set[int]:
+            return {rank for name in groups for rank in store.not_joined(name, groups[name])}
+
+        def over() -> bool:
+            self.check(call)
+            return not missing()
+
+        if not store.wait_for(over, call.left_s):
+            raise call.missing(sorted(missing()))
 
     def connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> NcclChannel:
         """Connect the ranks of a group, all of which call this.
@@ -56,56 +65,15 @@ class Bootstrap:
         self.gather(call, {name: ranks})
         unique_id = self._share_id(call, name, ranks)
         # All have the id before one enters NCCL, from where it can send nothing.
-        self._store.join(f"{name}/id", ranks)
-        self._await(call, {f"{name}/id": ranks})
-        return self._init(call, ranks, unique_id)
-
-    def _await(self, call: CollectiveCall, groups: Mapping[str, tuple[int, ...]]) -> None:
-        def missing() -> set[int]:
-            store = self._store
-            return {rank for name in groups for rank in store.not_joined(name, groups[name])}
-
-        def over() -> bool:
-            self._check(call)
-            return not missing()
-
-        if not self._look(over, call.left_s):
-            raise call.missing(sorted(missing()))
-
-    def _share_id(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> bytes:
-        """Return the id that the first rank of the group makes."""
-        key, first = f"id/{name}", ranks[0]
-        if self._rank == first:
-            try:
-                unique_id, error = self._device.unique_id(), ""
-            except Exception as caught:  # whatever it is, the others must read of it
-                unique_id, error = b"", f"{type(caught).__name__}: {caught}"
-            entry = {"ok": not error, "id": unique_id.hex(), "error": error}
-            self._store.publish(key, json.dumps(entry), ranks)
-        text: list[str] = []
-
-        def come() -> bool:
-            self._check(call)
-            found = self._store.lookup(key)
-            text.extend([] if found is None else [found])
-            return found is not None
-
-        if not self._look(come, call.left_s):
-            raise call.missing([first])
-        entry = json.loads(text[0])
-        if not entry["ok"]:
-            raise call.failed(f"rank {first} could not make an NCCL id: {entry['error']}")
-        return bytes.fromhex(entry["id"])
-
-    def _init(self, call: CollectiveCall, ranks: tuple[int, ...], unique_id: bytes) -> NcclChannel:
-        """Make the communicator in a thread, which may be left behind inside NCCL."""
-        index, limit_s = ranks.index(self._rank), call.left_s
+        self.gather(call, {f"{name}/id": ranks})
+        # In a thread, which may be left behind inside NCCL.
+        index, limit_s = ranks.index(self.store.rank), call.left_s
         try:
             return run_abandonable(
-                lambda: self._device.connect(len(ranks), unique_id, index),
+                lambda: self.device.connect(len(ranks), unique_id, index),
                 thread_name="sbp-nccl-init",
-                check=lambda: self._check(call),
-                look_s=_LONGEST_PAUSE_S,
+                check=lambda: self.check(call),
+                look_s=_LOOK_S,
                 limit_s=limit_s,
                 discard=lambda channel: channel.abort(),
             )
@@ -122,10 +90,30 @@ class Bootstrap:
         except Exception as error:
             raise call.failed(f"NCCL could not connect ranks {list(ranks)}: {error}") from error
 
-    def _look(self, done: Callable[[], bool], limit_s: float) -> bool:
-        return wait_until(
-            done, limit_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
-        )
+    def _share_id(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> bytes:
+        """Return the id that the first rank of the group makes."""
+        key, first = f"id/{name}", ranks[0]
+        if self.store.rank == first:
+            try:
+                unique_id, error = self.device.unique_id(), ""
+            except Exception as caught:  # whatever it is, the others must read of it
+                unique_id, error = b"", f"{type(caught).__name__}: {caught}"
+            entry = {"ok": not error, "id": unique_id.hex(), "error": error}
+            self.store.publish(key, json.dumps(entry), ranks)
+        text: str | None = None
+
+        def come() -> bool:
+            nonlocal text
+            self.check(call)
+            text = self.store.lookup(key)
+            return text is not None
+
+        if not self.store.wait_for(come, call.left_s) or text is None:
+            raise call.missing([first])
+        entry = json.loads(text)
+        if not entry["ok"]:
+            raise call.failed(f"rank {first} could not make an NCCL id: {entry['error']}")
+        return bytes.fromhex(entry["id"])
 
 
 def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> None:
@@ -158,8 +146,7 @@ def check_devices(store: ControlStore, device: NcclDevice, limit_s: float) -> No
             todo="see what those ranks say",
         )
     owners: dict[tuple[str, str], int] = {}
-    for rank in everyone:
-        host, bus_id, version = cards[rank]
+    for rank, (host, bus_id, version) in sorted(cards.items()):
         other = owners.setdefault((host, bus_id), rank)
         if other != rank:
             raise BoxingError(

@@ -12,10 +12,8 @@ from functools import partial
 import torch
 
 from sbp_boxing_nccl.nccl.connections import NcclConnections
-from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
-from sbp_boxing_nccl.nccl.wire import reducible, restored
-from sbp_core.boxing import StepKind
-from sbp_core.boxing.processes import CollectiveCall, Manifest
+from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork, reducible, restored
+from sbp_core.boxing import CollectiveCall, Manifest, StepKind
 from sbp_torch.boxing import reduction_of
 from sbp_torch.boxing.processes import (
     Await,
@@ -50,8 +48,8 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
 
     def _post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Await:
         """See `ExchangeCommunicator._post`."""
-        sent = self._connections.post(call, receiver, values)
-        return partial(self._connections.await_message, call, receiver, sent)
+        message = self._connections.post(call, receiver, values)
+        return partial(self._connections.await_message, call, receiver, message)
 
     def _collect(self, call: CollectiveCall, arriving: Mapping[int, torch.Tensor]) -> Await:
         """See `ExchangeCommunicator._collect`; messages are asked for when they are waited for."""
@@ -111,11 +109,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
     def _launch(
         self, call: CollectiveCall, ranks: tuple[int, ...], start: Callable[[NcclGroup], NcclWork]
     ) -> Await:
-        """Begin a collective in the group of `ranks`; return what waits as connections are told to.
-
-        The ranks that wait long tell the others, so that each can say at its deadline who did not
-        come.
-        """
+        """Begin a collective in the group of `ranks`; return what waits for it."""
         connections, arrivals = self._connections, self._connections.arrivals
         number = arrivals.begin(ranks)
         group = connections.group(call, ranks)
@@ -134,7 +128,7 @@ class NcclCommunicator(ExchangeCommunicator[NcclConnections]):
 
         def wait() -> None:
             del connections.begun[id(entry)]
-            connections.finish(call, entry)
-            arrivals.end(ranks)
+            over = partial(connections.is_over, call, entry)
+            connections.await_collective(call, ranks, number, over)
 
         return wait

@@ -1,34 +1,29 @@
 """The connections of one process: groups of ranks, channels of messages, and how it all breaks.
 
 Everything is connected when it is first needed. A call that fails breaks everything here
-(`sbp_core.boxing.processes.connections`): all channels are aborted together, which ends what waits
+(`sbp_core.processes.connections`): all channels are aborted together, which ends what waits
 inside them, and an entry in the control store tells the other ranks, which then do the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
-from sbp_boxing_nccl.nccl.deadlines import PATIENCE_S, Deadlines, WatchedWork
+from sbp_boxing_nccl.nccl.deadlines import Deadlines, WatchedWork
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
 from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
-from sbp_boxing_nccl.nccl.messages import Inbox, NcclMessage, SendQueue, Sent, pair_name
+from sbp_boxing_nccl.nccl.messages import Inbox, MailRoom, NcclMessage, SendQueue, pair_name
 from sbp_boxing_nccl.nccl.world import NcclWorld
-from sbp_core.boxing.processes import (
-    CLOSE_TIMEOUT_S,
-    CollectiveCall,
-    Connections,
-    group_name,
-    wait_until,
-)
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, group_name, wait_until
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +41,7 @@ class NcclConnections(Connections):
     """The connections of one rank to all others.
 
     Args:
-        config: Times.
+        config: Times, and whether to run ahead.
         world: This process among all.
         device: The GPU of this rank.
 
@@ -54,10 +49,14 @@ class NcclConnections(Connections):
         BoxingError: not all ranks came, two share a GPU, or their NCCLs differ.
     """
 
+    transport_says: ClassVar[str] = "NCCL reported: "
+
     def __init__(self, config: NcclBoxingConfig, world: NcclWorld, device: NcclDevice) -> None:
         super().__init__(world.control_store)
         self.rank = world.rank
         self.device = device
+        #: Whether calls return while their work is under way.
+        self.runs_ahead = config.run_ahead
         self._config = config
         self._world = world
         self._groups: dict[tuple[int, ...], NcclGroup] = {}
@@ -68,14 +67,17 @@ class NcclConnections(Connections):
         self._gave_up = False
         self._bootstrap = Bootstrap(self.control_store, device, self._check)
         self.deadlines = Deadlines(device.use, self._check_here, self._give_up)
-        self._inbox = Inbox(
+        self._mail_room = MailRoom(
             store=self.control_store,
             device=device,
             deadlines=self.deadlines,
+            check_here=self._check_here,
             check=self._check,
-            connect=self._pair,
+            connect=lambda call, *ranks: self._connect(call, pair_name(*ranks), ranks),
             gather=self._bootstrap.gather,
+            fail=self._give_up,
         )
+        self._inbox = Inbox(self._mail_room)
         try:
             self.rendezvous(config.connect_timeout_s)
             check_devices(self.control_store, device, config.connect_timeout_s)
@@ -97,7 +99,7 @@ class NcclConnections(Connections):
             self._groups[ranks] = NcclGroup(ranks, self.rank, channel, self.device)
         return self._groups[ranks]
 
-    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> Sent:
+    def post(self, call: CollectiveCall, receiver: int, values: torch.Tensor) -> NcclMessage:
         """Send a message, and keep it alive until it is received.
 
         Args:
@@ -108,20 +110,14 @@ class NcclConnections(Connections):
         # One queue a receiver, as messages to one must not wait for another that is far behind.
         queue = self._send_queues.get(receiver)
         if queue is None:
-            queue = self._send_queues[receiver] = SendQueue(
-                receiver,
-                store=self.control_store,
-                device=self.device,
-                deadlines=self.deadlines,
-                check=self._check_here,
-                connect=self._pair,
-                fail=self._give_up,
-            )
+            queue = self._send_queues[receiver] = SendQueue(receiver, self._mail_room)
         with self.guard(call):
             ready = self.device.record()
-        return queue.post(NcclMessage(call=call, values=values, ready=ready, sent=Sent()))
+        message = NcclMessage(call=call, values=values, ready=ready)
+        queue.post(message)
+        return message
 
-    def await_message(self, call: CollectiveCall, receiver: int, sent: Sent) -> None:
+    def await_message(self, call: CollectiveCall, receiver: int, message: NcclMessage) -> None:
         """Wait until a message is received.
 
         Raises:
@@ -130,7 +126,7 @@ class NcclConnections(Connections):
 
         def over() -> bool:
             self._check(call)
-            return sent.is_over
+            return message.is_over
 
         with self.guard(call):
             if not wait_until(
@@ -149,50 +145,26 @@ class NcclConnections(Connections):
                 # Running ahead the host goes on, and the GPU waits in its stream; then nobody but
                 # the thread of deadlines notices if a message does not come.
                 if self.runs_ahead:
-                    self._leave_alone(call, work, sender)
+                    with self.deadlines.launching(call, [sender].copy) as entry:
+                        entry.work = work
+                    work.event.hold_back()
                 elif not self._wait(call, work, call.left_s):
                     raise call.missing([sender])
 
-    def finish(self, call: CollectiveCall, entry: WatchedWork) -> None:
+    def is_over(self, call: CollectiveCall, entry: WatchedWork, limit_s: float) -> bool:
         """Wait for launched work; if we run ahead, let torch's current stream do so instead.
 
+        Returns:
+            False if it is still under way after `limit_s` seconds.
+
         Raises:
-            BoxingError: it was not done in time, or a rank has failed.
+            BoxingError: a rank has failed.
         """
-        work = entry.work
-        assert work is not None, "it was launched"
-        with self.guard(call):
-            if not entry.caller_waits:
-                work.event.hold_back()
-            # First a short wait. If that is not enough, say that this rank is here, so that the
-            # others can tell who is missing; then wait for the rest of the time.
-            elif not self._wait(call, work, min(PATIENCE_S, call.left_s / 2)):
-                entry.report_once()
-                if not self._wait(call, work, call.left_s):
-                    raise call.missing(entry.missing())
-
-    def _leave_alone(self, call: CollectiveCall, work: NcclWork, sender: int) -> None:
-        """Let torch's current stream wait for a message, and somebody see to it that it comes."""
-        with self.deadlines.launching(call, lambda: [sender]) as entry:
-            entry.work = work
-        work.event.hold_back()
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether calls return while their work is under way."""
-        return self._config.run_ahead
-
-    @contextlib.contextmanager
-    def guard(self, call: CollectiveCall) -> Iterator[None]:
-        """Break everything if what is inside fails, and say which step did, and why."""
-        try:
-            yield
-        except BoxingError as error:
-            if self._failure is None:
-                self.fail(error)
-            raise
-        except RuntimeError as error:
-            raise self.connection_lost(call, f"NCCL reported: {error}") from error
+        assert entry.work is not None, "it was launched"
+        if entry.caller_waits:
+            return self._wait(call, entry.work, limit_s)
+        entry.work.event.hold_back()
+        return True
 
     def _wait(self, call: CollectiveCall, work: NcclWork, limit_s: float) -> bool:
         """Wait for work; False if it is still under way after `limit_s` seconds."""
@@ -214,10 +186,6 @@ class NcclConnections(Connections):
         # Work that was aborted is done too.
         self.check_usable(call)
         return done
-
-    def _pair(self, call: CollectiveCall, sender: int, receiver: int) -> NcclChannel:
-        """Connect the channel of the messages from one rank to another."""
-        return self._connect(call, pair_name(sender, receiver), (sender, receiver))
 
     def _connect(self, call: CollectiveCall, name: str, ranks: tuple[int, ...]) -> NcclChannel:
         # Connected without the lock, as that may take long. If everything broke meanwhile,
@@ -277,7 +245,11 @@ class NcclConnections(Connections):
         # the same, as a communicator must not be destroyed while a peer still uses it; only then
         # let go. If anything is amiss, abort: to destroy would wait for peers that may not come.
         flushed = self._failure is None and self._flush()
-        flushed = flushed and self._begun_is_done()
+        try:
+            works = [entry.work for entry in self.begun.values()]
+            flushed = flushed and all(work is None or work.is_done() for work in works)
+        except RuntimeError:  # NCCL has found a failure
+            flushed = False
         self.control_store.deregister()
         well = flushed and self._await_others()
         for queue in self._send_queues.values():
@@ -291,14 +263,6 @@ class NcclConnections(Connections):
         if well:
             self.control_store.close()
             self._world.free()
-
-    def _begun_is_done(self) -> bool:
-        """Say whether all is done that has begun and was not waited for."""
-        works = [entry.work for entry in self.begun.values()]
-        try:
-            return all(work is None or work.is_done() for work in works)
-        except RuntimeError:  # NCCL has found a failure
-            return False
 
     def _flush(self) -> bool:
         """Wait until all messages and all work are done; say whether they are."""

@@ -7,7 +7,7 @@ everything fail if something takes too long, which ends it:
     caller       inside NCCL, waits for rank 1 ...................... freed, raises the error
     deadlines    looks .. looks .. the time is over: `fail`, which aborts all communicators
 
-What other processes do is watched by `sbp_core.boxing.processes.failure_detector`.
+What other processes do is watched by `sbp_core.processes.failure_detector`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sbp_boxing_nccl.nccl.group import NcclWork
-from sbp_core.boxing.processes import CollectiveCall
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import PATIENCE_S
 
 #: Seconds between two looks: while there is something to look at, and while there is nothing.
 _BUSY_S, _IDLE_S = 0.002, 0.02
-
-#: Seconds after which a rank that waits in a call tells the others that it is there.
-PATIENCE_S = 0.2
-
-
-def _report_to_nobody() -> None:
-    """Tell nobody."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,19 +43,13 @@ class WatchedWork:
 
     call: CollectiveCall
     missing: Callable[[], Iterable[int]]
-    report: Callable[[], None]
+    report: Callable[[], object]
     work: NcclWork | None = None
     caller_waits: bool = False
     over: bool = False
     error: BoxingError | None = None
     begun_s: float = field(default_factory=time.monotonic)
     reported: bool = False
-
-    def report_once(self) -> None:
-        """Tell the others that this rank waits, unless they know."""
-        if not self.reported:
-            self.reported = True
-            self.report()
 
 
 class Deadlines:
@@ -93,7 +81,7 @@ class Deadlines:
         self,
         call: CollectiveCall,
         missing: Callable[[], Iterable[int]],
-        report: Callable[[], None] = _report_to_nobody,
+        report: Callable[[], object] = lambda: None,
     ) -> Iterator[WatchedWork]:
         """Watch while NCCL is called, and after that what the caller left as `work` in the entry.
 
@@ -147,14 +135,12 @@ class Deadlines:
             self._check(call)
             if call.is_over:
                 raise call.missing(entry.missing())
-        except BoxingError as error:
-            self._stop(entry, error)
         except RuntimeError as error:
-            self._stop(entry, call.failed(f"NCCL reported: {error}"))
-        else:
-            if time.monotonic() - entry.begun_s > PATIENCE_S:
-                entry.report_once()
-
-    def _stop(self, entry: WatchedWork, error: BoxingError) -> None:
-        entry.error, entry.over = error, True
-        self._fail(error)
+            ours = error if isinstance(error, BoxingError) else None
+            entry.error = ours or call.failed(f"NCCL reported: {error}")
+            entry.over = True
+            self._fail(entry.error)
+            return
+        if time.monotonic() - entry.begun_s > PATIENCE_S and not entry.reported:
+            entry.reported = True
+            entry.report()

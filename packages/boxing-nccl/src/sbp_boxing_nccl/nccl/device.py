@@ -1,124 +1,207 @@
-"""What the backend asks of a GPU and of NCCL: all of it, so that tests can stand in for a GPU.
+"""What the backend asks of a GPU and of NCCL: all of it, through CuPy and torch.cuda.
 
-Tensors are given as addresses, element counts and dtype names (`wire.NATIVE`). Every method may
+The only module that imports CuPy. Everything else reaches the GPU by the three classes here, whose
+methods tests replace by those of a device that needs no GPU. torch is imported first: a process has
+one `libnccl.so.2`, the one that is loaded first, and torch needs its own. Written for CuPy 14,
+whose unique ids are `bytes`.
+
+Tensors are given as addresses, element counts and dtype names (`group.NATIVE`). Every method may
 raise `RuntimeError` with what CUDA or NCCL says.
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
+import importlib
+import socket
+import threading
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from sbp_core.errors import BoxingError
+
+#: How to get what this backend needs.
+_INSTALL = (
+    'pip install "sbp-boxing-nccl[nccl]"'
+    " for a torch of CUDA 13; cupy-cuda12x and mpi4py for one of CUDA 12"
+)
+
+#: torch.cuda, of which torch declares no types in part.
+_CUDA: Any = torch.cuda
+
+#: What `ncclCommGetAsyncError` says while a communicator is being made. CuPy has no name for it.
+_IN_PROGRESS = 7
 
 
-class StreamEvent(ABC):
-    """A moment on a stream: when all that the stream was given before is done."""
+@dataclass(slots=True, eq=False)
+class StreamEvent:
+    """A moment on a stream, an event of torch: when all that the stream was given before is done.
 
-    @abstractmethod
+    Args:
+        event: Of torch.
+        device: Where torch's current stream is.
+    """
+
+    event: Any
+    device: torch.device
+
     def is_done(self) -> bool:
         """Say whether the moment has come; does not wait."""
+        return bool(self.event.query())
 
-    @abstractmethod
     def hold_back(self) -> None:
         """Let what torch's current stream is given from now on wait; the host goes on."""
+        _CUDA.current_stream(self.device).wait_event(self.event)
 
 
-class NcclChannel(ABC):
+class NcclChannel:
     """One NCCL communicator and the stream that its work runs on, in the order of the calls.
 
     Used by one thread at a time, but for `abort`. A call returns once its work is on the stream;
     until all ranks have made the same first call it may keep the host, which `abort` ends. `index`
     and `peer` count the ranks of the communicator from 0.
+
+    Args:
+        nccl: The module `cupy.cuda.nccl`.
+        communicator: Of CuPy.
+        device: Where the stream of torch is made.
     """
 
-    @abstractmethod
+    def __init__(self, nccl: Any, communicator: Any, device: torch.device) -> None:
+        self._nccl = nccl
+        self._communicator = communicator
+        self._device = device
+        self._lock = threading.Lock()
+        self._ended = False
+        # Communication first: others wait for it, and it needs few of the multiprocessors.
+        self._stream = _CUDA.Stream(device, priority=-1)
+
     def wait_for(self, event: StreamEvent) -> None:
         """Let the work that follows wait for an event; the host goes on."""
+        self._stream.wait_event(event.event)
 
-    @abstractmethod
     def all_reduce(self, sent: int, received: int, count: int, dtype: str, reduction: str) -> None:
         """Reduce `count` elements at `sent` over all ranks into `received`, on all of them."""
+        self._call("allReduce", sent, received, count, self._code(dtype), self._code(reduction))
 
-    @abstractmethod
     def reduce_scatter(
         self, sent: int, received: int, count: int, dtype: str, reduction: str
     ) -> None:
         """Reduce chunks of `count` elements at `sent`, chunk i into `received` of rank i."""
+        codes = self._code(dtype), self._code(reduction)
+        self._call("reduceScatter", sent, received, count, *codes)
 
-    @abstractmethod
     def all_gather(self, sent: int, received: int, count: int, dtype: str) -> None:
         """Copy `count` elements at `sent` of rank i into chunk i at `received` of all."""
+        self._call("allGather", sent, received, count, self._code(dtype))
 
-    @abstractmethod
     def send(self, values: int, count: int, dtype: str, peer: int) -> None:
         """Send elements; the work is over when the peer has received them."""
+        self._call("send", values, count, self._code(dtype), peer)
 
-    @abstractmethod
     def receive(self, values: int, count: int, dtype: str, peer: int) -> None:
         """Receive elements."""
+        self._call("recv", values, count, self._code(dtype), peer)
 
-    @abstractmethod
     def record(self) -> StreamEvent:
         """Return the moment when all that was called so far is done."""
+        return StreamEvent(self._stream.record_event(), self._device)
 
-    @abstractmethod
     def check(self) -> None:
         """Raise `RuntimeError` if NCCL has found a failure since."""
+        # The lock, because an abort in another thread frees what is asked here.
+        with self._lock, _nccl_errors():
+            if self._ended:
+                raise RuntimeError("the communicator was aborted")
+            self._communicator.check_async_error()
 
-    @abstractmethod
     def abort(self) -> None:
         """End all work, done or not, and calls that keep the host; the channel is of no more use.
 
         May be called while another thread is inside another method.
         """
+        with self._lock:
+            self._ended = True
+        with _nccl_errors():
+            self._communicator.abort()
 
-    @abstractmethod
     def destroy(self) -> None:
         """Release the communicator; all ranks do, and nothing is under way."""
+        with self._lock:
+            self._ended = True
+        with _nccl_errors():
+            self._communicator.destroy()
+
+    def _call(self, name: str, *arguments: int) -> None:
+        """Give work to the stream, by a function of CuPy."""
+        if self._ended:
+            raise RuntimeError("the communicator was aborted")
+        with _nccl_errors():
+            getattr(self._communicator, name)(*arguments, int(self._stream.cuda_stream))
+
+    def _code(self, name: str) -> int:
+        """Return what NCCL calls a dtype or a reduction."""
+        number: int = getattr(self._nccl, f"NCCL_{name.upper()}")
+        return number
 
 
-class NcclDevice(ABC):
-    """The GPU of this process.
+class NcclDevice:
+    """The GPU of this process, which torch and CuPy use together.
 
     Args:
+        nccl: The module `cupy.cuda.nccl`.
+        index: Number of the GPU among those that this process sees.
+        version: Of the NCCL that is used: (major, minor, patch).
+
+    Attributes:
         torch_device: Where its tensors live.
         host: Name of the machine.
         bus_id: PCI bus id of the GPU, which no other GPU of the machine has.
-        nccl_version: Of the NCCL that is used: (major, minor, patch).
+        nccl_version: See `version`.
     """
 
-    torch_device: torch.device
-    host: str
-    bus_id: str
-    nccl_version: tuple[int, int, int]
+    def __init__(self, nccl: Any, index: int, version: tuple[int, int, int]) -> None:
+        self._nccl = nccl
+        self.torch_device = torch.device("cuda", index)
+        self.host = socket.gethostname()
+        self.bus_id = str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
+        self.nccl_version = version
+        self.use()
 
-    @abstractmethod
     def use(self) -> None:
         """Make the calling thread use this GPU; each thread does so before anything else."""
+        _CUDA.set_device(self.torch_device)
 
-    @abstractmethod
     def unique_id(self) -> bytes:
         """Return the name by which the ranks of one new communicator find each other."""
+        with _nccl_errors():
+            return bytes(self._nccl.get_unique_id())
 
-    @abstractmethod
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclChannel:
         """Make a communicator with `size` ranks; waits for all of them, without a limit."""
+        self.use()
+        with _nccl_errors():
+            communicator = self._nccl.NcclCommunicator(size, unique_id, index)
+        return NcclChannel(self._nccl, communicator, self.torch_device)
 
-    @abstractmethod
     def record(self) -> StreamEvent:
         """Return the moment when all that torch's current stream was given so far is done."""
+        event = _CUDA.current_stream(self.torch_device).record_event()
+        return StreamEvent(event, self.torch_device)
 
-    @abstractmethod
     def group_start(self) -> None:
         """Let the calls of this thread that follow, on any channels, start as one."""
+        with _nccl_errors():
+            self._nccl.groupStart()
 
-    @abstractmethod
     def group_end(self) -> None:
         """Start what was called since `group_start`."""
+        with _nccl_errors():
+            self._nccl.groupEnd()
 
     @contextlib.contextmanager
     def grouped(self) -> Iterator[None]:
@@ -128,3 +211,104 @@ class NcclDevice(ABC):
             yield
         finally:
             self.group_end()
+
+
+@contextlib.contextmanager
+def _nccl_errors() -> Iterator[None]:
+    """Let codes of NCCL that CuPy has no name for, and raises as `KeyError`, be errors too."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (_IN_PROGRESS,):
+            raise RuntimeError(f"NCCL failed with code {error}") from error
+
+
+def load_device(index: int | None, local_rank: int) -> NcclDevice:
+    """Return a GPU of this machine, ready for NCCL.
+
+    Args:
+        index: Number of the GPU among those that this process sees; None for `local_rank`, counted
+            round if there are fewer GPUs.
+        local_rank: Number of this process among those of its machine.
+
+    Raises:
+        BoxingError: there is no such GPU, no CuPy, no NCCL, or not one NCCL for torch and CuPy.
+    """
+    count = count_gpus(index)
+    nccl = load_nccl()
+    version = check_versions(_CUDA.nccl.version(), nccl.get_version())
+    return NcclDevice(nccl, local_rank % count if index is None else index, version)
+
+
+def count_gpus(index: int | None) -> int:
+    """Return how many GPUs this process sees.
+
+    Args:
+        index: Number of one that must be among them, or None.
+
+    Raises:
+        BoxingError: there is none, or not that one.
+    """
+    count = int(_CUDA.device_count()) if _CUDA.is_available() else 0
+    if not count:
+        built = torch.version.cuda or "none: it is a build for CPUs"
+        raise BoxingError(
+            "boxing=nccl needs an NVIDIA GPU, and torch sees none",
+            where=f"torch {torch.__version__}, CUDA {built}",
+            todo="run on a machine with GPUs, or choose boxing=mpi, boxing=torch or boxing=local",
+        )
+    if index is not None and index >= count:
+        raise BoxingError(
+            f"there is no GPU {index}: this process sees {count}",
+            accepted=", ".join(f"cuda:{number}" for number in range(count)),
+        )
+    return count
+
+
+def load_nccl() -> Any:
+    """Return the module `cupy.cuda.nccl`.
+
+    Raises:
+        BoxingError: CuPy is not installed, or finds no NCCL.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            nccl = importlib.import_module("cupy.cuda.nccl")
+        except ImportError as error:
+            raise BoxingError(
+                f"boxing=nccl needs CuPy: {error}",
+                todo=f"{_INSTALL} (yours: {torch.version.cuda})",
+            ) from error
+    if not nccl.available:
+        said = " ".join(str(warning.message) for warning in caught).split()
+        raise BoxingError(
+            "boxing=nccl needs NCCL, and CuPy finds none",
+            where=" ".join(said),
+            todo="install the NCCL that torch was built with: the requirement of the torch wheel "
+            "that begins with nvidia-nccl-",
+        )
+    return nccl
+
+
+def check_versions(of_torch: tuple[int, ...], of_cupy: int) -> tuple[int, int, int]:
+    """Return the version of NCCL that torch and CuPy agree on.
+
+    Args:
+        of_torch: What `torch.cuda.nccl.version` says; may be shorter or longer than three numbers.
+        of_cupy: What `cupy.cuda.nccl.get_version` says.
+
+    Raises:
+        BoxingError: they are not the same: the process would have two NCCLs.
+    """
+    version = (of_cupy // 10000, of_cupy // 100 % 100, of_cupy % 100)
+    if tuple(of_torch[:3]) != version:
+        torchs, cupys = ".".join(map(str, of_torch)), ".".join(map(str, version))
+        raise BoxingError(
+            f"torch uses NCCL {torchs}, but CuPy has found NCCL {cupys}",
+            accepted="one NCCL in the process",
+            todo="import torch before cupy; if you do, make the two wheels use one library: "
+            f'pip install "nvidia-nccl-cu{(torch.version.cuda or "13").split(".")[0]}=={torchs}", '
+            "and remove any other libnccl.so.2 from LD_LIBRARY_PATH and LD_PRELOAD",
+        )
+    return version

@@ -1,19 +1,61 @@
 """One set of ranks that NCCL connects: collectives on flat tensors.
 
-Knows tensors, addresses and streams, not steps: `communicator` says what is moved. Nothing here
-waits for the GPU.
+Knows tensors, addresses and streams, not steps: `communicator` says what is moved. Moves go as
+bytes; reductions go in a dtype that NCCL reduces, with the same result. Nothing here waits for the
+GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
-from sbp_boxing_nccl.nccl.wire import NATIVE
-from sbp_core.boxing.processes import TrafficCounter
+from sbp_core.boxing import TrafficCounter
+
+#: The dtypes of torch that NCCL knows, by the names that `NcclChannel` is given.
+NATIVE: dict[torch.dtype, str] = {
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+#: dtype -> (dtype that is reduced instead, reductions that change their name).
+_STAND_INS: dict[torch.dtype, tuple[torch.dtype, dict[str, str]]] = {
+    torch.bool: (torch.uint8, {"sum": "max"}),  # torch adds truth values as `or`
+    torch.int16: (torch.int32, {}),
+}
+
+
+def reducible(values: torch.Tensor, reduction: str) -> tuple[torch.Tensor, str]:
+    """Return values that NCCL can reduce, and the reduction, with the result that is asked for.
+
+    Args:
+        values: Shape (elements,), contiguous, any dtype; complex ones for `sum` only.
+        reduction: `sum`, `max` or `min`.
+
+    Returns:
+        The values themselves or a view of them where that is enough; else a copy.
+    """
+    if values.is_complex():
+        return torch.view_as_real(values).reshape(-1), reduction
+    dtype, renamed = _STAND_INS.get(values.dtype, (values.dtype, {}))
+    return values.to(dtype), renamed.get(reduction, reduction)
+
+
+def restored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what `reducible` made, reduced, in the dtype it was made of; shape (elements,)."""
+    if dtype.is_complex:
+        return torch.view_as_complex(values.reshape(-1, 2))
+    return values.to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +102,7 @@ class NcclGroup:
     """A set of ranks that are connected; list positions count within `ranks`.
 
     Each method starts something and returns it. Tensors are shape (elements,), contiguous, on the
-    device, of a dtype in `wire.NATIVE` where they are reduced. Raises `RuntimeError`. `traffic`
+    device, of a dtype in `NATIVE` where they are reduced. Raises `RuntimeError`. `traffic`
     counts what is given for others.
     """
 
@@ -76,13 +118,9 @@ class NcclGroup:
     def all_reduce(self, received: torch.Tensor, sent: torch.Tensor, reduction: str) -> NcclWork:
         """Reduce `sent` over all ranks into `received`, which may be the same tensor."""
         self.traffic.all_reduce(sent.numel(), sent.element_size())
-        return self._launch(
-            lambda: self._channel.all_reduce(
-                sent.data_ptr(), received.data_ptr(), sent.numel(), NATIVE[sent.dtype], reduction
-            ),
-            received,
-            sent,
-        )
+        values = sent.data_ptr(), received.data_ptr(), sent.numel(), NATIVE[sent.dtype]
+        start = partial(self._channel.all_reduce, *values, reduction)
+        return launch(self._device, self._channel, start, received, sent)
 
     def reduce_scatter(
         self, received: torch.Tensor, sent: torch.Tensor, reduction: str
@@ -91,25 +129,17 @@ class NcclGroup:
         count = received.numel()
         assert sent.numel() == count * len(self.ranks), "the chunks are of one size"
         self.traffic.even_exchange(sent.nbytes)
-        return self._launch(
-            lambda: self._channel.reduce_scatter(
-                sent.data_ptr(), received.data_ptr(), count, NATIVE[sent.dtype], reduction
-            ),
-            received,
-            sent,
-        )
+        values = sent.data_ptr(), received.data_ptr(), count, NATIVE[sent.dtype]
+        start = partial(self._channel.reduce_scatter, *values, reduction)
+        return launch(self._device, self._channel, start, received, sent)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> NcclWork:
         """Copy `sent` of rank i into chunk i of `received` of all; all chunks of one size."""
         assert received.nbytes == sent.nbytes * len(self.ranks), "the chunks are of one size"
         self.traffic.all_gather(sent.nbytes)
-        return self._launch(
-            lambda: self._channel.all_gather(
-                sent.data_ptr(), received.data_ptr(), sent.nbytes, "uint8"
-            ),
-            received,
-            sent,
-        )
+        places = sent.data_ptr(), received.data_ptr()
+        start = partial(self._channel.all_gather, *places, sent.nbytes, "uint8")
+        return launch(self._device, self._channel, start, received, sent)
 
     def exchange(
         self,
@@ -142,7 +172,4 @@ class NcclGroup:
                         self._channel.receive(target, into * size, "uint8", peer)
                     source, target = source + out * size, target + into * size
 
-        return self._launch(start, received, sent)
-
-    def _launch(self, start: Callable[[], None], *tensors: torch.Tensor) -> NcclWork:
-        return launch(self._device, self._channel, start, *tensors)
+        return launch(self._device, self._channel, start, received, sent)

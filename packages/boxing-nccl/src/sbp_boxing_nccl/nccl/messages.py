@@ -32,8 +32,9 @@ import torch
 from sbp_boxing_nccl.nccl.deadlines import Deadlines
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice, StreamEvent
 from sbp_boxing_nccl.nccl.group import NcclWork
-from sbp_core.boxing.processes import CollectiveCall, ControlStore, wait_until
+from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
+from sbp_core.processes import ControlStore, wait_until
 
 #: Pauses between two looks for entries, in seconds: the first, and the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
@@ -41,8 +42,35 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
 #: Place of each end in the communicator of a pair.
 _SENDER, _RECEIVER = 0, 1
 
-#: Connects (sender, receiver), both of which call this at some time.
-Connect = Callable[[CollectiveCall, int, int], NcclChannel]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailRoom:
+    """What messages of one rank need of its connections.
+
+    Args:
+        store, device: Of this rank.
+        deadlines: Watches the calls of NCCL, and what was sent until it is received.
+        check_here: Raises `BoxingError` once everything is broken.
+        check: Raises it when waiting for others has become hopeless, too.
+        connect: Connects (sender, receiver), both of which call this at some time.
+        gather: Waits until senders are ready to connect, and names those that are not.
+        fail: Breaks everything.
+    """
+
+    store: ControlStore
+    device: NcclDevice
+    deadlines: Deadlines
+    check_here: Callable[[CollectiveCall], None]
+    check: Callable[[CollectiveCall], None]
+    connect: Callable[[CollectiveCall, int, int], NcclChannel]
+    gather: Callable[[CollectiveCall, Mapping[str, tuple[int, ...]]], None]
+    fail: Callable[[BaseException], None]
+
+
+def _look(done: Callable[[], bool], call: CollectiveCall) -> bool:
+    """Look for entries until `done()` says yes or the time of a call is over; return the answer."""
+    first_s, longest_s = _FIRST_PAUSE_S, _LONGEST_PAUSE_S
+    return wait_until(done, call.left_s, first_pause_s=first_s, longest_pause_s=longest_s)
 
 
 def pair_name(sender: int, receiver: int) -> str:
@@ -50,37 +78,28 @@ def pair_name(sender: int, receiver: int) -> str:
     return f"mail-{sender}-{receiver}"
 
 
-@dataclass(slots=True)
-class Sent:
-    """When the receiver has a message; holds nothing of it.
+@dataclass(slots=True, kw_only=True, eq=False)
+class NcclMessage:
+    """One message that this rank has posted, for a receiver that may not have asked for it yet.
 
     Args:
-        event: None until the message is on the stream, which the receiver has asked for by then.
+        call: That posted it.
+        values: Shape (elements,), contiguous, on the device; nobody else writes to them. None once
+            it is on the stream.
+        ready: When the values are there.
+        event: When the receiver has it; None until it is on the stream, which the receiver has
+            asked for by then.
     """
 
+    call: CollectiveCall
+    values: torch.Tensor | None
+    ready: StreamEvent
     event: StreamEvent | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether it has it."""
+        """Whether the receiver has it."""
         return self.event is not None and self.event.is_done()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclMessage:
-    """One message that this rank has posted, for a receiver that has not asked for it yet.
-
-    Args:
-        call: That posted it.
-        values: Shape (elements,), contiguous, on the device; nobody else writes to them.
-        ready: When the values are there.
-        sent: Where it is noted that they are sent.
-    """
-
-    call: CollectiveCall
-    values: torch.Tensor
-    ready: StreamEvent
-    sent: Sent
 
 
 class SendQueue:
@@ -88,33 +107,12 @@ class SendQueue:
 
     Args:
         receiver: The other rank.
-        store: Of this rank.
-        device: Of this rank.
-        deadlines: Watches what was sent until it is received.
-        check: Raises `BoxingError` once everything is broken.
-        connect: Connects the channel.
-        fail: Breaks everything.
+        room: Of this rank.
     """
 
-    def __init__(
-        self,
-        receiver: int,
-        *,
-        store: ControlStore,
-        device: NcclDevice,
-        deadlines: Deadlines,
-        check: Callable[[CollectiveCall], None],
-        connect: Connect,
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._receiver = receiver
-        self._store = store
-        self._device = device
-        self._deadlines = deadlines
-        self._check = check
-        self._connect = connect
-        self._fail = fail
-        self._name = pair_name(store.rank, receiver)
+    def __init__(self, receiver: int, room: MailRoom) -> None:
+        self._receiver, self._room = receiver, room
+        self._name = pair_name(room.store.rank, receiver)
         self._posted: queue.SimpleQueue[NcclMessage | None] = queue.SimpleQueue()
         self._offered: dict[int, NcclMessage] = {}
         self._num_posted = self._num_offered = self._num_sent = 0
@@ -129,12 +127,11 @@ class SendQueue:
         """Whether all messages are on the stream."""
         return self._num_posted == self._num_sent
 
-    def post(self, message: NcclMessage) -> Sent:
+    def post(self, message: NcclMessage) -> None:
         """Send a message once the receiver asks for it; returns at once."""
         self._num_posted += 1
         self.end_s = max(self.end_s, message.call.end_s)
         self._posted.put(message)
-        return message.sent
 
     def close(self) -> None:
         """Send no more."""
@@ -148,73 +145,58 @@ class SendQueue:
         # Connected with the first message, whose call says how long that may take. The receiver
         # does so when it first collects from this rank, maybe much later: hence a thread, and not
         # the poster.
-        message = self._posted.get()
-        if message is None:
+        message = first = self._posted.get()
+        if first is None:
             return
         try:
-            self._device.use()
-            channel = self._connect(message.call, self._store.rank, self._receiver)
-            self._offer(message)
-            while self._offer_all():
-                self._await_go(channel)
+            self._room.device.use()
+            channel = self._room.connect(first.call, self._room.store.rank, self._receiver)
+            while message is not None:
+                self._offer(message)
+                while self._offered and self._posted.empty():
+                    self._await_go(channel)
+                message = self._posted.get()
         # No caller waits for this thread, so an error must break everything to be seen.
         except BoxingError as error:
-            self._fail(error)
+            self._room.fail(error)
         except RuntimeError as error:
-            self._fail(message.call.failed(f"NCCL reported: {error}"))
-
-    def _offer_all(self) -> bool:
-        """Offer what was posted; wait for something if nothing is on offer. False at the end."""
-        while True:
-            try:
-                # With something on offer, the thread has a go to look for; with nothing, it may
-                # sleep.
-                message = self._posted.get(block=not self._offered)
-            except queue.Empty:
-                return True
-            if message is None:
-                return False
-            self._offer(message)
+            self._room.fail(first.call.failed(f"NCCL reported: {error}"))
 
     def _offer(self, message: NcclMessage) -> None:
+        assert message.values is not None, "it was not sent yet"
         offer = json.dumps([message.call.tag, message.values.nbytes])
         self._offered[self._num_offered] = message
-        self._store.publish(f"{self._name}/offer/{self._num_offered}", offer, [self._receiver])
+        self._room.store.publish(f"{self._name}/offer/{self._num_offered}", offer, [self._receiver])
         self._num_offered += 1
 
     def _await_go(self, channel: NcclChannel) -> None:
         """Look for the receiver's next go, for as long as nothing more is posted, and follow it."""
-        go: list[str] = []
+        go: str | None = None
         # The receiver may ask for any of them, so the wait is as long as the most urgent one
         # allows.
         most_urgent = min((m.call for m in self._offered.values()), key=lambda call: call.end_s)
 
         def over() -> bool:
-            text = self._store.take(f"{self._name}/go/{self._num_sent}")
-            go.extend([] if text is None else [text])
-            self._check(most_urgent)
+            nonlocal go
+            go = self._room.store.take(f"{self._name}/go/{self._num_sent}")
+            self._room.check_here(most_urgent)
             # What is posted meanwhile must be offered: it may be what the receiver waits for.
-            return bool(go) or not self._posted.empty()
+            return go is not None or not self._posted.empty()
 
-        in_time = wait_until(
-            over,
-            most_urgent.left_s,
-            first_pause_s=_FIRST_PAUSE_S,
-            longest_pause_s=_LONGEST_PAUSE_S,
-        )
-        if go:
-            self._send(channel, self._offered.pop(int(go[0])))
-        elif not in_time:
-            raise most_urgent.missing([self._receiver])
-
-    def _send(self, channel: NcclChannel, message: NcclMessage) -> None:
-        values = message.values
-        with self._deadlines.launching(message.call, lambda: [self._receiver]) as entry:
+        in_time = _look(over, most_urgent)
+        if go is None:
+            if not in_time:
+                raise most_urgent.missing([self._receiver])
+            return
+        message = self._offered.pop(int(go))
+        values, message.values = message.values, None
+        assert values is not None, "it was not sent yet"
+        with self._room.deadlines.launching(message.call, lambda: [self._receiver]) as entry:
             # The values may still be computed on another stream.
             channel.wait_for(message.ready)
             channel.send(values.data_ptr(), values.nbytes, "uint8", _RECEIVER)
             entry.work = NcclWork(event=channel.record(), channel=channel, tensors=(values,))
-        message.sent.event = entry.work.event
+        message.event = entry.work.event
         self._num_sent += 1
 
 
@@ -239,31 +221,11 @@ class Inbox:
     """The messages of other ranks to this one.
 
     Args:
-        store: Of this rank.
-        device: Of this rank.
-        deadlines: Watches the calls of NCCL.
-        check: Raises `BoxingError` when waiting for others has become hopeless.
-        connect: Connects the channel of a sender that is ready for it.
-        gather: Waits until senders are ready to connect, and names those that are not.
+        room: Of this rank.
     """
 
-    def __init__(
-        self,
-        *,
-        store: ControlStore,
-        device: NcclDevice,
-        deadlines: Deadlines,
-        check: Callable[[CollectiveCall], None],
-        connect: Connect,
-        gather: Callable[[CollectiveCall, Mapping[str, tuple[int, ...]]], None],
-    ) -> None:
-        self._store = store
-        self._device = device
-        self._deadlines = deadlines
-        self._check = check
-        self._connect = connect
-        self._gather = gather
-        self._rank = store.rank
+    def __init__(self, room: MailRoom) -> None:
+        self._room, self._rank = room, room.store.rank
         self._senders: dict[int, _Sender] = {}
 
     def collect(
@@ -279,23 +241,21 @@ class Inbox:
         # All senders are waited for together, then connected one after the other: to connect keeps
         # the thread inside NCCL until the other end is there, too.
         new = [sender for sender in arriving if sender not in self._senders]
-        self._gather(call, {pair_name(s, self._rank): (s, self._rank) for s in new})
+        self._room.gather(call, {pair_name(s, self._rank): (s, self._rank) for s in new})
         for sender in new:
-            channel = self._connect(call, sender, self._rank)
+            channel = self._room.connect(call, sender, self._rank)
             self._senders[sender] = _Sender(channel=channel)
         wanted, works = dict(arriving), dict[int, NcclWork]()
 
         def over() -> bool:
-            self._check(call)
+            self._room.check(call)
             # Those that are there are started at once; the others are looked for again, until the
             # deadline.
             offered = [sender for sender in wanted if self._has(sender, call.tag)]
             works.update(self._start(call, {sender: wanted.pop(sender) for sender in offered}))
             return not wanted
 
-        if not wait_until(
-            over, call.left_s, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
-        ):
+        if not _look(over, call):
             raise call.missing(sorted(wanted))
         return works
 
@@ -305,7 +265,7 @@ class Inbox:
         # Offers are numbered, and read once, in order; those for other tags are kept for later
         # calls.
         while tag not in source.offers:
-            offer = self._store.take(f"{name}/offer/{source.num_offers}")
+            offer = self._room.store.take(f"{name}/offer/{source.num_offers}")
             if offer is None:
                 return False
             offered, num_bytes = json.loads(offer)
@@ -330,15 +290,15 @@ class Inbox:
                 )
             # Before we call NCCL, which may keep us until the sender does so too.
             key = f"{pair_name(sender, self._rank)}/go/{source.num_goes}"
-            self._store.publish(key, str(number), [sender])
+            self._room.store.publish(key, str(number), [sender])
             source.num_goes += 1
         channels = {sender: self._senders[sender].channel for sender in arriving}
-        with self._deadlines.launching(call, lambda: list(arriving)):
+        with self._room.deadlines.launching(call, lambda: list(arriving)):
             # The tensors may still be in use on torch's stream; and grouped, so that NCCL starts
             # all receives as one: one after the other, the first could wait for a sender that waits
             # for the second.
-            ready = self._device.record()
-            with self._device.grouped():
+            ready = self._room.device.record()
+            with self._room.device.grouped():
                 for sender, values in arriving.items():
                     channels[sender].wait_for(ready)
                     channels[sender].receive(values.data_ptr(), values.nbytes, "uint8", _SENDER)

@@ -1,11 +1,7 @@
-"""How the processes of a run find each other before NCCL connects them: by MPI or torch's store.
-
-The only module of the backend that reads the environment.
-"""
+"""How the processes of a run find each other before NCCL connects them: by MPI or torch's store."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,27 +10,24 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
-from sbp_boxing_nccl.control_store import MpiControlStore
-from sbp_boxing_nccl.exit import JobExit
-from sbp_boxing_nccl.mpi_library import load_mpi
-from sbp_core.boxing.processes import (
+from sbp_boxing_nccl.mpi.control_store import MpiControlStore
+from sbp_boxing_nccl.mpi.job import JobExit, load_mpi
+from sbp_core.errors import BoxingError
+from sbp_core.processes import (
     ControlStore,
     KeyValueControlStore,
     connect_current_store,
     count_opening,
+    local_rank,
+    rank_and_size,
     wait_until,
 )
-from sbp_core.errors import BoxingError, ConfigError
 
 #: Name by which the backends of a rank are counted in a store.
 _COUNTER = "sbp-boxing-nccl"
 
 #: Bytes that stand for the name of a host.
 _HOST_BYTES = 16
-
-
-def _nothing() -> None:
-    """Free nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +47,7 @@ class NcclWorld:
     size: int
     local_rank: int
     control_store: ControlStore
-    free: Callable[[], None] = field(default=_nothing, repr=False)
+    free: Callable[[], None] = field(default=lambda: None, repr=False)
     exit: JobExit | None = field(default=None, repr=False)
 
 
@@ -126,52 +119,35 @@ def _rendezvous_by_store(config: NcclBoxingConfig) -> NcclWorld:
 
     from sbp_torch.boxing.processes import store_at
 
-    rank = _number("rank", config.rank, "RANK")
-    size = _number("world_size", config.world_size, "WORLD_SIZE")
-    if rank >= size:
-        raise ConfigError(
-            f"rank={rank} is no rank of world_size={size}", accepted="0 .. world_size - 1"
-        )
-    limit = timedelta(seconds=config.connect_timeout_s)
+    rank, size = rank_and_size(
+        config.rank,
+        config.world_size,
+        todo="start the program with torchrun --nproc-per-node=N, set boxing.{key}, or use "
+        "boxing.bootstrap=mpi under mpiexec",
+    )
+    limit_s = config.connect_timeout_s
 
     def connect() -> Any:
-        return store_at(config.init_method, rank, size, limit)
+        return store_at(config.init_method, rank, size, timedelta(seconds=limit_s))
 
     try:
-        store = connect_current_store(connect, _COUNTER, rank, config.connect_timeout_s)
+        store = connect_current_store(connect, _COUNTER, rank, limit_s)
         # A part of the store where no earlier backend of these processes has written.
         opened = count_opening(store, _COUNTER, rank)
         store = cast(Any, dist).PrefixStore(f"{_COUNTER}/{opened}", store)
     except (RuntimeError, ValueError, OSError) as error:
         raise BoxingError(
-            f"no rendezvous at {config.init_method} within {config.connect_timeout_s:g} s: {error}",
+            f"no rendezvous at {config.init_method} within {limit_s:g} s: {error}",
             where=f"rank {rank} of {size}",
             todo="check that every process was started and that the address can be reached",
         ) from error
     return NcclWorld(
         rank=rank,
         size=size,
-        local_rank=_number("rank", None, "LOCAL_RANK", rank),
+        local_rank=local_rank(rank),
         control_store=KeyValueControlStore(store, rank, size),
     )
 
 
 def _wait(done: Callable[[], bool], limit_s: float) -> bool:
     return wait_until(done, limit_s, first_pause_s=1e-4, longest_pause_s=5e-3)
-
-
-def _number(key: str, given: int | None, variable: str, default: int | None = None) -> int:
-    """Return a setting, or the environment variable that stands for it, or a default."""
-    if given is not None:
-        return given
-    text = os.environ.get(variable, "")
-    if text.isdecimal():
-        return int(text)
-    if default is not None:
-        return default
-    raise ConfigError(
-        f"{key} is not set, and the environment has {variable}={text!r}",
-        accepted="an integer >= 0",
-        todo=f"start the program with torchrun --nproc-per-node=N, set boxing.{key}, or use "
-        "boxing.bootstrap=mpi under mpiexec",
-    )

@@ -22,11 +22,11 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from sbp_core.boxing import BoxingBackend
-from sbp_core.boxing.supervision import Line, supervise
 from sbp_core.calibration import Calibration, Curve, HeldOut, cross_validate
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.plugins import PluginRegistry
+from sbp_core.processes import Line, supervise
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.calibrate.config import CalibrateRun
 from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress

@@ -200,6 +200,8 @@ def figures_json(planned: Planned) -> dict[str, Any]:
         }
     return {
         "planner": strategy.planner,
+        "graph_hash": graph_hash(planned.graph),
+        "plan_hash": plan.hash,
         "cluster": cluster.name,
         "num_ranks": figures.num_ranks,
         "micro_batches": plan.num_micro_batches,

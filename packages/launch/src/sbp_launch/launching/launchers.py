@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
-from sbp_core.boxing.supervision import LaunchSpec, mpiexec_specs, thread_share
+from sbp_core.boxing import LaunchSpec, thread_share
 from sbp_core.errors import BoxingError, ConfigError
 from sbp_core.plugins import LaunchRequest
+from sbp_core.processes import mpiexec_specs
 from sbp_launch.checks import check_least
 from sbp_launch.world import FORGET_LAUNCHER
 

@@ -22,8 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sbp_core.boxing.processes import Siblings
 from sbp_core.errors import ConfigError, RunError, SbpError
+from sbp_core.processes import Siblings
 from sbp_launch.exit_codes import BAD_CONFIG
 from sbp_launch.world import MPIEXEC, World
 

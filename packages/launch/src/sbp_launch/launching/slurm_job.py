@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sbp_core.boxing.supervision import thread_share
+from sbp_core.boxing import thread_share
 from sbp_core.output import standard_output
 from sbp_core.serialize import open_file
 from sbp_launch.run.folder import LOGS

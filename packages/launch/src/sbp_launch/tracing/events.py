@@ -207,7 +207,7 @@ class _Events:
             args |= {"bytes": step.size_bytes, "boxing": str(step)}
             args["ranks"] = list(step.group(rank))
             # What it moves: `blocks.0.proj.addmm` of its key, without where it goes.
-            name = actor.name if isinstance(actor, Collective) else actor.message
+            name = actor.message if isinstance(actor, Send | Receive) else actor.name
             value = name.partition("@")[0]
             return f"{kind} {value}", args
         if not isinstance(actor, Compute):

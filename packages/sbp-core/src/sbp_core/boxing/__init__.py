@@ -2,10 +2,12 @@
 
 In the order in which they are used: `step` (the values), `slices` (who needs what), `price` (time,
 by `algorithms`), `routes` (steps, time, and as a table), `router` (finds a route, by `routing` and
-`memory`), `backend` (the contract of transports).
+`memory`), `backend` (the contract of transports). What a rank does in
+a step: `call` (one call and its deadline), `manifest` (what it sends and receives,
+and how many bytes it hands over).
 
-`processes` has what backends of several processes are made of, `supervision` starts such processes
-and sees that they end. What touches tensors is in `sbp_torch.boxing`.
+What backends of several processes are made of is in `sbp_core.processes`, what touches tensors in
+`sbp_torch.boxing`.
 
 Stability: provisional.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import (
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
         Communicator,
         Delivered,
         Delivery,
+        LaunchSpec,
         Pending,
         SurvivingRanks,
+        thread_share,
     )
+    from sbp_core.boxing.call import CollectiveCall
+    from sbp_core.boxing.manifest import Manifest, TrafficCounter, manifest_of, span
     from sbp_core.boxing.router import clear_routes, conversion_bytes, route
     from sbp_core.boxing.routes import Route
     from sbp_core.boxing.slices import (
@@ -50,14 +56,18 @@ __all__ = [
     "Bounds",
     "BoxingBackend",
     "BoxingStep",
+    "CollectiveCall",
     "Communicator",
     "Delivered",
     "Delivery",
+    "LaunchSpec",
+    "Manifest",
     "Pending",
     "Piece",
     "Route",
     "StepKind",
     "SurvivingRanks",
+    "TrafficCounter",
     "bounds_of",
     "can_transfer",
     "clear_routes",
@@ -68,43 +78,31 @@ __all__ = [
     "is_realisable",
     "itemsize",
     "local_transition",
+    "manifest_of",
     "partial_axes",
     "route",
     "sent_bytes",
+    "span",
+    "thread_share",
     "transfer_bytes",
     "transfer_pieces",
     "volume",
 ]
 
-__getattr__, __dir__ = lazy(
+__getattr__, __dir__ = lazy_room(
     __name__,
-    {
-        "Bounds": "slices",
-        "BoxingBackend": "backend",
-        "Communicator": "backend",
-        "Delivered": "backend",
-        "Delivery": "backend",
-        "Pending": "backend",
-        "SurvivingRanks": "backend",
-        "Piece": "slices",
-        "Route": "routes",
-        "BoxingStep": "step",
-        "StepKind": "step",
-        "bounds_of": "slices",
-        "can_transfer": "slices",
-        "collective_bytes": "slices",
-        "collective_pieces": "slices",
-        "conversion_bytes": "router",
-        "is_realisable": "slices",
-        "intersection": "slices",
-        "itemsize": "slices",
-        "local_transition": "slices",
-        "partial_axes": "slices",
-        "clear_routes": "router",
-        "route": "router",
-        "sent_bytes": "slices",
-        "transfer_bytes": "slices",
-        "transfer_pieces": "slices",
-        "volume": "slices",
-    },
+    backend=(
+        "BoxingBackend Communicator Delivered Delivery LaunchSpec Pending SurvivingRanks "
+        "thread_share"
+    ),
+    call="CollectiveCall",
+    manifest="Manifest TrafficCounter manifest_of span",
+    router="clear_routes conversion_bytes route",
+    routes="Route",
+    slices=(
+        "Bounds Piece bounds_of can_transfer collective_bytes collective_pieces intersection "
+        "is_realisable itemsize local_transition partial_axes sent_bytes transfer_bytes "
+        "transfer_pieces volume"
+    ),
+    step="BoxingStep StepKind",
 )

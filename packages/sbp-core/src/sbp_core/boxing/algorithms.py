@@ -36,59 +36,46 @@ bandwidth broadcast, reduction and scan", Parallel Computing 35 (2009), which is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from sbp_core.boxing.step import StepKind
-from sbp_core.cluster import Cluster, Link, LinkLevel, path_link
+from sbp_core.cluster import Cluster, Link, path_link
 
 _CACHED = 4096
 
 
 class LinkRates(NamedTuple):
-    """The links of a machine, and which are shared; see `Cluster`.
+    """The links of a machine.
 
     Args:
-        intra: Inside a node.
-        inter: Between nodes, of one group of the next level if there are more levels.
-        intra_shared, inter_shared: Of these two; see `LinkLevel`.
-        outer: The levels beyond, innermost first.
+        levels: The link of each level, innermost first, and whether it is shared; see `LinkLevel`.
     """
 
-    intra: Link
-    inter: Link
-    intra_shared: bool
-    inter_shared: bool
-    outer: tuple[LinkLevel, ...] = ()
+    levels: tuple[tuple[Link, bool], ...]
 
     @classmethod
     def of(cls, cluster: Cluster) -> LinkRates:
         """Return the links of a cluster."""
-        if not cluster.groups:  # asked for each step that is priced
-            return cls(
-                cluster.intra_node,
-                cluster.inter_node,
-                cluster.intra_node_shared,
-                cluster.inter_node_shared,
+        if cluster.groups:
+            return cls(tuple((level.link, level.shared) for level in cluster.levels))
+        # Asked for each step that is priced, and mostly of such a machine.
+        return cls(
+            (
+                (cluster.intra_node, cluster.intra_node_shared),
+                (cluster.inter_node, cluster.inter_node_shared),
             )
-        first, second, *outer = cluster.levels
-        return cls(first.link, second.link, first.shared, second.shared, tuple(outer))
-
-    @property
-    def levels(self) -> tuple[tuple[Link, bool], ...]:
-        """The link of each level, innermost first, and whether it is shared."""
-        two = (self.intra, self.intra_shared), (self.inter, self.inter_shared)
-        return two if not self.outer else (*two, *((one.link, one.shared) for one in self.outer))
+        )
 
     @property
     def paths(self) -> tuple[Link, ...]:
         """What a message takes that goes up to each level, if no other one shares a link."""
-        if not self.outer:
-            return self.intra, self.inter
         links = tuple(link for link, _ in self.levels)
+        if len(links) == 2:
+            return links
         return tuple(path_link(links, level) for level in range(len(links)))
 
 
@@ -110,40 +97,19 @@ class Membership(NamedTuple):
         return max(self.groups) + 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """Ranks that do a collective together, as far as its time depends on them.
 
     Args:
-        nodes: Node of each rank, in order, numbered by first appearance.
-        neighbours: Groups that work at the same time and have ranks on one node, this one included.
-        outer: The same of the groups of each level beyond, but for the whole cluster.
+        memberships: Of the ranks, by level, innermost first, but for the whole cluster.
     """
 
-    nodes: tuple[int, ...]
-    neighbours: int = 1
-    outer: tuple[Membership, ...] = ()
+    memberships: tuple[Membership, ...]
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self.nodes)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes."""
-        return max(self.nodes) + 1
-
-    @property
-    def memberships(self) -> tuple[Membership, ...]:
-        """By level, innermost first, but for the whole cluster."""
-        return (Membership(self.nodes, self.neighbours), *self.outer)
-
-    @classmethod
-    def of(cls, memberships: Iterable[Membership]) -> RankGroup:
-        """Return the group with these `memberships`."""
-        first, *outer = memberships
-        return cls(nodes=first.groups, neighbours=first.neighbours, outer=tuple(outer))
+        return len(self.memberships[0].groups)
 
 
 class TimedAlgorithm(NamedTuple):
@@ -195,37 +161,18 @@ def _rounds(kind: StepKind, n: int, size: float) -> Iterator[tuple[str, list[_Ro
     ring = [_Round(size_bytes=S / n, shift=1, times=n - 1)]
     bits, even = (n - 1).bit_length(), n & (n - 1) == 0
     if kind is StepKind.ALL_TO_ALL:
-        yield (
-            "Bruck",
-            [
-                _Round(size_bytes=_blocks_with(bit, n) * S / n**2, shift=1 << bit)
-                for bit in range(bits)
-            ],
-        )
+        blocks = [(1 << bit, _blocks_with(bit, n) * S / n**2) for bit in range(bits)]
+        yield "Bruck", [_Round(size_bytes=size, shift=shift) for shift, size in blocks]
     elif kind is StepKind.ALL_REDUCE:
         yield "ring", [*ring, *ring]
         yield "tree", [_Round(size_bytes=S / bits, shift=1, times=2 * bits)]
         # The ranks beyond the largest power of two give theirs to a neighbour, and get the result.
         fold = [] if even else [_Round(size_bytes=S, shift=1, times=2)]
         power = n if even else 1 << (bits - 1)
-        inner = range(power.bit_length() - 1)
-        yield (
-            "recursive doubling",
-            [
-                *fold,
-                *(_Round(size_bytes=S, flips=1 << bit) for bit in inner),
-            ],
-        )
-        yield (
-            "halving-doubling",
-            [
-                *fold,
-                *(
-                    _Round(size_bytes=S * (1 << bit) / power, flips=1 << bit, times=2)
-                    for bit in inner
-                ),
-            ],
-        )
+        flips = [1 << bit for bit in range(power.bit_length() - 1)]
+        yield "recursive doubling", [*fold, *(_Round(size_bytes=S, flips=flip) for flip in flips)]
+        halves = [_Round(size_bytes=S * flip / power, flips=flip, times=2) for flip in flips]
+        yield "halving-doubling", [*fold, *halves]
     else:
         yield "ring", ring
         doubling = [_Round(size_bytes=S * (1 << bit) / n, flips=1 << bit) for bit in range(bits)]
@@ -233,13 +180,8 @@ def _rounds(kind: StepKind, n: int, size: float) -> Iterator[tuple[str, list[_Ro
             gathers = kind is StepKind.ALL_GATHER
             yield "recursive doubling" if gathers else "recursive halving", doubling
         elif kind is StepKind.ALL_GATHER:
-            yield (
-                "Bruck",
-                [
-                    _Round(size_bytes=S * min(1 << bit, n - (1 << bit)) / n, shift=1 << bit)
-                    for bit in range(bits)
-                ],
-            )
+            shifts = [1 << bit for bit in range(bits)]
+            yield "Bruck", [_Round(size_bytes=S * min(m, n - m) / n, shift=m) for m in shifts]
 
 
 def _blocks_with(bit: int, n: int) -> int:
@@ -383,12 +325,13 @@ def _splits(group: RankGroup) -> tuple[_Split, ...]:
             [place for place, number in enumerate(here.groups) if number == wanted]
             for wanted in range(here.num_groups)
         ]
-        inside = {RankGroup.of(_part(of, part) for of in memberships): None for part in parts}
+        inside = {RankGroup(tuple(_part(of, part) for of in memberships)): None for part in parts}
         heads = [part[0] for part in parts]
         # All ranks of a group of this level, or of a smaller one, are in collectives of their own.
-        between = RankGroup.of(
-            _part(of, heads, max(Counter(of.groups).values()) if depth < level else len(parts[0]))
-            for depth, of in enumerate(memberships)
+        at_once = [max(Counter(of.groups).values()) for of in memberships[:level]]
+        at_once += [len(parts[0])] * (len(memberships) - level)
+        between = RankGroup(
+            tuple(_part(of, heads, count) for of, count in zip(memberships, at_once, strict=True))
         )
         found.append(_Split(tuple(inside), between, len(parts[0])))
     return tuple(found)

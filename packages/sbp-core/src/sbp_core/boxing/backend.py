@@ -9,17 +9,67 @@ every rank.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from sbp_core.boxing.supervision.launch_spec import LaunchSpec, one_process
-from sbp_core.errors import BoxingError
+from sbp_core.errors import BoxingError, SbpValueError
 
 if TYPE_CHECKING:
     from sbp_core.boxing.step import BoxingStep
     from sbp_core.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """One process to start, and the ranks that it stands for.
+
+    Args:
+        command: Program and arguments.
+        ranks: The rank that the process is; several where their threads live in it, or where it is
+            a launcher that starts their processes.
+        environment: Variables that it gets whatever the environment says.
+        defaults: Variables that it gets where the environment has none of the name.
+        forwards_signals: Of a launcher: whether it passes SIGINT, SIGTERM and SIGHUP on to its
+            ranks, and waits for them. Otherwise the ranks are sent them directly.
+        failure_patterns: Regular expressions of lines by which a launcher names a rank that failed,
+            the surest first; their group `rank` is its number.
+
+    Raises:
+        SbpValueError: there is no command, or no rank.
+    """
+
+    command: tuple[str, ...]
+    ranks: tuple[int, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    forwards_signals: bool = False
+    failure_patterns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.ranks:
+            raise SbpValueError(
+                f"a launch of command {self.command} as ranks {self.ranks}",
+                accepted="a program, and at least one rank",
+            )
+
+    @property
+    def name(self) -> str:
+        """How messages call it: `rank 3`, `ranks 0-3`."""
+        first, last = self.ranks[0], self.ranks[-1]
+        if len(self.ranks) == 1:
+            return f"rank {first}"
+        if self.ranks == tuple(range(first, last + 1)):
+            return f"ranks {first}-{last}"
+        return f"ranks {', '.join(map(str, self.ranks))}"
+
+
+def thread_share(num_processes: int) -> dict[str, str]:
+    """Return the environment variables that share this machine's cores among equal processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"OMP_NUM_THREADS": str(max(1, (cores or 1) // num_processes))}
 
 
 class Pending(ABC):
@@ -40,26 +90,11 @@ class Pending(ABC):
         """
 
 
-class Completed(Pending):
-    """One that was over as soon as it had begun.
-
-    Args:
-        result: Of the collective or receive.
-    """
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def wait(self) -> Tensor:
-        """See `Pending.wait`."""
-        return self._result
-
-
 class Postponed(Pending):
-    """One that begins when it is waited for.
+    """One of which all is done when it is waited for, or was as soon as it had begun.
 
     Args:
-        run: Does all of it.
+        run: Does it, and returns the result.
     """
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
@@ -115,7 +150,7 @@ class Communicator(ABC):
 
     #: Bytes this rank has sent to other ranks so far: counted from the sizes of what the transport
     #: is handed, to be compared with `BoxingStep.size_bytes`; a collective counts as its
-    #: definition says, whatever the transport does inside (`boxing.processes.traffic`).
+    #: definition says, whatever the transport does inside (`boxing.manifest`).
     sent_bytes: int
 
     #: Where the tensors live that it takes and makes: `cpu`, or `cuda:N`.
@@ -168,7 +203,7 @@ class Communicator(ABC):
             donate: As in `collective`.
         """
         result = self.collective(step, shard, tag=tag, deadline_s=deadline_s, donate=donate)
-        return Completed(result)
+        return Postponed(lambda: result)
 
     def progress(self) -> None:  # noqa: B027 (most transports need none)
         """Move on what has begun, without waiting; called now and then while it is under way.
@@ -216,11 +251,14 @@ class Communicator(ABC):
             tag: Likewise.
             deadline_s: Seconds that `Pending.wait` may wait for the senders.
         """
-        return Postponed(partial(self.receive, step, shard, tag=tag, deadline_s=deadline_s))
+        return Postponed(lambda: self.receive(step, shard, tag=tag, deadline_s=deadline_s))
 
 
 class SurvivingRanks(Protocol):
-    """The ranks whose processes are left when a backend has failed: see `processes.survivors`."""
+    """The ranks whose processes are left when a backend has failed.
+
+    See `sbp_core.processes.Survivors`.
+    """
 
     ranks: tuple[int, ...]
 
@@ -247,7 +285,7 @@ class BoxingBackend(ABC):
     def launch_specs(self, num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:
         """Return how to start `command` as the processes of a run on this machine.
 
-        Here: one process, which holds all ranks. See `boxing.supervision.supervise`.
+        Here: one process, which holds all ranks. See `sbp_core.processes.supervise`.
 
         Args:
             num_ranks: Ranks of the run, >= 1.
@@ -257,7 +295,7 @@ class BoxingBackend(ABC):
             BoxingError: the launcher that is needed is not installed.
             ConfigError: the settings are those of one process, and cannot start several.
         """
-        return one_process(num_ranks, command)
+        return (LaunchSpec(command=tuple(command), ranks=tuple(range(num_ranks))),)
 
     @abstractmethod
     def open(self, ranks: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ Source: Floyd, "Algorithm 97: shortest path", Communications of the ACM 5 (1962)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -28,16 +28,20 @@ from numpy.typing import NDArray
 
 from sbp_core.boxing.algorithms import LinkRates, timed_algorithms
 from sbp_core.boxing.price import rank_groups
-from sbp_core.boxing.routing.collectives import KINDS, Collectives, collectives
+from sbp_core.boxing.routing.collectives import KINDS, collectives
 from sbp_core.boxing.routing.layout import (
+    NEVER,
     Ints,
     Layout,
+    Sizes,
     common_lengths,
     intervals,
     num_ranks,
     numbers,
+    overlaps,
+    positions,
+    shard_volumes,
 )
-from sbp_core.boxing.routing.sizes import NEVER, Sizes, overlaps, positions, shard_volumes
 from sbp_core.boxing.routing.transfers import Transfers, transfers
 from sbp_core.boxing.step import StepKind
 from sbp_core.cluster import Cluster
@@ -57,6 +61,8 @@ _NUM_RANKS = 8
 #: Of a message that is so large that rounding it to bytes is nothing.
 _LARGE_BYTES = 1 << 40
 
+_LOCAL = KINDS.index(StepKind.LOCAL)
+
 #: Numbers that are no powers of two are divided with a rest.
 _ROUNDING = 1e-9
 
@@ -75,6 +81,8 @@ class LeastTimes:
         self, mesh: Placement, cluster: Cluster, extents: tuple[int, ...], partials: Sequence[int]
     ) -> None:
         self._mesh, self._cluster = mesh, cluster
+        self._links = LinkRates.of(cluster)
+        self._node_size = cluster.group_sizes[cluster.node_level]
         entries = ((*range(len(extents)), -1, *partials),) * mesh.num_axes
         self.layout = layout = Layout.of(mesh.mesh_shape, entries, len(extents))
         self._sizes = Sizes(extents, 0)
@@ -83,17 +91,27 @@ class LeastTimes:
         self._volumes = shard_volumes(layout, self._sizes)
         every = np.arange(len(layout))
         direct = transfers(layout, layout, self._sizes, same, kept)
-        moved = direct.moved(every, every)
+        self._moved = direct.moved(every, every)
         steps = collectives(layout, self._sizes, kept)
+        # Of each collective and local step: the state before, the state after, the elements that it
+        # moves, and those that a group of it shares.
+        before, after = steps.number.nonzero()
+        number = steps.number[before, after]
+        self._before, self._after, self._elements = before, after, steps.elements[number]
+        self._kinds, self._axes = steps.kind[number], steps.axes[number]
+        self._shared = self._shared_elements()
+        #: What it takes to write each state, in seconds for elements of one byte.
+        self._written_s: Floats = self._volumes[0][layout.form] / cluster.device.memory_bytes_per_s
         #: Elements of the tensor that both tables count.
         self.num_elements = prod(extents)
-        port_s, link_s = self._transfer_s(direct, moved)
-        transfer_s, collective_s = np.maximum(port_s, link_s), self._collective_s(steps)
-        self.elements, self.seconds = _shortest(moved, transfer_s, steps, collective_s)
-        self._moved, self._steps, self._port_s, self._link_s = moved, steps, port_s, link_s
+        self._port_s, self._link_s = self._transfer_s(direct)
+        transfer_s = np.maximum(self._port_s, self._link_s)
+        rates = self._of_each([self._kinds, self._axes], self._s_per_byte)
+        collective_s = rates * self._shared + self._written_s[after]
+        self.elements, self.seconds = self._shortest(transfer_s, collective_s)
         self._by_size: dict[int, Floats] = {}
         #: What it takes from each state until nothing is partial, whatever bytes that moves.
-        self.reduced_s = self._reduced_s(moved, transfer_s, steps, collective_s)
+        self.reduced_s = self._reduced_s(transfer_s, collective_s)
 
     def alone_s(self, num_bytes: int) -> Floats:
         """Return the least seconds of tensors of a size that are boxed by themselves.
@@ -103,46 +121,53 @@ class LeastTimes:
         Args:
             num_bytes: Of the whole tensor.
         """
-        if num_bytes not in self._by_size:
-            scale = num_bytes / self.num_elements
-            # A rank's messages follow each other; on a link that is shared their latencies overlap.
-            port_s = scale * self._port_s + self._messages_s()
-            transfer_s = np.maximum(port_s, scale * self._link_s) + self._launch_s(is_local=False)
-            collective_s = self._collective_alone_s(self._steps, scale)
-            _, found = _shortest(self._moved, transfer_s, self._steps, collective_s)
-            self._by_size[num_bytes] = found
+        if num_bytes in self._by_size:
+            return self._by_size[num_bytes]
+        scale, device = num_bytes / self.num_elements, self._cluster.device
+
+        def step_s(kind: int, mask: int, size: int) -> float:
+            launch_s = 0.0 if kind == _LOCAL else device.boxing_launch_s
+            return self._least_time_s(kind, mask, size, self._links) + (device.launch_s + launch_s)
+
+        # A rank's messages follow each other; on a link that is shared their latencies overlap.
+        port_s = scale * self._port_s + self._messages_s()
+        launch_s = device.launch_s + device.boxing_launch_s
+        transfer_s = np.maximum(port_s, scale * self._link_s) + launch_s
+        sizes = (scale * self._shared).astype(np.int64)
+        collective_s = self._of_each([self._kinds, self._axes, sizes], step_s)
+        collective_s = collective_s + scale * self._written_s[self._after]
+        self._by_size[num_bytes] = self._shortest(transfer_s, collective_s)[1]
         return self._by_size[num_bytes]
 
-    def _launch_s(self, *, is_local: bool) -> float:
-        device = self._cluster.device
-        return device.launch_s + (0.0 if is_local else device.boxing_launch_s)
+    def _of_each(self, keys: list[Ints], time_s: Callable[..., float]) -> Floats:
+        """Return the time of each collective and local step, which equal keys have in common."""
+        different, place = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
+        times = np.array([time_s(*one) for one in different.tolist()], dtype=np.float64)
+        return times[place.ravel()]
 
-    def _collective_alone_s(self, steps: Collectives, scale: float) -> Floats:
-        """Return what each collective and local step takes at least, by its number.
-
-        Args:
-            steps: All of them.
-            scale: Bytes of an element.
-        """
-        before, after, number = _ends(steps)
-        links = LinkRates.of(self._cluster)
-        keys = np.stack(
-            [
-                steps.kind[number],
-                steps.axes[number],
-                (scale * self._shared(steps, before, after, number)).astype(np.int64),
-            ],
-            axis=1,
-        )
-        different, place = np.unique(keys, axis=0, return_inverse=True)
-        times = [
-            self._least_time_s(KINDS[kind], mask, size, links)
-            + self._launch_s(is_local=KINDS[kind] is StepKind.LOCAL)
-            for kind, mask, size in different.tolist()
-        ]
-        found = np.zeros(len(steps.kind))
-        found[number] = np.array(times)[place.ravel()] + scale * self._written_s()[after]
-        return found
+    def _shortest(self, transfer_s: Floats, collective_s: Floats) -> tuple[Ints, Floats]:
+        """Return the fewest elements between all states, and the least seconds with so few."""
+        moved, elements = self._moved, self._elements
+        possible = moved < NEVER
+        # Counts are multiples of some shard, and so small numbers.
+        unit = max(1, int(np.gcd(np.gcd.reduce(moved[possible]), np.gcd.reduce(elements))))
+        most = max(int(moved[possible].max(initial=0)), int(elements.max(initial=0))) // unit
+        bits = _BITS - most.bit_length()
+        longest_s = max(transfer_s.max(initial=0.0), collective_s.max(initial=0.0))
+        scale = (1 << (bits - _SPARE_BITS)) / longest_s
+        # Rounded down, so that the sums are no more than what they stand for.
+        both = np.full(moved.shape, NEVER, dtype=np.int64)
+        both[possible] = ((moved // unit) << bits)[possible]
+        both[possible] += (transfer_s * scale).astype(np.int64)[possible]
+        alone = (elements // unit << bits) + (collective_s * scale).astype(np.int64)
+        ends = self._before, self._after
+        both[ends] = np.minimum(both[ends], alone)
+        np.fill_diagonal(both, 0)
+        by_way = np.empty_like(both)
+        for between in range(len(both)):
+            np.add(both[:, between, None], both[between], out=by_way)
+            np.minimum(both, by_way, out=both)
+        return (both >> bits) * unit, (both & ((1 << bits) - 1)) / scale
 
     def _messages_s(self) -> Floats:
         """Return the latencies of the messages that a rank receives from other nodes, by state.
@@ -150,63 +175,38 @@ class LeastTimes:
         It receives one for each tile that it needs a part of, but for those that its node may have.
         """
         layout, shape = self.layout, self._mesh.mesh_shape
-        beyond = LinkRates.of(self._cluster).paths[self._cluster.node_level + 1 :]
+        beyond = self._links.paths[self._cluster.node_level + 1 :]
         latency_s = min((path.latency_s for path in beyond), default=0.0)
         tiles = (numbers(shape).max(axis=1) + 1)[layout.partial][:, None].astype(np.float64)
         for dim, extent in enumerate(self._sizes.extents):
             splits = layout.splits[:, dim]
             tiles = tiles * _num_slices(extent, shape)[splits][:, splits]
-        node_size = self._cluster.group_sizes[self._cluster.node_level]
-        found: Floats = np.maximum(tiles - node_size, 0.0) * latency_s
+        found: Floats = np.maximum(tiles - self._node_size, 0.0) * latency_s
         found[:, layout.partial > 0] = 0.0
         return found
 
-    def _written_s(self) -> Floats:
-        """Return what it takes to write each state, in seconds for elements of one byte."""
-        written: Floats = self._volumes[0][self.layout.form] / (
-            self._cluster.device.memory_bytes_per_s
-        )
-        return written
-
-    def _collective_s(self, steps: Collectives) -> Floats:
-        """Return the least seconds of each collective and local step, by its number."""
-        before, after, number = _ends(steps)
-        kinds, axes = steps.kind[number], steps.axes[number]
-        shared = self._shared(steps, before, after, number)
-        of = {
-            (kind, mask): self._s_per_byte(KINDS[kind], mask)
-            for kind, mask in {*zip(kinds.tolist(), axes.tolist(), strict=True)}
-        }
-        rates = np.array([of[one] for one in zip(kinds.tolist(), axes.tolist(), strict=True)])
-        found = np.zeros(len(steps.kind))
-        found[number] = rates * shared + self._written_s()[after]
-        return found
-
-    def _shared(self, steps: Collectives, before: Ints, after: Ints, number: Ints) -> Floats:
+    def _shared_elements(self) -> Floats:
         """Return the elements that a group of each step shares: most, or in a mean."""
-        kinds, form = steps.kind[number], self.layout.form
+        kinds, form, before = self._kinds, self.layout.form, self._before
         most, mean = self._volumes.max(axis=0)[form], self._volumes.mean(axis=0)[form]
-        ranks = numbers(self._mesh.mesh_shape).max(axis=1)[steps.axes[number]] + 1
+        ranks = numbers(self._mesh.mesh_shape).max(axis=1)[self._axes] + 1
         shared: Floats = np.select(
             [kinds == KINDS.index(StepKind.ALL_GATHER), kinds == KINDS.index(StepKind.ALL_TO_ALL)],
-            [most[after].astype(np.float64), mean[before] * ranks],
+            [most[self._after].astype(np.float64), mean[before] * ranks],
             most[before].astype(np.float64),
         )
         return shared
 
-    def _reduced_s(
-        self, moved: Ints, transfer_s: Floats, steps: Collectives, collective_s: Floats
-    ) -> Floats:
+    def _reduced_s(self, transfer_s: Floats, collective_s: Floats) -> Floats:
         """Return the least from each state to any without partial values.
 
         Local steps are taken to be free, so it holds as well where other axes have partial values
         of another kind on the way: with `B` in their place, what is done to these is at most a
         local step.
         """
-        length = np.where(moved < NEVER, transfer_s, np.inf)
-        before, after, number = _ends(steps)
-        alone = np.where(steps.kind[number] == KINDS.index(StepKind.LOCAL), 0, collective_s[number])
-        length[before, after] = np.minimum(length[before, after], alone)
+        length = np.where(self._moved < NEVER, transfer_s, np.inf)
+        ends = self._before, self._after
+        length[ends] = np.minimum(length[ends], np.where(self._kinds == _LOCAL, 0, collective_s))
         least = np.where(self.layout.partial == 0, 0.0, np.inf)
         while True:
             shorter = np.minimum(least, (length + least).min(axis=1))
@@ -214,30 +214,24 @@ class LeastTimes:
                 return least
             least = shorter
 
-    def _s_per_byte(self, kind: StepKind, mask: int) -> float:
+    def _s_per_byte(self, kind: int, mask: int) -> float:
         """Return the seconds of a collective for each byte that a group shares."""
-        links = LinkRates.of(self._cluster)
-        free = LinkRates(
-            replace(links.intra, latency_s=0.0),
-            replace(links.inter, latency_s=0.0),
-            links.intra_shared,
-            links.inter_shared,
-            tuple(replace(level, link=replace(level.link, latency_s=0.0)) for level in links.outer),
-        )
+        levels = self._links.levels
+        free = LinkRates(tuple((replace(link, latency_s=0.0), shared) for link, shared in levels))
         return self._least_time_s(kind, mask, _LARGE_BYTES, free) / _LARGE_BYTES * (1 - _ROUNDING)
 
-    def _least_time_s(self, kind: StepKind, mask: int, num_bytes: int, links: LinkRates) -> float:
+    def _least_time_s(self, kind: int, mask: int, num_bytes: int, links: LinkRates) -> float:
         """Return what a collective takes at least whose groups share so many bytes each."""
-        if kind is StepKind.LOCAL or num_ranks(self._mesh.mesh_shape, mask) < 2:
+        if kind == _LOCAL or num_ranks(self._mesh.mesh_shape, mask) < 2:
             return 0.0
         axes = [axis for axis in range(self._mesh.num_axes) if mask >> axis & 1]
-        groups = rank_groups(self._mesh.groups(*axes), self._cluster.group_sizes)
+        groups = {*rank_groups(self._mesh.groups(*axes), self._cluster.group_sizes)}
         # The slowest group counts; where they are unequal, that with the largest shard may be any.
-        return min(timed_algorithms(kind, group, num_bytes, links)[0].time_s for group in {*groups})
+        return min(timed_algorithms(KINDS[kind], one, num_bytes, links)[0].time_s for one in groups)
 
-    def _transfer_s(self, direct: Transfers, moved: Ints) -> tuple[Floats, Floats]:
+    def _transfer_s(self, direct: Transfers) -> tuple[Floats, Floats]:
         """Return the least seconds of each transfer, by its fullest rank and by shared links."""
-        layout, links = self.layout, LinkRates.of(self._cluster)
+        layout, links, moved = self.layout, self._links, self._moved
         beyond = self._cluster.node_level + 1
         near = max(path.bytes_per_s for path in links.paths)
         far = min(near, max((path.bytes_per_s for path in links.paths[beyond:]), default=near))
@@ -252,8 +246,7 @@ class LeastTimes:
         # Who adds up what, if the result is partial, is not known here.
         fullest = self._fullest_s(near, far)[direct.before][:, layout.form]
         fullest[:, layout.partial > 0] = 0.0
-        written_s = self._written_s()
-        return np.maximum(mean, fullest) + written_s, link_s + written_s
+        return np.maximum(mean, fullest) + self._written_s, link_s + self._written_s
 
     def _fullest_s(self, near: float, far: float) -> Floats:
         """Return what a rank takes to receive, by class of the state before and form after.
@@ -261,15 +254,15 @@ class LeastTimes:
         What a rank wants comes from its own node, as far as any rank there has it.
         """
         layout, volumes = self.layout, self._volumes
-        classes = _first_of_each(layout)
+        # One state of each class of `Transfers.before`, in their order.
+        keys = layout.form * (int(layout.partial.max()) + 1) + layout.partial
+        classes = np.unique(keys, return_index=True)[1]
         shape = self._mesh.mesh_shape
         among = numbers(shape)
         terms = among.max(axis=1)[layout.partial[classes]] + 1
         tiles = among[layout.split[classes] | layout.partial[classes]]
         forms = layout.form[classes]
-        nodes = (
-            np.array(self._mesh.rank_list) // (self._cluster.group_sizes[self._cluster.node_level])
-        )
+        nodes = np.array(self._mesh.rank_list) // self._node_size
         ranks = np.unique(np.linspace(0, len(nodes) - 1, _NUM_RANKS).astype(np.int64))
         found = np.zeros((len(classes), len(layout.forms)))
         for rank in ranks.tolist():
@@ -305,7 +298,7 @@ class LeastTimes:
         """
         layout, shape = self.layout, self._mesh.mesh_shape
         nothing = np.zeros((len(layout), len(layout)), dtype=np.int64)
-        outer = _nodes_of(self._mesh, self._cluster.group_sizes[self._cluster.node_level])
+        outer = _nodes_of(self._mesh, self._node_size)
         if outer is None:
             return nothing
         nodes = Layout.of(outer, layout.entries, layout.splits.shape[1])
@@ -356,46 +349,3 @@ def _nodes_of(mesh: Placement, node_size: int) -> tuple[int, ...] | None:
         outer.append(extent // inside)
         node_size //= inside
     return tuple(reversed(outer))
-
-
-def _ends(steps: Collectives) -> tuple[Ints, Ints, Ints]:
-    """Return the state before each collective and local step, that after it, and its number."""
-    before, after = steps.number.nonzero()
-    return before, after, steps.number[before, after]
-
-
-def _first_of_each(layout: Layout) -> Ints:
-    """Return one state of each class of `Transfers.before`, in their order."""
-    first: Ints
-    _, first = np.unique(
-        layout.form * (int(layout.partial.max()) + 1) + layout.partial, return_index=True
-    )
-    return first
-
-
-def _shortest(
-    moved: Ints, transfer_s: Floats, steps: Collectives, collective_s: Floats
-) -> tuple[Ints, Floats]:
-    """Return the fewest elements between all states, and the least seconds with so few."""
-    before, after, number = _ends(steps)
-    elements = steps.elements[number]
-    possible = moved < NEVER
-    # Counts are multiples of some shard, and so small numbers.
-    unit = max(1, int(np.gcd(np.gcd.reduce(moved[possible]), np.gcd.reduce(elements))))
-    most = max(int(moved[possible].max(initial=0)), int(elements.max(initial=0))) // unit
-    bits = _BITS - most.bit_length()
-    longest_s = max(transfer_s.max(initial=0.0), collective_s.max(initial=0.0))
-    scale = (1 << (bits - _SPARE_BITS)) / longest_s
-    # Rounded down, so that the sums are no more than what they stand for.
-    both = np.full(moved.shape, NEVER, dtype=np.int64)
-    both[possible] = ((moved // unit) << bits)[possible] + (transfer_s * scale).astype(np.int64)[
-        possible
-    ]
-    alone = (elements // unit << bits) + (collective_s[number] * scale).astype(np.int64)
-    both[before, after] = np.minimum(both[before, after], alone)
-    np.fill_diagonal(both, 0)
-    by_way = np.empty_like(both)
-    for between in range(len(both)):
-        np.add(both[:, between, None], both[between], out=by_way)
-        np.minimum(both, by_way, out=both)
-    return (both >> bits) * unit, (both & ((1 << bits) - 1)) / scale

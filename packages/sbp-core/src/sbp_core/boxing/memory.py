@@ -11,7 +11,7 @@ While a step runs, a rank holds its shard from before, its shard from after, and
 | all-to-all | what goes to others, packed, and what comes from them |
 | transfer | likewise; a packed copy for each receiver, and every term before it is reduced |
 
-This is the most that an executor of `boxing.execute` and `boxing.processes.exchange` takes; one may
+This is the most that an executor of `sbp_torch.boxing` takes; one may
 share memory where that is safe (a slice that is a view, a shard that was donated). A transport may
 hold more: bool and int16 sums over gloo are exchanged and over NCCL converted, up to two shards
 more; MPI keeps up to 16 MB of scratch for each group, and its all-reduces below 64 KB hold the

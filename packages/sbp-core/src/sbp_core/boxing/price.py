@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sbp_core.boxing.algorithms import LinkRates, Membership, RankGroup, timed_algorithms
-from sbp_core.boxing.routing.layout import Ints, encode
-from sbp_core.boxing.routing.messages import End, messages
-from sbp_core.boxing.routing.sizes import Sizes, positions, shared_places
+from sbp_core.boxing.routing.layout import Ints, Sizes, encode, positions, shared_places
+from sbp_core.boxing.routing.transfers import End, messages
 from sbp_core.boxing.slices import (
     bounds_of,
     itemsize,
@@ -104,23 +103,19 @@ def _calibrated(
     node_level: int,
 ) -> StepTime | None:
     """Return what a calibration says of a collective; None if it does not know such calls."""
-    kind = step.kind.value
-    slowest: tuple[float, RankGroup] | None = None
+    slowest_s, origin = -1.0, None
     for group, size in calls:
         at = group.memberships[node_level]
-        time_s = calibration.time_s(kind, group.size, at.neighbours, size, num_nodes=at.num_groups)
+        of = step.kind.value, group.size, at.neighbours
+        time_s = calibration.time_s(*of, size, num_nodes=at.num_groups)
         # A mixture of measured and modelled groups would compare unlike numbers.
         if time_s is None:
             return None
-        if slowest is None or time_s > slowest[0]:
-            slowest = time_s, group
-    assert slowest is not None, "a collective has a group"
-    time_s, group = slowest
-    at = group.memberships[node_level]
-    origin = calibration.origin(kind, group.size, at.neighbours, num_nodes=at.num_groups)
+        if time_s > slowest_s:
+            slowest_s, origin = time_s, calibration.origin(*of, num_nodes=at.num_groups)
     return StepTime(
         step=step,
-        time_s=time_s,
+        time_s=slowest_s,
         algorithm="measured" if origin == "measured" else "calibrated",
         reason=f"{calibration.backend!r} calls: {origin}",
         is_whole_call=True,
@@ -129,7 +124,7 @@ def _calibrated(
 
 @lru_cache(maxsize=_CACHED)
 def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGroup, int], ...]:
-    """Return the distinct (group, S) of a collective; groups of one rank are left out.
+    """Return the distinct (group, S in bytes) of a collective; groups of one rank are left out.
 
     Args:
         step: A collective.
@@ -138,8 +133,19 @@ def _calls(step: BoxingStep, group_sizes: tuple[int, ...]) -> tuple[tuple[RankGr
     groups = step.source[0].groups(*step.axes)
     if len(groups[0]) < 2:
         return ()
-    alike = zip(rank_groups(groups, group_sizes), _sizes(step, groups), strict=True)
-    return tuple(dict.fromkeys(alike))
+    placement, sbp = step.target if step.kind is StepKind.ALL_GATHER else step.source
+    # Of an all-to-all S is what all ranks have together.
+    num_counted = len(groups[0]) if step.kind is StepKind.ALL_TO_ALL else 1
+    if uniform_bytes(step) is not None:
+        # Every rank of every group has as much as rank 0: no need to look at each, of which there
+        # may be thousands.
+        first = local_bounds(step.shape, sbp, placement.mesh_shape, (0,) * placement.num_axes)
+        shared = [volume(first) * num_counted] * len(groups)
+    else:
+        bounds = bounds_of(step.shape, placement, sbp)
+        shared = [sum(volume(bounds[one]) for one in ranks[:num_counted]) for ranks in groups]
+    sizes = [itemsize(step.dtype) * elements for elements in shared]
+    return tuple(dict.fromkeys(zip(rank_groups(groups, group_sizes), sizes, strict=True)))
 
 
 @lru_cache(maxsize=_CACHED)
@@ -177,27 +183,8 @@ def rank_groups(
                     tuple(numbers[node] for node in at), max(at_once[node] for node in numbers)
                 )
             )
-        found.append(RankGroup.of(memberships))
+        found.append(RankGroup(tuple(memberships)))
     return tuple(found)
-
-
-def _sizes(step: BoxingStep, groups: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return S of each group, in bytes."""
-    held_first = step.kind is not StepKind.ALL_GATHER
-    placement, sbp = step.source if held_first else step.target
-    size = itemsize(step.dtype)
-    sums = step.kind is StepKind.ALL_TO_ALL
-    # Every rank of every group has as much as rank 0: no need to look at each, of which there may
-    # be thousands.
-    if uniform_bytes(step) is not None:
-        first = local_bounds(step.shape, sbp, placement.mesh_shape, (0,) * placement.num_axes)
-        shared = volume(first) * size * (len(groups[0]) if sums else 1)
-        return [shared] * len(groups)
-    bounds = bounds_of(step.shape, placement, sbp)
-    return [
-        size * sum(volume(bounds[rank]) for rank in (ranks if sums else ranks[:1]))
-        for ranks in groups
-    ]
 
 
 def transfer_messages(step: BoxingStep) -> Ints:

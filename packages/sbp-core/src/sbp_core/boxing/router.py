@@ -123,7 +123,7 @@ def _steps(
 @lru_cache(maxsize=65536)
 def _solve(problem: RoutingProblem, fewest_between: bool) -> tuple[tuple[Edge, Codes], ...]:
     """Return the best path: each step, and the state that it leads to."""
-    steps = tables(*problem.table_arguments)
+    steps = tables(*problem.meshes, problem.shared, problem.sizes)
     start, end = steps.numbers(problem.source, problem.target)
     path = shortest_path(steps, start, end, fewest_between=fewest_between)
     return tuple((edge, steps.codes(edge.target)) for edge in path)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from math import prod
 
 from sbp_core.boxing.memory import held_at_once, step_memory_bytes
-from sbp_core.boxing.price import StepTime, step_time, step_time_s
+from sbp_core.boxing.price import step_time, step_time_s
 from sbp_core.boxing.slices import itemsize, sent_bytes, uniform_bytes, volume
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, local_bounds
-from sbp_core.units import format_bytes, format_seconds
+from sbp_core.units import format_bytes, format_ranges, format_seconds
 
 #: Most ranks whose bytes are listed one by one.
 _MOST_LISTED = 4
@@ -62,7 +62,10 @@ class Route:
               1     all-to-all  tensor  S(0) -> S(1)  12.6 MB  3.1 MB        14.7 MB
         """
         times = [] if cluster is None else [step_time(step, cluster) for step in self.steps]
-        headline = f"{self.dtype}{list(self.shape)} {_change(self.source, self.target)}"
+        (before, source), (after, target) = self.source, self.target
+        headline = f"{self.dtype}{list(self.shape)} ({source})"
+        headline += f" on {_mesh(before)}" if before != after else ""
+        headline += f" -> ({target}) on {_mesh(after)}"
         if not self.steps:
             return f"{headline}\n  nothing to do"
         total = f"  {format_bytes(self.bytes)} between ranks"
@@ -75,8 +78,12 @@ class Route:
             row = [str(number), step.kind.value, _where(step), change]
             row += [format_bytes(step.size_bytes), sent_by_rank(step)]
             rows.append([*row, format_bytes(held_bytes(step))])
-        for row, cells in zip(rows, _time_cells(times), strict=False):
-            row += cells
+        if times:
+            rows[0] += ["time", "how"]
+        for row, entry in zip(rows[1:], times, strict=False):
+            named = entry.algorithm != "-" and not entry.is_whole_call
+            row += [format_seconds(entry.time_s) if entry.time_s else "-"]
+            row += [f"{entry.algorithm}, {entry.reason}" if named else entry.reason]
         return "\n".join([headline, total, *_aligned(rows)])
 
     def __str__(self) -> str:
@@ -96,8 +103,12 @@ def sent_by_rank(step: BoxingStep) -> str:
     ranks = step.source[0].rank_list
     if step.size_bytes == 0:
         return "-"
-    if _is_even(step):
-        return format_bytes(step.size_bytes / len(ranks))
+    if step.kind is not StepKind.TRANSFER and uniform_bytes(step) is not None:
+        n = prod(step.source[0].mesh_shape[axis] for axis in step.axes)
+        # Each part of an all-reduce moves 2 (n - 1) times; even parts of whole elements send alike:
+        # no need to look at every rank.
+        if step.size_bytes % (2 * len(ranks) * n) == 0:
+            return format_bytes(step.size_bytes / len(ranks))
     sizes = {rank: sent_bytes(step, rank) for rank in ranks}
     shown = {rank: format_bytes(size) for rank, size in sizes.items()}
     if len(set(shown.values())) == 1:
@@ -105,15 +116,6 @@ def sent_by_rank(step: BoxingStep) -> str:
     if len(ranks) <= _MOST_LISTED:
         return ", ".join(f"{rank}: {size}" for rank, size in shown.items())
     return f"{format_bytes(min(sizes.values()))} to {format_bytes(max(sizes.values()))}"
-
-
-def _is_even(step: BoxingStep) -> bool:
-    """Say, without a look at every rank, whether all are known to send the same."""
-    if step.kind is StepKind.TRANSFER or uniform_bytes(step) is None:
-        return False
-    n = prod(step.source[0].mesh_shape[axis] for axis in step.axes)
-    # Each part of an all-reduce moves 2 (n - 1) times; even parts of whole elements send alike.
-    return step.size_bytes % (2 * len(step.source[0].rank_list) * n) == 0
 
 
 def held_bytes(step: BoxingStep) -> int:
@@ -134,49 +136,23 @@ def held_bytes(step: BoxingStep) -> int:
     return held_at_once(step.kind, before, after, moved, moved)
 
 
-def _time_cells(times: Sequence[StepTime]) -> list[list[str]]:
-    if not times:
-        return []
-    rows = [["time", "how"]]
-    for entry in times:
-        spent = format_seconds(entry.time_s) if entry.time_s else "-"
-        named = entry.algorithm != "-" and not entry.is_whole_call
-        rows.append([spent, f"{entry.algorithm}, {entry.reason}" if named else entry.reason])
-    return rows
-
-
 def _where(step: BoxingStep) -> str:
     """Return the mesh axes of a collective, or the ranks of a transfer."""
     (before, _), (after, _) = step.source, step.target
     if step.kind is not StepKind.TRANSFER:
         return ", ".join(before.axes[axis] for axis in step.axes)
     if before.rank_list == after.rank_list:
-        return f"ranks {_ranks(before)}"
-    return f"ranks {_ranks(before)} -> {_ranks(after)}"
-
-
-def _ranks(placement: Placement) -> str:
-    """Return the ranks of a mesh in short: `0-7`, or a list with ranges."""
-    ranges: list[list[int]] = []
-    for rank in sorted(placement.rank_list):
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
-def _change(start: tuple[Placement, NdSbp], end: tuple[Placement, NdSbp]) -> str:
-    (before, source), (after, target) = start, end
-    if before == after:
-        return f"({source}) -> ({target}) on {_mesh(before)}"
-    return f"({source}) on {_mesh(before)} -> ({target}) on {_mesh(after)}"
+        return f"ranks {format_ranges(before.rank_list)}"
+    return f"ranks {format_ranges(before.rank_list)} -> {format_ranges(after.rank_list)}"
 
 
 def _mesh(placement: Placement) -> str:
     """Return a mesh in words: `data=2 x tensor=4 (ranks 0-7)`."""
     axes = zip(placement.axes, placement.mesh_shape, strict=True)
-    return " x ".join(f"{name}={extent}" for name, extent in axes) + f" (ranks {_ranks(placement)})"
+    return (
+        " x ".join(f"{name}={extent}" for name, extent in axes)
+        + f" (ranks {format_ranges(placement.rank_list)})"
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -19,6 +19,7 @@ From (P, S(0)) on a 2 x 2 mesh to (S(1)) on two other ranks, of a 4 x 4 tensor:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -293,15 +294,12 @@ def transfer_partners(
         By sender its receivers, and by receiver its senders, both ascending. Ranks that send
         nothing, or receive nothing, are left out.
     """
-    receivers: dict[int, set[int]] = {}
-    senders: dict[int, set[int]] = {}
-    for piece in transfer_pieces(step):
-        receivers.setdefault(piece.sender, set()).add(piece.receiver)
-        senders.setdefault(piece.receiver, set()).add(piece.sender)
-    return (
-        {rank: tuple(sorted(others)) for rank, others in receivers.items()},
-        {rank: tuple(sorted(others)) for rank, others in senders.items()},
-    )
+    receivers: dict[int, tuple[int, ...]] = {}
+    senders: dict[int, tuple[int, ...]] = {}
+    for sender, receiver in sorted({(one.sender, one.receiver) for one in transfer_pieces(step)}):
+        receivers[sender] = (*receivers.get(sender, ()), receiver)
+        senders[receiver] = (*senders.get(receiver, ()), sender)
+    return receivers, senders
 
 
 @lru_cache(maxsize=_CACHED)
@@ -355,14 +353,14 @@ def collective_bytes(step: BoxingStep) -> int:
 def sent_bytes(step: BoxingStep, rank: int) -> int:
     """Return the bytes that one rank is to send; over all ranks they add up to `size_bytes`.
 
-    What it does send is counted by backends (`processes.traffic`), to which this is not known. An
-    all-reduce counts as a ring does: n parts, each rank sends its addend of the parts of the
-    others, and the sum of its own part to each of the others.
+    What it does send is counted by backends (`manifest.TrafficCounter`), to which this is not
+    known. An all-reduce counts as a ring does: n parts, each rank sends its addend of the parts of
+    the others, and the sum of its own part to each of the others.
     """
     if step.kind is StepKind.LOCAL or rank not in step.source[0]:
         return 0
     if step.kind is StepKind.TRANSFER:
-        return _sent_in_transfer(step).get(rank, 0)
+        return _sent_in_transfer(step)[rank]
     group = step.group(rank)
     if step.kind is StepKind.ALL_REDUCE:
         total = volume(bounds_of(step.shape, *step.source)[rank])
@@ -379,11 +377,10 @@ def sent_bytes(step: BoxingStep, rank: int) -> int:
 
 @lru_cache(maxsize=_CACHED)
 def _sent_in_transfer(step: BoxingStep) -> Mapping[int, int]:
-    """Return what each rank sends in a `TRANSFER`; those that send nothing are left out."""
-    sent: dict[int, int] = {}
+    """Return what each rank sends in a `TRANSFER`."""
+    sent: Counter[int] = Counter()
     for piece in transfer_pieces(step):
-        if piece.sender != piece.receiver:
-            sent[piece.sender] = sent.get(piece.sender, 0) + piece.size_bytes
+        sent[piece.sender] += piece.size_bytes if piece.sender != piece.receiver else 0
     return sent
 
 

@@ -7,11 +7,9 @@ it. A route is a list of steps. Nothing here moves data (`boxing.execute`, backe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 from sbp_core.units import format_bytes
@@ -80,29 +78,3 @@ class BoxingStep:
         if before == after:
             return f"{self.kind.value} within {before.ranks}: {change}"
         return f"{self.kind.value} from {before.ranks} to {after.ranks}: {change}"
-
-
-def missing_ranks(
-    step: BoxingStep,
-    tag: str,
-    missing: Iterable[int],
-    deadline_s: float,
-    *,
-    rank: int | None = None,
-) -> BoxingError:
-    """Make the error for a step that some ranks did not come to, worded alike by every backend.
-
-    Args:
-        step: The step that cannot complete.
-        tag: The firing that it belongs to.
-        missing: The ranks that did not arrive.
-        deadline_s: How long the others waited, in seconds.
-        rank: The rank that waited, where known.
-    """
-    late = ", ".join(map(str, missing))
-    return BoxingError(
-        f"boxing step {tag!r} waited {deadline_s:g} s; ranks that did not arrive: {late}",
-        where=(str(step), "" if rank is None else f"rank {rank}"),
-        todo="see what those ranks were doing: all processes make the same calls, also those that "
-        "evaluate or gather states; a larger deadline helps only if they are just slow",
-    )

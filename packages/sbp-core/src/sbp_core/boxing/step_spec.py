@@ -52,7 +52,15 @@ def verify_step(step: BoxingStep) -> None:
         check_reductions(step.dtype, sbp)
     if step.source == step.target:
         raise SbpValueError(f"{step.kind.value} from ({step.source[1]}) to where it is")
-    moved_bytes = _transferred(step) if step.kind is StepKind.TRANSFER else _moved_in_groups(step)
+    if step.kind is not StepKind.TRANSFER:
+        moved_bytes = _moved_in_groups(step)
+    elif step.axes or not can_transfer(step.source[1], step.target[1]):
+        raise SbpValueError(
+            f"transfer from ({step.source[1]}) to ({step.target[1]}) on axes {list(step.axes)}",
+            accepted="no axes; partial values of one reduction at most, and after it of no other",
+        )
+    else:
+        moved_bytes = transfer_bytes(step)
     if step.size_bytes != moved_bytes:
         raise SbpValueError(
             f"it says that it moves {step.size_bytes} bytes", accepted=f"{moved_bytes} bytes"
@@ -74,16 +82,6 @@ def check_reductions(dtype: str, sbp: NdSbp) -> None:
                 + ("added" if entry.reduction == "sum" else "ordered"),
                 accepted='S(dim), B, P("max"), P("min")' if ordered else "S(dim), B, P",
             )
-
-
-def _transferred(step: BoxingStep) -> int:
-    """Check a transfer, and return the bytes that it moves."""
-    if step.axes or not can_transfer(step.source[1], step.target[1]):
-        raise SbpValueError(
-            f"transfer from ({step.source[1]}) to ({step.target[1]}) on axes {list(step.axes)}",
-            accepted="no axes; partial values of one reduction at most, and after it of no other",
-        )
-    return transfer_bytes(step)
 
 
 def _moved_in_groups(step: BoxingStep) -> int:

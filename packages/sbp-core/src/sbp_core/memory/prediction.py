@@ -1,10 +1,10 @@
 """The exact memory of a plan, the one number that limits are compared with; transports' buffers.
 
 Ranks that are threads hand shards over by reference, and their results are made where they stay; a
-process packs what it sends and receives packed buffers (`boxing.processes`). How large these get
-follows from the step, so each firing of a boxing actor counts with its own; what was sent stays
-packed until it is received, which `lifetime` counts as the shard itself. What is asked for ahead of
-its firing (`compile.early_receives`) has its memory from then on.
+process packs what it sends and receives packed buffers (`sbp_torch.boxing.processes`). How large
+these get follows from the step, so each firing of a boxing actor counts with its own; what was sent
+stays packed until it is received, which `lifetime` counts as the shard itself. What is asked for
+ahead of its firing has its memory from then on.
 """
 
 from __future__ import annotations

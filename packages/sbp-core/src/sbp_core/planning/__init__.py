@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sbp_core.exports import lazy
+from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
     from sbp_core.planning.compiled import Compilation, Compiled, limit_key
     from sbp_core.planning.offload_fit import until_it_fits
-    from sbp_core.planning.offload_setting import Offload, Offloads
-    from sbp_core.planning.offloading import offloaded_states, with_states
+    from sbp_core.planning.offload_setting import Offload, Offloads, check_host, check_offload
+    from sbp_core.planning.offloading import offloaded_states, offloading, with_states
     from sbp_core.planning.search import PlanContext, SearchedPlanner, fitted, may_offload
     from sbp_core.planning.variants import (
         forms_of,
@@ -32,23 +32,6 @@ if TYPE_CHECKING:
         variants_of,
     )
 
-_ROOMS = {
-    "compiled": ("Compilation", "Compiled", "limit_key"),
-    "offload_fit": ("until_it_fits",),
-    "offload_setting": ("Offload", "Offloads"),
-    "offloading": ("offloaded_states", "with_states"),
-    "search": ("PlanContext", "SearchedPlanner", "fitted", "may_offload"),
-    "variants": (
-        "forms_of",
-        "leaner_forms",
-        "recompute_budgets",
-        "smaller_variants",
-        "splits_classes",
-        "variant_words",
-        "variants_of",
-    ),
-}
-
 __all__ = [
     "Compilation",
     "Compiled",
@@ -56,12 +39,15 @@ __all__ = [
     "Offloads",
     "PlanContext",
     "SearchedPlanner",
+    "check_host",
+    "check_offload",
     "fitted",
     "forms_of",
     "leaner_forms",
     "limit_key",
     "may_offload",
     "offloaded_states",
+    "offloading",
     "recompute_budgets",
     "smaller_variants",
     "splits_classes",
@@ -71,6 +57,13 @@ __all__ = [
     "with_states",
 ]
 
-__getattr__, __dir__ = lazy(
-    __name__, {name: module for module, names in _ROOMS.items() for name in names}
+__getattr__, __dir__ = lazy_room(
+    __name__,
+    compiled="Compilation Compiled limit_key",
+    offload_fit="until_it_fits",
+    offload_setting="Offload Offloads check_host check_offload",
+    offloading="offloaded_states offloading with_states",
+    search="PlanContext SearchedPlanner fitted may_offload",
+    variants="forms_of leaner_forms recompute_budgets smaller_variants splits_classes "
+    "variant_words variants_of",
 )

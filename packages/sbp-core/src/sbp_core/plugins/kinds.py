@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sbp_core.boxing import BoxingBackend
-    from sbp_core.boxing.supervision import LaunchSpec
+    from sbp_core.boxing import BoxingBackend, LaunchSpec
     from sbp_core.cluster import Cluster
     from sbp_core.compile import CompileOptions
     from sbp_core.graph.ir import LogicalGraph

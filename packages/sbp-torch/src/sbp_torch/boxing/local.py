@@ -31,6 +31,7 @@ import torch
 from sbp_core.boxing import (
     BoxingBackend,
     BoxingStep,
+    CollectiveCall,
     Communicator,
     Delivered,
     Delivery,
@@ -39,7 +40,6 @@ from sbp_core.boxing import (
     StepKind,
     transfer_pieces,
 )
-from sbp_core.boxing.processes import CollectiveCall
 from sbp_core.errors import BoxingError, words_of
 from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, detached

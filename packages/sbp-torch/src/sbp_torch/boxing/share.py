@@ -19,8 +19,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sbp_core.boxing import BoxingStep, Piece, StepKind, bounds_of, collective_pieces
-from sbp_core.boxing.processes import TrafficCounter
+from sbp_core.boxing import (
+    BoxingStep,
+    Piece,
+    StepKind,
+    TrafficCounter,
+    bounds_of,
+    collective_pieces,
+)
 from sbp_torch.boxing.buffer_pool import BufferPool
 from sbp_torch.boxing.execute import check_shard, combine, reduce_in_order, reduction_of
 

@@ -15,15 +15,17 @@ import numpy as np
 from sbp_core.boxing.memory import held_at_once
 from sbp_core.boxing.routing.layout import (
     BROADCAST,
+    NEVER,
     SUM,
     Bools,
     Ints,
     Layout,
+    Sizes,
     covers,
     num_ranks,
     numbers,
+    shard_volumes,
 )
-from sbp_core.boxing.routing.sizes import NEVER, Sizes, shard_volumes
 from sbp_core.boxing.step import StepKind
 
 #: Kinds of steps within a placement, numbered as in `Collectives.kind`.
@@ -134,7 +136,9 @@ class _CollectiveTable:
             # A split that becomes P(sum) on the spot: a rank fills up with zeros what it does not
             # have.
             pads = np.flatnonzero(((layout.split[us] & mask) > 0) & (kind == _LOCAL))
-            possible[pads] &= self._keeps_all(us[pads], vs[pads])
+            before, after = layout.form[us[pads]], layout.form[vs[pads]]
+            keeps_all = self.kept[:, before, after] == self.volumes[:, before]
+            possible[pads] &= keeps_all.all(axis=0)
             us, vs, kind = us[possible], vs[possible], kind[possible]
         self.number[us, vs] = np.arange(len(us)) + 1 + self.num_steps
         self.num_steps += len(us)
@@ -170,11 +174,6 @@ class _CollectiveTable:
             possible |= nothing
         everywhere: Bools = np.logical_and.reduce(possible, axis=1)
         return everywhere
-
-    def _keeps_all(self, us: Ints, vs: Ints) -> Bools:
-        before, after = self.layout.form[us], self.layout.form[vs]
-        keeps: Bools = (self.kept[:, before, after] == self.volumes[:, before]).all(axis=0)
-        return keeps
 
     def _count(self, kind: StepKind, us: Ints, vs: Ints, axes: Ints) -> tuple[Ints | int, Ints]:
         """Return what steps of one kind move and hold."""

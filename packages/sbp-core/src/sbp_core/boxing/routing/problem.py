@@ -12,8 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from sbp_core.boxing.routing.layout import BROADCAST, MAX, MIN, SUM, decode, encode
-from sbp_core.boxing.routing.sizes import Shared, Sizes, shared_places
+from sbp_core.boxing.routing.layout import (
+    BROADCAST,
+    MAX,
+    MIN,
+    SUM,
+    Shared,
+    Sizes,
+    decode,
+    encode,
+    shared_places,
+)
 from sbp_core.boxing.routing.tables import Mesh
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
@@ -36,23 +45,17 @@ class RoutingProblem:
     """What the route of a conversion depends on; conversions with equal problems share a route.
 
     Args:
-        meshes: The source placement, and the target placement if it is another one.
+        meshes: The source placement, and the target placement; None if they are the same.
         shared: Ranks that both have; empty if they are the same placement.
         sizes: Of the dims along which the tensor may be split.
         source, target: The two ends.
     """
 
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[Mesh, Mesh | None]
     shared: Shared
     sizes: Sizes
     source: Codes
     target: Codes
-
-    @property
-    def table_arguments(self) -> tuple[Mesh, Mesh | None, Shared, Sizes]:
-        """What `tables` is asked: all but the two ends."""
-        second = self.meshes[1] if len(self.meshes) > 1 else None
-        return self.meshes[0], second, self.shared, self.sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +118,14 @@ def pose_problem(
     # max and min behave alike: a conversion with min in place of max has the same routes.
     first = next((code for both in codes for code in both if code in (MAX, MIN)), MAX)
     names |= {first: MAX, MAX + MIN - first: MIN}
-    meshes = tuple(
+    first_mesh, other_mesh = (
         (end[0].mesh_shape, tuple(_sorted(names[code] for code in axis) for axis in one))
         for one, end in zip(entries, ends, strict=True)
     )
     shared: Shared = ()
-    if source[0] == target[0]:
-        meshes = meshes[:1]
-    else:
+    meshes: tuple[Mesh, Mesh | None] = (first_mesh, None)
+    if source[0] != target[0]:
+        meshes = (first_mesh, other_mesh)
         shared = shared_places(source[0].rank_list, target[0].rank_list)
     if even:
         whole = source[0].size * target[0].size

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sbp_core.boxing.routing.collectives import KINDS
-from sbp_core.boxing.routing.layout import Ints
-from sbp_core.boxing.routing.sizes import NEVER
+from sbp_core.boxing.routing.layout import NEVER, Ints
 from sbp_core.boxing.routing.tables import Tables
 from sbp_core.boxing.step import StepKind
 

@@ -16,23 +16,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from sbp_core.boxing.memory import held_at_once
 from sbp_core.boxing.routing.collectives import Collectives, collectives
-from sbp_core.boxing.routing.layout import Ints, Layout, covers, intervals, numbers
-from sbp_core.boxing.routing.messages import End, messages
-from sbp_core.boxing.routing.sizes import (
+from sbp_core.boxing.routing.layout import (
     NEVER,
+    Ints,
+    Layout,
     Shared,
     Sizes,
+    covers,
+    intervals,
+    numbers,
     overlaps,
     positions,
     shard_volumes,
 )
-from sbp_core.boxing.routing.transfers import Transfers, transfers
+from sbp_core.boxing.routing.transfers import End, Transfers, messages, transfers
 from sbp_core.boxing.step import StepKind
 
 _MadeT = TypeVar("_MadeT")
@@ -66,8 +69,7 @@ class PlacementTables:
     least: Ints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBlock:
+class StepBlock(NamedTuple):
     """The steps among some states, row by column: `NEVER` where there is none."""
 
     moved: Ints
@@ -116,15 +118,17 @@ class Tables:
         """Return what the least step between each two states moves, row by column."""
         if self.target is None or self.across is None:
             return self.source.least[np.ix_(states, states)]
+        here, there = self._by_placement(states)
+        first, second = self.source.least, self.target.least
+        across = self.across[np.ix_(here, there)]
+        return _joined(first[np.ix_(here, here)], second[np.ix_(there, there)], across, NEVER)
+
+    def _by_placement(self, states: Ints) -> tuple[Ints, Ints]:
+        """Return which of some states are on the source placement, and on the target placement."""
         # States are ascending, so those of the source placement are in front: the four parts of the
         # table are blocks.
         split = int(np.searchsorted(states, self.num_source))
-        here, there = states[:split], states[split:] - self.num_source
-        least = np.full((len(states), len(states)), NEVER, dtype=np.int64)
-        least[:split, :split] = self.source.least[np.ix_(here, here)]
-        least[:split, split:] = self.across[np.ix_(here, there)]
-        least[split:, split:] = self.target.least[np.ix_(there, there)]
-        return least
+        return states[:split], states[split:] - self.num_source
 
     @property
     def num_source(self) -> int:
@@ -159,34 +163,12 @@ class Tables:
         """
         if self.target is None or self.crossing is None:
             return _block(self.source, states)
-        split = int(np.searchsorted(states, self.num_source))
-        here, there = states[:split], states[split:] - self.num_source
-        first, second = _block(self.source, here), _block(self.target, there)
-
-        def join(one: Ints, two: Ints, across: Ints | int, back: int) -> Ints:
-            joined = np.full((len(states), len(states)), back, dtype=np.int64)
-            joined[:split, :split], joined[split:, split:] = one, two
-            joined[:split, split:] = across
-            return joined
-
-        return StepBlock(
-            moved=join(first.moved, second.moved, NEVER, NEVER),
-            moved_by_transfer=join(
-                first.moved_by_transfer,
-                second.moved_by_transfer,
-                self.crossing.moved(here, there),
-                NEVER,
-            ),
-            held=join(first.held, second.held, NEVER, NEVER),
-            held_by_transfer=join(
-                first.held_by_transfer,
-                second.held_by_transfer,
-                self.crossing.held(here, there),
-                NEVER,
-            ),
-            kind=join(first.kind, second.kind, 0, 0),
-            axes=join(first.axes, second.axes, 0, 0),
-        )
+        here, there = self._by_placement(states)
+        across: list[Ints | int] = [NEVER, self.crossing.moved(here, there)]
+        across += [NEVER, self.crossing.held(here, there), 0, 0]
+        parts = zip(_block(self.source, here), _block(self.target, there), across, strict=True)
+        none = (NEVER,) * 4 + (0, 0)
+        return StepBlock(*(_joined(*one, back) for one, back in zip(parts, none, strict=True)))
 
     def transfer_memory(self, before: int, after: int) -> int:
         """Return the most that a rank holds in a transfer, counted as in `Sizes`."""
@@ -218,6 +200,14 @@ class Tables:
         sent[:num_senders] = sends.sum(axis=1)
         received[place] = sends.sum(axis=0)
         return int(held_at_once(StepKind.TRANSFER, held, wanted, sent, received).max())
+
+
+def _joined(first: Ints, second: Ints, across: Ints | int, back: int) -> Ints:
+    """Return a table of two placements: of each, across, and back from the second to the first."""
+    split, size = len(first), len(first) + len(second)
+    joined = np.full((size, size), back, dtype=np.int64)
+    joined[:split, :split], joined[split:, split:], joined[:split, split:] = first, second, across
+    return joined
 
 
 def _block(tables: PlacementTables, states: Ints) -> StepBlock:

@@ -29,24 +29,22 @@ import torch
 
 from sbp_core.boxing import (
     BoxingStep,
+    CollectiveCall,
     Communicator,
     Delivered,
     Delivery,
+    Manifest,
     Pending,
     Piece,
     StepKind,
+    TrafficCounter,
     bounds_of,
+    manifest_of,
+    span,
     transfer_pieces,
     volume,
 )
-from sbp_core.boxing.processes import (
-    CollectiveCall,
-    Connections,
-    Manifest,
-    TrafficCounter,
-    manifest_of,
-    span,
-)
+from sbp_core.processes import Connections
 from sbp_torch.boxing.execute import check_shard, detached, fill, reduction_of, torch_dtype
 from sbp_torch.boxing.processes.packed_buffer import PackedBuffers, num_elements, pack, unpack
 

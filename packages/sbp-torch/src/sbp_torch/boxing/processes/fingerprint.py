@@ -23,15 +23,15 @@ import torch
 from sbp_core.boxing import (
     BoxingBackend,
     BoxingStep,
+    CollectiveCall,
     Communicator,
     Delivery,
+    LaunchSpec,
     StepKind,
     SurvivingRanks,
     sent_bytes,
     transfer_pieces,
 )
-from sbp_core.boxing.processes import CollectiveCall
-from sbp_core.boxing.supervision import LaunchSpec
 from sbp_core.errors import BoxingError
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp

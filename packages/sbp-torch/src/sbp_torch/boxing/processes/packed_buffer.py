@@ -11,8 +11,7 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing import BoxingStep, Piece, StepKind, itemsize, volume
-from sbp_core.boxing.processes import Manifest
+from sbp_core.boxing import BoxingStep, Manifest, Piece, StepKind, itemsize, volume
 from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
 
 

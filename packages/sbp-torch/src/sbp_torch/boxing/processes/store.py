@@ -23,8 +23,8 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from sbp_core.boxing.processes import CountingStore, Siblings, run_abandonable
 from sbp_core.errors import BoxingError, ConfigError, SbpError
+from sbp_core.processes import CountingStore, Siblings, run_abandonable
 
 _LOG = logging.getLogger(__name__)
 

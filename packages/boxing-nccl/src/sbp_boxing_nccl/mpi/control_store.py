@@ -1,0 +1,109 @@
+"""The control store of ranks of MPI: entries are messages, and each rank keeps those it was sent.
+
+MPI has no store that all ranks could read. So whoever writes an entry sends it to the ranks that it
+concerns, and these take in what has come whenever they read something.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from sbp_core.processes import FIRST_STAYS, ControlStore, StoreLostError
+
+#: Tag of all entries.
+_TAG = 0
+
+#: Key of a rank's last entry. Between two ranks, entries come in order.
+_END = "end"
+
+
+class MpiControlStore(ControlStore):
+    """Entries that are sent to the ranks that they concern.
+
+    Args:
+        comm: Communicator of all ranks, used for nothing else.
+        mpi: The module `mpi4py.MPI`.
+    """
+
+    pauses_s: ClassVar[tuple[float, float]] = (1e-4, 0.005)
+
+    def __init__(self, comm: Any, mpi: Any) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self._comm = comm
+        self._mpi = mpi
+        self._lock = threading.Lock()
+        self._sent: list[Any] = []
+        self._entries: dict[str, str] = {}
+        self._ended = self._closed = False
+
+    def all_delivered(self) -> bool:
+        """Say whether MPI has delivered all that this rank wrote."""
+        self._receive()
+        return not self._sent
+
+    def end(self) -> None:
+        """Send the last entry, to all ranks; what is put later stays here."""
+        self.say(_END)
+
+    def all_ended(self) -> bool:
+        """Say whether no entry of any rank, nor for any, is on its way any more.
+
+        The communicator may be freed then, and not before: MPI gives its number to the next one,
+        which would take a late entry for a message of its own.
+        """
+        return self.all_said(_END) and not self._sent
+
+    def close(self) -> None:
+        """Let go of the communicator; nothing may be asked any more."""
+        with self._lock:
+            self._closed = True
+
+    def _put(self, key: str, value: str, ranks: Iterable[int]) -> None:
+        message = json.dumps([key, value]).encode()
+        with self._lock:
+            self._keep(key, value)
+            is_silent = self._ended or self._closed
+            self._ended = self._ended or key == f"{_END}/{self.rank}"
+            for rank in () if is_silent else ranks:
+                if rank != self.rank:
+                    try:
+                        request = self._comm.Isend([message, self._mpi.BYTE], rank, _TAG)
+                    except RuntimeError as error:
+                        raise StoreLostError(f"MPI reported: {error}") from error
+                    self._sent.append((request, message))
+
+    def _get(self, key: str) -> str | None:
+        self._receive()
+        return self._entries.get(key)
+
+    def _delete(self, key: str) -> None:
+        with self._lock:
+            self._entries.pop(key, None)
+
+    def _has_all(self, keys: Iterable[str]) -> bool:
+        self._receive()
+        return all(key in self._entries for key in keys)
+
+    def _receive(self) -> None:
+        """Take in all entries that have come, and forget those that have gone."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                status = self._mpi.Status()
+                while self._comm.Iprobe(self._mpi.ANY_SOURCE, _TAG, status):
+                    message = bytearray(status.Get_count(self._mpi.BYTE))
+                    self._comm.Recv([message, self._mpi.BYTE], status.Get_source(), _TAG)
+                    self._keep(*json.loads(message))
+                self._sent = [entry for entry in self._sent if not entry[0].Test()]
+            except RuntimeError as error:
+                raise StoreLostError(f"MPI reported: {error}") from error
+
+    def _keep(self, key: str, value: str) -> None:
+        if key in FIRST_STAYS:
+            self._entries.setdefault(key, value)
+        else:
+            self._entries[key] = value

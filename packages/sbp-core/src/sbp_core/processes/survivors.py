@@ -1,0 +1,130 @@
+"""The processes that are left of a run when one has failed: who they are, and what they say.
+
+The transport is broken then, on all ranks. The control store mostly is not:
+
+    rank 0   fails, waits for those that still run     survivors 0, 2     gather("step 7") ...
+    rank 1   has ended
+    rank 2   fails, waits for those that still run     survivors 0, 2     gather("step 7") ...
+
+A rank that raised an exception still runs, and is one of them. Who has ended, or was stopped by a
+signal, is seen at once on this host; on others it is waited for until the time is over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+
+from sbp_core.errors import BoxingError
+from sbp_core.processes.control_store import ControlStore
+
+#: Seconds that a process waits for the others to read what it has said last.
+_LEAVE_S = 1.0
+
+
+class Survivors:
+    """The processes that are left, as all of them know it.
+
+    Args:
+        ranks: Of the survivors, ascending.
+        store: Of this rank.
+    """
+
+    def __init__(self, ranks: Sequence[int], store: ControlStore) -> None:
+        self.ranks, self._store = tuple(ranks), store
+        self._num_texts = 0
+
+    @classmethod
+    def meet(cls, store: ControlStore, limit_s: float) -> Survivors:
+        """Wait for all that still run, and agree on who that is; each survivor calls this.
+
+        Args:
+            store: Of this rank; it has registered.
+            limit_s: Seconds to wait for those of which nothing else is known.
+
+        Returns:
+            All that still run; this rank alone if the control store is lost, such as with the agent
+            of torchrun that hosted it.
+
+        Raises:
+            BoxingError: the control store is silent, or the others did not wait for this rank.
+        """
+        store.say("survivor")
+        everyone = range(store.size)
+
+        def over() -> bool:
+            # A store that is silent while a process stands still is most likely hosted by it.
+            stands_still = bool(_gone(store, everyone))
+            return store.is_lost(if_silent=stands_still) or not _awaited(store, everyone)
+
+        store.wait_for(over, limit_s)
+        found = store.agree_on_survivors(json.dumps(store.who_said("survivor", everyone)))
+        if found is None and store.is_lost():
+            return cls((store.rank,), store)
+        ranks = () if found is None else json.loads(found)
+        if store.rank not in ranks:
+            raise BoxingError(
+                f"rank {store.rank} cannot reach the ranks that are left: "
+                + ("the store is silent" if found is None else f"{ranks} did not wait for it")
+            )
+        return cls(ranks, store)
+
+    def gather(self, text: str, limit_s: float) -> list[str]:
+        """Return a text of each survivor, by `ranks`; all of them call this.
+
+        Args:
+            text: Of this rank.
+            limit_s: Seconds to wait for the others.
+
+        Raises:
+            BoxingError: another one has ended too, or did not come.
+        """
+        self._num_texts += 1
+        key = f"survivor/{self._num_texts}"
+        self._store.publish(f"{key}/{self._store.rank}", text, self.ranks)
+        texts = {self._store.rank: text}
+
+        def missing() -> list[int]:
+            for rank in self.ranks:
+                if rank not in texts and (found := self._store.lookup(f"{key}/{rank}")) is not None:
+                    texts[rank] = found
+            return [rank for rank in self.ranks if rank not in texts]
+
+        self._wait_for(missing, limit_s)
+        if late := missing():
+            raise BoxingError(
+                f"of the ranks that were left, {', '.join(map(str, late))} did not go on",
+                where=f"rank {self._store.rank}",
+            )
+        return [texts[rank] for rank in self.ranks]
+
+    def leave(self) -> None:
+        """Let the others read what was said last: rank 0 may host the store."""
+        self._store.publish(f"survivor/left/{self._store.rank}", "1", self.ranks)
+        if self._store.rank == 0:
+            key, ranks = "survivor/left", self.ranks
+            self._wait_for(
+                lambda: [one for one in ranks if self._store.lookup(f"{key}/{one}") is None],
+                _LEAVE_S,
+            )
+
+    def _wait_for(self, missing: Callable[[], list[int]], limit_s: float) -> None:
+        """Wait until nobody is missing, or who is cannot come any more."""
+        store = self._store
+
+        def over() -> bool:
+            return store.is_lost() or not (late := missing()) or bool(_gone(store, late))
+
+        store.wait_for(over, limit_s)
+
+
+def _awaited(store: ControlStore, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that have not come, and still may."""
+    absent = {*ranks} - {*store.who_said("survivor", ranks)}
+    return sorted(absent - {*_gone(store, absent), *store.deregistered(absent)})
+
+
+def _gone(store: ControlStore, ranks: Iterable[int]) -> list[int]:
+    """Return those of some ranks that are seen to run no more."""
+    store.members()
+    return store.standing_still(ranks)
