@@ -63,7 +63,9 @@ def test_a_call_without_gradients_changes_nothing_and_is_told_once(kind, caplog)
         torch.testing.assert_close(values(model), values(plain), rtol=0, atol=1e-12)
 
     (told,) = (one.message for one in caplog.records if TOLD in one.message)
-    assert told.startswith(f"{kind.__name__}.step() was called beside the step of parallelize, and")
+    assert told.startswith(
+        f"{kind.__name__}.step() was called besides the step of parallelize, and"
+    )
     assert "changes nothing" in told
 
 

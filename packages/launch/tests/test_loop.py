@@ -121,7 +121,7 @@ def test_a_callback_may_ask_for_an_evaluation_and_for_the_end(
         "begin 0", "step 1", "step 2", "evaluate 2", "step 3", "evaluate 3", "end 3",
     ]  # fmt: skip
     out = capsys.readouterr().out
-    assert "stopped behind step 3: that is enough" in out
+    assert "stopped after step 3: that is enough" in out
     assert "\n3 steps, " in out
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 2, 3, 3]
 
@@ -170,7 +170,7 @@ def test_the_best_held_out_loss_is_remembered_and_told(
     best = [(state.best, state.best_step) for name, state in callback.seen if name == "evaluate"]
     assert best == [(None, None), (3.0, 2), (1.5, 3), (1.5, 3), (1.5, 3)]
     assert (
-        "held-out loss: 2.0000 (1 batch); the lowest was 1.5000, behind step 3"
+        "held-out loss: 2.0000 (1 batch); the lowest was 1.5000, after step 3"
         in capsys.readouterr().out
     )
 
@@ -305,7 +305,7 @@ def test_a_run_that_no_longer_becomes_better_is_ended(
     assert result is not None
     assert result.stopped_for == "held_out_loss has not become better for 2 evaluations"
     assert (
-        "stopped behind step 8: held_out_loss has not become better for 2 evaluations"
+        "stopped after step 8: held_out_loss has not become better for 2 evaluations"
         in capsys.readouterr().out
     )
 

@@ -5,7 +5,7 @@
             print(float(step(batch)))
 
 Alone, the ranks are threads of the process; under `torchrun`, `mpiexec` or `srun`, each process is
-a rank. `docs/parallelize.md` shows it beside `DistributedDataParallel` and `fully_shard`.
+a rank. `docs/parallelize.md` shows it next to `DistributedDataParallel` and `fully_shard`.
 
 Stability: provisional.
 """
@@ -94,7 +94,7 @@ def parallelize(
     `{"name": "osdp", "memory_bytes": 4e9}`; or it is the object itself.
 
     Args:
-        model: As one device would run it. While the step runs, and behind it, its tensors read as
+        model: As one device would run it. While the step runs, and after it, its tensors read as
             what was trained; what is written to them between steps is taken over. They may lie on
             the device `meta`; a `DeferredModel` makes each rank its own part only.
         loss: `loss(model, batch)` returns a 0-d tensor, or that and a mapping of metrics.
@@ -111,8 +111,8 @@ def parallelize(
             fit the memory of the ranks, or as many as the planner chooses.
         loss_is: What gradients of several micro-batches are of: `whole_batch`, the loss of the
             batch as if it were one; `mean_of_micro_batches`, the mean of theirs; or
-            `each_micro_batch`, its own, with an update behind each, or behind every few.
-        micro_batches_per_update: With `each_micro_batch`: behind so many there is an update, by the
+            `each_micro_batch`, its own, with an update after each, or after every few.
+        micro_batches_per_update: With `each_micro_batch`: after so many there is an update, by the
             mean of their losses; divides `micro_batches`.
         batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
             the part of its own rank, as loaders with a `DistributedSampler` make it.
@@ -122,7 +122,7 @@ def parallelize(
         pad_to: Sizes to which batches of many lengths are padded, all planned before the first
             step; in which padding is proved to change neither loss nor gradients of the example.
         clip_norm: Largest norm of the gradients of what the optimizer trains, together.
-        update: What else happens once a step beside the optimizer.
+        update: What else happens once a step, besides the optimizer.
         autocast: Run the forward under `torch.autocast` to `bfloat16` or `float16`.
         compile: Settings of `sbp-train`'s group `compile`.
         runtime: Runs the plan.
@@ -131,8 +131,8 @@ def parallelize(
         states: Values to begin with, whole tensors by name: as `step.state_dict()` or
             `model.state_dict()` return them. By default those of the model and the optimizer.
         seed: Of random numbers in the step, such as those of dropout.
-        prove: Run the planned step beside the captured one, on small random data, and refuse it if
-            it computes something else; `report` says what was proved. See `compile.prove`. With
+        prove: Compare the planned step with the captured one, on small random data, and refuse it
+            if it computes something else; `report` says what was proved. See `compile.prove`. With
             `pad_to`, also run the example padded, and refuse padding that changes it.
         compare_steps: First steps that also run on one device, with copies of model and optimizer;
             `report` says how far their losses are off.

@@ -156,7 +156,7 @@ def micro_batches_of(micro_batches: int | Literal["auto"]) -> int:
 def compile_config(
     given: CompileConfig | Mapping[str, Any] | None, autocast: str | torch.dtype | None
 ) -> CompileConfig:
-    """Return how a step is compiled, with the precision that was chosen beside it.
+    """Return how a step is compiled, with the precision that was chosen with it.
 
     Raises:
         ConfigError: a setting is unknown or refused, or the precision is given twice.
@@ -184,7 +184,7 @@ def compile_config(
 
 
 def update_options(update: UpdateOptions | None, clip_norm: float | None) -> UpdateOptions:
-    """Return what happens once a step beside the optimizer.
+    """Return what happens once a step, besides the optimizer.
 
     Raises:
         ConfigError: the norm is given twice.

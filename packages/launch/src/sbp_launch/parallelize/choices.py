@@ -45,7 +45,7 @@ class Option:
         kind: A kind of plugins, which is also the argument of `parallelize`.
         chosen: The name that was given: `manual/zero`.
         name: Of the plugin: `manual`.
-        settings: For its config: those of the option's file, and those given beside the name.
+        settings: For its config: those of the option's file, and those given with the name.
     """
 
     kind: str

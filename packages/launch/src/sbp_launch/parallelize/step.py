@@ -81,7 +81,7 @@ class ParallelStep(TrainingStep):
                 first program.
             pad_to: Sizes to which batches of many lengths are padded.
             clip_norm: Largest norm of the gradients of what its optimizer trains, together.
-            update: What else happens once a step beside the optimizer.
+            update: What else happens once a step, besides the optimizer.
 
         Raises:
             ConfigError: something cannot be meant, or does not fit what is there; another optimizer

@@ -138,7 +138,7 @@ def compare(own: Mapping[str, str], gather: Gather) -> None:
 
     Args:
         own: This rank's. Of a value with a NUL, what stands before it is compared, and what stands
-            behind it is shown.
+            after it is shown.
         gather: See `gathering`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The first steps of a parallel step beside the same program on one device, on rank 0."""
+"""The first steps of a training step, compared with the same program on one device, on rank 0."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Comparison:
         self.has_begun = False
 
     def step(self, batch: Callable[[], Any], loss: float, scalars: Mapping[str, float]) -> None:
-        """Take a step with the copies, beside one of the ranks, if this process has them.
+        """Take a step with the copies as well as one of the ranks, if this process has them.
 
         Args:
             batch: Returns the whole one.

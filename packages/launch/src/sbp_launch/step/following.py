@@ -24,7 +24,7 @@ from sbp_torch.guards import Changed, Guard, modules_in_eval_mode
 
 
 class Following:
-    """Follows what becomes of the program of a step behind its capture.
+    """Follows what becomes of the program of a step after its capture.
 
     Args:
         program: Not yet captured.

@@ -75,7 +75,7 @@ OF_STEPS_BESIDE: Mapping[str, str] = {
 
 #: What outputs of steps do not have.
 OF_OUTPUTS: Mapping[str, str] = {
-    "backward": "leave this call out, and optimizer.step() behind it: step(batch) has taken the "
+    "backward": "leave this call out, and optimizer.step() after it: step(batch) has taken the "
     "backward and the update",
     **{
         name: f"the loss is a number here; its tensor has that: output.loss.{name}"

@@ -34,7 +34,7 @@ class OneDeviceProgram:
         model: Its values may be real, deferred or none (on the device `meta`).
         loss: `loss(model, batch)`, as `capture` takes it.
         optimizer: Over `model.parameters()`.
-        update: What happens once a step beside the optimizer.
+        update: What happens once a step, besides the optimizer.
         deferred: What makes the states of a deferred model.
         samples: Where samples lie in the batches that `loss` takes.
 
@@ -101,7 +101,7 @@ class OneDeviceProgram:
     def counts_alike(self, given: Mapping[str, Tensor] | None) -> bool:
         """Whether the optimizer has taken the same number of steps with all that it trains.
 
-        That is not so behind a layer was frozen for a while, or was added.
+        That is not so after a layer was frozen for a while, or was added.
 
         Args:
             given: Values that are taken in place of the program's own.

@@ -92,7 +92,7 @@ class StepSaves:
         self._claim = ExitStack()
 
     def save(self, folder: Path, session: Session, step: int, *, wait: bool) -> None:
-        """Save a checkpoint, and beside it strategy and plan; all processes call it.
+        """Save a checkpoint, with strategy and plan; all processes call it.
 
         Raises:
             RunError: they cannot be written, or the checkpoint that is under way.
@@ -281,7 +281,7 @@ def load_step(
         seed: Of the step.
         processes: Of the step.
         keeps: Whether the states are to be kept if a checkpoint is damaged: it is read twice.
-        replacing: Called before states are replaced: if this function raises behind that, the
+        replacing: Called before states are replaced: if this function raises after that, the
             session has no states until it is given others.
 
     Returns:

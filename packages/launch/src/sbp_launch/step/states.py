@@ -281,7 +281,7 @@ def _overwritten(plan: PhysicalPlan) -> set[str]:
 
 
 def _own_states(program: OneDeviceProgram) -> set[str]:
-    """Return the names of the states that a program has beside those of the model.
+    """Return the names of the states that a program has besides those of the model.
 
     Those of frozen parameters are among them.
     """
@@ -314,7 +314,7 @@ def held_whole(session: Session, plan: PhysicalPlan, names: Iterable[str]) -> di
                 f"{name!r} of the model is asked for, and ranks of other processes hold parts "
                 "of it",
                 accepted="calls that all processes make: step.copy_to(model, optimizer), "
-                "behind which both read as what was trained; step.state_dict()",
+                "after which both read as what was trained; step.state_dict()",
                 todo="call step.copy_to(model, optimizer) in all processes first; to train "
                 "from other values, pass states=... to parallelize",
             )

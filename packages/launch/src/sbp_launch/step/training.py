@@ -1,7 +1,7 @@
 """What the programs of a parallel step share while they are trained: states, ranks, counts.
 
 A step has one set of states, which live on its ranks. Its forms, and the programs that were put
-beside it, run on them in turn; what one of them needs and the others have not is added to the set.
+next to it, run on them in turn; what one of them needs and the others have not is added to the set.
 
     parallelize(loss_d, optimizer_d)          parameters of both networks, moments of the one
     step.beside(loss_g, optimizer_g)          the moments of the other are added
@@ -249,7 +249,7 @@ class Training:
         self._connected.read_model()
 
     def compare_programs(self, planned: Planned, registry: PluginRegistry) -> None:
-        """See that all processes put the same program beside the others; all of them call this.
+        """See that all processes add the same program; all of them call this.
 
         Raises:
             ConfigError: they do not; raised in all of them.
@@ -296,7 +296,7 @@ class Training:
         if self._is_open:
             raise ConfigError(
                 "the model is trained by another parallel step, which is not over",
-                accepted="one step at a time for each model, and programs beside it",
+                accepted="one step at a time for each model, and more programs on the same states",
                 todo="another loss, or another optimizer, over the same states is "
                 "step.beside(loss, batch, optimizer); else end that step's `with` block first, or "
                 "give this one a copy of the model: copy.deepcopy(model)",
@@ -370,7 +370,7 @@ class Training:
         Args:
             call: What the user calls.
             problem: Why this process cannot take it.
-            form: What tells the form from others, and behind a NUL words for it.
+            form: What tells the form from others, and after a NUL words for it.
             scalars: Of the update.
             whole: The batch, if each process gives the whole one.
             written: What was taken over of model and optimizer.

@@ -318,7 +318,7 @@ class TrainingStep(ProgramStep):
             optimizer.load_state_dict(to_optimizer_state(named, model, optimizer))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
-        """Save a checkpoint in a folder, and strategy and plan beside it; all processes call it.
+        """Save a checkpoint in a folder, with strategy and plan; all processes call it.
 
         Each process writes what its ranks own, and nothing is sent. The checkpoint is whole and on
         the disk when this returns, or it is not there; those of other steps stay.
@@ -329,7 +329,7 @@ class TrainingStep(ProgramStep):
         Args:
             folder: Is made if it is not there.
             wait: If not, a thread writes the checkpoint while later steps run, from copies of the
-                states; it is there behind one of them, or when `finish_saving` or the `with` block
+                states; it is there after one of them, or when `finish_saving` or the `with` block
                 is through. The next `save` waits for it, and logs that.
 
         Raises:

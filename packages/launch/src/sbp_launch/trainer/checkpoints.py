@@ -169,7 +169,7 @@ class RunCheckpoints:
     ) -> None:
         """Begin to save what a session has, which is written while it goes on; all processes call.
 
-        From then on, they tell each other behind each step whether one `is_busy`, and call
+        From then on, they tell each other after each step whether one `is_busy`, and call
         `go_on` if none is. With `trainer.checkpoint.wait` it is written when this returns.
 
         Args:
@@ -238,7 +238,7 @@ class RunCheckpoints:
         )
 
     def _remove_others(self, name: str, state: TrainerState) -> None:
-        """Remove checkpoints that are not to be kept beside a new one."""
+        """Remove checkpoints that are not to be kept next to a new one."""
         kept = [] if state.best_step is None else [step_name(state.best_step)]
         remove(self.storage, [one for one in self._earlier if one != name])
         self._earlier = []

@@ -18,7 +18,7 @@ class EarlyStopConfig:
     Args:
         monitor: A metric of evaluation: `held_out_loss`, or `held_out_NAME` of the model's metric.
         mode: Whether a lower (`min`) or a higher (`max`) one is better.
-        patience: Evaluations without a better one, >= 1, behind the last of which the run ends.
+        patience: Evaluations without a better one, >= 1, after the last of which the run ends.
         min_delta: By more than this a better one has to be better, >= 0.
     """
 

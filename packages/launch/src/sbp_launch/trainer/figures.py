@@ -115,7 +115,7 @@ class StepMeter:
         return Measured(peak_bytes=max(peaks, default=0), sent_bytes=mean(sent) if sent else 0.0)
 
     def lines(self, predicted: Predicted, measured: Measured | None = None) -> list[str]:
-        """Return a line for each figure that was measured, with the prediction behind it.
+        """Return a line for each figure that was measured, with the prediction after it.
 
         Args:
             predicted: The predictions.

@@ -5,7 +5,7 @@
 
 A checkpoint that is due follows the last vote. All processes vote, in one small all-reduce: whether
 one has to stop, what callbacks ask for, how long the run has trained. So all of them stop, evaluate
-and save behind the same steps, and the state of the run (`TrainerState`) is equal in all.
+and save after the same steps, and the state of the run (`TrainerState`) is equal in all.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TrainingLoop:
         self.phases = PhaseTimes()
         #: Loss of the newest step; None before the first.
         self.loss: float | None = None
-        #: The newest held-out metrics, and the step behind which they were found.
+        #: The newest held-out metrics, and the step after which they were found.
         self.held_out: dict[str, float] = {}
         self.evaluated_step: int | None = None
         #: Why callbacks have ended the run, if they have.
@@ -155,7 +155,7 @@ class TrainingLoop:
 
     @property
     def cursor(self) -> DataCursor:
-        """How far the run is in its data: where the step behind the newest one goes on."""
+        """How far the run is in its data: where the step after the newest one goes on."""
         return DataCursor(position=self.state.samples, order=self._order)
 
     @cached_property
@@ -164,7 +164,7 @@ class TrainingLoop:
         return allowance_of(self.run, self.program)
 
     def train(self) -> None:
-        """Take all steps, and evaluate behind the last one.
+        """Take all steps, and evaluate after the last one.
 
         Raises:
             ConfigError: a callback cannot be made, or cannot go on from the state.
@@ -271,7 +271,7 @@ class TrainingLoop:
             if not is_due:
                 control = self._call(row)
             problem = self._load(loader)
-        except Exception as error:  # raised behind the step, on all ranks together
+        except Exception as error:  # raised after the step, on all ranks together
             problem = error
         try:
             control = self._agree(problem, control)
@@ -337,7 +337,7 @@ class TrainingLoop:
     def _evaluate(
         self, sink: MetricSink, evaluator: Evaluator, row: Mapping[str, float] | None = None
     ) -> TrainerControl:
-        """Evaluate behind the newest step, and tell callbacks and the metric sink of it.
+        """Evaluate after the newest step, and tell callbacks and the metric sink of it.
 
         Returns what callbacks ask for.
 

@@ -126,5 +126,5 @@ def _save(run: Run, loop: TrainingLoop, error: BaseException, *, is_finite: bool
                 raise
             return save_with_survivors(run, loop, other)
     if not isinstance(error, Exception):  # Ctrl-C that does not wait for the step
-        raise RunError("the ranks of the other processes did not stop behind the same step")
+        raise RunError("the ranks of the other processes did not stop after the same step")
     return save_with_survivors(run, loop, error)

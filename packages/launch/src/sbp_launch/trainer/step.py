@@ -18,7 +18,7 @@ class Taken:
     """A step that was taken.
 
     Args:
-        metrics: Its loss, and what the model and the update give beside it.
+        metrics: Its loss, and what the model and the update give as well.
         factor: Of the learning rate.
         rates: The learning rates.
         bad_value: Where the first bad value was, of a step that was undone; else empty.

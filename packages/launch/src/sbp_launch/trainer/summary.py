@@ -59,7 +59,7 @@ def held_out_lines(run: Run, loop: TrainingLoop) -> list[str]:
     averaged = " of the averaged parameters" if run.config.trainer.update.ema_decay else ""
     lines = [f"held-out loss{averaged}: {loss:.4f} ({batches})"]
     if state.best is not None and state.best_step != loop.evaluated_step:
-        lines[0] += f"; the lowest was {state.best:.4f}, behind step {state.best_step}"
+        lines[0] += f"; the lowest was {state.best:.4f}, after step {state.best_step}"
     if not math.isfinite(loss):
         lines.append("warning: the trained states have diverged: try a smaller optimizer.lr")
     return lines

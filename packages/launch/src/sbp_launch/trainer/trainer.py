@@ -281,7 +281,7 @@ def train_states(
             run.say([f"the states of all {steps} are saved"])
             stop_together(team, signals)
         if loop.stopped_for:
-            run.say([f"stopped behind step {loop.state.step}: {loop.stopped_for}"])
+            run.say([f"stopped after step {loop.state.step}: {loop.stopped_for}"])
         run.say(speed_lines(run, loop))
         run.say(meter.lines(predicted_of(run, program, planned), measured))
         run.say(tracer.lines)
