@@ -28,7 +28,8 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, bucket, form_plan, lo
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest, discover
+from sbp_core.planning import PlanRequest
+from sbp_core.plugins import discover
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.testing.programs import small_cluster
 from sbp_torch.update_options import UpdateOptions

@@ -47,7 +47,8 @@ def start(options: argparse.Namespace) -> None:
     from sbp_core.compile import compile_plan
     from sbp_core.infer import infer_strategy
     from sbp_core.placement import Placement
-    from sbp_core.plugins import PlanRequest, discover
+    from sbp_core.planning import PlanRequest
+    from sbp_core.plugins import discover
     from sbp_torch.capture import capture
     from sbp_torch.deferred_init import deferred
     from sbp_torch.runtime import StateStore

@@ -175,7 +175,8 @@ def planned(name: str, case: Case, profiled: str) -> None:
     from sbp_core.infer import infer_strategy
     from sbp_core.memory import memory_bound, predict_memory
     from sbp_core.placement import Placement
-    from sbp_core.plugins import PlanRequest, discover
+    from sbp_core.planning import PlanRequest
+    from sbp_core.plugins import discover
     from sbp_core.simulate import simulate
     from sbp_torch.capture import capture
     from sbp_torch.deferred_init import deferred

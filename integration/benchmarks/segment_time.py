@@ -23,7 +23,7 @@ from sbp_aten.passes import prepare_step
 from sbp_core.compile import compile_plan
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.units import format_seconds
 from sbp_torch.boxing import LocalBackend
 from sbp_torch.capture import capture, initial_states

@@ -34,7 +34,7 @@ from sbp_core.compile import PLAN, CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_torch.capture import capture
 from sbp_torch.testing.programs import small_cluster

@@ -35,7 +35,8 @@ from sbp_core.errors import SbpError
 from sbp_core.graph import Ref, map_refs
 from sbp_core.infer import PinValue, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest, discover
+from sbp_core.planning import PlanRequest
+from sbp_core.plugins import discover
 from sbp_core.runtime import Number, Runtime, batch_slots, state_slots
 from sbp_core.testing import files
 from sbp_torch.boxing import LocalBackend

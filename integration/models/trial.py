@@ -23,7 +23,8 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict_memory
 from sbp_core.passes import RecomputeOptions
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest, discover
+from sbp_core.planning import PlanRequest
+from sbp_core.plugins import discover
 from sbp_core.strategy import Strategy
 from sbp_torch.boxing import shard
 from sbp_torch.capture import capture, initial_states

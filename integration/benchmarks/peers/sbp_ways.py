@@ -27,7 +27,7 @@ from sbp_core.compile import PhysicalPlan
 from sbp_core.compile.rank_calls import rank_calls
 from sbp_core.graph import LogicalGraph
 from sbp_core.operators import MeasuredOperator
-from sbp_core.plugins import Planner
+from sbp_core.planning import Planner
 from sbp_core.runtime import Session
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig

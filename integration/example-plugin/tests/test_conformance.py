@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from sbp_core.plugins import Callback, Planner
+from sbp_core.planning import Planner
+from sbp_core.plugins import Callback
 from sbp_core.testing.callback import CallbackConformance
 from sbp_example_plugin.callback import build as build_callback
 from sbp_example_plugin.data import Counting

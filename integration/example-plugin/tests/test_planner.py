@@ -6,7 +6,7 @@ from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.errors import SbpLookupError
 from sbp_core.graph import InputKind
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
 from sbp_example_plugin.model import Bigram
 from sbp_example_plugin.model import build as build_model

@@ -18,7 +18,7 @@ from sbp_core.boxing.backend import BoxingBackend
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.testing.cases import CASES, compile_case
 from sbp_torch.testing.programs import OneDeviceStep, small_cluster

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Launcher, LaunchRequest
+from sbp_core.processes import Launcher, LaunchRequest
 from sbp_core.testing.launcher import LauncherConformance
 from sbp_launch.launching import launchers
 from sbp_launch.launching.launchers import Mpiexec, Slurm, SlurmConfig, Spawn, Torchrun

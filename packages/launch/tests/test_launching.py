@@ -15,8 +15,7 @@ from trainable import registry, run_config
 from sbp_core.boxing import LaunchSpec
 from sbp_core.errors import RunError
 from sbp_core.placement import Placement
-from sbp_core.plugins import LaunchRequest
-from sbp_core.processes import ExitReport, Line, one_process_per_rank
+from sbp_core.processes import ExitReport, LaunchRequest, Line, one_process_per_rank
 from sbp_core.sbp import B, NdSbp
 from sbp_launch.checkpoint.local import LocalStorage
 from sbp_launch.checkpoint.steps import step_name

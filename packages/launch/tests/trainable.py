@@ -14,9 +14,10 @@ from torch.nn import functional
 from sbp_core import infer_strategy
 from sbp_core.boxing import StepKind
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Ref
+from sbp_core.planning import PlanRequest
 from sbp_core.plugins import Factory, PluginRegistry, discover, hookimpl
 from sbp_core.plugins.discovery import PluginSource
-from sbp_core.plugins.kinds import GraphPass, PlanRequest
+from sbp_core.plugins.kinds import GraphPass
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned

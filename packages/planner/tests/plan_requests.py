@@ -17,7 +17,7 @@ from sbp_core.graph import from_json
 from sbp_core.graph.ir import LogicalGraph, Phase
 from sbp_core.infer import conversions
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.call import OpCall
 from sbp_core.strategy import Strategy

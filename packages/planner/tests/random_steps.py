@@ -7,7 +7,7 @@ from random import Random
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.graph import GraphOutput, InputKind, LogicalGraph, OutputKind, Ref
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder
 
 #: Shapes and axes.

@@ -10,7 +10,7 @@ from torch.nn import functional
 from sbp_core.cluster import Cluster, Device, Link
 from sbp_core.graph import LogicalGraph
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_torch.testing.programs import OneDeviceStep
 
 

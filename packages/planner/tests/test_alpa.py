@@ -17,8 +17,8 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import GraphOutput, InputKind, OutputKind, Ref
 from sbp_core.infer import CostTables, minimise
 from sbp_core.placement import Placement
+from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
-from sbp_core.plugins import PlanRequest
 from sbp_core.sbp import B
 from sbp_core.simulate import simulate
 from sbp_core.testing.graphs import Builder, mlp

@@ -15,8 +15,8 @@ from sbp_aten.passes import prepare_step
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.placement import Placement
+from sbp_core.planning import PlanRequest
 from sbp_core.planning.variants import splits_classes
-from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster
 from sbp_planner import auto

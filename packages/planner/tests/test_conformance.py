@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from sbp_aten.passes import prepare_step
+from sbp_core.planning import Planner
 from sbp_core.plugins import merge_settings
-from sbp_core.plugins.kinds import Planner
 from sbp_planner.configs import ManualConfig, OsdpConfig
 from sbp_planner.manual import build as build_manual
 from sbp_planner.osdp import build as build_osdp

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from sbp_core.graph import LogicalGraph
-from sbp_core.plugins import Planner, merge_settings
+from sbp_core.planning import Planner
+from sbp_core.plugins import merge_settings
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.configs import ManualConfig, OsdpConfig
 from sbp_planner.manual import build as build_manual

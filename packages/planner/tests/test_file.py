@@ -14,7 +14,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.strategy_yaml import to_yaml
 from sbp_core.testing.graphs import cluster, mlp

@@ -23,7 +23,7 @@ from test_manual import preset
 from sbp_core.check import check
 from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.strategy_yaml import to_yaml
 from sbp_core.testing.edits import edited, edited_text

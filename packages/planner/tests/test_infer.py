@@ -16,8 +16,9 @@ from sbp_core.cluster import Link
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import infer_strategy
+from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
-from sbp_core.plugins import PlanRequest, merge_settings
+from sbp_core.plugins import merge_settings
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import manual

@@ -13,7 +13,7 @@ from random_steps import random_request
 
 from sbp_core.infer import FORBIDDEN_S, CostTables, Factor, joint_problem
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.choice import evaluate
 from sbp_planner.choice.moved_costs import MovedCosts, TableTerm

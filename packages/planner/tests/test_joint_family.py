@@ -12,8 +12,8 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import GraphOutput, InputKind, LogicalGraph, OutputKind, Ref
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.passes import accumulate
+from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
-from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import Builder
 from sbp_planner import exhaustive, ilp
 from sbp_planner.joint import family

@@ -10,7 +10,7 @@ from plan_requests import request
 
 from sbp_core.infer import joint_problem
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner import ilp
 from sbp_planner.choice import evaluate

@@ -9,7 +9,7 @@ import pytest
 from sbp_core.compile import COMMIT, CompileOptions, compile_plan
 from sbp_core.infer import infer_strategy, joint_problem
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.search_configs import IlpConfig

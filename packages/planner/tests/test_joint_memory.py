@@ -8,7 +8,7 @@ from plan_requests import request
 from sbp_core.graph import InputKind
 from sbp_core.infer import FORBIDDEN_S, joint_problem
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_planner.choice import solve
 from sbp_planner.joint.layers import repeated, tie

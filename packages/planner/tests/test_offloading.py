@@ -13,10 +13,10 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
+from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
 from sbp_core.planning.offload_fit import until_it_fits
 from sbp_core.planning.offloading import offloading, with_states
-from sbp_core.plugins import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import auto, infer, manual

@@ -15,7 +15,7 @@ from sbp_core.infer import pipelined
 from sbp_core.memory import call_layouts, predict_memory
 from sbp_core.passes import RecomputeOptions, least_recompute_budget, recompute
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
 from sbp_core.simulate import simulate
 from sbp_planner import no_fit, sharding, storage_search

@@ -23,7 +23,8 @@ from torch.nn import functional
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph import Phase
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest, merge_settings
+from sbp_core.planning import PlanRequest
+from sbp_core.plugins import merge_settings
 from sbp_core.sbp import B, P, S
 from sbp_planner.configs import ManualConfig
 from sbp_planner.manual import build

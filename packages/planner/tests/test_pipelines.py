@@ -11,7 +11,7 @@ from sbp_core.compile import compile_plan
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import InputKind
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.model_blocks import machine_levels, model_blocks

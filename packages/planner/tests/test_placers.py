@@ -12,7 +12,7 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.testing.planner import PlannerConformance
 from sbp_planner.placers import build_dlplacer, build_stanza, nested_ranges

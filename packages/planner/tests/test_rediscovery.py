@@ -19,7 +19,7 @@ from small_steps import (
 
 from sbp_core.graph import Phase
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, P, S
 from sbp_planner.auto import build
 from sbp_planner.search_configs import AutoConfig

@@ -11,8 +11,8 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import joint_problem
 from sbp_core.placement import Placement
+from sbp_core.planning import PlanRequest
 from sbp_core.planning.compiled import Compilation
-from sbp_core.plugins import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.planner import PlannerConformance
 from sbp_core.units import format_bytes

@@ -22,7 +22,7 @@ from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.memory import predict_memory
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import capture, initial_states, scalar_values

@@ -16,7 +16,7 @@ from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph, verify_graph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_torch.boxing.execute import shard
 from sbp_torch.capture import capture, initial_states

@@ -28,7 +28,7 @@ from sbp_core.memory import RankMemory, predict_memory
 from sbp_core.passes import accumulate
 from sbp_core.passes.recomputation import RecomputeOptions, recompute
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.testing.graphs import cluster
 from sbp_torch.capture import capture, initial_states

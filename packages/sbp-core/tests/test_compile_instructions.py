@@ -7,7 +7,7 @@ from sbp_core.compile.instructions import named
 from sbp_core.graph.ir import Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.signatures import LocalProgram, LocalProgramBuilder, OpCall, localize
 from sbp_core.strategy import Signature
 from sbp_core.testing.graphs import cluster, mlp

@@ -18,7 +18,7 @@ from sbp_core.dataflow import dead_cycle
 from sbp_core.graph.ir import Rate
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.plans import LINE, data_parallel_plan, pipeline_plan, strategy_of

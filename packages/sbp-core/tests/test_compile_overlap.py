@@ -14,7 +14,7 @@ from sbp_core.compile.physical import PhysicalPlan
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.testing.graphs import Builder, cluster, mlp
 from sbp_core.testing.plans import strategy_of

@@ -14,7 +14,7 @@ from sbp_core.graph.ir import Phase, Rate
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.pipeline import SCHEDULES, Action, pipeline_schedule
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster, mlp

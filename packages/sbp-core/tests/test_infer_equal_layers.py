@@ -17,7 +17,7 @@ from sbp_core.infer import (
 )
 from sbp_core.infer.tie_break import SignatureTieBreaks, signature_tie_break
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, P, S
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.testing.graphs import Builder, cluster, mlp

@@ -8,7 +8,7 @@ from sbp_core.compile import check_strategy, compile_plan
 from sbp_core.errors import PlanError
 from sbp_core.infer import infer_nearby, infer_strategy, resolve_pins
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.testing.graphs import cluster, mlp
 

@@ -6,7 +6,7 @@ from sbp_core.compile import check_strategy
 from sbp_core.graph import InputKind
 from sbp_core.infer import infer_axis, infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.testing.graphs import cluster, mlp
 

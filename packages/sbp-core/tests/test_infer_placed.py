@@ -7,7 +7,7 @@ from sbp_core.compile import check_strategy, compile_plan
 from sbp_core.graph import Phase
 from sbp_core.infer import infer_placed
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster, mlp
 
 GRAPH = mlp((8, 16, 16, 8), batch=32)

@@ -18,7 +18,7 @@ from sbp_core.infer import (
     stage_placements,
 )
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, NdSbp, S, all_entries
 from sbp_core.signatures.axes import enumerate_signatures
 from sbp_core.signatures.call import OpCall

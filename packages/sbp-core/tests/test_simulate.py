@@ -18,7 +18,7 @@ from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import FiringNetwork, Simulation, simulate
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.plans import pipeline_plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sbp_core.boxing import LaunchSpec
-from sbp_core.plugins import Launcher, LaunchRequest
+from sbp_core.processes import Launcher, LaunchRequest
 from sbp_core.testing.launcher import LauncherConformance
 
 

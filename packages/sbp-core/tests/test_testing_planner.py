@@ -10,7 +10,7 @@ import pytest
 
 from sbp_core.errors import PlanError, SbpError
 from sbp_core.infer import infer_strategy
-from sbp_core.plugins import Planner, PlanRequest
+from sbp_core.planning import Planner, PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature, Strategy
 from sbp_core.testing.planner import PlannerConformance

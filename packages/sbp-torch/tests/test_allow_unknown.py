@@ -18,7 +18,7 @@ from sbp_core.graph.ir import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.signatures import OpCall, UnknownOperator, derive
 from sbp_core.testing.graphs import cluster
 from sbp_torch.capture import capture, initial_states

@@ -19,7 +19,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.signatures import OpCall, work_flop
 from sbp_torch import call_times
 from sbp_torch.call_times import CallTimer, TimedCalls

@@ -31,7 +31,7 @@ from sbp_core.errors import CaptureError, SbpValueError
 from sbp_core.infer import infer_strategy
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import (
     LossScaling,

@@ -21,7 +21,7 @@ from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryKind, predict_memory
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster
 from sbp_core.testing.plans import strategy_of
 from sbp_torch.boxing.execute import shard

@@ -26,7 +26,7 @@ from sbp_core.memory.kinds import MemoryKind, kinds_of_keys
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import Builder, cluster
 from sbp_core.testing.plans import LINE, strategy_of

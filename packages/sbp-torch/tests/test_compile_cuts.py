@@ -15,7 +15,7 @@ from sbp_core.errors import SbpValueError
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.testing.graphs import cluster, mlp
 from sbp_core.testing.plans import LINE, strategy_of

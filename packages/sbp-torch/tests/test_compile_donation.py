@@ -13,7 +13,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import MemoryKind, lifetimes, predict_memory
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster, mlp
 from sbp_core.testing.plans import LINE, data_parallel_plan, strategy_of
 from sbp_torch.memory.layout import Layouts

@@ -26,7 +26,7 @@ from sbp_core.memory.kinds import module_of_node, module_of_slot
 from sbp_core.memory.lifetime import lifetimes
 from sbp_core.passes import accumulate
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder, chain, mlp
 from sbp_core.testing.plans import data_parallel_plan, diamond, pipeline_plan, strategy_of
 from sbp_torch.boxing.local import LocalBackend

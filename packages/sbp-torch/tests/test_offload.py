@@ -39,7 +39,7 @@ from sbp_core.graph.primitives import CLONE
 from sbp_core.infer import infer_strategy
 from sbp_core.memory import check_memory, lifetime, predict_memory
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_torch.capture import UpdateOptions, capture, initial_states, scalar_values
 from sbp_torch.memory.meter import MemoryMeter

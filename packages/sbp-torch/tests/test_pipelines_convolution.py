@@ -14,7 +14,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import Phase
 from sbp_core.infer import infer_strategy, pipelined
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.reference import ReferenceConfig, ReferenceSession
 from sbp_torch.runtime.single import run_graph

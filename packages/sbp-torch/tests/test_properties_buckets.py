@@ -16,7 +16,7 @@ from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph.ir import InputKind
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig

@@ -28,7 +28,7 @@ from sbp_core.passes.closure import least_closure
 from sbp_core.passes.recomputation import RecomputeOptions, recompute, recompute_report
 from sbp_core.passes.saved_activations import saved_bytes, saved_values
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import Builder, cluster
 from sbp_torch.capture import capture, initial_states
 from sbp_torch.runtime.configs import ReferenceConfig

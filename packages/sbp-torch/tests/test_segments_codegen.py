@@ -16,7 +16,7 @@ from sbp_core.graph import LogicalGraph
 from sbp_core.graph.ir import Phase, Rate, Ref, Symbol
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.testing.graphs import cluster
 from sbp_core.testing.plans import diamond, strategy_of
 from sbp_torch.capture import initial_states

@@ -13,7 +13,7 @@ import pytest
 
 from sbp_core.errors import PlanError
 from sbp_core.infer import infer_strategy
-from sbp_core.plugins.kinds import Planner, PlanRequest
+from sbp_core.planning import Planner, PlanRequest
 from sbp_core.sbp import B, NdSbp
 from sbp_core.strategy import Storage, Strategy
 from sbp_torch.testing.planner import PlannerRunConformance

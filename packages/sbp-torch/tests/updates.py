@@ -13,7 +13,7 @@ from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph.ir import InputKind, LogicalGraph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import (
     UpdateOptions,

@@ -4,23 +4,24 @@ from dataclasses import dataclass
 
 from sbp_core.errors import unknown_name
 from sbp_core.infer import PinValue, infer_strategy
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_example_plugin.plugin import PlannerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class ExamplePlanner:
+class ExamplePlanner(SearchedPlanner):
     """Plan data parallelism on one mesh axis; other axes repeat the same work."""
 
     config: PlannerConfig
 
-    def plan(self, request: PlanRequest) -> Strategy:
+    def propose(self, context: PlanContext) -> Strategy:
         """Pin the batch and the states; sbp infers every other tensor from these.
 
         Raises:
             SbpLookupError: the mesh has no axis of the configured name.
         """
+        request = context.request
         axes = request.mesh.axes
         axis = self.config.axis or axes[0]
         if axis not in axes:

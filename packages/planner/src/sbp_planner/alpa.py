@@ -33,8 +33,7 @@ from time import monotonic
 from sbp_core.errors import PlanError
 from sbp_core.infer import PIPE_AXIS, Kept, resolve_pins
 from sbp_core.placement import Placement
-from sbp_core.planning import PlanContext, SearchedPlanner, limit_key
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner, limit_key
 from sbp_core.strategy import Strategy
 from sbp_planner.meshes import is_bound
 from sbp_planner.model_blocks import ModelBlocks, machine_levels, model_blocks

@@ -20,7 +20,7 @@ from sbp_core.infer import (
     decide_axis,
     strategy_of,
 )
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Strategy
 
 

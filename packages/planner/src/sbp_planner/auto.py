@@ -38,6 +38,8 @@ from sbp_core.planning import (
     Compilation,
     Compiled,
     PlanContext,
+    Planner,
+    PlanRequest,
     SearchedPlanner,
     limit_key,
     smaller_variants,
@@ -45,7 +47,6 @@ from sbp_core.planning import (
     until_it_fits,
     variant_words,
 )
-from sbp_core.plugins import Planner, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes
 from sbp_planner.alpa import AlpaPlanner

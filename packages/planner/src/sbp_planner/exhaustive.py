@@ -29,11 +29,11 @@ from sbp_core.planning import (
     Compilation,
     Compiled,
     PlanContext,
+    PlanRequest,
     SearchedPlanner,
     variant_words,
     variants_of,
 )
-from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.search_configs import ExhaustiveConfig

@@ -14,8 +14,13 @@ from sbp_core.errors import ConfigError, suggestion
 from sbp_core.graph import LogicalGraph, TensorType, graph_hash
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import predict_cost
-from sbp_core.planning import PlanContext, SearchedPlanner, offloaded_states, with_states
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import (
+    PlanContext,
+    PlanRequest,
+    SearchedPlanner,
+    offloaded_states,
+    with_states,
+)
 from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import FileConfig

@@ -34,8 +34,7 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.infer import PIPE_AXIS, resolve_pins
 from sbp_core.placement import Placement
-from sbp_core.planning import Compiled, PlanContext, SearchedPlanner, limit_key
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import Compiled, PlanContext, PlanRequest, SearchedPlanner, limit_key
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.alpa import too_few_blocks

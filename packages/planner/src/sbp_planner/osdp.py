@@ -57,8 +57,7 @@ from time import monotonic
 from sbp_core.errors import ConfigError, SbpError
 from sbp_core.graph_variant import GraphFamily
 from sbp_core.infer import PIPE_AXIS, pipelined, predict_cost
-from sbp_core.planning import PlanContext, SearchedPlanner
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit

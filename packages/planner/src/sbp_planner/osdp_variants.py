@@ -24,8 +24,7 @@ from sbp_core.errors import SbpError
 from sbp_core.graph import graph_hash
 from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices, SliceAlong
 from sbp_core.memory import MemoryKind
-from sbp_core.planning import recompute_budgets, splits_classes, variant_words
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest, recompute_budgets, splits_classes, variant_words
 from sbp_planner.guide import shard_bytes
 from sbp_planner.sharding import Ends
 from sbp_planner.storage_search import Choice, Learned, StorageSearch

@@ -30,8 +30,7 @@ from typing import Any
 from sbp_core.errors import PlanError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_strategy, pipelined
-from sbp_core.planning import Compilation, PlanContext, SearchedPlanner
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import Compilation, PlanContext, PlanRequest, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.configs import check_stage_axes

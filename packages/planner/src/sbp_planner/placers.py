@@ -37,8 +37,14 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.graph import TensorType
 from sbp_core.infer import PIPE_AXIS, PinValue, infer_placed
 from sbp_core.placement import Placement
-from sbp_core.planning import Compilation, Compiled, PlanContext, SearchedPlanner, limit_key
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import (
+    Compilation,
+    Compiled,
+    PlanContext,
+    PlanRequest,
+    SearchedPlanner,
+    limit_key,
+)
 from sbp_core.sbp import B, NdSbp, P, S
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from sbp_core.graph import LogicalGraph
 from sbp_core.infer import PinValue, Pipelined, StagePatterns, infer_axis, infer_strategy
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.sbp import Split
 from sbp_core.strategy import Strategy
 from sbp_planner.guide import owners, shardable, states_of, update_values

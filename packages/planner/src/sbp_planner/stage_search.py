@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from sbp_core.errors import PlanError
 from sbp_core.infer import PIPE_AXIS, Kept, Pipelined, pipelined, resolve_pins
-from sbp_core.planning import Compilation, Compiled
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import Compilation, Compiled, PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Signature, Strategy
 from sbp_core.units import format_bytes, format_seconds

@@ -31,7 +31,7 @@ from sbp_core.memory import (
     offloaded_bytes,
     predict_memory,
 )
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner.guide import SHARDED, parameter_options

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sbp_core.compile import compile_plan as compile_plan
     from sbp_core.infer import infer_strategy as infer_strategy
     from sbp_core.placement import Placement as Placement
-    from sbp_core.plugins.kinds import PlanRequest as PlanRequest
+    from sbp_core.plan_request import PlanRequest as PlanRequest
     from sbp_core.sbp import B as B
     from sbp_core.sbp import NdSbp as NdSbp
     from sbp_core.sbp import P as P
@@ -65,7 +65,7 @@ __getattr__, __dir__ = lazy(
         "NdSbp": "sbp",
         "P": "sbp",
         "Placement": "placement",
-        "PlanRequest": "plugins.kinds",
+        "PlanRequest": "plan_request",
         "S": "sbp",
         "Strategy": "strategy",
         "boxing": "boxing",

@@ -29,14 +29,16 @@ def lazy(
 
     Args:
         room: Name of the package.
-        homes: Name -> module of the package that defines it; `name -> name` for a submodule that
-            is offered itself.
+        homes: Name -> module of the package that defines it, or the whole path of another module;
+            `name -> name` for a submodule that is offered itself.
     """
+    top = room.partition(".")[0]
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        path = f"{room}.{homes[name]}"
+        home = homes[name]
+        path = home if home.startswith(f"{top}.") else f"{room}.{home}"
         with nullcontext() if path in sys.modules else collection_paused():
             module = import_module(path)
         return module if homes[name] == name else getattr(module, name)

@@ -38,7 +38,7 @@ from sbp_core.compile import Collective, CompileOptions, PhysicalPlan, compile_p
 from sbp_core.graph import TensorType
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.runtime import Runtime, SpanKind, Trace
 from sbp_core.simulate import simulate
 from sbp_launch.calibrate.measuring import Stopwatch

@@ -17,8 +17,7 @@ from typing import ClassVar, Literal
 
 from sbp_core.boxing import LaunchSpec, thread_share
 from sbp_core.errors import BoxingError, ConfigError
-from sbp_core.plugins import LaunchRequest
-from sbp_core.processes import mpiexec_specs
+from sbp_core.processes import LaunchRequest, mpiexec_specs
 from sbp_launch.checks import check_least
 from sbp_launch.world import FORGET_LAUNCHER
 

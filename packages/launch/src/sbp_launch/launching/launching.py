@@ -30,8 +30,8 @@ from typing import cast
 
 from sbp_core.boxing import BoxingBackend, LaunchSpec
 from sbp_core.errors import ConfigError, RunError, SbpError
-from sbp_core.plugins import Launcher, LaunchRequest, PluginRegistry, StorageFactory
-from sbp_core.processes import Line, supervise
+from sbp_core.plugins import PluginRegistry, StorageFactory
+from sbp_core.processes import Launcher, LaunchRequest, Line, supervise
 from sbp_core.serialize import open_file
 from sbp_launch.console import make_console
 from sbp_launch.exit_codes import BAD_CONFIG, SIGNALS

@@ -23,7 +23,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.cluster import Cluster
 from sbp_core.collection import collection_paused
 from sbp_core.exports import make_callable
-from sbp_core.plugins import Planner
+from sbp_core.planning import Planner
 from sbp_core.runtime import BatchIs, Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig

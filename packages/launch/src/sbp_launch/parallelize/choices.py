@@ -13,7 +13,8 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 
 from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError, SbpTypeError
-from sbp_core.plugins import ChecksOthers, PlanRequest, PluginRegistry, discover
+from sbp_core.planning import PlanRequest
+from sbp_core.plugins import ChecksOthers, PluginRegistry, discover
 from sbp_core.runtime import Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.checked_planner import CheckedPlanner

@@ -11,7 +11,7 @@ from torch import nn
 
 from sbp_core.collection import collection_paused
 from sbp_core.errors import ConfigError, RunError
-from sbp_core.plugins import Planner
+from sbp_core.planning import Planner
 from sbp_launch.parallelize.arguments import (
     in_arguments,
     micro_batches_of,

@@ -13,7 +13,7 @@ from sbp_core.compile import check_strategy
 from sbp_core.errors import PlanError, SbpError
 from sbp_core.graph import InputKind, LogicalGraph, Phase
 from sbp_core.infer import infer_strategy
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.strategy import Storage, Strategy
 from sbp_launch.planning.flow import Captured, Planned, PlanSettings, check_fits, compiled
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from sbp_core.errors import SbpTypeError
-from sbp_core.planning import SearchedPlanner, fitted, may_offload
-from sbp_core.plugins import Planner, PlanRequest, PluginEntry
+from sbp_core.planning import Planner, PlanRequest, SearchedPlanner, fitted, may_offload
+from sbp_core.plugins import PluginEntry
 from sbp_core.strategy import Strategy
 
 

@@ -37,7 +37,8 @@ from sbp_core.memory import (
 )
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
-from sbp_core.plugins import GraphPass, PlanRequest
+from sbp_core.planning import PlanRequest
+from sbp_core.plugins import GraphPass
 from sbp_core.sbp import P
 from sbp_core.signatures import UnknownOperator
 from sbp_core.simulate import Simulation, simulate

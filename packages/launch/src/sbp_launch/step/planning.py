@@ -27,7 +27,7 @@ from sbp_core.errors import CaptureError, ConfigError, PlanError, SbpError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.infer import PinValue
 from sbp_core.memory import KeptPlans
-from sbp_core.plugins import Planner
+from sbp_core.planning import Planner
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.beside import PlanAround, plan_form
 from sbp_launch.planning.family import StepFamily

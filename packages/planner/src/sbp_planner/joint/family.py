@@ -37,8 +37,7 @@ from typing import Any
 from sbp_core.errors import ConfigError, PlanError, SbpError
 from sbp_core.graph_variant import GraphFamily, GraphVariant
 from sbp_core.infer import PinValue, SharedTables, StepProblem, joint_problem
-from sbp_core.planning import forms_of, leaner_forms, smaller_variants, variant_words
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest, forms_of, leaner_forms, smaller_variants, variant_words
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_seconds
 from sbp_planner.joint.near import bound_from_below

@@ -39,8 +39,7 @@ from sbp_core.infer import (
     one_forward_one_backward,
     strategy_of,
 )
-from sbp_core.planning import Compilation, Compiled
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import Compilation, Compiled, PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve

@@ -26,7 +26,7 @@ from sbp_core.signatures.views import is_view
 from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
-    from sbp_core.plugins.kinds import PlanRequest
+    from sbp_core.plan_request import PlanRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

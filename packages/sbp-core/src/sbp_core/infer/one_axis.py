@@ -21,7 +21,7 @@ from sbp_core.infer.work import Decision, Kept
 from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
-    from sbp_core.plugins.kinds import PlanRequest
+    from sbp_core.plan_request import PlanRequest
 
 
 def infer_axis(

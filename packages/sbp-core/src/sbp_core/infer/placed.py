@@ -19,7 +19,7 @@ from sbp_core.placement import Placement
 from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
-    from sbp_core.plugins.kinds import PlanRequest
+    from sbp_core.plan_request import PlanRequest
 
 
 def infer_placed(

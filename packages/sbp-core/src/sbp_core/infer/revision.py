@@ -11,7 +11,7 @@ from sbp_core.sbp import NdSbp
 from sbp_core.strategy import Assignment, Strategy
 
 if TYPE_CHECKING:
-    from sbp_core.plugins.kinds import PlanRequest
+    from sbp_core.plan_request import PlanRequest
 
 
 def work_of(request: PlanRequest, strategy: Strategy) -> StepWork:

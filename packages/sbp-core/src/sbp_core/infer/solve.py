@@ -29,7 +29,7 @@ from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 
 if TYPE_CHECKING:
     from sbp_core.cluster import Cluster
-    from sbp_core.plugins.kinds import PlanRequest
+    from sbp_core.plan_request import PlanRequest
 
 
 def infer_strategy(

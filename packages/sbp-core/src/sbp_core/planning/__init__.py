@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from sbp_core.exports import lazy_room
 
 if TYPE_CHECKING:
+    from sbp_core.plan_request import Planner as Planner
+    from sbp_core.plan_request import PlanRequest as PlanRequest
     from sbp_core.planning.compiled import Compilation, Compiled, limit_key
     from sbp_core.planning.offload_fit import until_it_fits
     from sbp_core.planning.offload_setting import Offload, Offloads, check_host, check_offload
@@ -38,6 +40,8 @@ __all__ = [
     "Offload",
     "Offloads",
     "PlanContext",
+    "PlanRequest",
+    "Planner",
     "SearchedPlanner",
     "check_host",
     "check_offload",
@@ -66,4 +70,5 @@ __getattr__, __dir__ = lazy_room(
     search="PlanContext SearchedPlanner fitted may_offload",
     variants="forms_of leaner_forms recompute_budgets smaller_variants splits_classes "
     "variant_words variants_of",
+    **{"sbp_core.plan_request": "PlanRequest Planner"},
 )

@@ -14,8 +14,8 @@ from sbp_core.compile import offloadable, owner_of
 from sbp_core.cost import host_copy_time_s, local_bytes
 from sbp_core.errors import ConfigError, suggestion
 from sbp_core.graph import InputKind, LogicalGraph
+from sbp_core.plan_request import PlanRequest
 from sbp_core.planning.offload_setting import no_host
-from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, TypeAlias
 from sbp_core.compile import offloadable
 from sbp_core.errors import SbpError
 from sbp_core.infer import predict_cost
+from sbp_core.plan_request import PlanRequest
 from sbp_core.planning.compiled import Compilation, Compiled, limit_key
 from sbp_core.planning.offload_fit import until_it_fits
 from sbp_core.planning.offload_setting import Offload
@@ -42,7 +43,6 @@ from sbp_core.planning.offloading import (
     states_named,
     with_states,
 )
-from sbp_core.plugins import PlanRequest
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 

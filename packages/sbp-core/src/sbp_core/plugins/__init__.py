@@ -7,7 +7,9 @@ an app says `discover().make(kind, name, settings)`. What an object of each kind
 Stability: stable.
 """
 
-from sbp_core.plugins.blame import blame
+import importlib
+import warnings
+
 from sbp_core.plugins.callbacks import (
     Callback,
     TrainerControl,
@@ -20,17 +22,19 @@ from sbp_core.plugins.kinds import (
     ChecksOthers,
     ClusterFactory,
     GraphPass,
-    Launcher,
-    LaunchRequest,
     MetricSink,
     MetricSinkFactory,
-    Planner,
-    PlanRequest,
     StagedFolder,
     Storage,
     StorageFactory,
 )
-from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem
+from sbp_core.plugins.registry import (
+    ConfigFolder,
+    PluginEntry,
+    PluginRegistry,
+    Problem,
+    blame,
+)
 from sbp_core.plugins.settings import (
     INSTEAD,
     describe_type,
@@ -50,12 +54,8 @@ __all__ = [
     "EmptyConfig",
     "Factory",
     "GraphPass",
-    "LaunchRequest",
-    "Launcher",
     "MetricSink",
     "MetricSinkFactory",
-    "PlanRequest",
-    "Planner",
     "PluginEntry",
     "PluginRegistry",
     "PluginSource",
@@ -74,3 +74,22 @@ __all__ = [
     "type_hints",
     "unknown_key",
 ]
+
+
+#: Names that were offered here, and the rooms that offer them now.
+_MOVED = {
+    "LaunchRequest": "sbp_core.processes",
+    "Launcher": "sbp_core.processes",
+    "PlanRequest": "sbp_core.planning",
+    "Planner": "sbp_core.planning",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Loaded by its name, as it is above this room.
+    home = _MOVED[name]
+    said = f"sbp_core.plugins.{name} is {home}.{name} now"
+    warnings.warn(said, DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(home), name)

@@ -136,7 +136,7 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_planners(self) -> Mapping[str, Factory]:
-        """Planners: `sbp_core.plugins.Planner`.
+        """Planners: `sbp_core.planning.Planner`.
 
         Suite: `sbp_core.testing.planner.PlannerConformance`.
         """
@@ -171,7 +171,7 @@ class HookSpecs(Protocol):
 
     @hookspec
     def sbp_launchers(self) -> Mapping[str, Factory]:
-        """Launchers: `sbp_core.plugins.Launcher`.
+        """Launchers: `sbp_core.processes.Launcher`.
 
         Suite: `sbp_core.testing.launcher.LauncherConformance`.
         """

@@ -2,27 +2,21 @@
 
 A hook returns name -> `Factory` (see `plugins.hooks`); `Factory.build` names a callable that takes
 the plugin's own frozen `Config` and returns the object described here. Kinds that speak a tensor
-library are described where it is known: models, data sets and optimizers in `sbp_torch.kinds`.
+library are described where it is known: models, data sets and optimizers in `sbp_torch.kinds`; and
+planners and launchers where their subjects are: in `sbp_core.planning` and `sbp_core.processes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sbp_core.boxing import BoxingBackend, LaunchSpec
     from sbp_core.cluster import Cluster
-    from sbp_core.compile import CompileOptions
     from sbp_core.graph.ir import LogicalGraph
-    from sbp_core.graph_variant import GraphFamily, GraphVariant
-    from sbp_core.memory import KeptPlans
-    from sbp_core.placement import Placement
-    from sbp_core.strategy import Strategy
 
 
 @runtime_checkable
@@ -43,63 +37,6 @@ class ChecksOthers(Protocol):
         Raises:
             ConfigError: they do not fit; names whole keys, such as `data.context`.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """The input of a planner: a graph, a mesh, a cluster and the pins of the user.
-
-    Args:
-        graph: The training step at micro-batch size, with accumulation made explicit.
-        mesh: All ranks, with named axes.
-        cluster: Rates and links of the machine.
-        pins: User constraints: name pattern (`fnmatch`; `batch` means every batch input) of an
-            input, parameter or value -> `"S(0)"` on a 1-axis mesh, `"S(0), B"`, or
-            `{axis name: "S(0)"}` which leaves other axes free.
-        progress: Called with (what, fraction done in [0, 1]).
-        options: How the plan will be compiled; the compiler's defaults for the cluster if None.
-        regather: Of the strategies that are made; see `Strategy`.
-        family: The variants of the step, for planners that choose among them; None if `graph` is
-            the only one. A strategy for another graph of it names its `variant`.
-        offloaded: States that lie in the memory of the host (`Storage.offloaded`), whoever decided
-            that: every strategy for the request has them there, and is priced with their copies.
-        kept: Where planners that compile what they consider may leave their plans, so that what
-            they choose need not be compiled again; None if nobody asks for them.
-
-    Raises:
-        ConfigError: the mesh has ranks that the cluster does not have.
-    """
-
-    graph: LogicalGraph
-    mesh: Placement
-    cluster: Cluster
-    pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
-    progress: Callable[[str, float], None] | None = None
-    options: CompileOptions | None = None
-    regather: tuple[str, ...] = ("*",)
-    family: GraphFamily | None = None
-    offloaded: frozenset[str] = frozenset()
-    kept: KeptPlans | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        self.cluster.check_ranks(self.mesh)
-
-    def of(self, variant: GraphVariant) -> PlanRequest:
-        """Return the request to plan a variant of the step, and no other.
-
-        Raises:
-            SbpError: see `GraphFamily.graph`.
-        """
-        assert self.family is not None, "only a family has variants"
-        return replace(self, graph=self.family.graph(variant), family=None)
-
-
-class Planner(Protocol):
-    """Kind `planner`: `build(config)` returns an object that plans."""
-
-    def plan(self, request: PlanRequest) -> Strategy:
-        """Return a legal strategy for the graph, or raise `PlanError` saying which limit fails."""
         ...
 
 
@@ -250,43 +187,6 @@ class StorageFactory(Protocol):
 
     def __call__(self, run_folder: Path) -> Storage:
         """Return the storage of the run in a folder; nothing is made there yet."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRequest:
-    """What a launcher is to start.
-
-    Args:
-        command: Program and arguments of every rank; begins with `sys.executable`. A rank learns
-            from its environment which one it is, as under torchrun, mpiexec or Slurm's srun.
-        num_ranks: Processes to start, one a rank, >= 1.
-        backend: What will connect them, not open: knows how they are started on this machine.
-        folder: Of the run; absolute, and the same on all hosts. What a launcher leaves goes there.
-    """
-
-    command: tuple[str, ...]
-    num_ranks: int
-    backend: BoxingBackend
-    folder: Path
-
-
-class Launcher(Protocol):
-    """Kind `launcher`: `build(config)` returns what starts the processes of a run.
-
-    Its config has `spans_processes: bool`, as that of a boxing backend has: whether each rank is a
-    process. The two have to say the same.
-    """
-
-    def launch_specs(self, request: LaunchRequest) -> Sequence[LaunchSpec]:
-        """Return what is to be started on this machine, and kept alive until all ranks have ended.
-
-        That is each rank, or one program that starts them elsewhere, passes on what they write and
-        ends them when it gets SIGTERM. Its exit code is 0 if they ended well.
-
-        Raises:
-            ConfigError: what is needed is not installed, or cannot start so many.
-        """
         ...
 
 

@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from sbp_core.errors import PluginError, SbpError, SbpLookupError, unknown_name
-from sbp_core.plugins.blame import CALLERS, MEND, own_lines, reason
+from sbp_core.plugins.blame import CALLERS, MEND, lines_of, own_lines, reason
 from sbp_core.plugins.hooks import KINDS, METHODS, Factory
 from sbp_core.plugins.settings import merge_settings
 
@@ -145,7 +145,8 @@ class PluginEntry:
         return PluginError(
             f"{self.title} raised {reason(error)}",
             # Without a line of its own it was called as it cannot be, or is written in C.
-            where=(self.package not in CALLERS and own_lines(error, self)) or self._place(by),
+            where=(self.package not in CALLERS and own_lines(error, self.package))
+            or self._place(by),
             todo=MEND,
         )
 
@@ -393,3 +394,29 @@ def extra_with(distribution: str, module: str) -> str:
             extras.append(extra["extra"])
     # The extra for tests repeats what others bring; a user wants the smallest one.
     return min(extras, key=lambda extra: (extra == "test", extra), default="")
+
+
+def blame(error: BaseException, entries: Iterable[PluginEntry]) -> PluginError | None:
+    """Return what a plugin did wrong, or None if none of its code was running.
+
+    Args:
+        error: What was raised, with its traceback.
+        entries: The plugins that were in use. The one whose code ran last is to blame; if that code
+            may be of several of one package, the message names them all.
+    """
+    known = [entry for entry in entries if entry.package and entry.package not in CALLERS]
+    packages = {entry.package for entry in known}
+    frames = [module for module, _ in lines_of(error) if module.partition(".")[0] in packages]
+    if not frames:
+        return None
+    guilty = [entry for entry in known if entry.package == frames[-1].partition(".")[0]]
+    for module in reversed(frames):
+        if found := [entry for entry in guilty if entry.module == module]:
+            guilty = found
+            break
+    first = guilty[0]
+    named = sorted({f"{entry.kind} {entry.name!r}" for entry in guilty})
+    who = f"{' or '.join(named)} of {first.distribution} {first.version}"
+    return PluginError(
+        f"{who} raised {reason(error)}", where=own_lines(error, first.package), todo=MEND
+    )

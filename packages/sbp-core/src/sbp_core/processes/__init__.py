@@ -36,7 +36,12 @@ if TYPE_CHECKING:
         connect_current_store,
         count_opening,
     )
-    from sbp_core.processes.launchers import mpiexec_specs, one_process_per_rank
+    from sbp_core.processes.launchers import (
+        Launcher,
+        LaunchRequest,
+        mpiexec_specs,
+        one_process_per_rank,
+    )
     from sbp_core.processes.membership import Siblings
     from sbp_core.processes.outbox import Outbox
     from sbp_core.processes.process_backend import ProcessBackend, check_ranks
@@ -59,6 +64,8 @@ __all__ = [
     "CountingStore",
     "ExitReport",
     "KeyValueControlStore",
+    "LaunchRequest",
+    "Launcher",
     "Line",
     "Outbox",
     "ProcessBackend",
@@ -89,7 +96,7 @@ __getattr__, __dir__ = lazy_room(
     control_store="FIRST_STAYS ControlStore StoreLostError StoreSilentError",
     exit_report="ExitReport",
     key_value_store="CountingStore KeyValueControlStore connect_current_store count_opening",
-    launchers="mpiexec_specs one_process_per_rank",
+    launchers="LaunchRequest Launcher mpiexec_specs one_process_per_rank",
     membership="Siblings",
     outbox="Outbox",
     process_backend="ProcessBackend check_ranks",

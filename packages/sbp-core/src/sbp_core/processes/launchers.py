@@ -1,4 +1,4 @@
-"""How the ranks of a run are started on this machine: by `mpiexec`, or as one process each.
+"""How the ranks of a run are started: the contract of launchers, `mpiexec`, one process a rank.
 
 Processes that nothing else connects find each other by torchrun's variables.
 """
@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from sbp_core.boxing.backend import LaunchSpec, thread_share
+from sbp_core.boxing.backend import BoxingBackend, LaunchSpec, thread_share
 from sbp_core.errors import BoxingError, ConfigError
 
 #: Seconds that `mpiexec --version` may take.
@@ -40,6 +42,43 @@ _HOST = "127.0.0.1"
 
 #: Ports that are tried before giving up.
 _TRIES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What a launcher is to start.
+
+    Args:
+        command: Program and arguments of every rank; begins with `sys.executable`. A rank learns
+            from its environment which one it is, as under torchrun, mpiexec or Slurm's srun.
+        num_ranks: Processes to start, one a rank, >= 1.
+        backend: What will connect them, not open: knows how they are started on this machine.
+        folder: Of the run; absolute, and the same on all hosts. What a launcher leaves goes there.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    backend: BoxingBackend
+    folder: Path
+
+
+class Launcher(Protocol):
+    """Kind `launcher`: `build(config)` returns what starts the processes of a run.
+
+    Its config has `spans_processes: bool`, as that of a boxing backend has: whether each rank is a
+    process. The two have to say the same.
+    """
+
+    def launch_specs(self, request: LaunchRequest) -> Sequence[LaunchSpec]:
+        """Return what is to be started on this machine, and kept alive until all ranks have ended.
+
+        That is each rank, or one program that starts them elsewhere, passes on what they write and
+        ends them when it gets SIGTERM. Its exit code is 0 if they ended well.
+
+        Raises:
+            ConfigError: what is needed is not installed, or cannot start so many.
+        """
+        ...
 
 
 def mpiexec_specs(num_ranks: int, command: Sequence[str]) -> tuple[LaunchSpec, ...]:

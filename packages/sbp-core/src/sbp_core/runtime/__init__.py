@@ -19,7 +19,6 @@ from sbp_core.runtime.batches import (
 from sbp_core.runtime.contract import (
     BatchIs,
     NotFiniteStepError,
-    Number,
     Runtime,
     Session,
     Snapshot,
@@ -29,6 +28,7 @@ from sbp_core.runtime.contract import (
     unwatched,
 )
 from sbp_core.runtime.ownership import (
+    Number,
     StatePiece,
     StateSlice,
     check_destination,

@@ -21,12 +21,9 @@ from sbp_core.errors import RunError
 if TYPE_CHECKING:
     from sbp_core.boxing.backend import BoxingBackend
     from sbp_core.compile.physical import PhysicalPlan
-    from sbp_core.runtime.ownership import StatePiece, StateSlice
+    from sbp_core.runtime.ownership import Number, StatePiece, StateSlice
     from sbp_core.runtime.trace import Trace
     from sbp_core.tensor import Tensor
-
-#: A host number.
-Number = float | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,12 +31,15 @@ from sbp_core.sbp import B, NdSbp
 if TYPE_CHECKING:
     from sbp_core.boxing import BoxingStep
     from sbp_core.compile.physical import PhysicalPlan, RankPlan, StateSlot
-    from sbp_core.runtime.contract import Number
     from sbp_core.tensor import Tensor
 
 
 #: Bytes of a slice that are worth an owner of their own.
 SHARE_BYTES = 8 * 2**20
+
+
+#: A host number.
+Number = float | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from sbp_core.graph.serialize import GRAPH
 from sbp_core.graph.spec import verify_graph
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plan_request import PlanRequest
 from sbp_core.sbp import NdSbp
 from sbp_core.serialize import Lines
 from sbp_core.strategy import Strategy

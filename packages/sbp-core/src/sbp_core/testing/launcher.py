@@ -18,8 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sbp_core.boxing import BoxingBackend, Communicator, LaunchSpec
-from sbp_core.plugins.kinds import Launcher, LaunchRequest
-from sbp_core.processes import ExitReport, Line, one_process_per_rank, supervise
+from sbp_core.processes import (
+    ExitReport,
+    Launcher,
+    LaunchRequest,
+    Line,
+    one_process_per_rank,
+    supervise,
+)
 
 __all__ = ["LauncherConformance"]
 

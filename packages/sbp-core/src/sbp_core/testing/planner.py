@@ -27,7 +27,7 @@ from sbp_core.compile import compile_plan
 from sbp_core.graph import InputKind, LogicalGraph, graph_hash
 from sbp_core.infer import PinValue
 from sbp_core.placement import Placement
-from sbp_core.plugins import Planner, PlanRequest
+from sbp_core.plan_request import Planner, PlanRequest
 from sbp_core.sbp import B, check_sbp
 from sbp_core.signatures import OpCall, check_signature
 from sbp_core.strategy import Strategy

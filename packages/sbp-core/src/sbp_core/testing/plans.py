@@ -13,7 +13,7 @@ from sbp_core.graph import LogicalGraph, graph_hash
 from sbp_core.graph.ir import GraphOutput, InputKind, OutputKind, Phase, Ref
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins.kinds import PlanRequest
+from sbp_core.plan_request import PlanRequest
 from sbp_core.sbp import B, NdSbp, local_shape
 from sbp_core.strategy import Assignment, Signature, Storage, Strategy
 from sbp_core.testing.graphs import Builder, cluster, mlp

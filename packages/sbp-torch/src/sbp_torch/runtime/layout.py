@@ -16,6 +16,9 @@ from sbp_core.runtime import StateSlice, state_owners, state_slots
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
 
+#: The values of a rank by name: tensors and host numbers.
+Values = dict[str, "Tensor | Number"]
+
 #: A part of a state: of which rank, and by which name ranks know it.
 Part = tuple[int, str]
 

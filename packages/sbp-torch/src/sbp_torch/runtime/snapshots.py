@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import inf
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +36,7 @@ from sbp_core.errors import RunError
 from sbp_core.runtime import Number, Snapshot, StatePiece, StateSlice
 from sbp_core.units import format_bytes
 from sbp_torch.runtime.devices import Aside, RankDevice
-from sbp_torch.runtime.layout import Part
-
-if TYPE_CHECKING:
-    from sbp_torch.runtime.store import StateStore
+from sbp_torch.runtime.layout import Part, StateLayout, Values
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,11 @@ class StateSnapshot(Snapshot):
     """What the local ranks own of the states in a store.
 
     Args:
-        store: The states, which are whole.
+        values: The whole states of the store, which replaces these and changes none.
+        tied_dtypes: Of states that a host number stands for.
+        layout: How the states lie.
+        copier: Makes the copies.
+        since: The moment after all work that was put onto the device (`RankDevice.now`).
         steps_done: Of the session.
         limit_bytes: Most bytes of copies at a time; None for all.
         patience_s: Seconds that an update waits for room, before copies go beyond the limit.
@@ -59,18 +60,20 @@ class StateSnapshot(Snapshot):
 
     def __init__(
         self,
-        store: StateStore,
+        values: Mapping[int, Values],
+        tied_dtypes: Mapping[str, torch.dtype],
+        layout: StateLayout,
+        copier: Copier,
+        since: Any,
         steps_done: int,
         limit_bytes: int | None = None,
         patience_s: float = inf,
     ) -> None:
         self.steps_done = steps_done
-        self._layout, self._copier = store.layout, store.copier
+        self._layout, self._copier = layout, copier
         self._limit_bytes, self._patience_s = limit_bytes, patience_s
         self._is_limited = limit_bytes is not None
-        # A store replaces these and changes none.
-        self._values, self._tied_dtypes = store.values, store.tied_dtypes
-        self._since = store.device.now()
+        self._values, self._tied_dtypes, self._since = values, tied_dtypes, since
         is_over = self._copier.is_closed
         self._to_copy: Mapping[Part, None] = {} if is_over else self._layout.overwritten
         self._changed = threading.Condition()

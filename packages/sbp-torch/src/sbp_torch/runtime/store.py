@@ -22,14 +22,11 @@ from sbp_core.runtime import StatePiece, known_state, widened
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.runtime.devices import device_of
-from sbp_torch.runtime.layout import StateLayout, part_of
+from sbp_torch.runtime.layout import StateLayout, Values, part_of
 from sbp_torch.runtime.snapshots import Copier, StateSnapshot
 
 if TYPE_CHECKING:
     from sbp_core.runtime import Number
-
-#: The values of a rank by name: tensors and host numbers.
-Values = dict[str, "Tensor | Number"]
 
 _ONE_NUMBER = "one number: a 0-d tensor"
 
@@ -347,7 +344,16 @@ class StateStore:
             patience_s: Seconds that an update waits for room, before copies go beyond the limit.
         """
         assert not at_once or limit_bytes is None, "nobody reads yet"
-        made = StateSnapshot(self, steps_done, limit_bytes, patience_s)
+        made = StateSnapshot(
+            self.values,
+            self.tied_dtypes,
+            self.layout,
+            self.copier,
+            self.device.now(),
+            steps_done,
+            limit_bytes,
+            patience_s,
+        )
         self._snapshots.add(made)
         if at_once:
             made.copy_all()

@@ -28,7 +28,7 @@ from sbp_core.compile import (
 from sbp_core.graph import InputKind
 from sbp_core.infer import PinValue, infer_strategy, pipelined
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.runtime import BatchPart, Number, Runtime, Session, StatePiece, state_slots
 from sbp_torch.boxing.execute import shard
 from sbp_torch.boxing.local import LocalBackend

@@ -25,7 +25,7 @@ from sbp_core.compile import compile_plan
 from sbp_core.graph import InputKind
 from sbp_core.infer import infer_strategy
 from sbp_core.placement import Placement
-from sbp_core.plugins import PlanRequest
+from sbp_core.planning import PlanRequest
 from sbp_core.runtime import Number
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import capture, initial_states, scalar_values

@@ -29,6 +29,7 @@ from sbp_aten.passes.whole_batch.layout import (
     reshaped,
     sbp_of,
 )
+from sbp_aten.passes.whole_batch.micro_batch import RANDOM, MicroBatch
 from sbp_aten.passes.whole_batch.pieces import of_pieces, taken_apart
 from sbp_aten.passes.whole_batch.rearranged import (
     RESHAPES,
@@ -41,120 +42,20 @@ from sbp_aten.passes.whole_batch.rearranged import (
 )
 from sbp_aten.traits import TRAITS
 from sbp_core.errors import SignatureError
-from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, ValueType, map_refs
+from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, map_refs
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp, Split
 from sbp_core.signatures import LocalProgram, OpCall, Signature1d, derive, localize
 from sbp_core.strategy import Signature
 
-_RANDOM = "sbp.random_"
-
 _SCALED = "aten.mul.Scalar"
 
 
 @dataclass(slots=True)
-class PartCalls:
-    """Writes the calls of one micro-batch.
+class PartCalls(MicroBatch):
+    """Writes the calls of one micro-batch."""
 
-    Args:
-        graph: A step on the whole batch.
-        num_parts: Micro-batches, >= 2.
-    """
-
-    graph: LogicalGraph
-    num_parts: int
-    nodes: list[Node] = field(default_factory=list)
-    #: Of what is written.
-    types: dict[str, ValueType] = field(default_factory=dict)
-    #: Values of the whole graph that are the same in every micro-batch.
-    same: set[str] = field(default_factory=set)
-    #: Calls of the whole graph that take pieces of samples: how many a micro-batch has.
-    loops: dict[str, int] = field(default_factory=dict)
-    #: Those that join pieces, and what they make.
-    joins: dict[str, Samples] = field(default_factory=dict)
     _cuts: dict[tuple[str, Samples, bool], str | None] = field(default_factory=dict)
-    #: What makes each value that is written once for all of its equals.
-    makers: dict[str, Node] = field(default_factory=dict)
-    _written: dict[str, Node] = field(default_factory=dict)
-    _standing_for: dict[str, str] = field(default_factory=dict)
-    _expressions: dict[str, str] = field(default_factory=dict)
-    _first_equal: dict[str, str] = field(default_factory=dict)
-    _taken: set[str] = field(default_factory=set)
-    producers: dict[str, Node] = field(init=False)
-    whole_types: dict[str, ValueType] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # A copy of its own: `declare` adds to what it knows.
-        self.whole_types = dict(self.graph.types)
-        self.graph = replace(self.graph, types=self.whole_types)
-        self.producers = dict(self.graph.producers)
-        self.graph.__dict__["producers"] = self.producers  # the cached property
-        self._taken = {node.name for node in self.graph.nodes} | set(self.graph.types)
-
-    def fresh(self, name: str) -> str:
-        """Return a name that nothing else has."""
-        count, found = 0, name
-        while found in self._taken:
-            count += 1
-            found = f"{name}_{count}"
-        self._taken.add(found)
-        return found
-
-    def add(self, node: Node, made: Sequence[ValueType]) -> None:
-        """Write a node as it is."""
-        self.nodes.append(node)
-        self.types.update(zip(node.outputs, made, strict=True))
-
-    def declare(self, node: Node, kind: TensorType) -> None:
-        """Write a node that the whole graph does not have, and does the same in every micro-batch.
-
-        The whole graph knows it from now on, so that what it makes is cut where it meets samples.
-        """
-        (value,) = node.outputs
-        self.producers[value] = node
-        self.whole_types[value] = kind
-        self.as_it_is(node)
-
-    def once(self, node: Node, made: Sequence[ValueType]) -> tuple[str, ...]:
-        """Write a node under new names, unless an equal one is written; return what it makes."""
-        key = repr((node.op, node.args, sorted(node.kwargs.items()), node.phase))
-        if key not in self._written:
-            written = replace(
-                node,
-                name=self.fresh(f"{node.name}.piece"),
-                outputs=tuple(self.fresh(f"{value}.piece") for value in node.outputs),
-                forward=self._standing_for.get(node.forward, node.forward),
-            )
-            self._written[key] = written
-            self.makers |= dict.fromkeys(written.outputs, written)
-            self.add(written, made)
-        self._standing_for[node.name] = self._written[key].name
-        return self._written[key].outputs
-
-    def first_equal(self, value: str) -> str:
-        """Return the first of all values, the same in every micro-batch, that are equal to one."""
-        if value not in self._first_equal:
-            node = self.graph.producers.get(value)
-            if node is None:
-                return value
-
-            def change(ref: Ref) -> Argument:
-                return Ref(self.first_equal(ref.name)) if ref.name in self.same else ref
-
-            kwargs = sorted((key, map_refs(one, change)) for key, one in node.kwargs.items())
-            at = node.outputs.index(value)
-            key = repr((node.op, map_refs(node.args, change), kwargs, node.phase, at))
-            self._first_equal[value] = self._expressions.setdefault(key, value)
-        return self._first_equal[value]
-
-    def as_it_is(self, node: Node) -> None:
-        """Write a node that does the same in every micro-batch."""
-        if node.op.startswith(_RANDOM):
-            node = replace(node, kwargs={**node.kwargs, "micro_batches": self.num_parts})
-        self.add(node, [self.graph.types[value] for value in node.outputs])
-        self.same.update(node.outputs)
-
-    # Calls.
 
     def call(self, node: Node, given: Sequence[Part], label: str = "") -> list[Part] | None:
         """Write what a micro-batch runs of a call.
@@ -326,13 +227,7 @@ class PartCalls:
     # What is the same in every micro-batch, cut as samples are.
 
     def cut(self, value: str, layout: Samples, *, numbers: bool = False) -> str | None:
-        """Return a part of a tensor that is made of numbers alone; None if parts would differ.
-
-        Args:
-            value: Of the whole graph, the same in every micro-batch.
-            layout: What it is cut to.
-            numbers: Whether it is an index of the samples, which in a part are its own.
-        """
+        """See `MicroBatch.cut`."""
         key = (value, layout, numbers)
         if key not in self._cuts:
             shape = self.graph.tensor(value).shape
@@ -346,7 +241,7 @@ class PartCalls:
     def _cut(self, node: Node, value: str, layout: Samples, numbers: bool) -> str | None:
         whole = self.graph.tensor(value).shape
         shape = part_shape(whole, layout, self.num_parts)
-        if node.op.startswith(_RANDOM) or node.kind == "arange":
+        if node.op.startswith(RANDOM) or node.kind == "arange":
             counts = numbers or node.kind != "arange"
             return self._counted_part(node, layout, shape) if counts else None
         if node.kind in ("new_full", "new_ones", "new_zeros"):  # whatever they are made like

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from sbp_aten.passes.whole_batch.layout import (
     SAME,
@@ -25,12 +24,10 @@ from sbp_aten.passes.whole_batch.layout import (
     Total,
     part_type,
 )
+from sbp_aten.passes.whole_batch.micro_batch import MicroBatch
 from sbp_aten.passes.whole_batch.rearranged import is_zero
 from sbp_core.graph import Argument, LogicalGraph, Node, Ref, TensorType, map_refs
 from sbp_core.signatures import OpCall, argument, wrap_dim
-
-if TYPE_CHECKING:
-    from sbp_aten.passes.whole_batch.calls import PartCalls
 
 _TAKES = ("select", "slice", "split", "split_with_sizes", "unbind")
 _JOINS = ("cat", "stack")
@@ -44,7 +41,7 @@ _SUMS = (
 _BACKWARDS = ("select_backward", "slice_backward")
 
 
-def taken_apart(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] | None:
+def taken_apart(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part] | None:
     """Return the pieces that a call takes of samples: all of them, or one."""
     if node.kind not in _TAKES or not isinstance(given[0].layout, Samples):
         return None
@@ -87,7 +84,7 @@ def taken_apart(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Par
     ]
 
 
-def of_numbers(parts: PartCalls, node: Node) -> list[Part] | None:
+def of_numbers(parts: MicroBatch, node: Node) -> list[Part] | None:
     """Return the pieces of numbers in the backward phase of a loop, such as ones; None elsewhere.
 
     They are the same in every micro-batch, but one for each piece of the whole batch.
@@ -114,7 +111,7 @@ def of_numbers(parts: PartCalls, node: Node) -> list[Part] | None:
     return _put_back(parts, node, number, Piece(place, micro_batch, count))
 
 
-def of_pieces(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] | None:
+def of_pieces(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part] | None:
     """Return what a call makes of pieces: of one by itself, or of all that it joins."""
     layouts = {one.layout for one in given if one.layout != SAME}
     if node.kind in _JOINS and len(layouts) == len(given) > 1:
@@ -141,7 +138,7 @@ def of_pieces(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part]
     return [Part(name, layout) for name in outputs]
 
 
-def completed(parts: PartCalls, node: Node, terms: Sequence[Term]) -> list[Term]:
+def completed(parts: MicroBatch, node: Node, terms: Sequence[Term]) -> list[Term]:
     """Return terms in which the sum of all pieces is one term: a total, or samples.
 
     Args:
@@ -200,7 +197,7 @@ def _order(part: Part) -> tuple[int, int]:
     return part.layout.micro_batch, part.layout.place
 
 
-def _in_order(parts: PartCalls, given: Sequence[Part], dim: int | None = None) -> list[str] | None:
+def _in_order(parts: MicroBatch, given: Sequence[Part], dim: int | None = None) -> list[str] | None:
     """Return the pieces of every micro-batch, if these are all of the batch, in their order."""
     first = given[0].layout
     if not isinstance(first, Piece) or len(given) != first.count * parts.num_parts:
@@ -213,7 +210,7 @@ def _in_order(parts: PartCalls, given: Sequence[Part], dim: int | None = None) -
     return own
 
 
-def _without_starts(parts: PartCalls, given: Sequence[Part]) -> tuple[list[Part], list[str]]:
+def _without_starts(parts: MicroBatch, given: Sequence[Part]) -> tuple[list[Part], list[str]]:
     """Return the addends of a sum over all pieces without what it begins with, and that.
 
     The first turn of `for row in x: total = total + f(row)` makes start + f(x[0]), which is a piece
@@ -239,7 +236,7 @@ def _without_starts(parts: PartCalls, given: Sequence[Part]) -> tuple[list[Part]
     return found, added
 
 
-def _starts(parts: PartCalls, value: str, wanted: str) -> list[str] | None:
+def _starts(parts: MicroBatch, value: str, wanted: str) -> list[str] | None:
     """Return what was added to one piece to make another; None if more than that was done."""
     if value == wanted:
         return []
@@ -269,7 +266,7 @@ def _starts(parts: PartCalls, value: str, wanted: str) -> list[str] | None:
     return [*earlier, start.name]
 
 
-def _joined(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] | None:
+def _joined(parts: MicroBatch, node: Node, given: Sequence[Part]) -> list[Part] | None:
     """Return all samples, as a call puts their pieces together."""
     names = _in_order(parts, given)
     if names is None:
@@ -286,7 +283,7 @@ def _joined(parts: PartCalls, node: Node, given: Sequence[Part]) -> list[Part] |
     return [Part(name, Samples(dim))]
 
 
-def _put_back(parts: PartCalls, node: Node, gradient: Part, layout: Piece) -> list[Part] | None:
+def _put_back(parts: MicroBatch, node: Node, gradient: Part, layout: Piece) -> list[Part] | None:
     """Return the gradient of all samples of which one piece was taken: zeros but for that one."""
     sizes, dim, first = node.args[1:4]
     dim = wrap_dim(dim, len(sizes))
@@ -303,7 +300,7 @@ def _put_back(parts: PartCalls, node: Node, gradient: Part, layout: Piece) -> li
 
 
 def _of_zero(
-    parts: PartCalls, node: Node, given: dict[str, Part], layout: Piece
+    parts: MicroBatch, node: Node, given: dict[str, Part], layout: Piece
 ) -> list[Part] | None:
     """Return what adds a piece to zero, or takes it away, as the first turn of a sum does."""
     if node.op not in _SUMS or node.kwargs or len(node.args) > 2:

@@ -1,0 +1,80 @@
+"""The contract of planners: what they are asked, and what they answer.
+
+`sbp_core.planning` offers both names; they are here because inference, which is below the search
+around planners, takes requests, too.
+
+Stability: internal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from sbp_core.cluster import Cluster
+from sbp_core.compile import CompileOptions
+from sbp_core.graph import LogicalGraph
+from sbp_core.graph_variant import GraphFamily, GraphVariant
+from sbp_core.memory import KeptPlans
+from sbp_core.placement import Placement
+from sbp_core.strategy import Strategy
+
+__all__ = ["PlanRequest", "Planner"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """The input of a planner: a graph, a mesh, a cluster and the pins of the user.
+
+    Args:
+        graph: The training step at micro-batch size, with accumulation made explicit.
+        mesh: All ranks, with named axes.
+        cluster: Rates and links of the machine.
+        pins: User constraints: name pattern (`fnmatch`; `batch` means every batch input) of an
+            input, parameter or value -> `"S(0)"` on a 1-axis mesh, `"S(0), B"`, or
+            `{axis name: "S(0)"}` which leaves other axes free.
+        progress: Called with (what, fraction done in [0, 1]).
+        options: How the plan will be compiled; the compiler's defaults for the cluster if None.
+        regather: Of the strategies that are made; see `Strategy`.
+        family: The variants of the step, for planners that choose among them; None if `graph` is
+            the only one. A strategy for another graph of it names its `variant`.
+        offloaded: States that lie in the memory of the host (`Storage.offloaded`), whoever decided
+            that: every strategy for the request has them there, and is priced with their copies.
+        kept: Where planners that compile what they consider may leave their plans, so that what
+            they choose need not be compiled again; None if nobody asks for them.
+
+    Raises:
+        ConfigError: the mesh has ranks that the cluster does not have.
+    """
+
+    graph: LogicalGraph
+    mesh: Placement
+    cluster: Cluster
+    pins: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+    progress: Callable[[str, float], None] | None = None
+    options: CompileOptions | None = None
+    regather: tuple[str, ...] = ("*",)
+    family: GraphFamily | None = None
+    offloaded: frozenset[str] = frozenset()
+    kept: KeptPlans | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        self.cluster.check_ranks(self.mesh)
+
+    def of(self, variant: GraphVariant) -> PlanRequest:
+        """Return the request to plan a variant of the step, and no other.
+
+        Raises:
+            SbpError: see `GraphFamily.graph`.
+        """
+        assert self.family is not None, "only a family has variants"
+        return replace(self, graph=self.family.graph(variant), family=None)
+
+
+class Planner(Protocol):
+    """Kind `planner`: `build(config)` returns an object that plans."""
+
+    def plan(self, request: PlanRequest) -> Strategy:
+        """Return a legal strategy for the graph, or raise `PlanError` saying which limit fails."""
+        ...
