@@ -81,7 +81,7 @@ def test_callbacks_are_explained_by_what_their_dataclasses_say(topic: str) -> No
 
     assert "callback early_stop, of sbp-launch: end a run that no longer becomes better" in lines
     told = " ".join(" ".join(lines).split())
-    assert "patience=3 Evaluations without a better one, >= 1, behind the last of which" in told
+    assert "patience=3 Evaluations without a better one, >= 1, after the last of which" in told
     assert "(takes 'min' or 'max')" in told
 
 
