@@ -215,7 +215,7 @@ def test_a_strategy_can_be_passed_and_is_reported():
     assert replace(step.strategy, report=strategy.report) == strategy
     assert "planner manual: 2 ranks, 1 micro-batch" in out.getvalue()
     assert "predicted time of a step" in out.getvalue()
-    with pytest.raises(ConfigError, match="pins are given beside a strategy"):
+    with pytest.raises(ConfigError, match="pins are given with a strategy"):
         start(planner=strategy, pins={"batch": "B"})
 
 

@@ -24,7 +24,7 @@ import torch
 from sbp_core.collection import collection_paused
 from sbp_core.compile import check_strategy
 from sbp_core.errors import CaptureError, ConfigError, PlanError, SbpError
-from sbp_core.graph import InputKind, LogicalGraph
+from sbp_core.graph import InputKind, LogicalGraph, Node
 from sbp_core.infer import PinValue
 from sbp_core.memory import KeptPlans
 from sbp_core.planning import Planner
@@ -453,6 +453,7 @@ def step_planner(
     choice: PlanChoice,
     following: Following,
     *,
+    look: Callable[[LogicalGraph], None] = lambda graph: None,
     stage: Stage = quietly,
     say: Callable[[Iterable[str]], None] = lambda lines: None,
 ) -> StepPlanner:
@@ -463,6 +464,7 @@ def step_planner(
         batch: An example of what a process gives in one step.
         choice: Who decides how it is split.
         following: Of the program; sees that capturing it changes nothing that it reads.
+        look: Is given what was captured, before it is cut into micro-batches; may refuse it.
         stage: Tells what is done.
         say: Tells people lines.
 
@@ -472,6 +474,7 @@ def step_planner(
     settings = capture.settings
     with stage("capturing the step"):
         original = capture(batch)
+        look(original)
         following.captured(original, partial(capture, batch))
         captured = capture.prepared(original)
     batch_size = capture.num_samples(batch)
@@ -549,24 +552,29 @@ def plan_program(
     if gives_parts:
         sizes = zip(settings.mesh.axes, settings.mesh.mesh_shape, strict=True)
         degree = prod(size for axis, size in sizes if axis not in _SHARING)
-    for _ in range(2):
-        begun_s = time.perf_counter()
-        capture = StepCapture(
-            program=program, degree=degree, settings=settings, whole=whole, files=choice.files
-        )
-        planner = step_planner(
-            capture, batch, choice, following, stage=engine.stage, say=engine.say
-        )
-        capture_s = time.perf_counter() - begun_s
-        captured, in_time = planner.captured, None
+    in_time: Node | None = None
+
+    def look(captured: LogicalGraph) -> None:
+        nonlocal in_time
         if whole is None:
-            in_time = time_in_front(captured.original, program.model)
+            in_time = time_in_front(captured, program.model)
             refuse_cut_time(
                 in_time,
                 program.model,
                 micro_batches=settings.micro_batches,
                 processes=engine.world.size if gives_parts else 1,
             )
+
+    for _ in range(2):
+        begun_s = time.perf_counter()
+        capture = StepCapture(
+            program=program, degree=degree, settings=settings, whole=whole, files=choice.files
+        )
+        planner = step_planner(
+            capture, batch, choice, following, look=look, stage=engine.stage, say=engine.say
+        )
+        capture_s = time.perf_counter() - begun_s
+        captured = planner.captured
         states = training.states
         if states.programs:
             plan = partial(_plan_around, choice, settings)
