@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trainable
 from torch import Tensor, nn
-from trainable import held_out_loss, registry, run_config, run_of, step_of
+from trainable import held_out_loss, plan_step, registry, run_config, run_of, step_of
 
 from sbp_launch.optimizers import optimizer_over
 from sbp_launch.planning.flow import Planned
@@ -18,7 +18,6 @@ from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
 from sbp_launch.step.forward import Mode, plan_forward
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.evaluation import Evaluator
-from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import Program, make_program
 from sbp_torch.update_options import UpdateOptions
 

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 from test_savings import make_run
-from trainable import registry, run_of
+from trainable import plan_step, registry, run_of
 
 from sbp_core.errors import ConfigError, PlanError
 from sbp_core.memory import MemoryReport
@@ -34,7 +34,6 @@ from sbp_launch.apps.feasible import (
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.config import PluginChoice, RunConfig
-from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import make_program
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trainable import registry, run_config, run_of
+from trainable import plan_step, registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
-from sbp_launch.trainer.planned import plan_step, planner_of
+from sbp_launch.trainer.planned import planner_of
 from sbp_launch.trainer.program import make_program
 
 

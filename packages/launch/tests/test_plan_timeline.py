@@ -6,14 +6,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from trainable import registry, run_config, run_of
+from trainable import plan_step, registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
 from sbp_core.timeline import Bar, Lane, Timeline
 from sbp_launch.apps import plan
 from sbp_launch.apps.plan import PlanConfig, PlanRun
+from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.timeline import coarse, plan_timeline, timeline_facts
-from sbp_launch.trainer.planned import Planned, plan_step
 from sbp_launch.trainer.program import make_program
 
 

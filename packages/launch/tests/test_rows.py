@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from trainable import planned, run_config, run_of
+from trainable import plan_step, planned, run_config, run_of
 
 from sbp_core.compile import COMMIT
 from sbp_core.graph import Phase
@@ -14,7 +14,6 @@ from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.moves import When
 from sbp_launch.planning.rows import ModuleRow, plan_text
 from sbp_launch.settings.config import PluginChoice, RunConfig
-from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import make_program
 from sbp_torch.update_options import UpdateOptions
 

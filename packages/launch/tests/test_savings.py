@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from trainable import registry, run_config, run_of
+from trainable import plan_step, registry, run_config, run_of
 
 from sbp_core.errors import ConfigError
 from sbp_core.memory import predict_memory
@@ -20,7 +20,6 @@ from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.savings import saving_lines
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.trainer import trainer
-from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import make_program
 from sbp_torch.boxing.local import LocalBackend

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from traces import FIRING_NS, spans_of
-from trainable import run_config, run_of
+from trainable import plan_step, run_config, run_of
 
 from sbp_core.compile import BoxingActor
 from sbp_core.runtime import Held, Span, SpanKind
+from sbp_launch.planning.flow import Planned
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.trainer.planned import Planned, plan_step
 from sbp_launch.trainer.program import make_program
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from traces import TracingRuntime, start_traced
-from trainable import registry, run_config, run_of
+from trainable import plan_step, registry, run_config, run_of
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch.run.folder import RUN_FILES
@@ -16,7 +16,6 @@ from sbp_launch.team import Team
 from sbp_launch.tracing.tracer import StepTracer
 from sbp_launch.trainer import loop, trainer
 from sbp_launch.trainer import session as session_module
-from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import make_program
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.capture import scalar_values

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from saved_states import states_of_run
-from trainable import Bigram, held_out_loss, registry, run_config, run_of, step_of
+from trainable import Bigram, held_out_loss, plan_step, registry, run_config, run_of, step_of
 
 from sbp_aten.pass_options import MixedPrecision, PassOptions
 from sbp_core.errors import ConfigError
@@ -268,7 +268,7 @@ def test_graph_passes_of_plugins_are_applied(tmp_path):
 def test_a_plan_says_what_it_needs():
     run = run_of(run_config())
 
-    found = planned.plan_step(run, make_program(run))
+    found = plan_step(run, make_program(run))
 
     assert found.memory == predict_memory(found.plan)
 
@@ -277,7 +277,7 @@ def test_evaluation_has_the_passes_of_training_and_leaves_the_model_as_it_was(tm
     run = run_config(plugins=("double",))
     program = make_program(run_of(run))
     program.model.head.eval()
-    found = planned.plan_step(run_of(run), program)
+    found = plan_step(run_of(run), program)
 
     example = program.example(2)
     evaluation = plan_forward(program.one_device, example, found.settings, found, Mode.EVALUATION)
@@ -289,7 +289,7 @@ def test_evaluation_has_the_passes_of_training_and_leaves_the_model_as_it_was(tm
 def test_the_planner_may_say_what_is_gathered_again_unless_the_config_does():
     run = run_config()
     program = make_program(run_of(run))
-    own = replace(planned.plan_step(run_of(run), program).strategy, regather=("head.*",))
+    own = replace(plan_step(run_of(run), program).strategy, regather=("head.*",))
     told = replace(run, compile=replace(run.compile, regather=("embed.*",)))
 
     assert regathering(own, run.compile).regather == ("head.*",)
@@ -303,7 +303,7 @@ def test_a_pattern_of_mixed_precision_that_matches_nothing_is_refused(field, nam
     run = replace(run, compile=replace(run.compile, passes=passes))
 
     with pytest.raises(ConfigError, match=f"mixed_precision.{field}: the pattern '{names[0]}'"):
-        planned.plan_step(run_of(run), make_program(run_of(run)))
+        plan_step(run_of(run), make_program(run_of(run)))
 
 
 def test_the_update_clips_and_the_rate_is_scheduled(tmp_path):
@@ -328,7 +328,7 @@ def test_data_without_what_the_model_asks_for_are_a_wrong_setting():
     run = run_of(replace(config, model=model, data=data))
 
     with pytest.raises(ConfigError, match="asks its batch for 'tokens'") as caught:
-        planned.plan_step(run, make_program(run))
+        plan_step(run, make_program(run))
 
     assert caught.value.where == (model.file, data.file)
     assert "x float32 (4, 6), wanted float32 (4, 4)" in caught.value.accepted

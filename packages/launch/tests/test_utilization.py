@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trainable import run_config, run_of
+from trainable import plan_step, run_config, run_of
 
 from sbp_aten.pass_options import PassOptions
 from sbp_core.cluster import Cluster, Device
@@ -13,7 +13,6 @@ from sbp_core.passes import RecomputeOptions
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.utilization import ModelWork, samples_of_step, speed_line
 from sbp_launch.settings.config import PluginChoice
-from sbp_launch.trainer.planned import plan_step
 from sbp_launch.trainer.program import make_program
 
 DEVICE = Device(memory_bytes=10**9, flop_per_s={"float32": 1e6}, memory_bytes_per_s=1e9)

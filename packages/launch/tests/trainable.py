@@ -27,7 +27,7 @@ from sbp_launch.run.run import Run
 from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig, TrainerConfig
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.trainer.evaluation import Evaluator
-from sbp_launch.trainer.planned import plan_step
+from sbp_launch.trainer.planned import planner_of, whole_example
 from sbp_launch.trainer.program import Program, make_program
 from sbp_launch.trainer.trainer import make_step
 from sbp_torch.boxing.local import LocalBackend
@@ -334,6 +334,14 @@ def row(module: str, *, moved: int = 0, stage: int = 0, **fields: object) -> Mod
         moves=(move,) if moved else (),
         **{**known, **fields},
     )
+
+
+def plan_step(run: Run, program: Program) -> Planned:
+    """Return the checked and proved plan of a run."""
+    planner = planner_of(run, program)
+    planned = planner.plan()
+    planner.check_fits(planned)
+    return planner.proved(planned, whole_example(run, program))
 
 
 def step_of(run: Run, program: Program) -> TrainingStep:

@@ -58,15 +58,6 @@ class StartingWeights:
         with open_tensors(self.found) as tensors:
             yield _States(states, tensors, self.sources)
 
-    def load_into(self, model: nn.Module) -> None:
-        """Give a model the weights, in place."""
-        own = model.state_dict(keep_vars=True)
-        with open_tensors(self.found) as tensors, torch.no_grad():
-            for name, state in stored_names(model).items():
-                if state in self.sources:
-                    source = self.sources[state]
-                    own[name].copy_(tensors[source.names[0]].reshape(source.shape))
-
 
 def find_weights(
     path: str | Path,

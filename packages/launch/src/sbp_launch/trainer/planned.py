@@ -98,14 +98,6 @@ def whole_example(run: Run, program: Program) -> dict[str, Tensor]:
     return program.example(run.config.trainer.batch_size)
 
 
-def plan_step(run: Run, program: Program) -> Planned:
-    """Capture, plan, compile, check and prove the training step."""
-    planner = planner_of(run, program)
-    planned = planner.plan()
-    planner.check_fits(planned)
-    return planner.proved(planned, whole_example(run, program))
-
-
 def with_micro_batches(run: Run, planned: Planned) -> Run:
     """Return a run with as many micro-batches as its plan has, also where they were `auto`."""
     count = planned.settings.micro_batches

@@ -31,7 +31,6 @@ from sbp_core.infer import (
     PINS,
     CostTables,
     PinValue,
-    Pipelined,
     SharedTables,
     StepWork,
     joint_problem,
@@ -118,34 +117,14 @@ class Assigned:
     bound_s: float
 
 
-def plan_jointly(
-    request: PlanRequest,
-    settings: JointSettings,
-    *,
-    limit_bytes: float,
-    pins: Mapping[str, PinValue] | None = None,
-    stages: Pipelined | None = None,
-) -> Strategy:
-    """Return the cheapest strategy that fits.
+class JointSearch:
+    """The search for one graph.
 
     Args:
         request: What to plan.
         settings: How.
         limit_bytes: Memory of one rank.
         pins: The planner's own.
-        stages: Of a pipeline; the mesh as one stage if None.
-
-    Raises:
-        ConfigError: a pin cannot be meant.
-        PlanError: nothing that was found fits; says what was.
-    """
-    return JointSearch(request, settings, limit_bytes, pins or {}, stages).run()
-
-
-class JointSearch:
-    """The search for one graph; arguments as of `plan_jointly`.
-
-    Args:
         tables: Shared with searches for other variants of the step.
         known: The work of an earlier problem of this variant, to be posed again.
     """
@@ -156,19 +135,16 @@ class JointSearch:
         settings: JointSettings,
         limit_bytes: float,
         pins: Mapping[str, PinValue],
-        stages: Pipelined | None = None,
         *,
         tables: SharedTables | None = None,
         known: StepWork | None = None,
     ) -> None:
         self.request, self.settings, self.limit_bytes = request, settings, limit_bytes
-        self.stages = stages
         self._say("posing all mesh axes as one problem", 0.0)
         quiet = replace(request, progress=None)
         self.problem = joint_problem(
             quiet,
             pins=pins,
-            stages=stages.stages if stages is not None else None,
             tied=settings.tied,
             tables=tables,
             known=known,
@@ -195,8 +171,6 @@ class JointSearch:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """For each stage, of how many micro-batches it may hold what waits for their backward."""
-        if self.stages is not None:
-            return self.stages.in_flight
         work = self.problem.work
         return one_forward_one_backward(len(work.placements), work.graph.num_micro_batches)
 
@@ -435,15 +409,11 @@ class JointSearch:
 
     def strategy(self, values: Values, *, is_predicted: bool) -> Strategy:
         """Return the strategy of an assignment."""
-        stages = self.stages
         return strategy_of(
             replace(self.request, progress=None),
             self.problem.work,
             self.problem.decided(values),
             planner=self.settings.planner,
-            in_flight=stages.in_flight if stages is not None else None,
-            orders=stages.orders if stages is not None else (),
-            staleness=stages.staleness if stages is not None else (),
             is_predicted=is_predicted,
         )
 
