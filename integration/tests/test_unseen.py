@@ -106,7 +106,7 @@ def test_what_the_loss_does_not_read_takes_no_capture(monkeypatch):
         raise AssertionError("it is captured again")
 
     with parallelize(twins.models[0], trainer.loss, twins.batch, trainer.optimizer) as step:
-        monkeypatch.setattr("sbp_launch.step.planning.StepCapture.__call__", captures)
+        monkeypatch.setattr("sbp_launch.step.step_capture.StepCapture.__call__", captures)
         for _ in range(5):
             trainer.note(step(twins.batch))
         monkeypatch.undo()

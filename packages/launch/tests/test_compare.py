@@ -17,7 +17,7 @@ from sbp_launch.console import change_text, columns
 from sbp_launch.explaining.compare import changes, compare_lines
 from sbp_launch.explaining.question import read_strategy, strategy_of
 from sbp_launch.run.run import Run
-from sbp_launch.step.planning import StepPlanner
+from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.other_plan import planned_as
 from sbp_launch.trainer.planned import planner_of
 from sbp_launch.trainer.program import Program, make_program

@@ -26,7 +26,6 @@ from sbp_launch.apps.feasible import (
     Search,
     Setup,
     feasible_lines,
-    is_of_memory,
     outside_of_hydra,
     told_what_fits,
     with_overrides,
@@ -34,6 +33,7 @@ from sbp_launch.apps.feasible import (
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.config import PluginChoice, RunConfig
+from sbp_launch.step.step_planner import is_of_memory
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import make_program
 

@@ -402,6 +402,17 @@ def test_what_a_folder_had_goes_when_there_is_a_new_checkpoint(tmp_path: Path) -
     assert newest_first(LocalStorage(tmp_path / "checkpoints")) == [step_name(3)]
 
 
+def test_a_run_that_goes_on_is_compared_with_one_device_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(config(), tmp_path, 2)
+
+    trainer.train(resumed(config(compare_steps=3)), registry(), tmp_path)
+
+    told = re.search(r"over the first 3 steps: (\S+) \(", capsys.readouterr().out)
+    assert told and float(told[1]) < 1e-5
+
+
 @pytest.mark.slow
 def test_runs_that_only_print_otherwise_do_not_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ from sbp_launch.explaining.why import Asked, why_lines
 from sbp_launch.planning.flow import Planned
 from sbp_launch.run.run import Run
 from sbp_launch.step.engine import quietly
-from sbp_launch.step.planning import StepPlanner
+from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.trainer.other_plan import planned_as
 from sbp_launch.trainer.program import Program

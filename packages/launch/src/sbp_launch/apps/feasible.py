@@ -39,7 +39,7 @@ from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.catalog import make_catalog
 from sbp_launch.settings.compose import compose, read
 from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, key_of
-from sbp_launch.step.planning import StepPlanner
+from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import plan_choice, planner_of
 from sbp_launch.trainer.planning_only import PlanningOnly
 from sbp_launch.trainer.program import make_program
@@ -246,17 +246,8 @@ def feasible_lines(search: Search) -> Iterator[str]:
         )
 
 
-#: Settings whose value is the memory that a rank has.
-_LIMITS = ("cluster.memory_bytes", "planner.memory_bytes")
-
 #: Returns the run that a command line with more overrides asks for.
 Recompose = Callable[[Sequence[str]], RunConfig]
-
-
-def is_of_memory(error: SbpError) -> bool:
-    """Whether a plan was refused for the memory that its ranks need."""
-    told = " ".join((*error.where, error.accepted))
-    return any(key in told for key in _LIMITS)
 
 
 def with_overrides(overrides: Sequence[str], more: Sequence[str]) -> list[str]:

@@ -166,8 +166,9 @@ def _plan(config: PlanRun, registry: PluginRegistry, run_folder: Path) -> None:
         write_figures,
         write_trace,
     )
-    from sbp_launch.apps.feasible import is_of_memory, recomposing, told_what_fits
+    from sbp_launch.apps.feasible import recomposing, told_what_fits
     from sbp_launch.planning.draw import draw_plan
+    from sbp_launch.step.step_planner import is_of_memory
     from sbp_launch.trainer.planning_only import PlanningOnly
 
     settings, desk = config.settings, PlanningOnly(config.run, registry)

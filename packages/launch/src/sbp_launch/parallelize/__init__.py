@@ -46,9 +46,10 @@ from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.neutral import prove_padding
 from sbp_launch.step.output import StepOutput
-from sbp_launch.step.planning import Pins, PlanChoice, plan_program
+from sbp_launch.step.planning import plan_program
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.program_step import ProgramStep
+from sbp_launch.step.step_planner import Pins, PlanChoice
 from sbp_launch.step.training import Training
 from sbp_launch.world import World
 from sbp_torch.capture import UpdateOptions

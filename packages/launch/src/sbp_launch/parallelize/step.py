@@ -22,8 +22,8 @@ from sbp_launch.parallelize.choices import Choice, Choices
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
 from sbp_launch.step.missing_attributes import OF_STEPS, missing_attribute
-from sbp_launch.step.planning import Pins
 from sbp_launch.step.program_step import ProgramStep
+from sbp_launch.step.step_planner import Pins
 from sbp_launch.step.training_step import TrainingStep
 from sbp_torch.capture import UpdateOptions
 

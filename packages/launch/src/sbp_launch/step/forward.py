@@ -26,8 +26,8 @@ from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.step.agreement import EVALUATED
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
-from sbp_launch.step.planning import captured_batch
 from sbp_launch.step.program import OneDeviceProgram
+from sbp_launch.step.step_capture import captured_batch
 from sbp_launch.step.training import Training
 from sbp_torch.capture import flatten_batch
 

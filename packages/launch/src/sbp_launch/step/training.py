@@ -26,11 +26,7 @@ from sbp_core.errors import BoxingError, ConfigError, RunError, SbpError, words_
 from sbp_core.graph import LogicalGraph
 from sbp_core.interrupts import HeldInterrupts
 from sbp_core.plugins import PluginRegistry
-from sbp_core.runtime import (
-    Session,
-    check_not_forked,
-    counted_apart,
-)
+from sbp_core.runtime import Session, check_not_forked, counted_apart
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.agreement import (

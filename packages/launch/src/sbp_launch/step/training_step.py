@@ -34,10 +34,11 @@ from sbp_launch.step.following import Following
 from sbp_launch.step.joining import join
 from sbp_launch.step.loading import load_states
 from sbp_launch.step.neutral import prove_padding
-from sbp_launch.step.planning import PlanChoice, PlannedProgram, plan_program
+from sbp_launch.step.planning import PlannedProgram, plan_program
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.program_step import ProgramStep
 from sbp_launch.step.saved import StepSaves, as_path, load_step, processes_of
+from sbp_launch.step.step_planner import PlanChoice
 from sbp_launch.step.training import Training
 from sbp_torch.capture import check_modes
 from sbp_torch.interchange.torch_states import copy_to_model, to_model_state, to_optimizer_state

@@ -13,7 +13,7 @@ from sbp_core.plugins import ClusterFactory
 from sbp_core.strategy import Strategy
 from sbp_launch.planning.flow import Captured, Planned, compiled
 from sbp_launch.run.run import Run
-from sbp_launch.step.planning import StepPlanner
+from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import planner_of
 from sbp_launch.trainer.program import Program
 

@@ -16,7 +16,8 @@ from sbp_launch.planning.flow import Planned, PlanSettings
 from sbp_launch.run.run import Run
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
-from sbp_launch.step.planning import PlanChoice, StepCapture, StepPlanner, step_planner
+from sbp_launch.step.step_capture import StepCapture
+from sbp_launch.step.step_planner import PlanChoice, StepPlanner, step_planner
 from sbp_launch.trainer.program import Program
 
 #: How a run saves to another place, for messages.

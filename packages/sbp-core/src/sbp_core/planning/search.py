@@ -170,7 +170,7 @@ def may_offload(request: PlanRequest) -> bool:
 
 
 def fitted(request: PlanRequest, strategy: Strategy) -> Strategy:
-    """Return a strategy with as few states offloaded as it takes to fit; as it is, if none do."""
+    """Return a strategy with as few states offloaded as it needs to fit; unchanged if none do."""
     of = _variant_of(request, strategy)
     limit = request.cluster.device.memory_bytes
     compilation = Compilation(request=of, limit_bytes=limit)

@@ -1,0 +1,201 @@
+"""Captures the step of a program: of a batch as a process gives it, or of any number of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+
+from sbp_core.errors import CaptureError, ConfigError
+from sbp_core.graph import LogicalGraph
+from sbp_launch.planning.flow import (
+    Captured,
+    Planned,
+    PlanSettings,
+    capture_step,
+)
+from sbp_launch.planning.proving import proved
+from sbp_launch.step.numbers import Places
+from sbp_launch.step.program import OneDeviceProgram
+from sbp_torch.capture import NO_NUMBERS, flatten_batch, rebuild_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCapture:
+    """Captures the step of a program, and proves what was planned of it.
+
+    Args:
+        program: Whose step.
+        degree: Of how many parts of processes a batch consists.
+        settings: How it is captured.
+        whole: An example of the batch of all processes, if it is known: then what a process gives
+            says nothing more.
+        files: Of the config that says what the model and its data are, for messages.
+    """
+
+    program: OneDeviceProgram
+    degree: int
+    settings: PlanSettings
+    whole: Any = None
+    files: tuple[str, ...] = ()
+
+    def __call__(self, batch: Any, numbers: Places = NO_NUMBERS, /) -> LogicalGraph:
+        """Return the step of a batch of one process, as it is captured of the program now.
+
+        Args:
+            batch: An example.
+            numbers: Of Python, that are inputs of the step.
+
+        Raises:
+            CaptureError: it cannot be captured.
+            ConfigError: the model asks its batch for what the data do not give.
+        """
+        return self._captured(batch, self._example(batch), numbers)
+
+    def sized(self, batch: Any, size: int) -> LogicalGraph:
+        """Return the step as it is captured on another number of samples.
+
+        Args:
+            batch: An example of what a process gives.
+            size: Samples of what is captured, of all processes together.
+
+        Raises:
+            SbpError: see `__call__`.
+        """
+        return self._captured(batch, _resized(self._everyone(batch), size), NO_NUMBERS)
+
+    def num_samples(self, batch: Any) -> int:
+        """Return how many samples the batch of a step has, of all processes together."""
+        return _num_samples(self._everyone(batch))
+
+    def _captured(self, batch: Any, example: Any, numbers: Places) -> LogicalGraph:
+        program = self.program
+        given = program.model, program.loss_of_step, example, program.optimizer
+        try:
+            return capture_step(*given, self.settings, numbers)
+        except CaptureError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, ConfigError):
+                cause = cause.__cause__
+            if cause is not None and self.files:
+                where = (*cause.where, *self.files)
+                raise cause.replaced(ConfigError, where=where) from error
+            told = self._told_samples(batch)
+            if not told or numbers:
+                raise
+            todo = f"{error.todo}; {told}" if error.todo else told
+            raise error.replaced(CaptureError, todo=todo) from error
+
+    def _told_samples(self, batch: Any) -> str:
+        """Say of how many samples a step is captured, if others are given than that."""
+        given, taken = (
+            next((len(one) for one in flatten_batch(made).values() if one.dim()), 0)
+            for made in (batch, self._example(batch))
+        )
+        if given == taken or self.whole is not None:
+            return ""
+        whose = f"of {self.degree} processes" if self.degree > 1 else "of one micro-batch"
+        return (
+            f"the step is captured with the {taken} samples {whose}, where the batch has {given}: "
+            f"a buffer with a row for each sample needs {taken} rows"
+        )
+
+    def prepared(self, graph: LogicalGraph, numbers: Places = NO_NUMBERS) -> Captured:
+        """Return what was captured in the forms that are planned.
+
+        Args:
+            graph: As it was captured.
+            numbers: That may be inputs of it.
+
+        Raises:
+            SbpError: it cannot be brought into them.
+        """
+        return Captured.of(graph, self.settings, numbers)
+
+    def _everyone(self, batch: Any) -> Any:
+        """Return an example of the batch of all processes."""
+        if self.whole is not None:
+            return self.whole
+        return captured_batch(batch, self.settings.micro_batches, self.degree, 1)
+
+    def _example(self, batch: Any) -> Any:
+        """Return an example of what is captured."""
+        settings, given = self.settings, batch if self.whole is None else self.whole
+        degree = self.degree if self.whole is None else 1
+        return captured_batch(given, settings.micro_batches, degree, settings.captured_parts)
+
+    def proved(
+        self, made: Planned, captured: LogicalGraph, batch: Any, numbers: Places = NO_NUMBERS
+    ) -> Planned:
+        """Return a plan with what is proved of it.
+
+        Args:
+            made: Of the captured step.
+            captured: The step, captured of such a batch, in the parts that the settings say.
+            batch: Of one process.
+            numbers: Of Python, that are inputs of the captured step.
+        """
+        program, known = self.program, self._example(batch)
+
+        def capture(batch: Any) -> LogicalGraph:
+            given = (program.model, program.loss_of_step, batch, program.optimizer)
+            return capture_step(*given, made.settings, numbers)
+
+        return proved(made, captured, known, program.own_states, capture)
+
+
+def captured_batch(batch: Any, count: int, degree: int, parts: int) -> Any:
+    """Return an example of what is captured of a step over all ranks, of the form of the batch.
+
+    Args:
+        batch: An example of what one process gives in one step.
+        count: Micro-batches of a step.
+        degree: How many such batches a step takes over all ranks.
+        parts: Of how many parts of a step one is captured: `count`, or 1 for the whole.
+
+    Raises:
+        ConfigError: a tensor of the batch has no samples, or does not divide into micro-batches.
+    """
+    found = flatten_batch(batch)
+    for name, value in found.items():
+        if value.dim() and not value.shape[0]:
+            raise ConfigError(
+                f"the batch has no samples: {name!r} is of shape {tuple(value.shape)}",
+                where="batch",
+                accepted="at least one sample in each tensor of the batch",
+                todo="leave out the steps whose batches are empty",
+            )
+        if value.dim() and value.shape[0] % count:
+            divisors = [n for n in range(1, value.shape[0] + 1) if value.shape[0] % n == 0]
+            raise ConfigError(
+                f"{name!r} of the batch has {value.shape[0]} samples, which do not divide into "
+                f"micro_batches={count}",
+                where="the argument micro_batches",
+                accepted=f"micro_batches one of {', '.join(map(str, divisors))}",
+                todo="take another size of batch, or other micro-batches; if these are time steps, "
+                "say along which dim samples lie, such as batch_dim=1",
+            )
+    taken = {
+        name: torch.cat([value[: len(value) // parts]] * degree) if value.dim() else value
+        for name, value in found.items()
+    }
+    return rebuild_batch(batch, taken)
+
+
+def _num_samples(batch: Any) -> int:
+    """Return how many samples a batch has; where its tensors have several, what divides them."""
+    return gcd(*(len(value) for value in flatten_batch(batch).values() if value.dim()))
+
+
+def _resized(batch: Any, size: int) -> Any:
+    """Return a batch with so many samples, some of which are there again and again."""
+    num = _num_samples(batch)
+    if size == num:
+        return batch
+    rows = {
+        name: value[torch.arange(len(value) // num * size) % len(value)] if value.dim() else value
+        for name, value in flatten_batch(batch).items()
+    }
+    return rebuild_batch(batch, rows)
