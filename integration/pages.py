@@ -30,16 +30,27 @@ def on_config(config: MkDocsConfig) -> None:
     """Say where the repository is, and in which order pages are listed."""
     config.site_url, config.repo_url, config.repo_name = URLS["Homepage"], URLS["Source"], "Source"
     config.extra_css = ["wide.css"]
-    found = documents()
+    plugins = [path for path in documents() if path.startswith("integration/")]
     config.nav = [
         "README.md",
-        {"Documents": [path for path in found if re.fullmatch(r"docs/[^/]+", path)]},
-        {"Packages": _of_packages("README.md")},
-        {"Plugins": [path for path in found if path.startswith("integration/")]},
-        {"Decisions": [path for path in found if path.startswith("docs/decisions/")]},
+        *_contents(),
+        {"Packages": [*_of_packages("README.md"), *plugins]},
         {"Changes": _of_packages("CHANGELOG.md")},
         "CONTRIBUTING.md",
     ]
+
+
+def _contents() -> list[str | dict[str, list[str]]]:
+    """Return the sections of docs/README.md, each with its pages in their order there."""
+    text = (ROOT / "docs" / "README.md").read_text("utf-8")
+    found: list[str | dict[str, list[str]]] = ["docs/README.md"]
+    for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        title, _, body = part.partition("\n")
+        paths = [path for path in LINK_OR_CODE.findall(body) if path and "decisions" not in path]
+        listed = [f"docs/{path}" for path in paths]
+        found.append({title: listed})
+    decisions = [path for path in documents() if path.startswith("docs/decisions/")]
+    return [*found, {"Decisions": decisions}]
 
 
 def _of_packages(file: str) -> list[dict[str, str]]:

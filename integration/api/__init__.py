@@ -1,7 +1,7 @@
 """The declared API of all packages: what it is, who keeps to it, its page, and what has changed.
 
     python -m api check                      imports between packages lead to rooms only
-    python -m api document [--check]         write docs/api.md, or see that it is up to date
+    python -m api document [--check]         write docs/reference/api.md, or check it
     python -m api compare [--against REF]    what changed since the last release, and which version
                                              that asks for (needs griffe)
 

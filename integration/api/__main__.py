@@ -16,7 +16,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="api", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="see that imports between packages lead to rooms only")
-    page = commands.add_parser("document", help="write docs/api.md")
+    page = commands.add_parser("document", help="write docs/reference/api.md")
     page.add_argument("--check", action="store_true", help="only see that it is up to date")
     other = commands.add_parser("compare", help="what changed, and which version it asks for")
     other.add_argument("--against", default="", metavar="REF", help="instead of the last releases")

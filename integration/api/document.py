@@ -1,4 +1,4 @@
-"""The page `docs/api.md`: what every room offers, a line a name, and how stable that is."""
+"""The page `docs/reference/api.md`: what every room offers, a line a name, and its stability."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class TestMine(PlannerConformance):
 ```
 
 All hooks but the last return name -> `Factory`. Tutorials:
-[a whole plugin](../integration/example-plugin/README.md), [rules of operators](notation.md),
-[boxing backends](boxing.md).
+[a whole plugin](../../integration/example-plugin/README.md),
+[rules of operators](../explanation/notation.md), [boxing backends](../explanation/boxing.md).
 """
 
 _CLASSES = """\
@@ -109,7 +109,7 @@ def document(packages: Packages) -> str:
 
 def file(packages: Packages) -> Path:
     """Return where the page lies."""
-    return packages.root / "docs" / "api.md"
+    return packages.root / "docs" / "reference" / "api.md"
 
 
 def _contracts(packages: Packages) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
     python integration/benchmarks/auto_schedules.py
 
-prints the table of docs/pipelines.md: for ranks p, micro-batches m, times and memory the best named
-schedule, of one and of two chunks a rank, and what `auto` finds, with the activations alive on the
-fullest rank. Nothing is measured but how long the search takes.
+prints the table of docs/reference/pipelines.md: for ranks p, micro-batches m, times and memory the
+best named schedule, of one and of two chunks a rank, and what `auto` finds, with the activations
+alive on the fullest rank. Nothing is measured but how long the search takes.
 """
 
 from __future__ import annotations

@@ -7,5 +7,5 @@
 
 They are written after examples of PyTorch, its tutorial on DDP, minGPT, DLRM and usual loops of
 fine-tuning and diffusion, with small data that are made up. `python -m scripts document` counts
-the lines that differ, and writes docs/scripts.md.
+the lines that differ, and writes docs/reference/scripts.md.
 """

@@ -11,15 +11,16 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "scripts.md"
+PAGE = HERE.parents[1] / "docs" / "reference" / "scripts.md"
 
 _HEAD = """# Fourteen scripts, with and without sbp
 
-Each script is written twice: as one trains it today, and with [`parallelize`](parallelize.md). Both
-print the same losses; `integration/tests/test_scripts.py` runs them and compares. They stand in
-`integration/scripts`: `ddp.py` uses `DistributedDataParallel`; `plain.py` is for one process, where
-`DistributedDataParallel` computes something else (batch norms, means over padded words, noise that
-each rank draws) or does not fit (`gcn`, `dcgan`, `reinforce`). Run one in its folder:
+Each script is written twice: as one trains it today, and with
+[`parallelize`](../how-to/parallelize.md). Both print the same losses;
+`integration/tests/test_scripts.py` runs them and compares. In `integration/scripts`, `ddp.py` uses
+`DistributedDataParallel`; `plain.py` is for one process, where `DistributedDataParallel` computes
+something else (batch norms, means over padded words, noise that each rank draws) or does not fit
+(`gcn`, `dcgan`, `reinforce`). Run one in its folder:
 
 <!-- not run torchrun: integration/tests/test_scripts.py does -->
 ```console
@@ -98,9 +99,9 @@ def _lines(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def page() -> str:
-    """Return docs/scripts.md."""
+    """Return docs/reference/scripts.md."""
     rows = [
-        f"| [{one.name}](../integration/scripts/{one.name}/ours.py) | {one.peer} | {one.lines} "
+        f"| [{one.name}](../../integration/scripts/{one.name}/ours.py) | {one.peer} | {one.lines} "
         f"| {one.gone} | {one.come} | {one.loss} |\n"
         for one in map(count, names())
     ]
@@ -111,14 +112,14 @@ def main(words: list[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if the page is not as it should be."""
     parser = argparse.ArgumentParser(prog="scripts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    document = commands.add_parser("document", help="write docs/scripts.md")
+    document = commands.add_parser("document", help="write docs/reference/scripts.md")
     document.add_argument("--check", action="store_true", help="only see that it is up to date")
     options = parser.parse_args(words)
     if not options.check:
         PAGE.write_text(page(), "utf-8")
     elif PAGE.read_text("utf-8") != page():
         sys.stdout.write(
-            "docs/scripts.md is not what the scripts are: python -m scripts document\n"
+            "docs/reference/scripts.md is not what the scripts are: python -m scripts document\n"
         )
         return 1
     return 0

@@ -9,14 +9,14 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "settings.md"
+PAGE = ROOT / "docs" / "reference" / "settings.md"
 
 
 def main(words: list[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if the page is not as it should be."""
     parser = argparse.ArgumentParser(prog="settings", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    document = commands.add_parser("document", help="write docs/settings.md")
+    document = commands.add_parser("document", help="write docs/reference/settings.md")
     document.add_argument("--check", action="store_true", help="only see that it is up to date")
     options = parser.parse_args(words)
     projects = [

@@ -1,4 +1,4 @@
-"""One call of every operator, chosen from the recorded ones: what `docs/signatures.md` shows.
+"""One call of every operator, for `docs/reference/signatures.md`, chosen from the recorded ones.
 
     python -m signatures.canonical --calls FILE
 

@@ -1,4 +1,4 @@
-"""The document `docs/signatures.md`: every operator, what it means, and how it may be split.
+"""The page `docs/reference/signatures.md`: every operator, what it means, how it may be split.
 
     python -m signatures.document
 
@@ -21,7 +21,7 @@ from sbp_core.sbp import NdSbp
 from sbp_core.signatures import OpCall, Signature1d, derivation, derive, installed_rules
 from signatures.canonical import read
 
-FILE = Path(__file__).parent.parent.parent / "docs" / "signatures.md"
+FILE = Path(__file__).parent.parent.parent / "docs" / "reference" / "signatures.md"
 
 AXIS_SIZE = 2
 

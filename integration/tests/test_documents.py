@@ -15,10 +15,10 @@ from forked import run_command
 
 #: Pages that take 10 to 35 s each: the session `docs` runs them, too.
 _LONG = {
-    "docs/checkpoints.md",
-    "docs/kinds-of-training.md",
-    "docs/parallelize.md",
-    "docs/reading-a-plan.md",
+    "docs/how-to/checkpoints.md",
+    "docs/how-to/kinds-of-training.md",
+    "docs/how-to/parallelize.md",
+    "docs/how-to/reading-a-plan.md",
     "packages/launch/README.md",
     "packages/models/README.md",
     "packages/planner/README.md",

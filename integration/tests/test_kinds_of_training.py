@@ -57,7 +57,7 @@ def test_a_kind_of_training_equals_plain_pytorch_on_other_layouts(kind: str, lay
 
 
 def test_images_that_are_made_anew_change_the_running_statistics_alone() -> None:
-    """What `docs/kinds-of-training.md` says of the example of PyTorch."""
+    """What `docs/how-to/kinds-of-training.md` says of the example of PyTorch."""
     found, wanted = gan(plain), gan_of_the_example()
 
     models = found.states["model"], wanted.states["model"]

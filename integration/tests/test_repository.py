@@ -38,13 +38,13 @@ def test_packages_that_only_tests_need_count_too() -> None:
 
 
 def test_integration_and_documents_touch_no_package() -> None:
-    assert touched("integration/soak.py", "docs/pins.md", "README.md") == []
+    assert touched("integration/soak.py", "docs/how-to/pins.md", "README.md") == []
 
 
 def test_what_all_share_touches_all() -> None:
     every = [package.name for package in repository.PACKAGES]
 
-    assert touched("docs/pins.md", "noxfile.py") == every
+    assert touched("docs/how-to/pins.md", "noxfile.py") == every
     assert touched("constraints.txt") == every
     assert touched("integration/repository.py") == every
 

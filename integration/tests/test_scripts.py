@@ -1,4 +1,4 @@
-"""Each script with sbp prints what the one without prints; docs/scripts.md counts their lines."""
+"""Scripts with and without sbp print the same; `docs/reference/scripts.md` is current."""
 
 from __future__ import annotations
 

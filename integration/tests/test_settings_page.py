@@ -1,4 +1,4 @@
-"""Every setting of every option file says what it means, and docs/settings.md says the same."""
+"""Every setting of every option file says what it means, as does `docs/reference/settings.md`."""
 
 from __future__ import annotations
 

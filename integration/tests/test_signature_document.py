@@ -1,4 +1,4 @@
-"""`docs/signatures.md` is what the rules say, and every stored call is still answered."""
+"""`docs/reference/signatures.md` is what the rules say, and every stored call is still answered."""
 
 from __future__ import annotations
 

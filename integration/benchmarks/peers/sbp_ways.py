@@ -36,7 +36,7 @@ from sbp_torch.call_times import CallTimer
 from sbp_torch.capture import initial_states
 
 #: What two processes on one machine reach over gloo (TCP) and over MPI (shared memory), roughly as
-#: steps took them on 2 cores in November 2026 (docs/speed.md); calls in a loop are faster.
+#: steps took them on 2 cores in November 2026 (docs/reference/speed.md); calls in a loop: faster.
 LINKS = {
     "torch": Link(latency_s=3e-4, bytes_per_s=1e9),
     "mpi": Link(latency_s=1e-5, bytes_per_s=8e9),

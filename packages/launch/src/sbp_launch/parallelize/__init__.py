@@ -5,7 +5,7 @@
             print(float(step(batch)))
 
 Alone, the ranks are threads of the process; under `torchrun`, `mpiexec` or `srun`, each process is
-a rank. `docs/parallelize.md` shows it next to `DistributedDataParallel` and `fully_shard`.
+a rank. `docs/how-to/parallelize.md` shows it next to `DistributedDataParallel` and `fully_shard`.
 
 Stability: provisional.
 """

@@ -1,7 +1,7 @@
 """Pins: which tensors the user (or a planner) has decided, resolved to one entry for each axis.
 
 A pin is a pattern and a value; later pins override earlier ones, mesh axis by mesh axis. What
-patterns and values mean is explained in `docs/pins.md`, with examples. In short:
+patterns and values mean is explained in `docs/how-to/pins.md`, with examples. In short:
 
 * `batch`, `parameters`, `optimizer_states`: all graph inputs of that kind;
 * `activations`: every floating forward value whose dim 0 is the sample (it depends on a batch

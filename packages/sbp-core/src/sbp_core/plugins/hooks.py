@@ -96,7 +96,7 @@ METHODS = {
 class HookSpecs(Protocol):
     """The hooks. Each returns name -> `Factory`, and says what the factories' `build` returns.
 
-    The page `docs/api.md` is made of these docstrings: `Suite:` names the tests to run on it.
+    The page `docs/reference/api.md` is made of these docstrings: `Suite:` names the tests to run.
     """
 
     @hookspec
