@@ -92,7 +92,9 @@ class PlanChoice:
                 )
             check_strategy(graph, self.planner)
             return self.planner
-        request = replace(settings.request(graph, pins), family=family, kept=kept)
+        request = replace(settings.request(graph, pins), family=family)
+        if kept is not None:
+            request = replace(request, kept=kept)
         try:
             return regathering(self.planner.plan(request), settings.compile)
         except ConfigError as error:
