@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sbp_core.compile import PhysicalPlan
-from sbp_core.errors import ConfigError
+from sbp_core.errors import MemoryLimitError
 from sbp_core.graph import InputKind, LogicalGraph
 from sbp_core.memory import MemoryKind, RankMemory
 from sbp_core.passes import least_recompute_budget
@@ -37,7 +37,7 @@ def no_fit(
     memory: RankMemory | None,
     limit_key: str,
     has_slices: bool = False,
-) -> ConfigError:
+) -> MemoryLimitError:
     """Return the error of a limit that no choice keeps.
 
     Args:
@@ -52,7 +52,7 @@ def no_fit(
         has_slices: Whether slices of operators have been tried.
     """
     held = f"{num_sharded} parameters sharded" if num_sharded else "all parameters replicated"
-    return ConfigError(
+    return MemoryLimitError(
         f"no choice fits {format_bytes(limit_bytes)} on a rank: the least, with {held}, needs "
         f"{format_bytes(least_bytes)}{_parts(memory)}",
         where=("planner osdp", limit_key),

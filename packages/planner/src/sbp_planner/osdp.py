@@ -54,7 +54,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from sbp_core.errors import ConfigError, SbpError
+from sbp_core.errors import ConfigError, MemoryLimitError, SbpError
 from sbp_core.graph_variant import GraphFamily
 from sbp_core.infer import PIPE_AXIS, pipelined, predict_cost
 from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner
@@ -216,7 +216,7 @@ class OsdpPlanner(SearchedPlanner):
         self._improve(best)
         return _batch(size, best)
 
-    def _no_fit(self, best: Tried, others: list[Batch]) -> ConfigError:
+    def _no_fit(self, best: Tried, others: list[Batch]) -> MemoryLimitError:
         search, least = best.search, best.choice
         peaks = search.peaks(least)
         error = no_fit(
@@ -234,7 +234,7 @@ class OsdpPlanner(SearchedPlanner):
             return error
         fastest = max(fitting, key=lambda batch: batch.samples_per_s)
         todo = f"trainer.batch_size={fastest.batch_size}: fits;\n    {error.todo}"
-        return error.replaced(ConfigError, todo=todo)
+        return error.replaced(MemoryLimitError, todo=todo)
 
 
 def _batch(size: int, tried: Tried) -> Batch:

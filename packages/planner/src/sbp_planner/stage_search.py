@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.errors import PlanError
+from sbp_core.errors import MemoryLimitError
 from sbp_core.infer import PIPE_AXIS, Kept, Pipelined, pipelined, resolve_pins
 from sbp_core.planning import Compilation, Compiled, LimitSearch, PlanRequest, search_limits
 from sbp_core.sbp import NdSbp
@@ -226,11 +226,11 @@ class StageSearch:
             raise self._nothing_fits(least)
         return best
 
-    def _nothing_fits(self, least_bytes: float) -> PlanError:
+    def _nothing_fits(self, least_bytes: float) -> MemoryLimitError:
         settings, some = self.settings, isfinite(least_bytes)
         needs = f"the least needs {format_bytes(least_bytes)}" if some else "there are none at all"
         key = settings.limit_key
-        return PlanError(
+        return MemoryLimitError(
             f"no stages that were found fit the {format_bytes(settings.limit_bytes)} of a rank: "
             f"{needs}",
             where=f"planner {settings.planner}",

@@ -25,7 +25,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from sbp_core.errors import PlanError
+from sbp_core.errors import MemoryLimitError, PlanError
 from sbp_core.infer import (
     FORBIDDEN_S,
     PINS,
@@ -312,7 +312,7 @@ class JointSearch:
             )
         return found
 
-    def refusal(self, todo: str) -> PlanError:
+    def refusal(self, todo: str) -> MemoryLimitError:
         """Return the error of a limit that nothing keeps to, once that is known.
 
         Args:
@@ -324,7 +324,7 @@ class JointSearch:
         if self.is_hopeless:
             what = f"no plan fits the {limit} of a rank: the states alone need at least "
             accepted, least, todo = ">", float(self.least_stored_bytes), "take more ranks"
-        return PlanError(
+        return MemoryLimitError(
             f"{what}{format_bytes(least)}",
             where=f"planner {self.settings.planner}",
             accepted=f"{self.settings.limit_key} {accepted} {least:.0f}",
