@@ -32,7 +32,7 @@ from sbp_core.memory import (
     predict_memory,
 )
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner.guide import SHARDED, parameter_options
 from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose

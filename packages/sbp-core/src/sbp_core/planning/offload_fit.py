@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from sbp_core.planning.compiled import Compilation, Compiled
-from sbp_core.planning.offloading import by_parameter, sizes_by_stage, with_states
+from sbp_core.planning.host_states import by_parameter, sizes_by_stage, with_states
 from sbp_core.strategy import Strategy
 
 #: Numbers of states that are compiled by estimates, before intervals are halved.
