@@ -8,7 +8,7 @@ from plan_requests import request
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.graph_variant import GraphVariant
 from sbp_core.memory import KeptPlans, predict_memory
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_planner.configs import ManualConfig
 from sbp_planner.ilp import IlpPlanner
 from sbp_planner.manual import ManualPlanner

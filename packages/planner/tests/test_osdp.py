@@ -17,7 +17,7 @@ from sbp_core.passes import RecomputeOptions, least_recompute_budget, recompute
 from sbp_core.placement import Placement
 from sbp_core.planning import PlanRequest
 from sbp_core.sbp import B, NdSbp, S
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_planner import no_fit, sharding
 from sbp_planner.configs import OsdpConfig
 from sbp_planner.guide import parameter_options, shardable, update_values

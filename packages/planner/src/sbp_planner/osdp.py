@@ -12,7 +12,7 @@ pipeline has a limit of its own (`sharding`).
 
 Two strategies are made: everything replicated, everything sharded. Another choice takes what is
 decided on each parameter, and on what its gradient and update alone depend on, from one of them.
-Its time is that of a replay of the compiled plan (`sbp_core.simulate`), so boxing that overlaps
+Its time is that of a replay of the compiled plan (`sbp_core.simulation`), so boxing that overlaps
 with compute costs only what it delays. Neither time nor memory is a sum over parameters, so the
 search goes in parts:
 

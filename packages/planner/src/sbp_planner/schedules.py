@@ -16,7 +16,7 @@ from sbp_core.infer import Pipelined, pipelined
 from sbp_core.memory import predict_memory
 from sbp_core.pipeline import SCHEDULES
 from sbp_core.planning import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.configs import AUTO, InferConfig, ManualConfig

@@ -2,8 +2,6 @@
 
 A message says, in this order: what does not hold (with the values), where, what would be accepted,
 and what to do. Errors pickle, so that a worker process can hand one to its launcher.
-
-Stability: stable.
 """
 
 from __future__ import annotations

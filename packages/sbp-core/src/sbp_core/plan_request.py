@@ -2,8 +2,6 @@
 
 `sbp_core.planning` offers both names; they are here because inference, which is below the search
 around planners, takes requests, too.
-
-Stability: internal.
 """
 
 from __future__ import annotations

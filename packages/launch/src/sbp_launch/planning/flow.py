@@ -18,7 +18,6 @@ from torch import nn
 from sbp_aten.pass_options import LossMeaning
 from sbp_aten.passes import prepare_step
 from sbp_core.boxing import StepKind
-from sbp_core.check import CheckReport, check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, lower
 from sbp_core.errors import ConfigError, MemoryLimitError, PlanError, SbpError
@@ -37,16 +36,17 @@ from sbp_core.memory import (
 )
 from sbp_core.passes import allow_unknown
 from sbp_core.placement import Placement
+from sbp_core.plan_check import CheckReport, check
 from sbp_core.planning import PlanRequest
 from sbp_core.plugins import GraphPass
 from sbp_core.sbp import P
 from sbp_core.signatures import UnknownOperator
-from sbp_core.simulate import Simulation, simulate
+from sbp_core.simulation import Simulation, simulate
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.settings.patterns import check_patterns
-from sbp_torch.capture import NO_NUMBERS, NumberPlace, capture, without_unused
+from sbp_torch.graph_capture import NO_NUMBERS, NumberPlace, capture, without_unused
 from sbp_torch.proof import Proof
 from sbp_torch.update_options import UpdateOptions
 

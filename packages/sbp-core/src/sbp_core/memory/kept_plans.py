@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.graph.ir import LogicalGraph
 from sbp_core.memory.prediction import call_layouts, predict_memory
-from sbp_core.memory.report import MemoryReport
+from sbp_core.memory.reports import MemoryReport
 from sbp_core.memory.storage_view import CallLayouts
 from sbp_core.strategy import Strategy
 

@@ -13,7 +13,7 @@ from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import PlanError, SbpLookupError
 from sbp_core.memory import MemoryReport, memory_bound, offloaded_bytes
 from sbp_core.plan_request import PlanRequest
-from sbp_core.simulate import simulate
+from sbp_core.simulation import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
 

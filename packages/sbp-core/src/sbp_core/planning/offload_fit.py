@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sbp_core.planning.compiled import Compilation, Compiled
+from sbp_core.planning.host_states import by_parameter, sizes_by_stage, with_states
 from sbp_core.planning.limit_search import LimitSearch, search_limits
-from sbp_core.planning.offloading import by_parameter, sizes_by_stage, with_states
 from sbp_core.strategy import Strategy
 
 #: Numbers of states that are looked at, at most: bytes are halved as often as it takes.

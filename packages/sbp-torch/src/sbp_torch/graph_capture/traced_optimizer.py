@@ -22,15 +22,15 @@ from sbp_core.runtime import Number
 from sbp_torch._torch_compat import compiling, storage_key
 from sbp_torch._torch_optim_compat import unprofiled
 from sbp_torch._torch_patches import replaced
-from sbp_torch.capture.diagnostics import user_frame
-from sbp_torch.capture.functional_updates import (
+from sbp_torch.graph_capture.diagnostics import user_frame
+from sbp_torch.graph_capture.functional_updates import (
     UpdateFunction,
     functional_update,
     sgd,
 )
-from sbp_torch.capture.fused_kernels import takes_kernel
-from sbp_torch.capture.optimizer_clones import PLAIN, clone_of, is_known, kind_of, plain_step
-from sbp_torch.capture.optimizer_states import InitialStateProbe
+from sbp_torch.graph_capture.fused_kernels import takes_kernel
+from sbp_torch.graph_capture.optimizer_clones import PLAIN, clone_of, is_known, kind_of, plain_step
+from sbp_torch.graph_capture.optimizer_states import InitialStateProbe
 from sbp_torch.update_options import SETTINGS, UpdateOptions
 
 

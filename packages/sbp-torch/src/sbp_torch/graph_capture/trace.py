@@ -38,9 +38,9 @@ from sbp_torch._torch_compat import (
     written_argument,
     written_arguments,
 )
-from sbp_torch.capture.diagnostics import check_dense, refusal, written_outside
-from sbp_torch.capture.side_effects import shared_memory
-from sbp_torch.capture.step import TrainingStep
+from sbp_torch.graph_capture.diagnostics import check_dense, refusal, written_outside
+from sbp_torch.graph_capture.side_effects import shared_memory
+from sbp_torch.graph_capture.step import TrainingStep
 
 # Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
 

@@ -19,7 +19,7 @@ from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
 from sbp_core.runtime import BatchIs
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.flow import PlanSettings
-from sbp_torch.capture import SampleDims, UpdateOptions, flatten_batch
+from sbp_torch.graph_capture import SampleDims, UpdateOptions, flatten_batch
 
 #: What the loss of several micro-batches is.
 LossIs = Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"]

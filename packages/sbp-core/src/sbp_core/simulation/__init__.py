@@ -6,10 +6,8 @@ step's time.
 
 It is exact where times are: orders are static, so the network of a plan has one answer, and two
 processes find the same. What the machine does beside (noise, a slow rank) is not in it.
-
-Stability: provisional.
 """
 
-from sbp_core.simulate.network import FiringNetwork, Simulation, TimedFiring, simulate
+from sbp_core.simulation.network import FiringNetwork, Simulation, TimedFiring, simulate
 
 __all__ = ["FiringNetwork", "Simulation", "TimedFiring", "simulate"]

@@ -6,8 +6,6 @@
 
 Alone, the ranks are threads of the process; under `torchrun`, `mpiexec` or `srun`, each process is
 a rank. `docs/how-to/parallelize.md` shows it next to `DistributedDataParallel` and `fully_shard`.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ from torch import Tensor, nn
 from sbp_core.boxing import BoxingBackend
 from sbp_core.cluster import Cluster
 from sbp_core.collection import collection_paused
-from sbp_core.exports import make_callable
 from sbp_core.planning import Planner
 from sbp_core.runtime import BatchIs, Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.parallelize.arguments import (
+from sbp_launch.parallel.arguments import (
     LossIs,
     checked_batch_is,
     compile_config,
@@ -36,9 +33,9 @@ from sbp_launch.parallelize.arguments import (
     sample_dims,
     update_options,
 )
-from sbp_launch.parallelize.choices import Choice, Choices
-from sbp_launch.parallelize.ranks import backend_of, mesh_of
-from sbp_launch.parallelize.step import ParallelStep
+from sbp_launch.parallel.choices import Choice, Choices
+from sbp_launch.parallel.ranks import backend_of, mesh_of
+from sbp_launch.parallel.step import ParallelStep
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
 from sbp_launch.step.comparison import Comparison
@@ -52,8 +49,8 @@ from sbp_launch.step.program_step import ProgramStep
 from sbp_launch.step.step_planner import Pins, PlanChoice
 from sbp_launch.step.training import Training
 from sbp_launch.world import World
-from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import DeferredModel
+from sbp_torch.graph_capture import UpdateOptions
 
 __all__ = ["LengthBuckets", "ParallelStep", "ProgramStep", "StepOutput", "parallelize"]
 
@@ -197,6 +194,3 @@ def parallelize(
         Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
     )
     return ParallelStep(planned, choice, engine, following, training, padding, states, compared)
-
-
-make_callable(__name__)

@@ -1,7 +1,4 @@
-"""Capture: an ordinary PyTorch training step -> `LogicalGraph`.
-
-Stability: provisional.
-"""
+"""Capture: an ordinary PyTorch training step -> `LogicalGraph`."""
 
 from __future__ import annotations
 
@@ -13,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError, SbpTypeError
-from sbp_core.exports import make_callable
 from sbp_core.graph import LogicalGraph
-from sbp_torch.capture.batch import SampleDims, as_written, flatten_batch, rebuild_batch
-from sbp_torch.capture.convert import to_logical
-from sbp_torch.capture.device import on_device
-from sbp_torch.capture.diagnostics import TraceError, check_modes
-from sbp_torch.capture.loss import Loss, check_loss, kind_told, split_losses
-from sbp_torch.capture.numbers import (
+from sbp_torch.graph_capture.batch import SampleDims, as_written, flatten_batch, rebuild_batch
+from sbp_torch.graph_capture.convert import to_logical
+from sbp_torch.graph_capture.device import on_device
+from sbp_torch.graph_capture.diagnostics import TraceError, check_modes
+from sbp_torch.graph_capture.loss import Loss, check_loss, kind_told, split_losses
+from sbp_torch.graph_capture.numbers import (
     NO_NUMBERS,
     NumberPlace,
     check_numbers,
@@ -29,11 +25,11 @@ from sbp_torch.capture.numbers import (
     placed,
     without_unused,
 )
-from sbp_torch.capture.optimizer_states import VELOCITY
-from sbp_torch.capture.randomness import counted_random
-from sbp_torch.capture.step import TrainingStep, model_tensors, trainable
-from sbp_torch.capture.trace import TracedStep, trace_step
-from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
+from sbp_torch.graph_capture.optimizer_states import VELOCITY
+from sbp_torch.graph_capture.randomness import counted_random
+from sbp_torch.graph_capture.step import TrainingStep, model_tensors, trainable
+from sbp_torch.graph_capture.trace import TracedStep, trace_step
+from sbp_torch.graph_capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
 __all__ = [
     "NO_NUMBERS",
@@ -239,6 +235,3 @@ def scalar_values(
     """Return what the scalar inputs of the update are now: learning rates and other settings."""
     Update(model, optimizer, update)  # which checks them
     return current_scalars(optimizer, update)
-
-
-make_callable(__name__)

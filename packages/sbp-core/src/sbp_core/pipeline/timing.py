@@ -2,8 +2,6 @@
 
 An action begins when its rank has done the one before it in its order, and what it needs has
 arrived; see `Precedence`. So there is one answer for a schedule and times, and it is exact.
-
-Stability: internal.
 """
 
 from __future__ import annotations
@@ -351,7 +349,7 @@ class SimulatedSchedule:
         )
 
 
-def simulate(
+def simulate_schedule(
     schedule: PipelineSchedule, times: Sequence[object], *, transfer: Duration = 0
 ) -> SimulatedSchedule:
     """Return what a schedule takes.

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbp_core.exports import make_callable
 from sbp_core.sbp import NdSbp, Sbp
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.derive import derivation, derive, work_flop
+from sbp_core.signatures.derivations import derivation, derive, work_flop
 from sbp_core.signatures.library import call_library
+from sbp_core.signatures.no_rule import OPAQUE
 from sbp_core.signatures.notation import Dims, Notation
-from sbp_core.signatures.opaque import OPAQUE
 from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.signature import Signature1d
 from sbp_core.units import format_flop
@@ -200,6 +199,3 @@ def _prerequisite(part: Signature1d) -> str:
     return " and ".join(
         f"earlier axes split label {label} into {extent} parts" for label, extent in part.follows
     )
-
-
-make_callable(__name__)

@@ -26,8 +26,8 @@ from torch import Tensor
 from sbp_core.errors import CaptureError
 from sbp_core.runtime import Number
 from sbp_torch._torch_optim_compat import constructed_states
-from sbp_torch.capture.diagnostics import user_frame
-from sbp_torch.capture.optimizer_clones import (
+from sbp_torch.graph_capture.diagnostics import user_frame
+from sbp_torch.graph_capture.optimizer_clones import (
     PLAIN,
     SMALL,
     clone_of,

@@ -12,20 +12,20 @@ from torch import nn
 from sbp_core.collection import collection_paused
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.planning import Planner
-from sbp_launch.parallelize.arguments import (
+from sbp_launch.parallel.arguments import (
     in_arguments,
     micro_batches_of,
     sample_dims,
     update_options,
 )
-from sbp_launch.parallelize.choices import Choice, Choices
+from sbp_launch.parallel.choices import Choice, Choices
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
 from sbp_launch.step.missing_attributes import OF_STEPS, missing_attribute
 from sbp_launch.step.program_step import ProgramStep
 from sbp_launch.step.step_planner import Pins
 from sbp_launch.step.training_step import TrainingStep
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 
 class ParallelStep(TrainingStep):

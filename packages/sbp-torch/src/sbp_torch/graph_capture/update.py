@@ -1,7 +1,4 @@
-"""The part of a step after the gradients: unscaling, clipping, the optimizer, averages.
-
-Stability: provisional.
-"""
+"""The part of a step after the gradients: unscaling, clipping, the optimizer, averages."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError
 from sbp_core.graph import GraphInput, InputKind
-from sbp_torch.capture.diagnostics import definition
-from sbp_torch.capture.differential_validation import check_against_eager
-from sbp_torch.capture.functional_updates import added, total_norm
-from sbp_torch.capture.optimizer_clones import check_capturable
-from sbp_torch.capture.traced_optimizer import (
+from sbp_torch.graph_capture.diagnostics import definition
+from sbp_torch.graph_capture.differential_validation import check_against_eager
+from sbp_torch.graph_capture.functional_updates import added, total_norm
+from sbp_torch.graph_capture.optimizer_clones import check_capturable
+from sbp_torch.graph_capture.traced_optimizer import (
     ParameterGroup,
     TracedOptimizer,
     scalar_names,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sbp_core.errors import CaptureError
-from sbp_torch.capture.optimizer_clones import (
+from sbp_torch.graph_capture.optimizer_clones import (
     PLAIN,
     SMALL,
     attributes_of,
@@ -31,8 +31,8 @@ from sbp_torch.capture.optimizer_clones import (
     small_shape,
     snapshot,
 )
-from sbp_torch.capture.optimizer_states import failed_step
-from sbp_torch.capture.traced_optimizer import ParameterGroup, TracedOptimizer, in_place_only
+from sbp_torch.graph_capture.optimizer_states import failed_step
+from sbp_torch.graph_capture.traced_optimizer import ParameterGroup, TracedOptimizer, in_place_only
 from sbp_torch.update_options import UpdateOptions
 
 #: Extent of the dims of stand-ins, at most: more than what initial states were told from.

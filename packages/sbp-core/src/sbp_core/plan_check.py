@@ -21,8 +21,6 @@ the replay. To wait less never stops a marked graph, so the proof holds for proc
 The values that are replayed are types: each operator is called on tensors without data, by the
 tensor library that is installed, so that what is accepted also runs. Values may still be refused in
 a run, such as an index that is too large.
-
-Stability: provisional.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.dataflow import CriticalCycle, critical_cycle, latency
 from sbp_core.errors import PlanError
-from sbp_core.exports import make_callable
 from sbp_core.graph.ir import Rate
 from sbp_core.interpreter import Firing, Interpreter
 from sbp_core.interpreter.domain import V, Values
@@ -432,6 +429,3 @@ def _cycle(replay: Interpreter[V]) -> list[str]:
         thread = firings.thread(on)
     start = list(lines).index(thread)
     return list(lines.values())[start:]
-
-
-make_callable(__name__)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbp_torch.capture.optimizer_clones import kind_of
+from sbp_torch.graph_capture.optimizer_clones import kind_of
 from sbp_torch.ops import fused_updates as _fused_ops  # noqa: F401 - registers sbp.fused_*
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sbp_core.errors import CaptureError, SbpValueError
-from sbp_torch.capture.diagnostics import check_dense
+from sbp_torch.graph_capture.diagnostics import check_dense
 
 T = TypeVar("T")
 

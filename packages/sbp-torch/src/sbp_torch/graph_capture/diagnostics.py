@@ -221,7 +221,7 @@ def scaled_loss() -> CaptureError:
         "the loss is scaled by a GradScaler",
         accepted="a loss as it is",
         todo="leave the scaler out of loss and loop: with float16, a step scales, and skips what "
-        "overflows, by update=UpdateOptions(loss_scaling=LossScaling()), of sbp_torch.capture; "
+        "overflows, by update=UpdateOptions(loss_scaling=LossScaling()), of sbp_torch; "
         "bfloat16 needs none of it",
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sbp_core.errors import CaptureError, SbpTypeError
-from sbp_torch.capture.diagnostics import short
+from sbp_torch.graph_capture.diagnostics import short
 
 #: The loss of a batch, or the loss and metrics.
 Loss = Callable[[nn.Module, Any], Any]

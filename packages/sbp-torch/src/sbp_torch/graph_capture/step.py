@@ -29,14 +29,14 @@ from sbp_torch._torch_patches import (
     grad_scaling_refused,
     transformers_of_any_mask,
 )
-from sbp_torch.capture.batch import flatten_batch, rebuild_batch
-from sbp_torch.capture.diagnostics import check_dense, scaled_loss
-from sbp_torch.capture.loss import Loss, split_losses
-from sbp_torch.capture.numbers import NO_NUMBERS, NumberPlace, placed
-from sbp_torch.capture.provenance import Notes
-from sbp_torch.capture.randomness import Draws
-from sbp_torch.capture.side_effects import Change, Generators, Snapshot, replaced_states
-from sbp_torch.capture.update import Update
+from sbp_torch.graph_capture.batch import flatten_batch, rebuild_batch
+from sbp_torch.graph_capture.diagnostics import check_dense, scaled_loss
+from sbp_torch.graph_capture.loss import Loss, split_losses
+from sbp_torch.graph_capture.numbers import NO_NUMBERS, NumberPlace, placed
+from sbp_torch.graph_capture.provenance import Notes
+from sbp_torch.graph_capture.randomness import Draws
+from sbp_torch.graph_capture.side_effects import Change, Generators, Snapshot, replaced_states
+from sbp_torch.graph_capture.update import Update
 
 #: Scalar inputs that random ops count with.
 SEED, DRAW = "seed", "draw"

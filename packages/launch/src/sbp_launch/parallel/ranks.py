@@ -11,7 +11,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import ConfigError
 from sbp_core.placement import Placement
 from sbp_launch.clusters.local import AXES
-from sbp_launch.parallelize.choices import Choice, Choices
+from sbp_launch.parallel.choices import Choice, Choices
 from sbp_launch.world import MPIEXEC, THREADS, TORCHRUN, World
 
 #: The boxing that fits a launcher.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from sbp_torch.capture.optimizer_clones import kind_of
+from sbp_torch.graph_capture.optimizer_clones import kind_of
 from sbp_torch.update_options import UpdateOptions
 
 #: Elements of the parameter: of up to 64 to a vector, whole vectors and a remainder.

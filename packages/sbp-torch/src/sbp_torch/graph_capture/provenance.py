@@ -45,8 +45,8 @@ from sbp_torch._torch_compat import (
     without_modes,
     written_arguments,
 )
-from sbp_torch.capture.diagnostics import user_line, written_outside
-from sbp_torch.capture.randomness import Draws
+from sbp_torch.graph_capture.diagnostics import user_line, written_outside
+from sbp_torch.graph_capture.randomness import Draws
 
 _aten = torch.ops.aten
 

@@ -35,10 +35,10 @@ from sbp_core.graph import (
     refs,
 )
 from sbp_torch._torch_compat import OpOverload, argument_types, is_mutable
-from sbp_torch.capture.diagnostics import check_call, shape_by_value, value_read
-from sbp_torch.capture.numbers import at_forward
-from sbp_torch.capture.step import DRAW, SEED
-from sbp_torch.capture.trace import TracedStep
+from sbp_torch.graph_capture.diagnostics import check_call, shape_by_value, value_read
+from sbp_torch.graph_capture.numbers import at_forward
+from sbp_torch.graph_capture.step import DRAW, SEED
+from sbp_torch.graph_capture.trace import TracedStep
 from sbp_torch.ops.operators import asked_for
 
 #: Python operators on host numbers, by the name they get.
