@@ -21,7 +21,7 @@ from models.trial import Outcome, batches, cluster, make, storage_dtype, truth, 
 from sbp_core.plugins import discover
 from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 #: Seconds for all cells of one world.
 _TIMEOUT_S = 3600.0

@@ -23,7 +23,7 @@ from programs import MODEL, batch, expected_shard, loss_of, make_optimizer, regi
 from sbp_core.errors import SbpError
 from sbp_core.runtime import local_samples
 from sbp_launch import parallelize
-from sbp_launch.parallelize import ParallelStep
+from sbp_launch.parallel import ParallelStep
 from sbp_launch.world import World
 from sbp_torch.deferred_init import deferred
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from sbp_torch.capture import counted_random
+from sbp_torch.graph_capture import counted_random
 
 SIZE = 8
 _EACH = {"loss_is": "mean_of_micro_batches"}

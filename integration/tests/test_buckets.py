@@ -21,7 +21,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import ConfigError, RunError, SbpValueError
 from sbp_core.processes import Line, supervise
 from sbp_launch import parallelize
-from sbp_launch.parallelize import LengthBuckets
+from sbp_launch.parallel import LengthBuckets
 
 LAYOUTS = {
     "one rank": {},

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sbp_core.errors import ConfigError, RunError
 from sbp_launch import parallelize
-from sbp_torch.capture import counted_random
+from sbp_torch.graph_capture import counted_random
 
 LAYOUTS = (
     {},

@@ -23,8 +23,8 @@ from plain_training import (
 from sbp_core.errors import ConfigError, RunError
 from sbp_core.strategy import Strategy
 from sbp_launch import parallelize
-from sbp_torch.capture import UpdateOptions
 from sbp_torch.deferred_init import deferred
+from sbp_torch.graph_capture import UpdateOptions
 
 
 @pytest.mark.slow(but=3)

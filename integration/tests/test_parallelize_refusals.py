@@ -19,7 +19,7 @@ from sbp_core.errors import (
     SbpValueError,
 )
 from sbp_launch import parallelize
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 #: The rest of the first batch.
 LABELS = {name: value for name, value in batch_of(0).items() if name != "x"}

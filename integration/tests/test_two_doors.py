@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from sbp_core.errors import SbpError
 from sbp_core.plugins import discover
 from sbp_launch import parallelize
-from sbp_launch.parallelize import ParallelStep
-from sbp_torch.capture import UpdateOptions
+from sbp_launch.parallel import ParallelStep
 from sbp_torch.deferred_init import deferred
+from sbp_torch.graph_capture import UpdateOptions
 
 #: A model of two layers.
 MODEL = {"num_layers": 2, "hidden": 32, "num_heads": 4, "context": 16}

@@ -4,7 +4,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import get_linear_schedule_with_warmup
 
 from sbp_launch import parallelize
-from sbp_launch.parallelize import LengthBuckets
+from sbp_launch.parallel import LengthBuckets
 
 
 def loss_of(model, batch):

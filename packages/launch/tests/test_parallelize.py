@@ -11,17 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sbp_launch
 from sbp_core.errors import ConfigError, SbpValueError
 from sbp_core.runtime import BatchPart
 from sbp_launch import parallelize
-from sbp_launch.parallelize.arguments import compile_config, in_arguments
-from sbp_launch.parallelize.choices import Choices
-from sbp_launch.parallelize.ranks import backend_of, mesh_of
+from sbp_launch.parallel.arguments import compile_config, in_arguments
+from sbp_launch.parallel.choices import Choices
+from sbp_launch.parallel.ranks import backend_of, mesh_of
 from sbp_launch.step.agreement import compare, compare_batches, digest_of
 from sbp_launch.step.saved import as_path
 from sbp_launch.step.scalars import UpdateScalars
 from sbp_launch.world import World
-from sbp_torch.capture import UpdateOptions
+from sbp_torch.graph_capture import UpdateOptions
 
 
 def among(*others):
@@ -134,9 +135,12 @@ def test_a_precision_of_none_is_none():
     assert compile_config(None, torch.bfloat16).autocast == "bfloat16"
 
 
-def test_help_explains_the_call_of_a_module():
-    assert parallelize.__doc__.startswith("parallelize(model: ")
-    assert "loss: `loss(model, batch)` returns a 0-d tensor" in parallelize.__doc__
+def test_the_name_is_a_function_also_when_its_old_module_is_imported():
+    with pytest.warns(DeprecationWarning, match="is sbp_launch.parallel.LengthBuckets now"):
+        from sbp_launch.parallelize import LengthBuckets
+
+    assert LengthBuckets is sbp_launch.LengthBuckets
+    assert sbp_launch.parallelize is parallelize
 
 
 @pytest.mark.parametrize(
