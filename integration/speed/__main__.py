@@ -21,7 +21,7 @@ _HEAD = """# Speed
 
 All figures of speed, each with the machine, versions, command and date of its measurement. "Not
 recorded" means that nobody wrote this down at the time. Predicted times are marked as such. Measure
-on a machine that does nothing else: many differences below are smaller than the noise of a busy one.
+on a machine that does nothing else: many differences are smaller than the noise of a busy one.
 
 The page is generated from `integration/speed/figures.json` by `python -m speed document` in the
 folder `integration`.
