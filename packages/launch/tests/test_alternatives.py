@@ -11,7 +11,7 @@ from trainable import registry, run_config, run_of
 from sbp_core.errors import ConfigError
 from sbp_core.infer import PinValue
 from sbp_core.sbp import NdSbp
-from sbp_launch.explaining.why import (
+from sbp_launch.explaining.alternatives import (
     Tensors,
     alternative,
     holds,

@@ -270,11 +270,7 @@ class _Groups:
             )
 
     def _note_uses(
-        self,
-        node: Node,
-        call: OpCall,
-        splits: Sequence[_LabelSplit],
-        activations: tuple[str, ...],
+        self, node: Node, call: OpCall, splits: Sequence[_LabelSplit], activations: tuple[str, ...]
     ) -> None:
         is_product = any(
             split.parameters and split.activations and split.reduction and not split.in_result
@@ -313,10 +309,7 @@ class _Groups:
         reduced = {self.root(dim) for dim in self.reduced}
         for root, (dims, uses, ends) in found.items():
             yield DimGroup(
-                dims=tuple(dims),
-                uses=tuple(uses),
-                ends=tuple(ends),
-                is_reduced=root in reduced,
+                dims=tuple(dims), uses=tuple(uses), ends=tuple(ends), is_reduced=root in reduced
             )
 
 

@@ -128,12 +128,7 @@ class LayerSearch(SegmentSearch):
     max_prices = inf
 
     def __init__(
-        self,
-        segments: StepSegments,
-        segment: Segment,
-        placement: Placement,
-        way: Way,
-        pins: Pins,
+        self, segments: StepSegments, segment: Segment, placement: Placement, way: Way, pins: Pins
     ) -> None:
         ranks = StageRanks(own=placement, before=None, behind=None)
         super().__init__(segments, segment, ranks, pins)

@@ -235,10 +235,7 @@ class LayerWise:
         return sizes.index(way.sizes[0]) if way.sizes[0] in sizes else None
 
     def _price(
-        self,
-        tensor: TensorType,
-        source: tuple[Placement, NdSbp],
-        target: tuple[Placement, NdSbp],
+        self, tensor: TensorType, source: tuple[Placement, NdSbp], target: tuple[Placement, NdSbp]
     ) -> float:
         if source == target:
             return 0.0

@@ -54,7 +54,7 @@ def model_blocks(graph: LogicalGraph, cluster: Cluster) -> ModelBlocks:
     if not all(modules) or len(set(modules)) < len(modules):
         raise PlanError(
             f"the modules of the forward pass tell no blocks apart: {', '.join(modules)}",
-            todo="give the parts of the model modules of their own, or choose planner=infer",
+            todo="give the parts of the model modules of their own, or choose planner=propagate",
         )
     at = {node.name: module for module, run in zip(modules, runs, strict=True) for node in run}
     block_at = dict(at)

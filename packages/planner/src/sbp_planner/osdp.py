@@ -61,13 +61,7 @@ from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit
-from sbp_planner.osdp_report import (
-    Batch,
-    batch_report,
-    explanation,
-    memory_gain,
-    storage_report,
-)
+from sbp_planner.osdp_report import Batch, batch_report, explanation, memory_gain, storage_report
 from sbp_planner.osdp_variants import Tried, VariantSearch
 from sbp_planner.sharding import Ends, ends_of
 from sbp_planner.storage_search import Learned, improve
@@ -152,11 +146,7 @@ class OsdpPlanner(SearchedPlanner):
         if len(stages.stages) == 1:  # one after the other: no stage waits for another
             stages = replace(stages, in_flight=(1,))
         return ends_of(
-            request,
-            axis,
-            stages=stages,
-            stage_patterns=config.stage_patterns,
-            pins=config.pins,
+            request, axis, stages=stages, stage_patterns=config.stage_patterns, pins=config.pins
         )
 
     def _improve(self, tried: Tried) -> None:

@@ -259,10 +259,7 @@ class VariantSearch:
         if self.request.progress and variant is not None:
             self.request.progress(f"trying {variant_words(variant)}", 0.2)
         search = StorageSearch(
-            request=quiet,
-            ends=self.ends(quiet),
-            limit_bytes=self.limit_bytes,
-            learned=self.learned,
+            request=quiet, ends=self.ends(quiet), limit_bytes=self.limit_bytes, learned=self.learned
         )
         tried = Tried(variant=variant, search=search, unlimited_s=search.step_s(search.unlimited()))
         self.tried.append(tried)

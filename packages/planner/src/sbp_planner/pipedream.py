@@ -259,11 +259,7 @@ def _flushed(
 
 
 def _search(plan: HierarchyPlan | FlushedPlan) -> dict[str, Any]:
-    return {
-        "ideals": plan.num_ideals,
-        "all_ideals": plan.complete,
-        "family": plan.family,
-    }
+    return {"ideals": plan.num_ideals, "all_ideals": plan.complete, "family": plan.family}
 
 
 def _infeasible(plan: Infeasible) -> dict[str, Any]:

@@ -105,11 +105,7 @@ class SegmentSearch:
     max_prices: ClassVar[float] = MAX_SEGMENT_PRICES
 
     def __init__(
-        self,
-        segments: StepSegments,
-        segment: Segment,
-        ranks: StageRanks,
-        pins: Pins | None = None,
+        self, segments: StepSegments, segment: Segment, ranks: StageRanks, pins: Pins | None = None
     ) -> None:
         self.segments, self.segment, self.placement = segments, segment, ranks.own
         graph, axes = segment.graph, ranks.own.num_axes

@@ -24,13 +24,7 @@ from math import inf
 from sbp_core.compile import CompileOptions, PhysicalPlan, compile_plan
 from sbp_core.errors import PlanError, SbpLookupError
 from sbp_core.infer import predict_cost
-from sbp_core.memory import (
-    CallLayouts,
-    RankMemory,
-    call_layouts,
-    offloaded_bytes,
-    predict_memory,
-)
+from sbp_core.memory import CallLayouts, RankMemory, call_layouts, offloaded_bytes, predict_memory
 from sbp_core.planning import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy

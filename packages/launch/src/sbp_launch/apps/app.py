@@ -48,6 +48,7 @@ from sbp_launch.settings.compose import (
     expand_globs,
     read,
     refuse_conflicts,
+    renamed_overrides,
     searching,
     sweep_jobs,
 )
@@ -98,7 +99,10 @@ def _run(app: Application[ConfigT]) -> int:
         raise unknown_flag(unknown[0], parser)
     registry = discover()
     catalog = make_catalog(registry, options.config_dir)
-    expanded = expand_globs(options.overrides, catalog)
+    renamed = renamed_overrides(options.overrides, catalog)
+    for text, new in renamed.items():
+        sys.stderr.write(f"{app.name}: warning: {text} has a new name: {new}\n")
+    expanded = expand_globs([renamed.get(text, text) for text in options.overrides], catalog)
     replaced = dict(zip(options.overrides, expanded, strict=True))
     sys.argv[1:] = [replaced.get(text, text) for text in sys.argv[1:]]
     options.overrides = expanded

@@ -132,12 +132,12 @@ def measure_calls(run: CalibrateRun, registry: PluginRegistry) -> None:
     cluster = with_times(Cluster.load(Path(out)), out, settings.ops[0], times)
     console.print(
         f"measured {len(found.operators)} calls, {found.rounds} times each, in "
-        f"{format_seconds(found.measured_s)}",
+        f"{format_seconds(found.measured_s)}"
     )
     if found.left_out:
         console.print(
             f"left out for want of time or memory: {found.left_out} calls, of those that take "
-            "least; raise time_s to measure them",
+            "least; raise time_s to measure them"
         )
     if found.failed:
         call, why = found.failed[0]

@@ -33,26 +33,12 @@ if TYPE_CHECKING:
         parse_manifest,
         read_manifest,
     )
-    from sbp_launch.checkpoint.places import (
-        find_checkpoints,
-        newest_first,
-        open_checkpoint,
-    )
+    from sbp_launch.checkpoint.places import find_checkpoints, newest_first, open_checkpoint
     from sbp_launch.checkpoint.reading import Checkpoint
-    from sbp_launch.checkpoint.saving import (
-        Processes,
-        prune,
-        save,
-    )
+    from sbp_launch.checkpoint.saving import Processes, prune, save
     from sbp_launch.checkpoint.settings import COPY_BYTES
-    from sbp_launch.checkpoint.steps import (
-        step_name,
-        step_of,
-    )
-    from sbp_launch.checkpoint.writing import (
-        commit,
-        write_part,
-    )
+    from sbp_launch.checkpoint.steps import step_name, step_of
+    from sbp_launch.checkpoint.writing import commit, write_part
 
 __all__ = [
     "COPY_BYTES",

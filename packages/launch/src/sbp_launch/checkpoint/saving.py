@@ -78,9 +78,7 @@ class Processes:
             raise problem
         if problem is not None:
             raise RunError(
-                f"{what}: {_said(problem)}",
-                where=where,
-                todo=f"make room, or {self.elsewhere}",
+                f"{what}: {_said(problem)}", where=where, todo=f"make room, or {self.elsewhere}"
             ) from problem
         for rank, text in zip(self.ranks, texts, strict=True):
             if text:
@@ -88,11 +86,7 @@ class Processes:
 
 
 def save(
-    storage: Storage,
-    name: str,
-    metadata: Metadata,
-    pieces: Iterable[Piece],
-    processes: Processes,
+    storage: Storage, name: str, metadata: Metadata, pieces: Iterable[Piece], processes: Processes
 ) -> None:
     """Save a checkpoint; all processes call this, between the same steps.
 

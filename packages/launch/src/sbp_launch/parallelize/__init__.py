@@ -69,7 +69,7 @@ def parallelize(
     *,
     mesh: int | Sequence[int] | None = None,
     axes: str | Sequence[str] | None = None,
-    planner: Choice | Planner | Strategy = "infer",
+    planner: Choice | Planner | Strategy = "propagate",
     pins: Pins | None = None,
     cluster: Choice | Cluster = "local",
     micro_batches: int | Literal["auto"] = 1,
@@ -104,8 +104,8 @@ def parallelize(
             `state` reads as that of the ranks.
         mesh: Ranks along each axis: `4`, `(2, 2)`. By default one for each process, on one axis.
         axes: Name of each axis; by default `data`; `data, tensor`; or `pipe, data, tensor`.
-        planner: Decides how tensors are split: `infer`, `osdp`, `manual/tensor_parallel`, ...; or
-            a strategy.
+        planner: Decides how tensors are split: `propagate`, `osdp`, `manual/tensor_parallel`,
+            ...; or a strategy.
         pins: How you decide on tensors by name, over what the planner says.
         cluster: The machine that is planned for: `local`, `measured`.
         micro_batches: Parts of one step, whose gradients are accumulated; `auto` takes as few as

@@ -22,11 +22,7 @@ from sbp_core.check import CheckReport, check
 from sbp_core.cluster import Cluster
 from sbp_core.compile import CompileOptions, Lowered, PhysicalPlan, lower
 from sbp_core.errors import ConfigError, PlanError, SbpError
-from sbp_core.graph import (
-    LogicalGraph,
-    rename_outputs,
-    rename_uses,
-)
+from sbp_core.graph import LogicalGraph, rename_outputs, rename_uses
 from sbp_core.memory import (
     KeptPlans,
     MemoryReport,
@@ -400,10 +396,7 @@ def check_precision(config: CompileConfig, graph: LogicalGraph) -> None:
 
 
 def compiled(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    settings: PlanSettings,
-    kept: KeptPlans | None = None,
+    graph: LogicalGraph, strategy: Strategy, settings: PlanSettings, kept: KeptPlans | None = None
 ) -> Planned:
     """Compile a strategy, check the plan, and play it in simulated time.
 

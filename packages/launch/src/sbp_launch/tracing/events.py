@@ -30,15 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sbp_core.compile import (
-    Actor,
-    ActorId,
-    BoxingActor,
-    Compute,
-    PhysicalPlan,
-    Receive,
-    Send,
-)
+from sbp_core.compile import Actor, ActorId, BoxingActor, Compute, PhysicalPlan, Receive, Send
 from sbp_core.graph import LogicalGraph, Node, Phase
 from sbp_core.runtime import Held, Span, SpanKind
 from sbp_core.simulate import Simulation, simulate

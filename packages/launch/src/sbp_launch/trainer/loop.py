@@ -18,13 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from sbp_core.errors import SbpError
-from sbp_core.plugins import (
-    Callback,
-    MetricSink,
-    TrainerControl,
-    TrainerState,
-    TrainingContext,
-)
+from sbp_core.plugins import Callback, MetricSink, TrainerControl, TrainerState, TrainingContext
 from sbp_launch.data import BatchLoader, DataCursor, LocalPart, SampleOrder, is_for_gpus
 from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.utilization import ModelWork
@@ -236,11 +230,7 @@ class TrainingLoop:
         return None
 
     def _step(
-        self,
-        loader: BatchLoader,
-        sink: MetricSink,
-        evaluator: Evaluator,
-        progress: StepProgress,
+        self, loader: BatchLoader, sink: MetricSink, evaluator: Evaluator, progress: StepProgress
     ) -> None:
         """Take one step and all that follows it."""
         settings, step = self.run.config.trainer, self.state.step + 1

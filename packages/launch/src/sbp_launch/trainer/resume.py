@@ -88,7 +88,7 @@ class Resume:
     def check_data(self, order: SampleOrder) -> None:
         """See that the run goes on in the data, and in the order, in which it was.
 
-        With `trainer.other_data` it goes on in others, and says so.
+        With `trainer.allow_other_data` it goes on in others, and says so.
 
         Raises:
             ConfigError: it would not.
@@ -97,7 +97,7 @@ class Resume:
             return
         where = self._storage.place(self.states.checkpoint.name, MANIFEST_FILE)
         cursor = DataCursor.from_json(self.metadata.cursor, where=where)
-        if not self._run.config.trainer.other_data:
+        if not self._run.config.trainer.allow_other_data:
             cursor.check_same_data(order, where=where)
         for told in cursor.differences(order):
             self._run.say([f"other than in {self.states.checkpoint.name}: {told}"])

@@ -20,13 +20,7 @@ from sbp_models.configs.files import (
 )
 from sbp_models.configs.hf import HfConfig
 from sbp_models.configs.images import ImagesConfig
-from sbp_models.configs.language import (
-    BertConfig,
-    GptConfig,
-    LlamaConfig,
-    MoeConfig,
-    T5Config,
-)
+from sbp_models.configs.language import BertConfig, GptConfig, LlamaConfig, MoeConfig, T5Config
 from sbp_models.configs.text import StdlibConfig, TextConfig, TextTask, text_task
 from sbp_models.configs.vision import ResnetConfig, VitConfig
 

@@ -239,11 +239,7 @@ class FamilySearch:
             request = self.request.of(variant)
             quiet = replace(request, progress=None)
             problem = joint_problem(
-                quiet,
-                pins=self.pins,
-                from_axes=False,
-                tied=self.settings.tied,
-                tables=self.tables,
+                quiet, pins=self.pins, from_axes=False, tied=self.settings.tied, tables=self.tables
             )
         except SbpError as error:
             self.problems.append(error)

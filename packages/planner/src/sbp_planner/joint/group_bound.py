@@ -58,11 +58,7 @@ class Paid:
     """
 
     def __init__(
-        self,
-        costs: Table,
-        classes: Numbers,
-        users: Sequence[Numbers],
-        variables: tuple[int, ...],
+        self, costs: Table, classes: Numbers, users: Sequence[Numbers], variables: tuple[int, ...]
     ) -> None:
         self.costs, self.variables = costs, variables
         self.maps = [classes, *users]

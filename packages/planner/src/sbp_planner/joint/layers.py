@@ -16,13 +16,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import (
-    ConversionGroup,
-    Request,
-    StepProblem,
-    generic_name,
-    node_colours,
-)
+from sbp_core.infer import ConversionGroup, Request, StepProblem, generic_name, node_colours
 
 Table = NDArray[np.float64]
 
@@ -133,9 +127,6 @@ def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[Conv
         times = alike[key][1]
         times[id(group.costs)] = group.costs, times.get(id(group.costs), (group.costs, 0))[1] + 1
     return [
-        replace(
-            first,
-            costs=reduce(np.add, (n * of if n > 1 else of for of, n in times.values())),
-        )
+        replace(first, costs=reduce(np.add, (n * of if n > 1 else of for of, n in times.values())))
         for first, times in alike.values()
     ]

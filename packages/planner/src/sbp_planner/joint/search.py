@@ -143,11 +143,7 @@ class JointSearch:
         self._say("posing all mesh axes as one problem", 0.0)
         quiet = replace(request, progress=None)
         self.problem = joint_problem(
-            quiet,
-            pins=pins,
-            tied=settings.tied,
-            tables=tables,
-            known=known,
+            quiet, pins=pins, tied=settings.tied, tables=tables, known=known
         )
         #: What plans take at least: the states, however they are stored.
         self.least_stored_bytes = least_stored_bytes(self.problem)

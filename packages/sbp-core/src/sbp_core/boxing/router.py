@@ -42,12 +42,7 @@ from sbp_core.sbp import NdSbp, check_sbp
 
 
 def route(
-    shape: Sequence[int],
-    dtype: str,
-    source: State,
-    target: State,
-    *,
-    fewest_between: bool = False,
+    shape: Sequence[int], dtype: str, source: State, target: State, *, fewest_between: bool = False
 ) -> Route:
     """Find the best route of a logical tensor: the fewest bytes, then the least memory and effort.
 

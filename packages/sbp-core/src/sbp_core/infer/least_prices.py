@@ -149,8 +149,7 @@ class LeastPrices:
                 part, at = np.ix_(rows, columns), at[np.ix_(rows, columns)]
                 names = _named(mesh, shape, kind)
                 states = np.ix_(
-                    _numbers(times, names, sources[rows]),
-                    _numbers(times, names, targets[columns]),
+                    _numbers(times, names, sources[rows]), _numbers(times, names, targets[columns])
                 )
                 of = scale / times.num_elements
                 least_s = times.alone_s(scale) if is_alone else of * times.seconds

@@ -62,12 +62,7 @@ class PinnedOptions:
         return kept
 
     def _unpinned_on(
-        self,
-        axis: int,
-        use: dict[str, Pin],
-        node: Node,
-        parts: Options,
-        kept: list[int],
+        self, axis: int, use: dict[str, Pin], node: Node, parts: Options, kept: list[int]
     ) -> list[int]:
         pinned = [
             (at, value, use[value])

@@ -165,10 +165,7 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
 
 
 def predict_stages(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    cluster: Cluster,
-    options: CompileOptions | None = None,
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster, options: CompileOptions | None = None
 ) -> tuple[tuple[StagePrediction, ...], int]:
     """Return what each stage does, and the bytes that a step moves between ranks.
 
@@ -222,10 +219,7 @@ def _is_update(graph: LogicalGraph, state: str) -> bool:
 
 
 def _add_op(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    node: Node,
-    stages: tuple[StagePrediction, ...],
+    graph: LogicalGraph, strategy: Strategy, node: Node, stages: tuple[StagePrediction, ...]
 ) -> None:
     found = strategy.nodes[node.name]
     stage, mesh = stages[found.stage], strategy.stages[found.stage]
@@ -308,10 +302,7 @@ def _add_boxing(
 
 
 def predict_cost(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    cluster: Cluster,
-    options: CompileOptions | None = None,
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster, options: CompileOptions | None = None
 ) -> Mapping[str, Any]:
     """Predict time, bytes sent and memory of a step under a strategy, as plain values.
 

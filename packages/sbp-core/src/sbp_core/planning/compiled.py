@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 
 from sbp_core.compile import CompileOptions, PhysicalPlan
 from sbp_core.errors import PlanError, SbpLookupError
-from sbp_core.memory import (
-    CallLayouts,
-    KeptPlans,
-    call_layouts,
-    memory_bound,
-    offloaded_bytes,
-)
+from sbp_core.memory import CallLayouts, KeptPlans, call_layouts, memory_bound, offloaded_bytes
 from sbp_core.plan_request import PlanRequest
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy

@@ -10,12 +10,7 @@ Stability: stable.
 import importlib
 import warnings
 
-from sbp_core.plugins.callbacks import (
-    Callback,
-    TrainerControl,
-    TrainerState,
-    TrainingContext,
-)
+from sbp_core.plugins.callbacks import Callback, TrainerControl, TrainerState, TrainingContext
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
@@ -28,19 +23,15 @@ from sbp_core.plugins.kinds import (
     Storage,
     StorageFactory,
 )
-from sbp_core.plugins.registry import (
-    ConfigFolder,
-    PluginEntry,
-    PluginRegistry,
-    Problem,
-    blame,
-)
+from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem, blame
 from sbp_core.plugins.settings import (
     INSTEAD,
     describe_type,
+    former_fields,
     merge_settings,
     type_hints,
     unknown_key,
+    warn_renamed,
 )
 
 __all__ = [
@@ -69,10 +60,12 @@ __all__ = [
     "blame",
     "describe_type",
     "discover",
+    "former_fields",
     "hookimpl",
     "merge_settings",
     "type_hints",
     "unknown_key",
+    "warn_renamed",
 ]
 
 

@@ -1,12 +1,12 @@
-"""The planner `infer`: for any model, the fastest of a few ways to begin.
+"""The planner `propagate`: for any model, the fastest of a few sets of pins.
 
-Inference decides what pins leave open, one mesh axis after the other, by estimates. Which pins it
-begins with matters more than what it then finds: of transformers, whose samples stay apart through
-all layers, it finds the fastest plan if all activations are pinned to the sample; where layers mix
-samples (batch norms) or are small, if nothing but the batch is. So a few sets of pins are tried.
-Each is inferred and compiled, and of the plans that fit the memory of a rank the one whose step is
-predicted to be the shortest is taken; sharded states, which need least, are among them. Memory is
-looked at no further: that is for `ilp` and `osdp`.
+Sharding propagation decides all tensors that are not pinned, one mesh axis after the other, at
+least predicted cost. The pins matter more than the propagation. For transformers, whose layers keep
+samples apart, the fastest plan needs all activations pinned to the sample dim. Where layers mix
+samples (batch norms) or are small, it needs only the batch pinned. So a few sets of pins are tried.
+The planner propagates and compiles each set. Of the plans that fit the memory of a rank, it takes
+the one with the shortest predicted step. One set shards the states, which needs the least memory.
+The planner searches no further for memory: `ilp` and `osdp` do that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sbp_core.planning import Compilation, PlanContext, PlanRequest, SearchedPla
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_core.units import format_bytes, format_seconds
-from sbp_planner.configs import InferConfig
+from sbp_planner.configs import PropagateConfig
 from sbp_planner.schedules import with_schedule
 
 
@@ -44,10 +44,10 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class InferPlanner(SearchedPlanner):
+class PropagatePlanner(SearchedPlanner):
     """Plans any model on any mesh."""
 
-    config: InferConfig
+    config: PropagateConfig
 
     def propose(self, context: PlanContext) -> Strategy:
         """Return the strategy whose compiled plan takes the least predicted time and fits.
@@ -67,11 +67,11 @@ class InferPlanner(SearchedPlanner):
         tried: dict[str, float] = {}
         problems: list[SbpError] = []
         fastest = ""
-        for index, (name, pins) in enumerate(self.config.tries.items()):
+        for index, (name, pins) in enumerate(self.config.pin_sets.items()):
             if request.progress:
-                request.progress(f"trying {name!r}", index / len(self.config.tries))
+                request.progress(f"trying {name!r}", index / len(self.config.pin_sets))
             try:
-                made[name] = self._infer(replace(request, progress=None), pins)
+                made[name] = self._propagate(replace(request, progress=None), pins)
                 plan = compilation.plan(made[name])
                 tried[name] = simulate(plan).step_s
                 if not fastest or tried[name] < tried[fastest]:
@@ -99,11 +99,11 @@ class InferPlanner(SearchedPlanner):
         report = {"tried": tried, "explanation": list(_lines(tried, held, best, limit))}
         return replace(made[best], report={**made[best].report, **report})
 
-    def _infer(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
-        def infer(stages: Pipelined) -> Strategy:
+    def _propagate(self, request: PlanRequest, pins: Mapping[str, PinValue]) -> Strategy:
+        def propagate(stages: Pipelined) -> Strategy:
             return infer_strategy(
                 request,
-                planner="infer",
+                planner="propagate",
                 pins=pins,
                 stage_patterns=self.config.stage_patterns,
                 stages=stages.stages,
@@ -112,7 +112,7 @@ class InferPlanner(SearchedPlanner):
                 staleness=stages.staleness,
             )
 
-        return with_schedule(request, self.config, infer)
+        return with_schedule(request, self.config, propagate)
 
 
 def _lines(
@@ -124,19 +124,19 @@ def _lines(
     )
     short = {name: one for name, one in held.items() if not one.fits}
     if not short:
-        yield f"infer: fastest of what was tried: {told}"
+        yield f"propagate: fastest of what was tried: {told}"
         return
     needed = ", ".join(
         f"{name} needs {format_bytes(one.memory_bytes)}" for name, one in short.items()
     )
     limit = format_bytes(limit_bytes)
     if not held[best].fits:
-        yield f"infer: nothing that was tried fits {limit}: {needed}"
+        yield f"propagate: nothing that was tried fits {limit}: {needed}"
     else:
-        yield f"infer: {best}, the fastest of what was tried and fits {limit}: {told}; {needed}"
+        yield f"propagate: {best}, the fastest of what was tried and fits {limit}: {told}; {needed}"
     yield "  planner=ilp and planner=osdp look for what is faster within the memory of a rank"
 
 
-def build(config: InferConfig) -> InferPlanner:
+def build(config: PropagateConfig) -> PropagatePlanner:
     """Make the planner."""
-    return InferPlanner(config)
+    return PropagatePlanner(config)

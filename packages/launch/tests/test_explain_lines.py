@@ -1,4 +1,4 @@
-"""The answers of `why=`, as they are printed."""
+"""The answers of `explain=`, as they are printed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from test_alternatives import replan
 from test_rows import found_plan
 
 from sbp_core.errors import ConfigError
+from sbp_launch.explaining.alternatives import MOST_PLANNING_S, Asked, explain_lines
 from sbp_launch.explaining.compare import figures_of
 from sbp_launch.explaining.question import Question
 from sbp_launch.explaining.reasons import percent, reason
-from sbp_launch.explaining.why import MOST_PLANNING_S, Asked, why_lines
 
 
 def answer(question: str, planning_s: float = 0.1) -> list[str]:
     asked = Asked(planned=found_plan("replicated"), replan=replan, planning_s=planning_s)
-    return list(why_lines(Question.parse(question), asked))
+    return list(explain_lines(Question.parse(question), asked))
 
 
 def test_a_pin_stands_beside_the_plan_with_a_reason_and_what_travels() -> None:
     lines = answer("head.weight: S(0)")
 
     text = "\n".join(lines)
-    assert lines[0] == "why head.weight: S(0): how head.weight is stored"
+    assert lines[0] == "explain head.weight: S(0): how head.weight is stored"
     assert lines[1] == "  in this plan (data): (B)"
     assert re.match(r"  (slower|faster) by \S+%: |  as fast", lines[2])
     assert re.search(r"predicted step +\S+ \S+ +\S+ \S+ +[-+=]", text)
@@ -61,7 +61,7 @@ def test_of_a_planner_that_takes_long_only_what_is_nearby_is_planned_anew() -> N
 
 
 def test_ways_that_there_was_no_time_for_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sbp_launch.explaining.why.MOST_S", -1.0)
+    monkeypatch.setattr("sbp_launch.explaining.alternatives.MOST_S", -1.0)
 
     text = "\n".join(answer("head.weight"))
 

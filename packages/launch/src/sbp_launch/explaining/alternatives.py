@@ -1,7 +1,7 @@
-"""Answer `why=`: the plan next to what it would be with other SBPs of some tensors.
+"""Answer `explain=`: the plan next to what it would be with other SBPs of some tensors.
 
-    why=blocks.3.mlp.up           every legal way to cut what leaves it, what is fastest first
-    why='blocks.3.mlp.up: S(1)'   this one next to the plan, and what travels more and less
+    explain=blocks.3.mlp.up           all legal SBPs of its output, the fastest first
+    explain='blocks.3.mlp.up: S(1)'   this one next to the plan, and the change in communication
 
 Each other plan has one pin more. A pin can be kept in two ways, and the faster plan counts:
 
@@ -91,7 +91,7 @@ def tensors_of(graph: LogicalGraph, pattern: str) -> Tensors:
         raise error.replaced(
             ConfigError,
             what=f"{pattern!r} matches no tensor and no module of {graph.name!r}",
-            where="why",
+            where="explain",
         ) from error
     return Tensors(
         stored=tuple(name for name, _ in pins.storage), used=tuple(name for name, _ in pins.use)
@@ -212,7 +212,7 @@ class Asked:
     planning_s: float
 
 
-def why_lines(
+def explain_lines(
     question: Question, asked: Asked, progress: Callable[[str], None] = lambda what: None
 ) -> Iterator[str]:
     """Yield the lines of the answer.
@@ -224,7 +224,7 @@ def why_lines(
     tensors = tensors_of(planned.graph, question.pattern)
     now = present(planned.graph, planned.strategy, tensors)
     how = f"{'is' if len(tensors.names) == 1 else 'are'} {'stored' if tensors.stored else 'used'}"
-    yield f"why {question.text}: how {_first(tensors.names)} {how}"
+    yield f"explain {question.text}: how {_first(tensors.names)} {how}"
     axes = ", ".join(planned.strategy.stages[0].axes)
     yield f"  in this plan ({axes}): {_sbps(now)}"
     if question.value is None:
@@ -348,7 +348,7 @@ def _all_ways(
         yield (
             "each changes what the pin is about alone, all else is as in this plan, since planner "
             f"{planner} takes {format_seconds(asked.planning_s)} a plan; "
-            f"why='{pattern}: SBP' plans the whole step with one of them"
+            f"explain='{pattern}: SBP' plans the whole step with one of them"
         )
 
 

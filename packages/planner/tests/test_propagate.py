@@ -1,4 +1,4 @@
-"""The planner `infer`: as fast as every preset, for any mesh, and what it does with pins."""
+"""The planner `propagate`: as fast as every preset, for any mesh, and what it does with pins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import yaml
 from plan_requests import assert_legal, request
 
-import sbp_planner.infer
+import sbp_planner.propagate
 from sbp_core.cluster import Link
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.errors import ConfigError, PlanError
@@ -22,8 +22,8 @@ from sbp_core.plugins import merge_settings
 from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner import manual
-from sbp_planner.configs import FIT_ANY, InferConfig, ManualConfig
-from sbp_planner.infer import build
+from sbp_planner.configs import FIT_ANY, ManualConfig, PropagateConfig
+from sbp_planner.propagate import build
 
 MESHES = [((2,), ("data",)), ((4,), ("any",)), ((2, 2), ("data", "tensor"))]
 
@@ -36,8 +36,8 @@ def settings_of(option: str) -> dict[str, Any]:
     return settings
 
 
-def default() -> sbp_planner.infer.InferPlanner:
-    return build(merge_settings(InferConfig, settings_of("infer")))
+def default() -> sbp_planner.propagate.PropagatePlanner:
+    return build(merge_settings(PropagateConfig, settings_of("propagate")))
 
 
 def time_s(asked: PlanRequest, strategy: Strategy) -> float:
@@ -56,7 +56,7 @@ def test_it_is_as_fast_as_the_presets_for_any_model(
     found = default().plan(asked)
 
     assert_legal(asked.graph, found)
-    for option in (*(one for one in FIT_ANY if one != "infer"), "manual/zero1", "manual/zero2"):
+    for option in (*(one for one in FIT_ANY if one != "propagate"), "manual/zero1", "manual/zero2"):
         preset = manual.build(merge_settings(ManualConfig, settings_of(option))).plan(asked)
         assert found.report["tried"]
         assert time_s(asked, found) <= time_s(asked, preset) * (1 + 1e-9), option
@@ -80,7 +80,7 @@ def test_the_report_says_what_was_tried_and_the_fastest_is_taken() -> None:
     found = default().plan(asked)
 
     tried = found.report["tried"]
-    assert list(tried) == list(settings_of("infer")["tries"])
+    assert list(tried) == list(settings_of("propagate")["pin_sets"])
     assert min(tried.values()) == pytest.approx(time_s(asked, found))
     assert all(name in found.report["explanation"][0] for name in tried)
 
@@ -91,22 +91,24 @@ def test_pins_that_lead_to_no_plan_are_passed_over(monkeypatch: pytest.MonkeyPat
             raise PlanError("no such plan")
         return infer_strategy(asked, pins=pins, **others)
 
-    monkeypatch.setattr(sbp_planner.infer, "infer_strategy", refusing)
+    monkeypatch.setattr(sbp_planner.propagate, "infer_strategy", refusing)
     works, works_not = {"batch": "S(0)"}, {"batch": "B"}
 
-    found = build(InferConfig(tries={"no": works_not, "yes": works})).plan(request((2,), ("data",)))
+    found = build(PropagateConfig(pin_sets={"no": works_not, "yes": works})).plan(
+        request((2,), ("data",))
+    )
 
     assert found.report["tried"]["no"] == inf
     with pytest.raises(PlanError, match="no such plan"):
-        build(InferConfig(tries={"no": works_not})).plan(request((2,), ("data",)))
+        build(PropagateConfig(pin_sets={"no": works_not})).plan(request((2,), ("data",)))
 
 
 @pytest.mark.slow
 def test_pins_that_cannot_be_meant_are_refused_though_others_lead_to_a_plan() -> None:
-    tries = {"yes": {"batch": "S(0)"}, "no": {"*.atention.*": "B"}}
+    pin_sets = {"yes": {"batch": "S(0)"}, "no": {"*.atention.*": "B"}}
 
     with pytest.raises(ConfigError, match="atention"):
-        build(InferConfig(tries=tries)).plan(request((2,), ("data",)))
+        build(PropagateConfig(pin_sets=pin_sets)).plan(request((2,), ("data",)))
 
 
 def within(asked: PlanRequest, memory_bytes: float) -> PlanRequest:
@@ -120,9 +122,9 @@ def held_bytes(asked: PlanRequest, strategy: Strategy) -> float:
     return Compilation(request=asked, limit_bytes=1).compiled(strategy, exact=True).memory_bytes
 
 
-def of_one(name: str) -> sbp_planner.infer.InferPlanner:
+def of_one(name: str) -> sbp_planner.propagate.PropagatePlanner:
     """Return the planner that tries one set of pins alone."""
-    return build(InferConfig(tries={name: settings_of("infer")["tries"][name]}))
+    return build(PropagateConfig(pin_sets={name: settings_of("propagate")["pin_sets"][name]}))
 
 
 SHARDED = "data parallel with sharded states"
@@ -142,26 +144,26 @@ def test_what_fits_is_taken_where_the_fastest_does_not() -> None:
 
     assert held_bytes(asked, found) <= sharded
     told = found.report["explanation"][0]
-    assert f"infer: {SHARDED}, the fastest of what was tried and fits" in told
+    assert f"propagate: {SHARDED}, the fastest of what was tried and fits" in told
     assert "needs" in told
-    assert fastest.report["explanation"][0].startswith("infer: fastest of what was tried: ")
+    assert fastest.report["explanation"][0].startswith("propagate: fastest of what was tried: ")
 
 
 @pytest.mark.slow
 def test_where_nothing_fits_what_needs_least_is_returned_and_says_who_looks_further() -> None:
     asked = request((4,), ("data",))
     least = min(
-        held_bytes(asked, of_one(name).plan(asked)) for name in settings_of("infer")["tries"]
+        held_bytes(asked, of_one(name).plan(asked)) for name in settings_of("propagate")["pin_sets"]
     )
 
     found = default().plan(within(asked, 0.5 * least))
 
     assert held_bytes(asked, found) == least
     told = found.report["explanation"]
-    assert told[0].startswith("infer: nothing that was tried fits")
+    assert told[0].startswith("propagate: nothing that was tried fits")
     assert "planner=ilp" in told[1]
 
 
 def test_nothing_to_try_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tries"):
-        InferConfig(tries={})
+    with pytest.raises(ConfigError, match="pin_sets"):
+        PropagateConfig(pin_sets={})
