@@ -97,7 +97,8 @@ def build(config: ClickLogConfig) -> ClickLog:
         kind="clicks",
         files=files,
         settings={
-            name: getattr(config, name) for name in ("label", "dense", "sparse", "rows", "log")
+            name: getattr(config, name)
+            for name in ("label", "dense", "sparse", "rows", "log_transform")
         },
         dtype=dtype_of(config),
         chunks=_Reader(arrow, config, files).chunks,
