@@ -13,7 +13,7 @@ from sbp_core.placement import Placement
 from sbp_core.plugins import Storage
 from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import Manifest, Metadata
 from sbp_launch.checkpoint.places import FOLDER, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint

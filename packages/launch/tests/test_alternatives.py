@@ -21,7 +21,7 @@ from sbp_launch.explaining.alternatives import (
 )
 from sbp_launch.planning.flow import Planned
 from sbp_launch.trainer.planned import planner_of
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 PIN = ("head.weight", "S(0)")
 

@@ -26,12 +26,12 @@ from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import merge_settings
 from sbp_launch.calibrate import measuring
+from sbp_launch.calibrate.calibration import link_of, make_cluster, plain
+from sbp_launch.calibrate.calibration_config import CALL_KINDS, CalibrateConfig, CalibrateRun
 from sbp_launch.calibrate.calls import calls_of, cases_of, make_call
-from sbp_launch.calibrate.config import CALL_KINDS, CalibrateConfig, CalibrateRun
 from sbp_launch.calibrate.job import CalibrationResult, Job, Progress, Rates
 from sbp_launch.calibrate.kept import Kept
 from sbp_launch.calibrate.measuring import CalibrationShards, RankMeasurer, Stopwatch, measure_rates
-from sbp_launch.calibrate.run import link_of, make_cluster, plain
 from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import PluginChoice
 from sbp_torch.boxing.local import LocalBackend

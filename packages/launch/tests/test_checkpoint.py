@@ -24,7 +24,7 @@ from sbp_core.runtime import StatePiece
 from sbp_core.sbp import B, NdSbp, S, Sbp
 from sbp_launch.checkpoint import manifest, reading, writing
 from sbp_launch.checkpoint.cover import covers, cut
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import (
     DamagedError,
     Manifest,

@@ -18,7 +18,7 @@ from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig
 from sbp_launch.step.forward import Mode, plan_forward
 from sbp_launch.trainer import trainer
 from sbp_launch.trainer.evaluation import Evaluator
-from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.trainer.run_program import Program, make_program
 from sbp_torch.update_options import UpdateOptions
 
 DECAY = 0.75

@@ -35,7 +35,7 @@ from sbp_launch.planning.flow import Planned
 from sbp_launch.settings.config import PluginChoice, RunConfig
 from sbp_launch.step.step_planner import is_of_memory
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 RECOMPUTE = "compile.passes.recompute.memory_bytes"
 

@@ -15,7 +15,7 @@ from sbp_core.compile import BoxingActor
 from sbp_core.runtime import Held, Span, SpanKind
 from sbp_launch.planning.flow import Planned
 from sbp_launch.tracing.events import Traced, trace_json
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 
 @cache

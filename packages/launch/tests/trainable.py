@@ -28,7 +28,7 @@ from sbp_launch.settings.config import EvaluateConfig, PluginChoice, RunConfig, 
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.planned import planner_of, whole_example
-from sbp_launch.trainer.program import Program, make_program
+from sbp_launch.trainer.run_program import Program, make_program
 from sbp_launch.trainer.trainer import make_step
 from sbp_torch.boxing.local import LocalBackend
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sbp_core.errors import SbpValueError
 from sbp_planner.choice import ChoiceProblem, evaluate, solve, solver
 from sbp_planner.choice.iopddl.synthetic import transformer_problem
-from sbp_planner.choice.large import search
-from sbp_planner.choice.large.search import Search
+from sbp_planner.choice.large import large_search
+from sbp_planner.choice.large.large_search import Search
 from sbp_planner.choice.problem import Floats, Ints
 from sbp_planner.choice.record import Part, Record
 from sbp_planner.choice.reduce import reduce_problem
@@ -168,7 +168,7 @@ def test_messages_are_made_to_fit_long_before_they_have_settled(
         return most if len(fits) < 3 else fitted(values, prices, until)
 
     monkeypatch.setattr(found, "_pass_messages", passed)
-    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(large_search, "time", SimpleNamespace(monotonic=lambda: 100.0))
     monkeypatch.setattr(found.whole, "fitted", fit)
     monkeypatch.setattr(found.whole, "improve", lambda values, prices: values)
     assert not found.near.fits

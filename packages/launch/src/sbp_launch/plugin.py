@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sbp_core.plugins import EmptyConfig, Factory, hookimpl
-from sbp_launch.checkpoint.local import LocalStorageConfig
+from sbp_launch.checkpoint.folder_storage import LocalStorageConfig
 from sbp_launch.checkpoint.objects import FsspecConfig
 from sbp_launch.clusters.local import LocalConfig, MeasuredConfig
 from sbp_launch.clusters.nvidia import GpuConfig
@@ -100,7 +100,10 @@ def sbp_storages() -> Mapping[str, Factory]:
     """Offer places of checkpoints."""
     local = {"local": (LocalStorageConfig, "a folder, of the run if it is not named")}
     objects = {"fsspec": (FsspecConfig, "an object store, or whatever else fsspec reaches")}
-    return {**_factories("checkpoint.local", local), **_factories("checkpoint.objects", objects)}
+    return {
+        **_factories("checkpoint.folder_storage", local),
+        **_factories("checkpoint.objects", objects),
+    }
 
 
 @hookimpl

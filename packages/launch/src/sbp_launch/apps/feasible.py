@@ -42,7 +42,7 @@ from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, k
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import plan_choice, planner_of
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 #: The search ends with so many answers; no setting is tried that would end after so many seconds.
 MOST_FOUND, MOST_S = 3, 15.0

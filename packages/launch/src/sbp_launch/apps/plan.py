@@ -25,8 +25,8 @@ from sbp_core.errors import ConfigError, PlanError
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry, merge_settings
 from sbp_core.strategy import Strategy
-from sbp_launch.apps.app import run
-from sbp_launch.apps.pipeline import is_asked, run_pipeline
+from sbp_launch.apps.hydra_app import run
+from sbp_launch.apps.pipeline_command import is_asked, run_pipeline
 from sbp_launch.checks import check_writable
 from sbp_launch.explaining.question import Question, strategy_of
 from sbp_launch.settings.check import check

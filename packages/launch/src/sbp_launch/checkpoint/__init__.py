@@ -7,7 +7,7 @@
         rank-00001.safetensors
 
 `manifest` has the values, `cover` checks that pieces make up a tensor, `writing` makes files of
-pieces, `reading` cuts any part of a tensor out of them. `local` is a storage in a folder.
+pieces, `reading` cuts any part of a tensor out of them. `folder_storage` is a storage in a folder.
 `formats` are files of others, in the names of the model.
 
 Stability: provisional.
@@ -21,7 +21,7 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_launch.checkpoint.background import BackgroundSave
-    from sbp_launch.checkpoint.local import LocalStorage
+    from sbp_launch.checkpoint.folder_storage import LocalStorage
     from sbp_launch.checkpoint.manifest import (
         DamagedError,
         Manifest,
@@ -73,7 +73,7 @@ __getattr__, __dir__ = lazy(
         "BackgroundSave": "background",
         "Checkpoint": "reading",
         "DamagedError": "manifest",
-        "LocalStorage": "local",
+        "LocalStorage": "folder_storage",
         "Manifest": "manifest",
         "Metadata": "manifest",
         "Processes": "saving",

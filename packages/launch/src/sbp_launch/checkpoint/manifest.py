@@ -39,7 +39,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import Storage
 from sbp_core.serialize import Document, parse, shown
 from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.steps import step_name, step_of
 
 #: Most bytes of a piece, and so of the buffer of who reads one.

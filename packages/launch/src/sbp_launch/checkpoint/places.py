@@ -17,6 +17,7 @@ from sbp_core.errors import ConfigError, nearest
 from sbp_core.plugins import Storage
 from sbp_core.serialize import shown
 from sbp_core.user_paths import user_path
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE, LocalStorage
 from sbp_launch.checkpoint.formats.distributed_checkpoint import (
     is_distributed_checkpoint,
     read_distributed_checkpoint,
@@ -28,7 +29,6 @@ from sbp_launch.checkpoint.formats.safetensors_file import (
     read_hugging_face,
     read_safetensors,
 )
-from sbp_launch.checkpoint.local import MANIFEST_FILE, LocalStorage
 from sbp_launch.checkpoint.manifest import Manifest, read_manifest
 from sbp_launch.checkpoint.objects import FsspecStorage
 from sbp_launch.checkpoint.steps import step_name, step_of

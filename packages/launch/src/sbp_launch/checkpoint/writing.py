@@ -25,8 +25,8 @@ from sbp_core.errors import SbpValueError
 from sbp_core.plugins import StagedFolder
 from sbp_core.runtime import Snapshot
 from sbp_launch.checkpoint.cover import bounds_text, cut, index_of
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.formats.safetensors_file import CODES
-from sbp_launch.checkpoint.local import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import (
     Manifest,
     Metadata,

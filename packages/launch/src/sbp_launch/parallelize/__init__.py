@@ -37,18 +37,18 @@ from sbp_launch.parallelize.arguments import (
     update_options,
 )
 from sbp_launch.parallelize.choices import Choice, Choices
+from sbp_launch.parallelize.parallel_step import ParallelStep
 from sbp_launch.parallelize.ranks import backend_of, mesh_of
-from sbp_launch.parallelize.step import ParallelStep
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
 from sbp_launch.step.comparison import Comparison
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.neutral import prove_padding
-from sbp_launch.step.output import StepOutput
 from sbp_launch.step.planning import plan_program
 from sbp_launch.step.program import OneDeviceProgram
 from sbp_launch.step.program_step import ProgramStep
+from sbp_launch.step.step_output import StepOutput
 from sbp_launch.step.step_planner import Pins, PlanChoice
 from sbp_launch.step.training import Training
 from sbp_launch.world import World

@@ -32,9 +32,9 @@ from sbp_launch.step.forms import Form, Forms
 from sbp_launch.step.forward import Forwards, Mode
 from sbp_launch.step.missing_attributes import OF_STEPS_BESIDE, missing_attribute
 from sbp_launch.step.neutral import prove_padding
-from sbp_launch.step.output import StepOutput
 from sbp_launch.step.planning import PlannedProgram
 from sbp_launch.step.scalars import UpdateScalars
+from sbp_launch.step.step_output import StepOutput
 from sbp_launch.step.training import Training
 from sbp_launch.team import Team
 from sbp_launch.world import World

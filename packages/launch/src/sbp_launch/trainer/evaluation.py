@@ -12,7 +12,7 @@ from sbp_launch.data import BatchLoader, LocalBatch, LocalPart, is_for_gpus
 from sbp_launch.run.run import Run
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import fail_together
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import Program
 
 
 class Evaluator:

@@ -37,7 +37,7 @@ from sbp_launch.trainer.checkpoints import RunCheckpoints
 from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.phases import PhaseTimes
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import Program
 from sbp_launch.trainer.step import StepTaker
 
 #: Seconds that processes agree on are sent as whole numbers of these.

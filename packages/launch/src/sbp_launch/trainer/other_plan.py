@@ -15,7 +15,7 @@ from sbp_launch.planning.flow import Captured, Planned, compiled
 from sbp_launch.run.run import Run
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import planner_of
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import Program
 
 #: Names that a message lists.
 _MOST_NAMES = 3

@@ -18,7 +18,7 @@ from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.step_capture import StepCapture
 from sbp_launch.step.step_planner import PlanChoice, StepPlanner, step_planner
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import Program
 
 #: How a run saves to another place, for messages.
 ELSEWHERE = "name another place: hydra.run.dir=FOLDER"

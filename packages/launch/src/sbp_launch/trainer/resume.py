@@ -11,7 +11,7 @@ from sbp_core.errors import ConfigError, SbpValueError, words_of
 from sbp_core.plugins import Storage, TrainerState
 from sbp_core.runtime import Session
 from sbp_core.serialize import load
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints, newest_first
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole
@@ -21,7 +21,7 @@ from sbp_launch.checkpoint.tensors import dtype_name
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.checkpoints import place_of
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import Program
 from sbp_launch.trainer.saved_settings import differences, settings_of
 
 

@@ -13,7 +13,7 @@ from sbp_launch.run.result import RunResult, write_result
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.figures import Predicted, prediction_basis
 from sbp_launch.trainer.loop import TrainingLoop
-from sbp_launch.trainer.program import Program
+from sbp_launch.trainer.run_program import Program
 
 
 def leave_result(run: Run, loop: TrainingLoop, failure: str = "") -> None:

@@ -45,8 +45,8 @@ from sbp_launch.trainer.checkpoints import RunCheckpoints, claimed, run_storage
 from sbp_launch.trainer.figures import Measured, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
 from sbp_launch.trainer.planned import engine_of, plan_choice, whole_example, with_micro_batches
-from sbp_launch.trainer.program import Program, make_program
 from sbp_launch.trainer.resume import Resume
+from sbp_launch.trainer.run_program import Program, make_program
 from sbp_launch.trainer.sampling import printable, sample_text
 from sbp_launch.trainer.session import (
     check_devices,

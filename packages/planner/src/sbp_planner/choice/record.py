@@ -10,9 +10,9 @@ from math import ceil, inf, isfinite
 import numpy as np
 
 from sbp_planner.choice.compact import Mask, compacted
-from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import ChoiceProblem, Ints, evaluate
 from sbp_planner.choice.reduce import reduce_further
+from sbp_planner.choice.reduced_graph import Graph
 
 #: Part of the time, and most seconds, that are kept to finish.
 _RESERVE_PART = 0.06

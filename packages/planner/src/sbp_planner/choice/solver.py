@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from sbp_core.errors import SbpValueError
 from sbp_core.infer import Buckets, Factor, minimise
 from sbp_planner.choice.compact import Compact
-from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.large.search import Search
+from sbp_planner.choice.large.large_search import Search
 from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints
 from sbp_planner.choice.program import solve_program
 from sbp_planner.choice.record import ChoiceSolution, Keep, Part, Progress, Record
 from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 #: With at most so many allowed pairs, the integer program comes first.
 _FEW_PAIRS = 50_000

@@ -119,7 +119,7 @@ class HookSpecs(Protocol):
     def sbp_clusters(self) -> Mapping[str, Factory]:
         """Cluster profiles: `sbp_core.plugins.ClusterFactory`.
 
-        Suite: `sbp_core.testing.cluster.ClusterConformance`.
+        Suite: `sbp_core.testing.cluster_suite.ClusterConformance`.
         """
 
     @hookspec

@@ -323,10 +323,7 @@ def _slices(bounds: Bounds) -> tuple[slice, ...]:
 
 
 def shard(
-    tensor: torch.Tensor,
-    placement: Placement,
-    sbp: NdSbp,
-    ranks: Container[int] | None = None,
+    tensor: torch.Tensor, placement: Placement, sbp: NdSbp, ranks: Container[int] | None = None
 ) -> dict[int, torch.Tensor]:
     """Take a logical tensor apart.
 

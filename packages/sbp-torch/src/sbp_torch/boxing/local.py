@@ -466,10 +466,7 @@ def _as_boxing_error(step: BoxingStep, error: BaseException) -> BoxingError:
     """Return the error for all ranks of a step when one of them could not do its share."""
     if isinstance(error, BoxingError):
         return error
-    found = BoxingError(
-        f"a boxing step failed: {type(error).__name__}: {error}",
-        where=str(step),
-    )
+    found = BoxingError(f"a boxing step failed: {type(error).__name__}: {error}", where=str(step))
     found.__cause__ = error
     return found
 

@@ -16,9 +16,9 @@ from sbp_core.errors import CaptureError, SbpTypeError
 from sbp_core.exports import make_callable
 from sbp_core.graph import LogicalGraph
 from sbp_torch.capture.batch import SampleDims, as_written, flatten_batch, rebuild_batch
-from sbp_torch.capture.convert import to_logical
 from sbp_torch.capture.device import on_device
 from sbp_torch.capture.diagnostics import TraceError, check_modes
+from sbp_torch.capture.fx_conversion import to_logical
 from sbp_torch.capture.loss import Loss, check_loss, kind_told, split_losses
 from sbp_torch.capture.numbers import (
     NO_NUMBERS,

@@ -10,7 +10,7 @@ after:  h = mul(w, 0.9);  i = add(h, g); return i
 Two ways. `rewrite_mutations` renames: what reads a tensor after a write reads what the write made.
 It is quick, and declines where a tensor is written to through a view, or a view of it is read after
 the write. `retrace` lets PyTorch do it by tracing once more, which is right for everything.
-`capture.convert` turns the result into our IR.
+`capture.fx_conversion` turns the result into our IR.
 """
 
 from __future__ import annotations

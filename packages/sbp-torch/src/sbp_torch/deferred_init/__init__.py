@@ -27,6 +27,6 @@ Stability: stable.
 
 from __future__ import annotations
 
-from sbp_torch.deferred_init.model import DeferredModel, DeferredStates, deferred
+from sbp_torch.deferred_init.deferred_model import DeferredModel, DeferredStates, deferred
 
 __all__ = ["DeferredModel", "DeferredStates", "deferred"]

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from sbp_core.errors import ConfigError, RunError, SbpError
 from sbp_core.units import format_bytes
 from sbp_launch.checkpoint.cover import cut
-from sbp_launch.checkpoint.files import fresh_path, sync, writing_aside
+from sbp_launch.checkpoint.durable_files import fresh_path, sync, writing_aside
 from sbp_launch.checkpoint.formats.distributed_checkpoint import is_distributed_checkpoint
 from sbp_launch.checkpoint.formats.safetensors_file import (
     CODES,

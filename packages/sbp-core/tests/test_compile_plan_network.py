@@ -10,8 +10,8 @@ from planned_by_hand import with_mean
 from sbp_core.check import check
 from sbp_core.compile import CompileOptions, compile_plan
 from sbp_core.compile.actors import ActorId
-from sbp_core.compile.network import PlanNetwork
 from sbp_core.compile.physical import PhysicalPlan
+from sbp_core.compile.plan_network import PlanNetwork
 from sbp_core.compile.symmetry import fold
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.dataflow import dead_cycle

@@ -1,7 +1,7 @@
 """One rank's part in every boxing step over MPI: which collective, and how long to wait.
 
-`sbp_torch.boxing.processes.exchange` knows what goes where; `group` moves it; `connections` says
-how it breaks.
+`sbp_torch.boxing.processes.exchange` knows what goes where; `mpi_group` moves it; `mpi_connections`
+says how it breaks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from sbp_boxing_nccl.mpi.connections import MpiConnections
-from sbp_boxing_nccl.mpi.group import MpiGroup, MpiWork
+from sbp_boxing_nccl.mpi.mpi_connections import MpiConnections
+from sbp_boxing_nccl.mpi.mpi_group import MpiGroup, MpiWork
 from sbp_core.boxing import CollectiveCall, Manifest, StepKind
 from sbp_core.processes import tag_number
 from sbp_torch.boxing.processes import (

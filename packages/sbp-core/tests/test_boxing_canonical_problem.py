@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sbp_core.boxing import route
-from sbp_core.boxing.routing.problem import pose_problem
+from sbp_core.boxing.routing.canonical_problem import pose_problem
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 

@@ -30,7 +30,6 @@ from math import inf
 
 import numpy as np
 
-from sbp_planner.choice.graph import NothingAllowedError
 from sbp_planner.choice.large.consistent import consistent
 from sbp_planner.choice.large.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.large.moves import TreeMoves, near
@@ -39,6 +38,7 @@ from sbp_planner.choice.large.worker import Bound, Task, Worker
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
 from sbp_planner.choice.record import Part, Record
+from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 _log = logging.getLogger(__name__)
 

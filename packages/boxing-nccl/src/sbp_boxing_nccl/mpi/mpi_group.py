@@ -1,7 +1,7 @@
 """One MPI communicator: collectives and messages on flat tensors.
 
-Knows MPI's calls and how to wait for them with a deadline, not steps: `communicator` says what is
-moved. Large collectives are made of messages (`direct_collectives`).
+Knows MPI's calls and how to wait for them with a deadline, not steps: `mpi_communicator` says what
+is moved. Large collectives are made of messages (`direct_collectives`).
 """
 
 from __future__ import annotations

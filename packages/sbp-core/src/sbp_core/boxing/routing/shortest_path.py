@@ -22,7 +22,7 @@ import numpy as np
 
 from sbp_core.boxing.routing.collectives import KINDS
 from sbp_core.boxing.routing.layout import NEVER, Ints
-from sbp_core.boxing.routing.tables import Tables
+from sbp_core.boxing.routing.step_tables import Tables
 from sbp_core.boxing.step import StepKind
 
 # Efforts only break ties of bytes and memory: any number of collectives goes before a transfer, and

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from sbp_boxing_nccl.mpi.control_store import MpiControlStore
-from sbp_boxing_nccl.mpi.group import SPIN_S, MpiGroup, MpiWork, pause_after
+from sbp_boxing_nccl.mpi.mpi_group import SPIN_S, MpiGroup, MpiWork, pause_after
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError
 from sbp_core.processes import CLOSE_TIMEOUT_S, Connections, Outbox, group_name, run_abandonable

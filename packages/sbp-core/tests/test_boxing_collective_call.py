@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from sbp_core.boxing import BoxingStep, route
-from sbp_core.boxing import call as call_module
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing import collective_call as call_module
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.placement import Placement
 from sbp_core.sbp import B, NdSbp, P
 

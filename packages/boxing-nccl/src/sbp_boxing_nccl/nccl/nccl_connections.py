@@ -18,8 +18,8 @@ from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.nccl.bootstrap import Bootstrap, check_devices, release
 from sbp_boxing_nccl.nccl.deadlines import Deadlines, WatchedWork
 from sbp_boxing_nccl.nccl.device import NcclChannel, NcclDevice
-from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.messages import Inbox, MailRoom, NcclMessage, SendQueue, pair_name
+from sbp_boxing_nccl.nccl.nccl_group import NcclGroup, NcclWork
 from sbp_boxing_nccl.nccl.world import NcclWorld
 from sbp_core.boxing import CollectiveCall
 from sbp_core.errors import BoxingError

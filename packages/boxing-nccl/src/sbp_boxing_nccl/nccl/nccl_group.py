@@ -1,6 +1,6 @@
 """One set of ranks that NCCL connects: collectives on flat tensors.
 
-Knows tensors, addresses and streams, not steps: `communicator` says what is moved. Moves go as
+Knows tensors, addresses and streams, not steps: `nccl_communicator` says what is moved. Moves go as
 bytes; reductions go in a dtype that NCCL reduces, with the same result. Nothing here waits for the
 GPU.
 """

@@ -1,7 +1,7 @@
 """One rank's part in every boxing step over NCCL, in the form that costs the fewest copies.
 
-`sbp_torch.boxing.processes.exchange` knows what goes where; `group` and `messages` move it;
-`connections` says how it breaks.
+`sbp_torch.boxing.processes.exchange` knows what goes where; `nccl_group` and `messages` move it;
+`nccl_connections` says how it breaks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from sbp_boxing_nccl.nccl.connections import NcclConnections
-from sbp_boxing_nccl.nccl.group import NcclGroup, NcclWork, reducible, restored
+from sbp_boxing_nccl.nccl.nccl_connections import NcclConnections
+from sbp_boxing_nccl.nccl.nccl_group import NcclGroup, NcclWork, reducible, restored
 from sbp_core.boxing import CollectiveCall, Manifest, StepKind
 from sbp_torch.boxing import reduction_of
 from sbp_torch.boxing.processes import (

@@ -1,6 +1,6 @@
 """The backend `mpi`: one rank in each process, over MPI.
 
-The connections are `connections`, the steps `communicator`; the life of both is
+The connections are `mpi_connections`, the steps `mpi_communicator`; the life of both is
 `sbp_core.processes.process_backend`, its end `job`. PyTorch is imported when it
 connects: who only starts the ranks does not wait for it.
 """
@@ -18,8 +18,8 @@ from sbp_core.errors import BoxingError
 from sbp_core.processes import check_ranks, mpiexec_specs
 
 if TYPE_CHECKING:
-    from sbp_boxing_nccl.mpi.communicator import MpiCommunicator
-    from sbp_boxing_nccl.mpi.connections import MpiConnections
+    from sbp_boxing_nccl.mpi.mpi_communicator import MpiCommunicator
+    from sbp_boxing_nccl.mpi.mpi_connections import MpiConnections
 
 
 class MpiBackend(JobBackend):
@@ -47,8 +47,8 @@ class MpiBackend(JobBackend):
 
     def _connect(self, ranks: Sequence[int]) -> tuple[MpiConnections, MpiCommunicator]:
         """See `ProcessBackend._connect`."""
-        from sbp_boxing_nccl.mpi.communicator import MpiCommunicator
-        from sbp_boxing_nccl.mpi.connections import MpiConnections
+        from sbp_boxing_nccl.mpi.mpi_communicator import MpiCommunicator
+        from sbp_boxing_nccl.mpi.mpi_connections import MpiConnections
 
         mpi = load_mpi(self._config.connect_timeout_s)
         comm = mpi.COMM_WORLD if self._comm is None else self._comm

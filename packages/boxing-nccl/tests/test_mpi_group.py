@@ -5,7 +5,7 @@ import pytest
 import torch
 from fake_mpi import MPI, Comm, Network, Request
 
-from sbp_boxing_nccl.mpi.group import SPIN_S, MpiGroup, MpiWork, pause_after
+from sbp_boxing_nccl.mpi.mpi_group import SPIN_S, MpiGroup, MpiWork, pause_after
 
 
 def request() -> Request:

@@ -8,8 +8,8 @@ import numpy as np
 
 from sbp_core.boxing.routing.collectives import KINDS
 from sbp_core.boxing.routing.layout import NEVER, Ints
-from sbp_core.boxing.routing.search import shortest_path
-from sbp_core.boxing.routing.tables import StepBlock
+from sbp_core.boxing.routing.shortest_path import shortest_path
+from sbp_core.boxing.routing.step_tables import StepBlock
 from sbp_core.boxing.step import StepKind
 
 GATHER, TRANSFER, LOCAL = StepKind.ALL_GATHER, StepKind.TRANSFER, StepKind.LOCAL

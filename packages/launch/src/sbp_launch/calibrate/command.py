@@ -7,15 +7,15 @@ from pathlib import Path
 
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
-from sbp_launch.apps.app import run
-from sbp_launch.calibrate.config import GROUPS, CalibrateRun, check_calibrate
+from sbp_launch.apps.hydra_app import run
+from sbp_launch.calibrate.calibration_config import GROUPS, CalibrateRun, check_calibrate
 from sbp_launch.settings.config import Application
 
 
 def _calibrate(config: CalibrateRun, registry: PluginRegistry, run_folder: Path) -> None:
     # Here and not above: a wrong setting is answered without waiting for torch.
+    from sbp_launch.calibrate.calibration import calibrate_machine, measure_calls
     from sbp_launch.calibrate.operators import save_operators
-    from sbp_launch.calibrate.run import calibrate_machine, measure_calls
 
     if config.with_operators is not None:
         save_operators(config.with_operators, config.settings.out)

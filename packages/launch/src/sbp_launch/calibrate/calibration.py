@@ -28,10 +28,10 @@ from sbp_core.machine_memory import free_memory_bytes, total_memory_bytes
 from sbp_core.plugins import PluginRegistry
 from sbp_core.processes import Line, supervise
 from sbp_core.units import format_bytes, format_seconds
-from sbp_launch.calibrate.config import CalibrateRun
+from sbp_launch.calibrate.calibration_config import CalibrateRun
 from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress
+from sbp_launch.calibrate.launch_overhead import SmallModel, in_steps, launches
 from sbp_launch.calibrate.operators import save_operators, with_times
-from sbp_launch.calibrate.steps import SmallModel, in_steps, launches
 from sbp_launch.console import make_console
 from sbp_launch.machine import describe_machine
 from sbp_launch.tracing.times import OperatorTimes

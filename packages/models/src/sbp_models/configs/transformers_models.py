@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sbp_core.errors import ConfigError
 from sbp_models.configs.checks import check_positive
 from sbp_models.configs.fit import check_images, check_text
-from sbp_models.configs.text import text_task
+from sbp_models.configs.text_data import text_task
 
 #: What a model of `transformers` is to do.
 HfTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "image_classification"]

@@ -28,7 +28,7 @@ from typing import BinaryIO, cast
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import StagedFolder, StorageFactory
 from sbp_core.serialize import open_file
-from sbp_launch.checkpoint.files import DirectFile, sync
+from sbp_launch.checkpoint.durable_files import DirectFile, sync
 
 #: The file that makes a folder a committed one.
 MANIFEST_FILE = "manifest.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sbp_core.errors import ConfigError
-from sbp_core.processes.settings import check_rendezvous, check_timeouts
+from sbp_core.processes.backend_settings import check_rendezvous, check_timeouts
 
 
 @pytest.mark.parametrize("place", ["env://", "tcp://127.0.0.1:29500", "file:///there"])

@@ -1,6 +1,6 @@
 """The backend `nccl`: one rank and one GPU in each process, over NCCL through CuPy.
 
-The connections are `connections`, the steps `communicator`; the life of both is
+The connections are `nccl_connections`, the steps `nccl_communicator`; the life of both is
 `sbp_core.processes.process_backend`, its end `job`.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from sbp_boxing_nccl.configs import NcclBoxingConfig
 from sbp_boxing_nccl.mpi.job import JobBackend
-from sbp_boxing_nccl.nccl.communicator import NcclCommunicator
-from sbp_boxing_nccl.nccl.connections import NcclConnections
 from sbp_boxing_nccl.nccl.device import NcclDevice
+from sbp_boxing_nccl.nccl.nccl_communicator import NcclCommunicator
+from sbp_boxing_nccl.nccl.nccl_connections import NcclConnections
 from sbp_boxing_nccl.nccl.world import NcclWorld, rendezvous
 from sbp_core.boxing import LaunchSpec
 from sbp_core.errors import BoxingError

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sbp_models.configs.checks import check_positive, check_sizes
-from sbp_models.configs.clicks import ROWS
 from sbp_models.configs.fit import check_clicks
+from sbp_models.configs.synthetic_data import ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

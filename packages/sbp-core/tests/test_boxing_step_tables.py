@@ -12,7 +12,7 @@ from sbp_core.boxing import StepKind
 from sbp_core.boxing.memory import step_memory_bytes
 from sbp_core.boxing.routing.collectives import KINDS
 from sbp_core.boxing.routing.layout import BROADCAST, MAX, NEVER, SUM, Shared, Sizes, decode
-from sbp_core.boxing.routing.tables import Mesh, Tables, tables
+from sbp_core.boxing.routing.step_tables import Mesh, Tables, tables
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
 

@@ -23,7 +23,7 @@ from sbp_core.boxing.routing.layout import (
     encode,
     shared_places,
 )
-from sbp_core.boxing.routing.tables import Mesh
+from sbp_core.boxing.routing.step_tables import Mesh
 from sbp_core.errors import SbpValueError
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp

@@ -8,7 +8,7 @@ import torch
 from steps import collective
 
 from sbp_boxing_nccl.configs import MpiBoxingConfig
-from sbp_boxing_nccl.mpi.backend import MpiBackend
+from sbp_boxing_nccl.mpi.mpi_backend import MpiBackend
 from sbp_core.boxing.router import route
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.errors import BoxingError
