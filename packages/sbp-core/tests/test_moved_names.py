@@ -23,6 +23,15 @@ def test_a_name_that_has_moved_is_the_same_and_tells_its_room(name: str, room: o
     assert found is getattr(room, name)
 
 
+def test_a_name_that_has_changed_is_the_same_and_tells_its_new_name() -> None:
+    with pytest.warns(
+        DeprecationWarning, match="Storage is sbp_core.plugins.CheckpointStorage now"
+    ):
+        found = plugins.Storage
+
+    assert found is plugins.CheckpointStorage
+
+
 def test_a_name_that_never_was_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Planer'"):
         plugins.Planer  # noqa: B018 - read for its error

@@ -9,7 +9,12 @@ from sbp_launch.checkpoint.folder_storage import LocalStorageConfig
 from sbp_launch.checkpoint.objects import FsspecConfig
 from sbp_launch.clusters.local import LocalConfig, MeasuredConfig
 from sbp_launch.clusters.nvidia import GpuConfig
-from sbp_launch.launching.launchers import AutoConfig, ProcessesConfig, SlurmConfig, ThreadsConfig
+from sbp_launch.launching.launchers import (
+    AutoLauncherConfig,
+    ProcessesConfig,
+    SlurmConfig,
+    ThreadsConfig,
+)
 from sbp_launch.metrics.files import CsvConfig, JsonlConfig, TensorboardConfig
 from sbp_launch.optimizers import (
     AdafactorConfig,
@@ -110,7 +115,7 @@ def sbp_storages() -> Mapping[str, Factory]:
 def sbp_launchers() -> Mapping[str, Factory]:
     """Offer what starts the processes of a run."""
     kinds = {
-        "auto": (AutoConfig, "as boxing needs it, and by who started sbp-train"),
+        "auto": (AutoLauncherConfig, "as boxing needs it, and by who started sbp-train"),
         "threads": (ThreadsConfig, "all ranks in one process, as threads"),
         "spawn": (ProcessesConfig, "one process a rank on this machine, watched by sbp-train"),
         "torchrun": (ProcessesConfig, "one process a rank under torchrun"),

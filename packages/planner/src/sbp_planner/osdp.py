@@ -63,7 +63,7 @@ from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit
 from sbp_planner.osdp_report import Batch, batch_report, explanation, memory_gain, storage_report
 from sbp_planner.osdp_variants import Tried, VariantSearch
-from sbp_planner.sharding import Ends, ends_of
+from sbp_planner.sharding import ShardingExtremes, ends_of
 from sbp_planner.storage_search import Learned, improve
 
 #: With `batch_sizes=auto`, how often the batch is doubled at most.
@@ -121,7 +121,7 @@ class OsdpPlanner(SearchedPlanner):
             if name not in (axis, PIPE_AXIS)
         ]
 
-        def ends(asked: PlanRequest) -> Ends:
+        def ends(asked: PlanRequest) -> ShardingExtremes:
             return self._ends(asked, axis)
 
         return VariantSearch(
@@ -133,7 +133,7 @@ class OsdpPlanner(SearchedPlanner):
             learned=learned,
         )
 
-    def _ends(self, request: PlanRequest, axis: str) -> Ends:
+    def _ends(self, request: PlanRequest, axis: str) -> ShardingExtremes:
         config, graph = self.config, request.graph
         stages = pipelined(
             request.mesh,

@@ -26,7 +26,7 @@ from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices, Sl
 from sbp_core.memory import MemoryKind
 from sbp_core.planning import PlanRequest, recompute_budgets, splits_classes, variant_words
 from sbp_planner.guide import shard_bytes
-from sbp_planner.sharding import Ends
+from sbp_planner.sharding import ShardingExtremes
 from sbp_planner.storage_search import Choice, Learned, StorageSearch
 
 #: Slices that are tried first, and then more or fewer.
@@ -104,7 +104,7 @@ class VariantSearch:
     """
 
     request: PlanRequest
-    ends: Callable[[PlanRequest], Ends]
+    ends: Callable[[PlanRequest], ShardingExtremes]
     limit_bytes: float
     may_split_classes: bool
     ends_at: float = inf

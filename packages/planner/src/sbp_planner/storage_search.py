@@ -30,7 +30,7 @@ from sbp_core.simulate import simulate
 from sbp_core.strategy import Strategy
 from sbp_planner.guide import SHARDED, parameter_options
 from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose
-from sbp_planner.sharding import Ends, mixed
+from sbp_planner.sharding import ShardingExtremes, mixed
 
 #: Choices of the guide that are compiled; each lies between one that fits and one that does not.
 MAX_TRIES = 12
@@ -84,7 +84,7 @@ class StorageSearch:
     """
 
     request: PlanRequest
-    ends: Ends
+    ends: ShardingExtremes
     limit_bytes: float
     learned: Learned = field(default_factory=Learned)
     #: The fastest choice so far that fits; among equals the one with the least memory.

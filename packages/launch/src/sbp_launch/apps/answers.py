@@ -21,7 +21,7 @@ from sbp_launch.step.engine import quietly
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.tracing.events import Traced, trace_json
 from sbp_launch.trainer.other_plan import planned_as
-from sbp_launch.trainer.run_program import Program
+from sbp_launch.trainer.run_program import RunProgram
 
 
 def answer_explain(
@@ -40,7 +40,7 @@ def answer_explain(
 
 
 def answer_compare(
-    place: str, planned: Planned, planner: StepPlanner, run: Run, program: Program
+    place: str, planned: Planned, planner: StepPlanner, run: Run, program: RunProgram
 ) -> Planned:
     """Print another plan beside a plan, and return it.
 

@@ -104,7 +104,7 @@ class Attempt:
 Plan = Callable[[Sequence[str]], Planned]
 
 
-class Search:
+class FeasibilitySearch:
     """Looks for settings that fit.
 
     Args:
@@ -216,7 +216,7 @@ def _more_micro_batches(setup: Setup) -> list[int]:
     return divisors[:_MOST_COUNTS]
 
 
-def feasible_lines(search: Search) -> Iterator[str]:
+def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
     """Yield what was found, and what was not enough."""
     found = search.found
     if found:
@@ -343,7 +343,7 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
             known[key] = planner_of(quiet, program if same else make_program(quiet))
         return replace(known[key], choice=plan_choice(quiet)).plan()
 
-    search = Search(setup, plan, desk.planned)
+    search = FeasibilitySearch(setup, plan, desk.planned)
     with run.stage(f"looking for what fits {format_bytes(setup.limit_bytes)}"):
         search.run()
     lines = list(feasible_lines(search))

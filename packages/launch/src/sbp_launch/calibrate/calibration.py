@@ -29,7 +29,7 @@ from sbp_core.plugins import PluginRegistry
 from sbp_core.processes import Line, supervise
 from sbp_core.units import format_bytes, format_seconds
 from sbp_launch.calibrate.calibration_config import CalibrateRun
-from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress
+from sbp_launch.calibrate.job import CalibrationJob, CalibrationResult, CallTimes, Progress
 from sbp_launch.calibrate.launch_overhead import SmallModel, in_steps, launches
 from sbp_launch.calibrate.operators import save_operators, with_times
 from sbp_launch.console import make_console
@@ -162,7 +162,7 @@ def measure(
     limit = free_memory_bytes() // (_COPIES * settings.ranks)
     with tempfile.TemporaryDirectory(prefix="sbp-calibrate-") as name, _shown(console) as show:
         folder = Path(name)
-        job = Job(
+        job = CalibrationJob(
             boxing=run.boxing,
             runtime=run.runtime,
             device=run.device,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import PluginRegistry, merge_settings
-from sbp_launch.calibrate.kept import Kept, kept_of
+from sbp_launch.calibrate.kept import KeptMeasurements, kept_of
 from sbp_launch.checks import check_least, check_writable
 from sbp_launch.settings.check import choose, refuse_unknown
 from sbp_launch.settings.config import ComposedConfig, PluginChoice
@@ -139,7 +139,7 @@ class CalibrateRun:
     runtime: PluginChoice
     device: str
     settings: CalibrateConfig
-    kept: Kept = field(default_factory=Kept)
+    kept: KeptMeasurements = field(default_factory=KeptMeasurements)
     with_operators: Cluster | None = None
     calls: str = ""
 
@@ -162,7 +162,7 @@ def check_calibrate(composed: ComposedConfig, registry: PluginRegistry) -> Calib
     calibrate = merge_settings(
         CalibrateConfig, settings, where=["sbp_launch/conf/calibrate.yaml", *overrides]
     )
-    with_operators, kept, calls = None, Kept(), ""
+    with_operators, kept, calls = None, KeptMeasurements(), ""
     if calibrate.ops:
         # Here and not above: config errors are answered without numpy.
         from sbp_launch.calibrate.operators import add_operators, ranks_of_list

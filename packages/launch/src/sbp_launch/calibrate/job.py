@@ -37,7 +37,7 @@ class _InFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(_InFolder):
+class CalibrationJob(_InFolder):
     """What every process is to measure.
 
     Args:

@@ -19,7 +19,7 @@ from sbp_core.boxing import BoxingBackend
 from sbp_core.compile.rank_calls import RankCalls
 from sbp_core.plugins import discover
 from sbp_core.runtime import Runtime
-from sbp_launch.calibrate.job import CalibrationResult, CallTimes, Job, Progress, Rates
+from sbp_launch.calibrate.job import CalibrationJob, CalibrationResult, CallTimes, Progress, Rates
 from sbp_launch.calibrate.launch_overhead import SmallModel, measure_large, measure_steps
 from sbp_launch.calibrate.measuring import RankMeasurer, Stopwatch, measure_busy, measure_rates
 from sbp_torch.call_times import CallTimer
@@ -30,7 +30,7 @@ _RATES_SHARE = 60.0
 
 def run_job(folder: Path) -> None:
     """Do the job in a folder; the first rank leaves there what was found."""
-    job = Job.load(folder)
+    job = CalibrationJob.load(folder)
     ranks = range(job.settings.ranks)
     backend = cast(BoxingBackend, discover().make("boxing", job.boxing.name, job.boxing.settings))
     runtime = None
@@ -87,7 +87,7 @@ def indexed_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
+def measure(job: CalibrationJob, backend: BoxingBackend, rank: int) -> CalibrationResult:
     """Measure on one rank, together with all others; return what was found."""
     device, settings = torch.device(job.device), job.settings
     watch = Stopwatch(backend.communicator(rank), settings.ranks, device, settings.deadline_s)
@@ -132,7 +132,7 @@ def measure(job: Job, backend: BoxingBackend, rank: int) -> CalibrationResult:
     )
 
 
-def time_calls(job: Job, backend: BoxingBackend, rank: int) -> CallTimes:
+def time_calls(job: CalibrationJob, backend: BoxingBackend, rank: int) -> CallTimes:
     """Time the calls of a list on one rank, together with all others; return what was found."""
     device, settings = torch.device(job.device), job.settings
     watch = Stopwatch(backend.communicator(rank), settings.ranks, device, settings.deadline_s)

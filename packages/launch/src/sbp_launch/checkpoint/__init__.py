@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sbp_launch.checkpoint.background import BackgroundSave
     from sbp_launch.checkpoint.folder_storage import LocalStorage
     from sbp_launch.checkpoint.manifest import (
+        CheckpointManifest,
         DamagedError,
-        Manifest,
         Metadata,
         SavedFile,
         SavedPiece,
@@ -44,9 +44,9 @@ __all__ = [
     "COPY_BYTES",
     "BackgroundSave",
     "Checkpoint",
+    "CheckpointManifest",
     "DamagedError",
     "LocalStorage",
-    "Manifest",
     "Metadata",
     "Processes",
     "SavedFile",
@@ -74,7 +74,7 @@ __getattr__, __dir__ = lazy(
         "Checkpoint": "reading",
         "DamagedError": "manifest",
         "LocalStorage": "folder_storage",
-        "Manifest": "manifest",
+        "CheckpointManifest": "manifest",
         "Metadata": "manifest",
         "Processes": "saving",
         "SavedFile": "manifest",

@@ -22,12 +22,12 @@ from xxhash import xxh3_128_hexdigest
 
 from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_launch.checkpoint.cover import index_of
 from sbp_launch.checkpoint.manifest import (
     ANOTHER,
+    CheckpointManifest,
     DamagedError,
-    Manifest,
     SavedPiece,
     SavedTensor,
     read_manifest,
@@ -52,11 +52,11 @@ class Checkpoint(StoredTensors):
         DamagedError: its manifest, or a file, is missing, damaged, or of another size.
     """
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    def __init__(self, storage: CheckpointStorage, name: str) -> None:
         self._storage, self.name = storage, name
         self._open: dict[str, BinaryIO] = {}
         self._buffer = bytearray()
-        self.manifest: Manifest = read_manifest(storage, name)
+        self.manifest: CheckpointManifest = read_manifest(storage, name)
         self.stored = self.manifest.tensors
         try:
             sizes = storage.sizes(name)
@@ -184,7 +184,7 @@ class Checkpoint(StoredTensors):
         )
 
 
-def none_is_whole(storage: Storage, count: int) -> ConfigError:
+def none_is_whole(storage: CheckpointStorage, count: int) -> ConfigError:
     """Return the error to raise where all of `count` checkpoints are damaged."""
     return ConfigError(
         f"none of the {count} checkpoints is whole",

@@ -21,14 +21,14 @@ from torch import Tensor
 from sbp_core.boxing import Bounds
 from sbp_core.errors import ConfigError, RunError, SbpError, words_of
 from sbp_core.graph import ITEMSIZE
-from sbp_core.plugins import Storage
+from sbp_core.plugins import CheckpointStorage
 from sbp_launch.checkpoint.cover import cut
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.names import called_here
 from sbp_launch.checkpoint.places import newest_first
 from sbp_launch.checkpoint.reading import Checkpoint
-from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, Tensors, dtype_name
-from sbp_launch.checkpoint.writing import Piece, commit, write_part
+from sbp_launch.checkpoint.tensors import PART_BYTES, Chosen, LazyTensors, dtype_name
+from sbp_launch.checkpoint.writing import LazySlice, commit, write_part
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,11 @@ class Processes:
 
 
 def save(
-    storage: Storage, name: str, metadata: Metadata, pieces: Iterable[Piece], processes: Processes
+    storage: CheckpointStorage,
+    name: str,
+    metadata: Metadata,
+    pieces: Iterable[LazySlice],
+    processes: Processes,
 ) -> None:
     """Save a checkpoint; all processes call this, between the same steps.
 
@@ -117,7 +121,7 @@ def save(
         raise
 
 
-def prune(storage: Storage, keep: int, kept: Collection[str] = ()) -> None:
+def prune(storage: CheckpointStorage, keep: int, kept: Collection[str] = ()) -> None:
     """Remove all checkpoints of steps but the newest; one that cannot be removed is left.
 
     Args:
@@ -129,7 +133,7 @@ def prune(storage: Storage, keep: int, kept: Collection[str] = ()) -> None:
         remove(storage, [name for name in newest_first(storage)[keep:] if name not in kept])
 
 
-def remove(storage: Storage, names: Iterable[str]) -> None:
+def remove(storage: CheckpointStorage, names: Iterable[str]) -> None:
     """Remove checkpoints; one that cannot be removed is left, and a warning says so."""
     for name in names:
         try:
@@ -138,7 +142,7 @@ def remove(storage: Storage, names: Iterable[str]) -> None:
             logger.warning("%s is not removed: %s", storage.place(name), error.strerror or error)
 
 
-def open_together(storage: Storage, name: str, processes: Processes) -> Checkpoint:
+def open_together(storage: CheckpointStorage, name: str, processes: Processes) -> Checkpoint:
     """Open a checkpoint in every process; all of them call this.
 
     Raises:
@@ -200,7 +204,7 @@ def damage_of_any(
     return problem
 
 
-class ReadTogether(Tensors):
+class ReadTogether(LazyTensors):
     """A checkpoint that every process reads its part of, until all know whether it is whole.
 
     What is damaged is read as zeros, and `problem` says so: a process that stopped at it would
@@ -214,7 +218,7 @@ class ReadTogether(Tensors):
     def __init__(self, checkpoint: Checkpoint, reading: Callable[[], None] = lambda: None) -> None:
         self.checkpoint, self._reading = checkpoint, reading
         self.problem: DamagedError | None = None
-        self._tensors: Tensors = checkpoint
+        self._tensors: LazyTensors = checkpoint
 
     @property
     def names(self) -> Collection[str]:
@@ -226,7 +230,7 @@ class ReadTogether(Tensors):
         self._tensors = Chosen(self.checkpoint, called_here(self.checkpoint.names, own))
 
     def like(self, name: str) -> Tensor:
-        """See `Tensors.like`."""
+        """See `LazyTensors.like`."""
         return self._tensors.like(name)
 
     def part(self, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
@@ -277,7 +281,7 @@ def _said(error: Exception) -> str:
 class _Part:
     """A slice of a tensor, read when its value is asked for."""
 
-    tensors: Tensors
+    tensors: LazyTensors
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -288,7 +292,9 @@ class _Part:
         return self.tensors.part(self.name, self.bounds)
 
 
-def write_checkpoint(storage: Storage, name: str, tensors: Tensors, metadata: Metadata) -> None:
+def write_checkpoint(
+    storage: CheckpointStorage, name: str, tensors: LazyTensors, metadata: Metadata
+) -> None:
     """Write tensors as the checkpoint of a run with one process; one of the name is replaced.
 
     Args:

@@ -43,7 +43,7 @@ _MOST_PRODUCTS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensors:
+class MatchedTensors:
     """What a pattern means in a graph.
 
     Args:
@@ -79,7 +79,7 @@ class Alternative:
     refused: SbpError | None = None
 
 
-def tensors_of(graph: LogicalGraph, pattern: str) -> Tensors:
+def tensors_of(graph: LogicalGraph, pattern: str) -> MatchedTensors:
     """Return what a pattern of pins means.
 
     Raises:
@@ -93,12 +93,12 @@ def tensors_of(graph: LogicalGraph, pattern: str) -> Tensors:
             what=f"{pattern!r} matches no tensor and no module of {graph.name!r}",
             where="explain",
         ) from error
-    return Tensors(
+    return MatchedTensors(
         stored=tuple(name for name, _ in pins.storage), used=tuple(name for name, _ in pins.use)
     )
 
 
-def present(graph: LogicalGraph, strategy: Strategy, tensors: Tensors) -> list[NdSbp]:
+def present(graph: LogicalGraph, strategy: Strategy, tensors: MatchedTensors) -> list[NdSbp]:
     """Return how tensors are stored or used, the most frequent way first."""
     found = Counter(strategy.storage[name].sbp for name in tensors.stored)
     for value in tensors.used:
@@ -112,7 +112,7 @@ def present(graph: LogicalGraph, strategy: Strategy, tensors: Tensors) -> list[N
 
 
 def values_of(
-    graph: LogicalGraph, stages: Sequence[Placement], tensors: Tensors, now: NdSbp | None
+    graph: LogicalGraph, stages: Sequence[Placement], tensors: MatchedTensors, now: NdSbp | None
 ) -> list[str]:
     """Return the pins that are worth a look: every way to cut the tensors.
 
@@ -183,7 +183,7 @@ def holds(planned: Planned, pattern: str, value: PinValue) -> bool:
     ) and all(
         sbp[axis] == pin.entry
         for (used, axis), pin in pins.use.items()
-        for sbp in present(graph, strategy, Tensors(stored=(), used=(used,)))
+        for sbp in present(graph, strategy, MatchedTensors(stored=(), used=(used,)))
     )
 
 
@@ -290,7 +290,7 @@ def _moves(head: str, moved: Sequence[MovedModule]) -> Iterator[str]:
 
 def _all_ways(
     pattern: str,
-    tensors: Tensors,
+    tensors: MatchedTensors,
     now: Sequence[NdSbp],
     asked: Asked,
     progress: Callable[[str], None],

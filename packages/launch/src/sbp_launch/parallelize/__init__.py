@@ -41,7 +41,7 @@ from sbp_launch.parallelize.parallel_step import ParallelStep
 from sbp_launch.parallelize.ranks import backend_of, mesh_of
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.neutral import prove_padding
@@ -194,7 +194,9 @@ def parallelize(
     planned = plan_program(program, example, choice, engine, following, training)
     prove_padding(program, padding, settings, states)
     compared = (
-        Comparison(program, planned.planned, engine, compare_steps) if compare_steps else None
+        OneDeviceComparison(program, planned.planned, engine, compare_steps)
+        if compare_steps
+        else None
     )
     return ParallelStep(planned, choice, engine, following, training, padding, states, compared)
 

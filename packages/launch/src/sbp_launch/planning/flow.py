@@ -43,7 +43,7 @@ from sbp_launch.compile_config import CompileConfig
 from sbp_launch.planning.rows import ModuleRow, OpRow, module_rows, op_rows
 from sbp_launch.settings.patterns import check_patterns
 from sbp_torch.capture import NO_NUMBERS, NumberPlace, capture, without_unused
-from sbp_torch.proof import Proof
+from sbp_torch.proof import StepProof
 from sbp_torch.update_options import UpdateOptions
 
 
@@ -62,7 +62,7 @@ class Planned:
     checked: CheckReport
     simulation: Simulation
     known_memory: MemoryReport | None = None
-    proof: Proof | None = None
+    proof: StepProof | None = None
 
     @cached_property
     def memory(self) -> MemoryReport | str:

@@ -28,7 +28,7 @@ from sbp_launch.run.run import Run
 from sbp_launch.run.speed import Speed
 from sbp_launch.run.stopping import StopSignals
 from sbp_launch.settings.budget import Allowance
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.training_step import TrainingStep
 from sbp_launch.team import Team, fail_together, stop_together, vote_deadline_s
 from sbp_launch.tracing.tracer import StepTracer
@@ -37,14 +37,14 @@ from sbp_launch.trainer.checkpoints import RunCheckpoints
 from sbp_launch.trainer.evaluation import Evaluator
 from sbp_launch.trainer.figures import StepMeter
 from sbp_launch.trainer.phases import PhaseTimes
-from sbp_launch.trainer.run_program import Program
+from sbp_launch.trainer.run_program import RunProgram
 from sbp_launch.trainer.step import StepTaker
 
 #: Seconds that processes agree on are sent as whole numbers of these.
 _TICK_S = 1e-6
 
 
-def allowance_of(run: Run, program: Program) -> Allowance:
+def allowance_of(run: Run, program: RunProgram) -> Allowance:
     """Return the budget of a run, as its steps are counted against it.
 
     Raises:
@@ -75,11 +75,11 @@ class TrainingLoop:
     """
 
     run: Run
-    program: Program
+    program: RunProgram
     step: TrainingStep
     step_meter: StepMeter
     tracer: StepTracer
-    comparison: Comparison | None
+    comparison: OneDeviceComparison | None
     signals: StopSignals
     checkpoints: RunCheckpoints
     state: TrainerState = field(default_factory=TrainerState)

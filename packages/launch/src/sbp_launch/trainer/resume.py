@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from sbp_core.errors import ConfigError, SbpValueError, words_of
-from sbp_core.plugins import Storage, TrainerState
+from sbp_core.plugins import CheckpointStorage, TrainerState
 from sbp_core.runtime import Session
 from sbp_core.serialize import load
 from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
@@ -21,7 +21,7 @@ from sbp_launch.checkpoint.tensors import dtype_name
 from sbp_launch.data import DataCursor, SampleOrder
 from sbp_launch.run.run import Run
 from sbp_launch.trainer.checkpoints import place_of
-from sbp_launch.trainer.run_program import Program
+from sbp_launch.trainer.run_program import RunProgram
 from sbp_launch.trainer.saved_settings import differences, settings_of
 
 
@@ -40,7 +40,7 @@ class Resume:
         ConfigError: none of them has a whole manifest, or another seed than the run.
     """
 
-    def __init__(self, run: Run, storage: Storage, names: list[str]) -> None:
+    def __init__(self, run: Run, storage: CheckpointStorage, names: list[str]) -> None:
         self._run, self._storage, self._names = run, storage, list(names)
         self._num_given = len(names)
         #: What was said of the checkpoint that was passed over last.
@@ -50,7 +50,7 @@ class Resume:
         self.states = self._next()
 
     @classmethod
-    def of(cls, run: Run, storage: Storage) -> Resume | None:
+    def of(cls, run: Run, storage: CheckpointStorage) -> Resume | None:
         """Return where a run goes on as `trainer.resume` says; None if it begins.
 
         Raises:
@@ -102,7 +102,7 @@ class Resume:
         for told in cursor.differences(order):
             self._run.say([f"other than in {self.states.checkpoint.name}: {told}"])
 
-    def check_states(self, program: Program) -> None:
+    def check_states(self, program: RunProgram) -> None:
         """See that the checkpoint has the states that a run begins with; before it is planned.
 
         Raises:

@@ -66,7 +66,7 @@ class _GivenBatch(dict[str, Tensor]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class RunProgram:
     """The one-device program and the machine it is for.
 
     `model` is without data; `made` can make it whole.
@@ -142,7 +142,7 @@ class Program:
         return "tokens", next(iter(self.example(1).values())).numel()
 
 
-def make_program(run: Run) -> Program:
+def make_program(run: Run) -> RunProgram:
     """Build model, optimizer, data set and cluster from their plugins.
 
     Raises:
@@ -169,7 +169,7 @@ def make_program(run: Run) -> Program:
     make_cluster: ClusterFactory = run.make("cluster")
     cluster = make_cluster(math.prod(config.mesh))
     mesh = Placement.grid(config.mesh, config.axes, cluster.device.kind)
-    return Program(
+    return RunProgram(
         made=made,
         model=made.model,
         make_optimizer=make_optimizer,

@@ -17,7 +17,7 @@ from torch import nn
 
 from sbp_core.boxing import BoxingBackend
 from sbp_core.errors import RunError, SbpValueError, words_of
-from sbp_core.plugins import PluginRegistry, Storage, TrainerState
+from sbp_core.plugins import CheckpointStorage, PluginRegistry, TrainerState
 from sbp_core.runtime import Session, StepResult
 from sbp_launch.checkpoint.starting_weights import StartingWeights, find_weights
 from sbp_launch.clusters.local import usable_cores
@@ -34,7 +34,7 @@ from sbp_launch.run.status import StatusSignal
 from sbp_launch.run.stopping import STARTING, StopSignals
 from sbp_launch.settings.config import RunConfig
 from sbp_launch.step.buckets import Padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.following import Following
 from sbp_launch.step.planning import plan_program
 from sbp_launch.step.training import Training
@@ -46,7 +46,7 @@ from sbp_launch.trainer.figures import Measured, StepMeter
 from sbp_launch.trainer.loop import TrainingLoop, allowance_of
 from sbp_launch.trainer.planned import engine_of, plan_choice, whole_example, with_micro_batches
 from sbp_launch.trainer.resume import Resume
-from sbp_launch.trainer.run_program import Program, make_program
+from sbp_launch.trainer.run_program import RunProgram, make_program
 from sbp_launch.trainer.sampling import printable, sample_text
 from sbp_launch.trainer.session import (
     check_devices,
@@ -153,10 +153,10 @@ class MeasuredStep:
     step: TrainingStep
     meter: StepMeter
     tracer: StepTracer
-    comparison: Comparison | None
+    comparison: OneDeviceComparison | None
 
 
-def make_step(run: Run, program: Program, backend: BoxingBackend) -> MeasuredStep:
+def make_step(run: Run, program: RunProgram, backend: BoxingBackend) -> MeasuredStep:
     """Capture, plan, compile, check and prove the training step of a run.
 
     Args:
@@ -198,7 +198,7 @@ def make_step(run: Run, program: Program, backend: BoxingBackend) -> MeasuredSte
             return model, optimizer_over(program.make_optimizer, model)
 
         steps = config.trainer.compare_steps
-        comparison = Comparison(one, found.planned, engine, steps, copied)
+        comparison = OneDeviceComparison(one, found.planned, engine, steps, copied)
     return MeasuredStep(step=step, meter=meter, tracer=tracer, comparison=comparison)
 
 
@@ -213,11 +213,11 @@ def show_plan(run: Run, planned: Planned, todo: str = _ALL_ROWS) -> None:
 
 def train_states(
     run: Run,
-    program: Program,
+    program: RunProgram,
     made: MeasuredStep,
     signals: StopSignals,
     status: StatusSignal,
-    storage: Storage,
+    storage: CheckpointStorage,
     begin: Resume | StartingWeights | None,
 ) -> TrainingLoop:
     """Make or load the states, train, save and evaluate them; say what was measured and predicted.
@@ -285,7 +285,7 @@ def train_states(
     return loop
 
 
-def starting_weights(run: Run, program: Program) -> StartingWeights | None:
+def starting_weights(run: Run, program: RunProgram) -> StartingWeights | None:
     """Return the weights that the run starts from, if it is to start from some; say which.
 
     Raises:
@@ -300,7 +300,7 @@ def starting_weights(run: Run, program: Program) -> StartingWeights | None:
     return found
 
 
-def show_sample(run: Run, program: Program, checkpoints: RunCheckpoints) -> None:
+def show_sample(run: Run, program: RunProgram, checkpoints: RunCheckpoints) -> None:
     """Print a text that the trained model writes, if it is one that writes."""
     settings, data = run.config.trainer, program.data
     if not settings.sample_tokens or not isinstance(data, TextDataset):

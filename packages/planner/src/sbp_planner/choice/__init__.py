@@ -14,17 +14,17 @@ from sbp_planner.choice.chain import ChainSolution, solve_chain
 from sbp_planner.choice.iopddl.instance import FORBIDDEN, read_problem, write_problem
 from sbp_planner.choice.iopddl.planted import FAMILIES, Shape, planted_problem
 from sbp_planner.choice.iopddl.synthetic import transformer_problem
-from sbp_planner.choice.problem import ChoiceProblem, Evaluation, evaluate, memory_rows
+from sbp_planner.choice.problem import AssignmentCost, ChoiceProblem, evaluate, memory_rows
 from sbp_planner.choice.record import ChoiceSolution, Progress
 from sbp_planner.choice.solver import solve
 
 __all__ = [
     "FAMILIES",
     "FORBIDDEN",
+    "AssignmentCost",
     "ChainSolution",
     "ChoiceProblem",
     "ChoiceSolution",
-    "Evaluation",
     "Progress",
     "Shape",
     "evaluate",

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_core.infer import FORBIDDEN_S, ConversionGroup, Costed, Factor
-from sbp_planner.choice.moved_costs import MovedCosts, TableTerm, Term
+from sbp_planner.choice.moved_costs import CostTerm, MovedCosts, TableTerm
 
 Table = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -167,7 +167,7 @@ class GroupBound(MovedCosts):
 
     def __init__(self, step: Costed) -> None:
         unary = [np.where(table >= FORBIDDEN_S, inf, table) for table in step.unary]
-        terms: list[Term] = []
+        terms: list[CostTerm] = []
         for group in step.groups:
             # What the source asks for itself, it pays alone.
             own = group.own_targets()

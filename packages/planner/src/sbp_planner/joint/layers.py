@@ -16,7 +16,13 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer import ConversionGroup, Request, StepProblem, generic_name, node_colours
+from sbp_core.infer import (
+    ConversionGroup,
+    ConversionRequest,
+    StepProblem,
+    generic_name,
+    node_colours,
+)
 
 Table = NDArray[np.float64]
 
@@ -114,7 +120,9 @@ def _summed(groups: Sequence[ConversionGroup], tied: Sequence[int]) -> list[Conv
     alike: dict[object, tuple[ConversionGroup, dict[int, tuple[Table, int]]]] = {}
     for group in groups:
         requests = tuple(
-            Request(tied[one.variable] if one.variable >= 0 else one.variable, one.targets)
+            ConversionRequest(
+                tied[one.variable] if one.variable >= 0 else one.variable, one.targets
+            )
             for one in group.requests
         )
         for one in requests:

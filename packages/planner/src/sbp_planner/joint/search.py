@@ -44,7 +44,7 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
 from sbp_planner.choice.prove import prove
 from sbp_planner.joint.layers import repeated, tie
-from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
+from sbp_planner.joint.lifetime import VariableMemory, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
@@ -380,7 +380,7 @@ class JointSearch:
                 return leanest
         return None
 
-    def within(self, memory: Held) -> Values | None:
+    def within(self, memory: VariableMemory) -> Values | None:
         """Return the cheapest assignment within a counted limit; None if none was found."""
         if self.priced is not None:
             return self.priced.within(memory.limit_bytes)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sbp_core.boxing.routes import Route
     from sbp_core.boxing.slices import (
         Bounds,
-        Piece,
+        TransferPiece,
         bounds_of,
         can_transfer,
         collective_bytes,
@@ -63,11 +63,11 @@ __all__ = [
     "LaunchSpec",
     "Manifest",
     "Pending",
-    "Piece",
     "Route",
     "StepKind",
     "SurvivingRanks",
     "TrafficCounter",
+    "TransferPiece",
     "bounds_of",
     "can_transfer",
     "clear_routes",
@@ -100,9 +100,9 @@ __getattr__, __dir__ = lazy_room(
     router="clear_routes conversion_bytes route",
     routes="Route",
     slices=(
-        "Bounds Piece bounds_of can_transfer collective_bytes collective_pieces intersection "
-        "is_realisable itemsize local_transition partial_axes sent_bytes transfer_bytes "
-        "transfer_pieces volume"
+        "Bounds TransferPiece bounds_of can_transfer collective_bytes collective_pieces "
+        "intersection is_realisable itemsize local_transition partial_axes sent_bytes "
+        "transfer_bytes transfer_pieces volume"
     ),
     step="BoxingStep StepKind",
 )

@@ -56,7 +56,7 @@ Orders = Mapping[str, Sequence[tuple[str, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class ActorSpan:
     """The actors of a network that an actor of a plan is: as it begins, and when it is over.
 
     `drag` is on its threads behind the begin, if the transport needs their core; else empty.
@@ -103,7 +103,7 @@ class PlanNetwork:
         self._numbered: dict[str, str] = {}
         self._actors: dict[str, FlowActor] = {}
         self._edges: list[FlowEdge] = []
-        self.ends: dict[ActorId, Ends] = {}
+        self.ends: dict[ActorId, ActorSpan] = {}
         self.registers: dict[tuple[int, str], list[str]] = defaultdict(list)
         self.links: dict[ActorId, list[str]] = defaultdict(list)
         self.network = self._made()
@@ -218,7 +218,7 @@ class PlanNetwork:
             each = "update" if actor.rate is Rate.UPDATE else "micro-batch"
             self._numbered |= dict.fromkeys((name, over, drag), each)
         for other in ranks:
-            self.ends[(other, actor.name)] = Ends(begin=name, over=over, drag=drag)
+            self.ends[(other, actor.name)] = ActorSpan(begin=name, over=over, drag=drag)
 
     def _others(self, group: Sequence[int]) -> str:
         """Return in words how many others there are like a rank or group of ranks."""

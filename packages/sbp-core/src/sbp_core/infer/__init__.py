@@ -11,7 +11,7 @@ Stability: provisional.
 
 from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.companions import StepCompanions
-from sbp_core.infer.conversion_group import ConversionGroup, Request
+from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest
 from sbp_core.infer.equal_layers import EqualLayers, equal_layers, generic_name, node_colours
 from sbp_core.infer.greedy_start import start_greedily
 from sbp_core.infer.least_prices import LeastPrices
@@ -46,7 +46,7 @@ from sbp_core.infer.stages import (
     moving_nodes,
 )
 from sbp_core.infer.tables import Costed, CostTables
-from sbp_core.infer.work import Decision, Kept, SharedTables, StepWork
+from sbp_core.infer.work import Decision, FixedDecisions, SharedTables, StepWork
 
 __all__ = [
     "FORBIDDEN_S",
@@ -55,18 +55,18 @@ __all__ = [
     "Buckets",
     "Conversion",
     "ConversionGroup",
+    "ConversionRequest",
     "CostTables",
     "Costed",
     "Decision",
     "EqualLayers",
     "Factor",
-    "Kept",
+    "FixedDecisions",
     "LeastPrices",
     "Nearby",
     "PinValue",
     "Pins",
     "Pipelined",
-    "Request",
     "SharedTables",
     "StageMap",
     "StagePatterns",

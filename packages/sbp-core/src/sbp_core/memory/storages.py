@@ -76,7 +76,7 @@ class RankLifetimes:
     host_buffers: tuple[Buffer, ...] = ()
 
 
-class Replay:
+class RankReplay:
     """Replays of one rank.
 
     Args:

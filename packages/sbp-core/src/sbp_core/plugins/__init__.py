@@ -14,13 +14,13 @@ from sbp_core.plugins.callbacks import Callback, TrainerControl, TrainerState, T
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
+    CheckpointStorage,
     ChecksOthers,
     ClusterFactory,
     GraphPass,
     MetricSink,
     MetricSinkFactory,
     StagedFolder,
-    Storage,
     StorageFactory,
 )
 from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem, blame
@@ -39,6 +39,7 @@ __all__ = [
     "INSTEAD",
     "KINDS",
     "Callback",
+    "CheckpointStorage",
     "ChecksOthers",
     "ClusterFactory",
     "ConfigFolder",
@@ -52,7 +53,6 @@ __all__ = [
     "PluginSource",
     "Problem",
     "StagedFolder",
-    "Storage",
     "StorageFactory",
     "TrainerControl",
     "TrainerState",
@@ -69,12 +69,13 @@ __all__ = [
 ]
 
 
-#: Names that were offered here, and the rooms that offer them now.
+#: Names that were offered here, and what replaces them.
 _MOVED = {
-    "LaunchRequest": "sbp_core.processes",
-    "Launcher": "sbp_core.processes",
-    "PlanRequest": "sbp_core.planning",
-    "Planner": "sbp_core.planning",
+    "LaunchRequest": "sbp_core.processes.LaunchRequest",
+    "Launcher": "sbp_core.processes.Launcher",
+    "PlanRequest": "sbp_core.planning.PlanRequest",
+    "Planner": "sbp_core.planning.Planner",
+    "Storage": "sbp_core.plugins.CheckpointStorage",
 }
 
 
@@ -82,7 +83,7 @@ def __getattr__(name: str) -> object:
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Loaded by its name, as it is above this room.
-    home = _MOVED[name]
-    said = f"sbp_core.plugins.{name} is {home}.{name} now"
+    home, _, now = _MOVED[name].rpartition(".")
+    said = f"sbp_core.plugins.{name} is {home}.{now} now"
     warnings.warn(said, DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(home), now)

@@ -31,7 +31,7 @@ from sbp_torch.capture.numbers import (
 )
 from sbp_torch.capture.optimizer_states import VELOCITY
 from sbp_torch.capture.randomness import counted_random
-from sbp_torch.capture.step import TrainingStep, model_tensors, trainable
+from sbp_torch.capture.step import TraceableStep, model_tensors, trainable
 from sbp_torch.capture.trace import TracedStep, trace_step
 from sbp_torch.capture.update import LossScaling, Update, UpdateOptions, current_scalars
 
@@ -112,7 +112,7 @@ def capture(
 
     def traced(*, as_compiling: bool) -> LogicalGraph:
         make = partial(
-            TrainingStep,
+            TraceableStep,
             model,
             loss,
             batch,
@@ -138,7 +138,7 @@ def capture(
             raise stopped from None
 
 
-def _trace_until_stable(make: Callable[..., TrainingStep]) -> TracedStep:
+def _trace_until_stable(make: Callable[..., TraceableStep]) -> TracedStep:
     """Trace a step whose forward leaves nothing behind, or only once.
 
     A side effect that happens once, such as a cache that is filled, is harmless: the second step

@@ -40,7 +40,7 @@ from sbp_torch._torch_compat import (
 )
 from sbp_torch.capture.diagnostics import check_dense, refusal, written_outside
 from sbp_torch.capture.side_effects import shared_memory
-from sbp_torch.capture.step import TrainingStep
+from sbp_torch.capture.step import TraceableStep
 
 # Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
 
@@ -66,7 +66,7 @@ class TracedStep:
     form: tuple[Any, ...] = ()
 
 
-def trace_step(step: TrainingStep) -> TracedStep:
+def trace_step(step: TraceableStep) -> TracedStep:
     """Trace a step as one FX graph.
 
     Raises:
@@ -187,7 +187,7 @@ def _is_constant(value: object) -> bool:
 
 def _check_states(
     module: fx.GraphModule,
-    step: TrainingStep,
+    step: TraceableStep,
     inputs: Collection[GraphInput],
     outputs: Collection[tuple[str, OutputKind]],
     held: Mapping[str, Tensor],

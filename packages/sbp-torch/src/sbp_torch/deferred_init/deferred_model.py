@@ -15,7 +15,7 @@ from sbp_torch.capture.side_effects import REGISTERS
 from sbp_torch.capture.step import model_tensors
 from sbp_torch.capture.update import Update, UpdateOptions
 from sbp_torch.deferred_init.record import ConstructorRecorder
-from sbp_torch.deferred_init.tape import Replay, Tape, Window
+from sbp_torch.deferred_init.tape import Tape, TapeReplay, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class DeferredStates(Mapping[str, Tensor]):
         self, tape: Tape, windows: Mapping[str, Window], real: Mapping[str, Tensor]
     ) -> None:
         self._windows, self._real = windows, real
-        self._replay = Replay(tape)
+        self._replay = TapeReplay(tape)
         # States of one storage are made together; storages in the order of their last draws, since
         # the generator goes one way: what others draw in between is then known, or thrown away.
         together: dict[int, list[str]] = defaultdict(list)

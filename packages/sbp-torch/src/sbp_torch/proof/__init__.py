@@ -10,7 +10,7 @@ Stability: provisional.
 
 from __future__ import annotations
 
-from sbp_torch.proof.prove import Proof, Step, prove
+from sbp_torch.proof.prove import PlannedStep, StepProof, prove
 from sbp_torch.proof.whole import OutputDifference, PaddedStep
 
-__all__ = ["OutputDifference", "PaddedStep", "Proof", "Step", "prove"]
+__all__ = ["OutputDifference", "PaddedStep", "PlannedStep", "StepProof", "prove"]

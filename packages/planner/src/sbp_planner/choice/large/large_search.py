@@ -34,10 +34,10 @@ from sbp_planner.choice.large.consistent import consistent
 from sbp_planner.choice.large.dual import DualAscent, ReducedCosts
 from sbp_planner.choice.large.moves import TreeMoves, near
 from sbp_planner.choice.large.neighbourhood import Neighbourhoods, Proposal
-from sbp_planner.choice.large.worker import Bound, Task, Worker
+from sbp_planner.choice.large.worker import Bound, SolverProcess, Task
 from sbp_planner.choice.problem import Ints
 from sbp_planner.choice.program import ProgramResult
-from sbp_planner.choice.record import Part, Record
+from sbp_planner.choice.record import Record, RemainingProblem
 from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 _log = logging.getLogger(__name__)
@@ -117,10 +117,10 @@ _MEMORY = 0.7
 _LEAST_WEIGHT = 0.15
 
 
-class Search:
+class LargeSearch:
     """Messages and neighbourhoods here, integer programs in a second process."""
 
-    def __init__(self, record: Record, part: Part, begin: Ints | None) -> None:
+    def __init__(self, record: Record, part: RemainingProblem, begin: Ints | None) -> None:
         self.record = record
         self.part = part
         self.dual = DualAscent(part.compact)
@@ -141,10 +141,10 @@ class Search:
         self.draws = float(_DRAWS[0])
         self.pairs = _PAIRS
         self.blocks = 0
-        self.worker: Worker | None = None
+        self.worker: SolverProcess | None = None
         self.worker_failed = False
         # What the second process works on: a program and the c of it, or a neighbourhood.
-        self.worker_part: Part | None = None
+        self.worker_part: RemainingProblem | None = None
         self.worker_below = inf
         self.worker_block: Proposal | None = None
         self._offered = 0.0
@@ -414,7 +414,7 @@ class Search:
     def _submit(self, task: Task) -> None:
         try:
             if self.worker is None or not self.worker.alive:
-                self.worker = Worker()
+                self.worker = SolverProcess()
             self.worker.submit(task)
         except OSError:
             # No process can be had: neighbourhoods and messages go on without one.
@@ -465,7 +465,7 @@ class Search:
             _log.warning("the second process for integer programs has died")
             self.worker_failed = True
 
-    def _offer_found(self, part: Part, values: Ints) -> None:
+    def _offer_found(self, part: RemainingProblem, values: Ints) -> None:
         """Offer an assignment of a pruned part, and search on from it."""
         part.offer(values)
         here = self.part.projected(self.record.best)

@@ -1,6 +1,6 @@
-"""Ways to begin: sets of pins that inference completes, on any mesh and for any model.
+"""Starting pins: sets of pins that inference completes, on any mesh and for any model.
 
-                      batch           states                    what is left
+                      batch           states                    other tensors
     data parallel     S(0) on data    free                      -
     ZeRO-1            S(0) on data    updates sharded           -
     ZeRO-3            S(0) on data    all sharded               -
@@ -8,9 +8,9 @@
     free              free            free                      everything
 
 On a mesh of several axes, the first is that of the data, and everything is free on the others:
-there inference finds which operators are split by columns or rows, whose classes, tables or
-experts. Columns and rows that the graph shows are tried as well: what inference finds is the best
-for a sum of times, without overlap.
+there inference finds the operators to split by columns or rows, and the classes, tables or experts
+to split. Columns and rows that the graph shows are tried as well, because the result of inference
+is the best for a sum of times, without overlap.
 
 Source: Rajbhandari et al., "ZeRO", SC 2020, section 5 (stages 1 and 3); Shoeybi et al.,
 "Megatron-LM", 2019, section 3.
@@ -31,12 +31,12 @@ _UPDATES = ("optimizer_states", "gradients", "updates")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to begin.
+class StartingPins:
+    """One set of pins.
 
     Args:
-        pins: Of words.
-        patterns: What is looked for in the graph: mesh axis -> names.
+        pins: By the words of pins, such as `batch`.
+        patterns: Patterns to find in the graph: mesh axis -> names.
     """
 
     pins: Mapping[str, PinValue]
@@ -55,20 +55,20 @@ class Way:
         return {**self.pins, **pattern_pins(graph, mesh, self.patterns).pins}
 
 
-def ways(mesh: Placement) -> Mapping[str, Way]:
-    """Return ways to begin by name.
+def starting_pins(mesh: Placement) -> Mapping[str, StartingPins]:
+    """Return the sets by name.
 
     Args:
         mesh: Of one stage.
     """
-    found = {name: Way(pins=pins) for name, pins in _without_patterns(mesh).items()}
+    found = {name: StartingPins(pins=pins) for name, pins in _without_patterns(mesh).items()}
     first, last = mesh.axes[0], mesh.axes[-1]
     tensor = {last: ["tensor"]}
     if len(mesh.axes) == 1:
-        return found | {"tensor parallel": Way(pins={"batch": "B"}, patterns=tensor)}
+        return found | {"tensor parallel": StartingPins(pins={"batch": "B"}, patterns=tensor)}
     split = {first: "S(0)"}
     pins = {**dict.fromkeys(_DATA, split), "batch": {**split, last: "B"}}
-    return found | {f"tensor parallel over {last}": Way(pins=pins, patterns=tensor)}
+    return found | {f"tensor parallel over {last}": StartingPins(pins=pins, patterns=tensor)}
 
 
 def _without_patterns(mesh: Placement) -> Mapping[str, Mapping[str, PinValue]]:
