@@ -50,7 +50,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts():
     refused("which is an argument of its own", cluster={"name": "local", "mesh": [2]})
     refused("connects one process a rank", boxing="torch", mesh=2)
     refused("update.clip_norm", update={"clip_norm": -1.0})
-    refused("compile.autocast", compile={"autocast": "int8"})
+    refused("'int8'", compile={"autocast": "int8"})
     refused("compile.bucket_byte", compile={"bucket_byte": 1})
     refused("model is wrapped", SbpTypeError, model=nn.DataParallel(make_model()))
     other = make_optimizer(make_model())

@@ -11,7 +11,7 @@ from steps import collective, transfer
 from test_nccl_bootstrap import HANGS_S, told
 from thread_ranks import Ranks
 
-from sbp_boxing_nccl.nccl.backend import NcclBackend
+from sbp_boxing_nccl.nccl.nccl_backend import NcclBackend
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import B, P
 

@@ -13,8 +13,8 @@ from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError
 from sbp_core.operators import MeasuredOperator
 from sbp_core.plugins import discover
-from sbp_launch.calibrate.config import CalibrateRun, check_calibrate
-from sbp_launch.calibrate.kept import Kept
+from sbp_launch.calibrate.calibration_config import CalibrateRun, check_calibrate
+from sbp_launch.calibrate.kept import KeptMeasurements
 from sbp_launch.machine import describe_machine
 from sbp_launch.settings.config import ComposedConfig
 
@@ -67,8 +67,8 @@ def test_times_of_other_backends_and_of_operators_are_kept(tmp_path: Path) -> No
 def test_nothing_is_kept_where_there_is_no_file_or_it_may_be_lost(tmp_path: Path) -> None:
     machine().save(tmp_path / "here.json")
 
-    assert check(tmp_path / "new.json").kept == Kept()
-    assert check(tmp_path / "here.json", overwrite=True, ranks=1).kept == Kept()
+    assert check(tmp_path / "new.json").kept == KeptMeasurements()
+    assert check(tmp_path / "here.json", overwrite=True, ranks=1).kept == KeptMeasurements()
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_a_file_whose_times_cannot_stay_is_refused_and_left_alone(
     assert "out=FILE" in caught.value.todo
     assert "overwrite=true" in caught.value.todo
     assert path.read_bytes() == before
-    assert check(path, overwrite=True).kept == Kept()
+    assert check(path, overwrite=True).kept == KeptMeasurements()

@@ -14,7 +14,7 @@ from sbp_launch.planning.flow import Planned
 from sbp_launch.planning.moves import When
 from sbp_launch.planning.rows import ModuleRow, plan_text
 from sbp_launch.settings.config import PluginChoice, RunConfig
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 from sbp_torch.update_options import UpdateOptions
 
 

@@ -22,11 +22,11 @@ from sbp_core.plugins import TrainerState
 from sbp_core.runtime import StatePiece, state_owners
 from sbp_core.sbp import B, NdSbp, S
 from sbp_launch.checkpoint import saving, survivors
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import Metadata
 from sbp_launch.checkpoint.reading import Checkpoint
 from sbp_launch.checkpoint.saving import Processes
-from sbp_launch.trainer.survivors import save_with_survivors
+from sbp_launch.trainer.survivor_saving import save_with_survivors
 
 MESH = Placement.grid((3,), ("data",))
 WHOLE = torch.arange(12.0).reshape(6, 2)

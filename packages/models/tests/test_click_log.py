@@ -91,7 +91,7 @@ def test_values_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_numbers_are_as_they_are_without_log(tmp_path: Path) -> None:
-    found = everything(build(config(written(tmp_path, "csv"), log=False)))
+    found = everything(build(config(written(tmp_path, "csv"), log_transform=False)))
 
     assert np.allclose(found["dense"][:, 1].numpy(), np.arange(100) / 4 - 3)
 
@@ -247,7 +247,7 @@ def test_other_columns_have_rows_of_their_own_and_another_part_held_out_has_not(
     build(config(file, cache=cache))
     build(config(file, cache=cache, held_out=0.5))
     assert len(list(tmp_path.glob("cache/clicks-*/records.bin"))) == 1
-    build(config(file, cache=cache, log=False))
+    build(config(file, cache=cache, log_transform=False))
     build(config(file, cache=cache, rows=(6, 6)))
 
     assert len(list(tmp_path.glob("cache/clicks-*/records.bin"))) == 3

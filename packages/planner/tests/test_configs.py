@@ -89,7 +89,7 @@ def test_a_preset_looks_at_the_mesh_before_anything_is_captured():
     with pytest.raises(ConfigError) as caught:
         config.check_beside({"cluster": SimpleNamespace(mesh=(2,), axes=("data",))})
     assert "cluster.axes=[pipe];" in caught.value.todo
-    assert "planner=infer" in caught.value.todo
+    assert "planner=propagate" in caught.value.todo
 
 
 @settings(derandomize=True, max_examples=200)

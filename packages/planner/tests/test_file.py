@@ -35,7 +35,7 @@ def made(asked: PlanRequest) -> Strategy:
 
 
 def from_file(path: Path, asked: PlanRequest, *, other_graph: bool = False) -> Strategy:
-    return build(FileConfig(path=str(path), other_graph=other_graph)).plan(asked)
+    return build(FileConfig(path=str(path), allow_other_graph=other_graph)).plan(asked)
 
 
 @pytest.mark.parametrize("name", ["strategy.yaml", "strategy.json"])

@@ -33,17 +33,17 @@ from sbp_planner import (
     galvatron,
     greedy,
     ilp,
-    infer,
     manual,
     mcmc,
     optcnn,
     osdp,
     pipelines,
     placers,
+    propagate,
     search_configs,
     tofu,
 )
-from sbp_planner.configs import InferConfig, ManualConfig, OsdpConfig
+from sbp_planner.configs import ManualConfig, OsdpConfig, PropagateConfig
 from sbp_torch.boxing.local import LocalBackend
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.reference import ReferenceRuntime
@@ -60,7 +60,7 @@ _PLANNERS: dict[str, Callable[..., Planner]] = {
     "gpipe": lambda **s: pipelines.build_gpipe(search_configs.GpipeConfig(**s)),
     "greedy": lambda **s: greedy.build(search_configs.GreedyConfig(**s)),
     "ilp": lambda **s: ilp.build(search_configs.IlpConfig(**s)),
-    "infer": lambda **s: infer.build(InferConfig(**s)),
+    "propagate": lambda **s: propagate.build(PropagateConfig(**s)),
     "manual": lambda **s: manual.build(ManualConfig(pins={"batch": "S(0)"}, **s)),
     "mcmc": lambda **s: mcmc.build(search_configs.McmcConfig(proposals=2, **s)),
     "optcnn": lambda **s: optcnn.build(search_configs.OptcnnConfig(**s)),

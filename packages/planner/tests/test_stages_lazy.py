@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbp_planner.stages import (
-    InFlight,
+    InFlightLimits,
     PricedStage,
     TableProblem,
     TableStage,
@@ -40,14 +40,14 @@ class Drawn:
             devices=devices,
             seconds=lambda own, behind: self.free[own, behind],
             held_seconds=lambda *key: self.held[key],
-            in_flight=InFlight.STAGES,
+            in_flight=InFlightLimits.STAGES,
             micro_batches=int(random.integers(1, 6)),
         )
         self.low = TableProblem(
             num_places=places,
             devices=devices,
             seconds=lambda own, behind: self.least[own, behind],
-            in_flight=InFlight.STAGES,
+            in_flight=InFlightLimits.STAGES,
             micro_batches=self.exact.micro_batches,
         )
 

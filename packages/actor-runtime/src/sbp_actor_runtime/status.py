@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from sbp_actor_runtime.register import OutRegister
-from sbp_actor_runtime.worker import Boxed, Worker
+from sbp_actor_runtime.worker import ActorThread, Boxed
 from sbp_core.boxing import BoxingStep
 from sbp_core.compile import Actor, Collective, Receive, Send
 from sbp_core.graph import Rate
@@ -29,7 +29,7 @@ from sbp_core.units import format_seconds
 _MOST = 8
 
 
-def worker_status(worker: Worker, steps: Sequence[BoxingStep]) -> list[str]:
+def worker_status(worker: ActorThread, steps: Sequence[BoxingStep]) -> list[str]:
     """Return what a thread is at, in lines.
 
     Args:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from sbp_actor_runtime.message import InFlight, StepOrder, Values
+from sbp_actor_runtime.message import PendingResult, StepOrder, Values
 from sbp_core.boxing import Communicator, Delivery, Pending
 from sbp_core.compile import (
     FETCH_THREAD,
@@ -266,7 +266,7 @@ def _collective(actor: Collective, plan: PhysicalPlan, communicator: Communicato
         name, deadline_s = tag(index, order), order.deadline_s
         if actor.overlaps:
             pending = communicator.begin(step, shard, tag=name, deadline_s=deadline_s)
-            return {actor.makes: InFlight(pending, shard)}
+            return {actor.makes: PendingResult(pending, shard)}
         return {actor.makes: communicator.collective(step, shard, tag=name, deadline_s=deadline_s)}
 
     return run

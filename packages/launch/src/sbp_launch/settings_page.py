@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 from sbp_core.plugins import PluginRegistry, discover
 from sbp_core.serialize import read_text
 from sbp_launch.apps.plan import PlanConfig
-from sbp_launch.calibrate.config import CalibrateConfig
+from sbp_launch.calibrate.calibration_config import CalibrateConfig
 from sbp_launch.settings.catalog import Catalog, make_catalog
 from sbp_launch.settings.config import GROUPS
 from sbp_launch.settings.help import plain

@@ -68,9 +68,7 @@ def sbp_models() -> Mapping[str, Factory]:
             summary="residual network of 18 to 152 layers, for images",
         ),
         "vit": Factory(
-            build="sbp_models.vit:build",
-            config=VitConfig,
-            summary="vision transformer, for images",
+            build="sbp_models.vit:build", config=VitConfig, summary="vision transformer, for images"
         ),
         "dlrm": Factory(
             build="sbp_models.dlrm:build",
@@ -151,8 +149,7 @@ def sbp_signatures() -> Mapping[str, Factory]:
             summary="tokens times the weights of their expert",
         ),
         "transformers.grouped_mm_fallback_backward.default": Factory(
-            build="sbp_models.hf_operators:gradients",
-            summary="its gradients",
+            build="sbp_models.hf_operators:gradients", summary="its gradients"
         ),
     }
 

@@ -34,7 +34,7 @@ from sbp_core.serialize import open_file
 from sbp_core.units import format_bytes
 from sbp_core.user_paths import user_path
 from sbp_models.configs import StdlibConfig, TextConfig, TextTask, text_task
-from sbp_models.configs.text import VOCABULARY
+from sbp_models.configs.text_data import VOCABULARY
 from sbp_models.counter_based_random import hashes, key_of, members
 from sbp_models.local_files import encoding_of
 from sbp_models.splits import SplitDataset

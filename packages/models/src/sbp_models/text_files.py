@@ -27,7 +27,7 @@ MOST_LINE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DocumentPiece:
     """A piece of a document.
 
     Args:
@@ -41,7 +41,9 @@ class Piece:
     read_bytes: int
 
 
-def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+def pieces(
+    files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES
+) -> Iterator[DocumentPiece]:
     """Yield the documents of files in order, each in one piece or more.
 
     Args:
@@ -62,7 +64,7 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
                         at = end
                         content = text.encode("utf-8")
                         for _, part, is_last in _cut(BytesIO(content).read, piece_bytes):
-                            yield Piece(
+                            yield DocumentPiece(
                                 text=part.decode("utf-8"), is_last=is_last, read_bytes=before + at
                             )
                 else:
@@ -72,7 +74,7 @@ def pieces(files: Sequence[Path], field: str, *, piece_bytes: int = PIECE_BYTES)
                     for begin, part, is_last in _cut(opened.read, piece_bytes, at):
                         at = begin + len(part)
                         text = _text(file, part, begin)
-                        yield Piece(text=text, is_last=is_last, read_bytes=before + at)
+                        yield DocumentPiece(text=text, is_last=is_last, read_bytes=before + at)
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be read: {error.strerror}",

@@ -29,7 +29,7 @@ from sbp_models.extras import library
 from sbp_models.local_files import files_of, read_bytes
 from sbp_models.record_cache import Chunk, Recipe, load_records
 from sbp_models.splits import SplitDataset
-from sbp_models.text_files import PIECE_BYTES, Piece, pieces
+from sbp_models.text_files import PIECE_BYTES, DocumentPiece, pieces
 
 #: The part of the tokens that is held out.
 HELD_OUT = 0.05
@@ -162,7 +162,9 @@ def build(config: TokensConfig) -> TokenText:
     )
 
 
-def cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) -> Iterator[Chunk]:
+def cut(
+    tokenizer: Any, found: Iterable[DocumentPiece], end: int, dtype: np.dtype[Any]
+) -> Iterator[Chunk]:
     """Yield the tokens of documents.
 
     Args:
@@ -171,7 +173,7 @@ def cut(tokenizer: Any, found: Iterable[Piece], end: int, dtype: np.dtype[Any]) 
         end: Token that is put behind each document.
         dtype: Of the tokens.
     """
-    waiting: list[Piece] = []
+    waiting: list[DocumentPiece] = []
     waiting_letters = 0
 
     def chunk() -> Chunk:

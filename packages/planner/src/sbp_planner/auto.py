@@ -5,9 +5,9 @@
     take the fastest that fits the memory of a rank
 
 A candidate is a mesh and a way to plan on it. First come those that are cheap and mostly good, on
-the mesh that was asked for (`ways`); then the same on other meshes of the same ranks (one axis,
-every product of two, stages of a pipeline if the step has micro-batches); then the searches: all
-axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own (`dlplacer`,
+the mesh that was asked for (`starting_pins`); then the same on other meshes of the same ranks (one
+axis, every product of two, stages of a pipeline if the step has micro-batches); then the searches:
+all axes at once (`ilp`, `optcnn`), `osdp`, parts of the model on ranks of their own (`dlplacer`,
 `stanza`), stages with programs of their own if the step has micro-batches (`galvatron`, `alpa`),
 `tofu`, `greedy`. All are judged by the same figures, those of the compiled plan, so the result is
 no slower than any candidate that was looked at; which were not, for want of time, the report says.
@@ -69,8 +69,8 @@ from sbp_planner.search_configs import (
     StanzaConfig,
     TofuConfig,
 )
+from sbp_planner.starting_pins import StartingPins, starting_pins
 from sbp_planner.tofu import TofuPlanner
-from sbp_planner.ways import Way, ways
 
 #: Of the time, what is for the step as it is asked for, if it has other variants.
 _FIRST_SHARE = 0.5
@@ -363,9 +363,9 @@ class _Search:
             first = pipelined(mesh, "1f1b", self.request.graph.num_micro_batches).stages[0]
         except ConfigError:
             first = mesh
-        for name, way in ways(first).items():
+        for name, way in starting_pins(first).items():
 
-            def plan(request: PlanRequest, way: Way = way) -> Strategy:
+            def plan(request: PlanRequest, way: StartingPins = way) -> Strategy:
                 stages = pipelined(
                     mesh,
                     self.config.pipeline,

@@ -44,10 +44,7 @@ from sbp_planner.model_blocks import model_blocks
 from sbp_planner.pipelines import pipe_positions
 from sbp_planner.search_configs import GalvatronConfig
 from sbp_planner.segments import StepSegments, grouped, merged
-from sbp_planner.stage_search import (
-    StageSearch,
-    StageSettings,
-)
+from sbp_planner.stage_search import StageSearch, StageSettings
 from sbp_planner.submeshes import pipe_first
 
 #: Of the numbers of stages and micro-batches, how many are listed.

@@ -61,15 +61,9 @@ from sbp_core.planning import PlanContext, PlanRequest, SearchedPlanner
 from sbp_core.strategy import Strategy
 from sbp_planner.configs import AUTO, OsdpConfig, check_split_axis
 from sbp_planner.no_fit import no_fit
-from sbp_planner.osdp_report import (
-    Batch,
-    batch_report,
-    explanation,
-    memory_gain,
-    storage_report,
-)
+from sbp_planner.osdp_report import Batch, batch_report, explanation, memory_gain, storage_report
 from sbp_planner.osdp_variants import Tried, VariantSearch
-from sbp_planner.sharding import Ends, ends_of
+from sbp_planner.sharding import ShardingExtremes, ends_of
 from sbp_planner.storage_search import improve
 
 #: With `batch_sizes=auto`, how often the batch is doubled at most.
@@ -127,7 +121,7 @@ class OsdpPlanner(SearchedPlanner):
             if name not in (axis, PIPE_AXIS)
         ]
 
-        def ends(asked: PlanRequest) -> Ends:
+        def ends(asked: PlanRequest) -> ShardingExtremes:
             return self._ends(asked, axis)
 
         return VariantSearch(
@@ -138,7 +132,7 @@ class OsdpPlanner(SearchedPlanner):
             ends_at=ends_at,
         )
 
-    def _ends(self, request: PlanRequest, axis: str) -> Ends:
+    def _ends(self, request: PlanRequest, axis: str) -> ShardingExtremes:
         config, graph = self.config, request.graph
         stages = pipelined(
             request.mesh,
@@ -151,11 +145,7 @@ class OsdpPlanner(SearchedPlanner):
         if len(stages.stages) == 1:  # one after the other: no stage waits for another
             stages = replace(stages, in_flight=(1,))
         return ends_of(
-            request,
-            axis,
-            stages=stages,
-            stage_patterns=config.stage_patterns,
-            pins=config.pins,
+            request, axis, stages=stages, stage_patterns=config.stage_patterns, pins=config.pins
         )
 
     def _improve(self, tried: Tried) -> None:

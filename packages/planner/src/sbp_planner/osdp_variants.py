@@ -26,7 +26,7 @@ from sbp_core.graph_variant import GraphFamily, GraphVariant, OperatorSlices, Sl
 from sbp_core.memory import MemoryKind
 from sbp_core.planning import PlanRequest, recompute_budgets, splits_classes, variant_words
 from sbp_planner.guide import shard_bytes
-from sbp_planner.sharding import Ends
+from sbp_planner.sharding import ShardingExtremes
 from sbp_planner.storage_search import Choice, StorageSearch
 
 #: Slices that are tried first, and then more or fewer.
@@ -103,7 +103,7 @@ class VariantSearch:
     """
 
     request: PlanRequest
-    ends: Callable[[PlanRequest], Ends]
+    ends: Callable[[PlanRequest], ShardingExtremes]
     limit_bytes: float
     may_split_classes: bool
     ends_at: float = inf
@@ -256,11 +256,7 @@ class VariantSearch:
         quiet = replace(request, progress=None, family=None)
         if self.request.progress and variant is not None:
             self.request.progress(f"trying {variant_words(variant)}", 0.2)
-        search = StorageSearch(
-            request=quiet,
-            ends=self.ends(quiet),
-            limit_bytes=self.limit_bytes,
-        )
+        search = StorageSearch(request=quiet, ends=self.ends(quiet), limit_bytes=self.limit_bytes)
         tried = Tried(variant=variant, search=search, unlimited_s=search.step_s(search.unlimited()))
         self.tried.append(tried)
         return tried

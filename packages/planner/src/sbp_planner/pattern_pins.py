@@ -21,7 +21,7 @@ from sbp_core.graph import InputKind, LogicalGraph, Node, Phase, Ref
 from sbp_core.placement import Placement
 from sbp_core.sbp import Partial, Split
 from sbp_core.signatures import OpCall, derive, is_view
-from sbp_planner.dim_groups import DimGroup, Part, label_splits
+from sbp_planner.dim_groups import DimGroup, GroupRole, label_splits
 from sbp_planner.guide import update_values
 from sbp_planner.patterns import Patterns, by_axis, parameter_names
 
@@ -112,7 +112,7 @@ class _Pinned:
     def sums(self, groups: Sequence[DimGroup]) -> None:
         """Sum what parameters contract."""
         for group in groups:
-            for use in group.of(Part.CONTRACTS):
+            for use in group.of(GroupRole.CONTRACTS):
                 self.pins[_literal(self._summed(use.node.outputs[0]))] = "B"
 
     def _summed(self, value: str) -> str:
@@ -140,7 +140,7 @@ class _Pinned:
     def stream(self, groups: Sequence[DimGroup]) -> None:
         """Keep whole what leads to the products that make the dims, and the gradients of that."""
         along = {value for group in groups for value in group.by_value}
-        makes = [use for group in groups for use in group.of(Part.MAKES)]
+        makes = [use for group in groups for use in group.of(GroupRole.MAKES)]
         needed = {name for use in makes for name in use.activations}
         whole: set[str] = set()
         for node in reversed(self.graph.nodes):
@@ -227,17 +227,17 @@ class _Pinned:
 def _described(pattern: str, graph: LogicalGraph, groups: Sequence[DimGroup]) -> str:
     """Return what a pattern splits."""
 
-    def names(*parts: Part) -> str:
+    def names(*parts: GroupRole) -> str:
         uses = [use for group in groups for part in parts for use in group.of(part)]
         return ", ".join(parameter_names(uses))
 
     if pattern == "tensor":
-        return f"columns {names(Part.MAKES)}; rows {names(Part.CONTRACTS)}"
+        return f"columns {names(GroupRole.MAKES)}; rows {names(GroupRole.CONTRACTS)}"
     if pattern == "sequence":
         inputs = [(n, dim) for group in groups for n, dim in group.dims if n in graph.input_kinds]
         batch = [(n, dim) for n, dim in inputs if graph.input_kinds[n].kind is InputKind.BATCH]
         return ", ".join(f"dim {dim} of {name}" for name, dim in batch)
-    return names(Part.MAKES, Part.LOOKS_UP, Part.BATCHES)
+    return names(GroupRole.MAKES, GroupRole.LOOKS_UP, GroupRole.BATCHES)
 
 
 def _literal(name: str) -> str:

@@ -130,8 +130,7 @@ class Device:
         size_bytes, link = self.host_memory_bytes, self.host_link
         if (size_bytes is None) != (link is None):
             raise SbpValueError(
-                f"host_memory_bytes={size_bytes} and host_link={link}",
-                accepted="both, or neither",
+                f"host_memory_bytes={size_bytes} and host_link={link}", accepted="both, or neither"
             )
         if size_bytes is not None and not size_bytes > 0:
             raise SbpValueError(

@@ -46,12 +46,7 @@ class SbpError(Exception):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        where: str | Sequence[str] = (),
-        accepted: str = "",
-        todo: str = "",
+        self, what: str, *, where: str | Sequence[str] = (), accepted: str = "", todo: str = ""
     ) -> None:
         self.what = what
         self.where: tuple[str, ...] = (where,) if isinstance(where, str) else tuple(where)

@@ -44,9 +44,9 @@ from sbp_core.compile.actors import (
     keys_out,
 )
 from sbp_core.compile.hazards import verify_overwriting
-from sbp_core.compile.network import PlanNetwork
 from sbp_core.compile.offload import fetched_keys
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
+from sbp_core.compile.plan_network import PlanNetwork
 from sbp_core.compile.plan_spec import verify_plan
 from sbp_core.compile.symmetry import Folded, fold, shard_shapes
 from sbp_core.dataflow import CriticalCycle, critical_cycle, latency
@@ -78,7 +78,7 @@ class CheckReport:
         """Time from one step to the next if steps follow without a pause, in seconds.
 
         Each rank begins its next step when it is through with the last one, as processes do (see
-        `compile.network`).
+        `compile.plan_network`).
         """
         return float(self._critical.period_s)
 

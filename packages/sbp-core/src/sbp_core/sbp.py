@@ -15,7 +15,7 @@ from itertools import product
 from typing import overload
 
 from sbp_core.errors import SbpTypeError, SbpValueError
-from sbp_core.serialize import Form
+from sbp_core.serialize import JsonForm
 
 __all__ = [
     "REDUCTIONS",
@@ -149,9 +149,9 @@ class NdSbp(tuple[Sbp, ...]):
         return cls(*(parse_sbp(entry) for entry in inner.split(",") if entry.strip()))
 
     @classmethod
-    def json_form(cls) -> Form:
+    def json_form(cls) -> JsonForm:
         """Return what is written of it: its text."""
-        return Form(str, str, cls.parse)
+        return JsonForm(str, str, cls.parse)
 
     def replace(self, axis: int, entry: Sbp) -> NdSbp:
         """Return a copy with another entry on one mesh axis."""

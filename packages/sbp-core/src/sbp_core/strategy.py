@@ -26,7 +26,7 @@ from sbp_core.graph_variant import GraphVariant
 from sbp_core.pipeline import Action, PipelineSchedule
 from sbp_core.placement import Placement
 from sbp_core.sbp import NdSbp
-from sbp_core.serialize import Document, Form, Lines
+from sbp_core.serialize import Document, JsonForm, Lines
 
 __all__ = ["Assignment", "Signature", "Storage", "Strategy"]
 
@@ -89,9 +89,9 @@ class Assignment:
         return cls(stage=stage, signature=Signature.parse(rest))
 
     @classmethod
-    def json_form(cls) -> Form:
+    def json_form(cls) -> JsonForm:
         """Return what is written of it: its text."""
-        return Form(str, str, cls.parse)
+        return JsonForm(str, str, cls.parse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +145,9 @@ class Storage:
         return cls(stage=stage, sbp=found[0], offloaded=offloaded)
 
     @classmethod
-    def json_form(cls) -> Form:
+    def json_form(cls) -> JsonForm:
         """Return what is written of it: its text."""
-        return Form(str, str, cls.parse)
+        return JsonForm(str, str, cls.parse)
 
 
 def _staged(text: str) -> tuple[str, int]:

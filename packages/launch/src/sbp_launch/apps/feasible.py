@@ -42,7 +42,7 @@ from sbp_launch.settings.config import Application, ComposedConfig, RunConfig, k
 from sbp_launch.step.step_planner import StepPlanner
 from sbp_launch.trainer.planned import plan_choice, planner_of
 from sbp_launch.trainer.planning_only import PlanningOnly
-from sbp_launch.trainer.program import make_program
+from sbp_launch.trainer.run_program import make_program
 
 #: The search ends with so many answers; no setting is tried that would end after so many seconds.
 MOST_FOUND, MOST_S = 3, 15.0
@@ -104,7 +104,7 @@ class Attempt:
 Plan = Callable[[Sequence[str]], Planned]
 
 
-class Search:
+class FeasibilitySearch:
     """Looks for settings that fit.
 
     Args:
@@ -216,7 +216,7 @@ def _more_micro_batches(setup: Setup) -> list[int]:
     return divisors[:_MOST_COUNTS]
 
 
-def feasible_lines(search: Search) -> Iterator[str]:
+def feasible_lines(search: FeasibilitySearch) -> Iterator[str]:
     """Yield what was found, and what was not enough."""
     found = search.found
     if found:
@@ -343,7 +343,7 @@ def told_what_fits(error: SbpError, desk: PlanningOnly, recompose: Recompose) ->
             known[key] = planner_of(quiet, program if same else make_program(quiet))
         return replace(known[key], choice=plan_choice(quiet)).plan()
 
-    search = Search(setup, plan, desk.planned)
+    search = FeasibilitySearch(setup, plan, desk.planned)
     with run.stage(f"looking for what fits {format_bytes(setup.limit_bytes)}"):
         search.run()
     lines = list(feasible_lines(search))

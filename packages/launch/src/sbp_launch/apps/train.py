@@ -28,7 +28,7 @@ from sbp_core.errors import ConfigError, SbpError
 from sbp_core.output import standard_output
 from sbp_core.plugins import PluginRegistry
 from sbp_core.user_paths import user_path
-from sbp_launch.apps.app import run
+from sbp_launch.apps.hydra_app import run
 from sbp_launch.checkpoint.places import AUTO, find_checkpoints, look
 from sbp_launch.exit_codes import BAD_CONFIG, FAILED, INTERRUPTED, ended_by
 from sbp_launch.launching.launching import choose_launcher, follow, launch

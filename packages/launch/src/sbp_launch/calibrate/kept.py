@@ -26,7 +26,7 @@ _TODO = "choose another file with out=FILE, or overwrite=true to lose what this 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptMeasurements:
     """What stays in a file.
 
     Args:
@@ -38,7 +38,7 @@ class Kept:
     operators: tuple[MeasuredOperator, ...] = ()
 
 
-def kept_of(out: str, ranks: int, boxing: str) -> Kept:
+def kept_of(out: str, ranks: int, boxing: str) -> KeptMeasurements:
     """Return what stays in a file that a calibration of a backend writes to.
 
     Args:
@@ -52,7 +52,7 @@ def kept_of(out: str, ranks: int, boxing: str) -> Kept:
     """
     path = Path(out)
     if not path.exists():
-        return Kept()
+        return KeptMeasurements()
     # Here and not above: config errors are answered without numpy.
     from sbp_core.cluster import Cluster
 
@@ -81,7 +81,7 @@ def kept_of(out: str, ranks: int, boxing: str) -> Kept:
             todo=_TODO,
         )
     own = old.calibrations.get(boxing)
-    return Kept(
+    return KeptMeasurements(
         calibrations={name: of for name, of in old.calibrations.items() if name != boxing},
         operators=own.operators if own else old.device.operators,
     )

@@ -56,10 +56,7 @@ def ranks_of_list(out: str, file: str, boxing: str) -> int:
     RankCalls.load(Path(file))
     cluster = _cluster_file(out, boxing, 2)
     none = OperatorTimes(
-        backend=boxing,
-        num_ranks=cluster.num_devices,
-        machine=describe_machine(""),
-        operators=(),
+        backend=boxing, num_ranks=cluster.num_devices, machine=describe_machine(""), operators=()
     )
     with_times(cluster, out, file, none)
     return cluster.num_devices

@@ -39,7 +39,7 @@ from sbp_core.errors import ConfigError
 from sbp_core.plugins import CheckpointStorage
 from sbp_core.serialize import Document, parse, shown
 from sbp_launch.checkpoint.cover import MOST_DIMS, bounds_text, can_be, covers
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.checkpoint.steps import step_name, step_of
 
 #: Most bytes of a piece, and so of the buffer of who reads one.
@@ -184,7 +184,7 @@ class Metadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """All of a checkpoint but the bytes of its tensors.
 
     Args:
@@ -205,11 +205,11 @@ class Manifest:
 
 #: A manifest, and what each process says of its own file, as JSON.
 MANIFEST = Document(
-    kind=Manifest, format="sbp-checkpoint", version=1, todo=ANOTHER, error=DamagedError
+    kind=CheckpointManifest, format="sbp-checkpoint", version=1, todo=ANOTHER, error=DamagedError
 )
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
+def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     """Return the whole file of a manifest, with its checksum."""
     dumps = partial(json.dumps, allow_nan=False)
 
@@ -225,7 +225,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return f'{body},\n"xxh3_128": "{xxh3_128_hexdigest(body.encode())}"}}\n'.encode()
 
 
-def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifest:
+def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> CheckpointManifest:
     """Read what `manifest_bytes` made.
 
     Args:
@@ -253,7 +253,7 @@ def parse_manifest(data: bytes, where: str, *, is_whole: bool = True) -> Manifes
     return manifest
 
 
-def read_manifest(storage: CheckpointStorage, name: str) -> Manifest:
+def read_manifest(storage: CheckpointStorage, name: str) -> CheckpointManifest:
     """Return the manifest of a checkpoint.
 
     Raises:
@@ -280,7 +280,7 @@ def read_manifest(storage: CheckpointStorage, name: str) -> Manifest:
     return manifest
 
 
-def _check_together(manifest: Manifest, where: str, *, is_whole: bool) -> None:
+def _check_together(manifest: CheckpointManifest, where: str, *, is_whole: bool) -> None:
     """Check that pieces make up the tensors, and the files behind their headers.
 
     Raises:

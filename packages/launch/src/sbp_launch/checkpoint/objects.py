@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import StagedFolder, StorageFactory
-from sbp_launch.checkpoint.local import MANIFEST_FILE
+from sbp_launch.checkpoint.folder_storage import MANIFEST_FILE
 from sbp_launch.secret_settings import refuse_secret_address
 
 

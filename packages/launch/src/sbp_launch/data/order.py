@@ -219,8 +219,9 @@ class DataCursor:
                 f"the run stopped in other data: {'; '.join(told)}",
                 where=where,
                 accepted="the data that the run began with, in their order",
-                todo="go on with these at the same position: trainer.other_data=true; or begin a "
-                "run with these weights: trainer.init_from=RUN",
+                todo="to go on with these data at the same position, set "
+                "trainer.allow_other_data=true; or begin a run with these weights: "
+                "trainer.init_from=RUN",
             )
 
     def differences(self, order: SampleOrder) -> list[str]:

@@ -65,7 +65,7 @@ def run_task(command: Sequence[str]) -> int:
         return process.wait()
 
 
-class Job:
+class SlurmJob:
     """A submitted run.
 
     Args:
@@ -145,7 +145,7 @@ class Job:
 def main() -> None:
     """Submit the job, wait for it, and exit with its code."""
     folder, settings, *command = sys.argv[1:]
-    job = Job(Path(folder), json.loads(settings), command)
+    job = SlurmJob(Path(folder), json.loads(settings), command)
     for number in _PASSED_ON:
         signal.signal(number, job.stop)
     # This program has nothing to tell; `scancel --signal=USR2 JOB` asks the ranks.

@@ -95,6 +95,7 @@ class Choices:
                 where=f"the argument {kind}",
                 todo=f"leave it out, and pass {name}=...",
             )
+        chosen = self.registry.current_name(kind, chosen)
         options = sorted({*self._catalog.options(kind), *self.registry.names(kind)})
         if chosen not in options:
             asked, where = f"{kind}={chosen!r}", f"the argument {kind}"
@@ -105,10 +106,7 @@ class Choices:
         settings = {name: value for name, value in said.items() if name not in own}
         settings |= {**given, **own}
         return Option(
-            kind=kind,
-            chosen=chosen,
-            name=str(settings.pop("name", chosen)),
-            settings=settings,
+            kind=kind, chosen=chosen, name=str(settings.pop("name", chosen)), settings=settings
         )
 
     def make(self, option: Option) -> Any:

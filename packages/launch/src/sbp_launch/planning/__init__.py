@@ -15,13 +15,7 @@ from sbp_core.exports import lazy
 
 if TYPE_CHECKING:
     from sbp_launch.planning.family import StepFamily
-    from sbp_launch.planning.flow import (
-        Captured,
-        Planned,
-        PlanSettings,
-        capture_training,
-        compiled,
-    )
+    from sbp_launch.planning.flow import Captured, Planned, PlanSettings, capture_training, compiled
 
 __all__ = ["Captured", "PlanSettings", "Planned", "StepFamily", "capture_training", "compiled"]
 

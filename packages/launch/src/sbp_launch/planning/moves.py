@@ -23,13 +23,7 @@ from sbp_core.boxing import BoxingStep, StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.compile import Lowered
 from sbp_core.cost import boxing_step_time_s
-from sbp_core.graph import (
-    GraphInput,
-    InputKind,
-    LogicalGraph,
-    Node,
-    Phase,
-)
+from sbp_core.graph import GraphInput, InputKind, LogicalGraph, Node, Phase
 from sbp_core.placement import Placement
 from sbp_core.sbp import Partial
 from sbp_core.signatures import is_view

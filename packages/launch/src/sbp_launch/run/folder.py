@@ -26,7 +26,7 @@ import yaml  # type: ignore[import-untyped] # its stubs are a package of their o
 
 from sbp_core.errors import ConfigError, RunError, SbpError, suggestion
 from sbp_core.serialize import read_bytes, read_text, read_yaml, shown
-from sbp_launch.checkpoint.files import writing_aside
+from sbp_launch.checkpoint.durable_files import writing_aside
 from sbp_launch.settings.config import GROUPS, ComposedConfig
 
 #: The folder of checkpoints in that of a run, as `trainer.checkpoint` has it if nothing is set.

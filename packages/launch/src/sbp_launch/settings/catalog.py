@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
 from sbp_core.errors import ConfigError
-from sbp_core.plugins import ConfigFolder, PluginEntry, PluginRegistry
+from sbp_core.plugins import KINDS, ConfigFolder, PluginEntry, PluginRegistry
 from sbp_core.serialize import read_bytes
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.settings.config import TrainerConfig
@@ -234,7 +234,8 @@ class Catalog:
     def options(self, group: str) -> tuple[str, ...]:
         """Return the options of a group as one writes them: `osdp`, `manual/pipeline`."""
         found = (_options(folder.root().joinpath(group)) for folder in self.folders)
-        return tuple(sorted({option for options in found for option in options}))
+        former = self.registry.former_names(group) if group in KINDS else {}
+        return tuple(sorted({option for options in found for option in options} - former.keys()))
 
     def owners(self, config: str) -> tuple[str, ...]:
         """Return the distributions that bring a config such as `planner/osdp`."""
@@ -260,6 +261,11 @@ class Catalog:
     def comments(self, config: str) -> dict[str, str]:
         """Return what a config says of its settings, by key; see `option_file`."""
         return comments(self.text(config))
+
+    def configs(self, group: str) -> list[type]:
+        """Return the dataclasses of the settings of all plugins of a group."""
+        entries = (one for one in self.registry.entries if one.kind == group)
+        return [one.factory.config for one in entries if one.factory is not None]
 
     def config(self, group: str, name: object) -> type | None:
         """Return the dataclass of a group's settings, or None if it is not known."""

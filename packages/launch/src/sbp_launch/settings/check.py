@@ -173,6 +173,7 @@ def choose(
             todo=_of_a_folder(composed, registry, group)
             or "add the plugin that the file is for: name: NAME",
         )
+    name = registry.current_name(group, name)
     with (
         _naming_overrides(composed, group, f"{group}.name is {name!r}"),
         _seeking_elsewhere(composed, registry),
@@ -272,9 +273,7 @@ def _seeking_elsewhere(composed: ComposedConfig, registry: PluginRegistry) -> It
 
 @contextmanager
 def blaming(
-    composed: ComposedConfig,
-    registry: PluginRegistry,
-    first: Callable[[], object] = lambda: None,
+    composed: ComposedConfig, registry: PluginRegistry, first: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """Blame the plugin whose code fails in the `with` block, if that is known.
 

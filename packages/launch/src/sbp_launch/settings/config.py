@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from sbp_core.errors import ConfigError
 from sbp_core.plugins import INSTEAD, PluginRegistry
@@ -110,8 +110,8 @@ class TrainerConfig:
         overwrite: Whether a run may replace the files of an earlier one in its folder.
         resume: Where to go on: `auto`, the newest checkpoint that is whole, of this run folder; or
             the path of one, of a folder of them, or of a run. None to begin.
-        other_data: Whether it may go on in other data, or in another order of them, than those in
-            which it stopped; at the same number of samples.
+        allow_other_data: Whether to resume in other data, or in another order of them, than where
+            the run stopped; at the same number of samples.
         checkpoint: When checkpoints are saved, and which are kept.
         callbacks: What is called between steps: the name of each, or a mapping with `name` and its
             settings.
@@ -119,6 +119,7 @@ class TrainerConfig:
         update: Clipping, averages and scaling beside the optimizer.
     """
 
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {"other_data": "allow_other_data"}
     steps: int | None = None
     epochs: float | None = None
     tokens: int | None = None
@@ -147,7 +148,7 @@ class TrainerConfig:
     trace_operators: bool = False
     overwrite: bool = False
     resume: str | None = None
-    other_data: bool = False
+    allow_other_data: bool = False
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: tuple[str | Mapping[str, Any], ...] = ()
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

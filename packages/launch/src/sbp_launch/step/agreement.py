@@ -107,11 +107,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 Gather = Callable[[str, str], Mapping[int, str]]
 
 
-def gathering(
-    communicator: Communicator,
-    ranks: Sequence[int],
-    deadline_s: float,
-) -> Gather:
+def gathering(communicator: Communicator, ranks: Sequence[int], deadline_s: float) -> Gather:
     """Return a function that returns a text of every rank, of what it is called.
 
     Args:

@@ -83,9 +83,7 @@ class LengthBuckets:
             )
         if type(self.dim) is not int or self.dim < 0:
             raise ConfigError(
-                f"dim is {self.dim!r}",
-                where=_WHERE,
-                accepted="the dim of the positions, >= 0",
+                f"dim is {self.dim!r}", where=_WHERE, accepted="the dim of the positions, >= 0"
             )
         if not self.values or not isinstance(self.values, Mapping):
             raise ConfigError(

@@ -81,12 +81,7 @@ def join(
     return gather
 
 
-def _from_first(
-    communicator: Communicator,
-    ranks: list[int],
-    name: str,
-    value: Tensor,
-) -> Tensor:
+def _from_first(communicator: Communicator, ranks: list[int], name: str, value: Tensor) -> Tensor:
     """Return the value of the first rank, on all ranks."""
     everyone = NdSbp(B)
     here = value.detach().contiguous().to(communicator.device)

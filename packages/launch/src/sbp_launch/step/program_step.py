@@ -24,17 +24,17 @@ from sbp_launch.planning.source_lines import naming_source_lines
 from sbp_launch.step.agreement import compare_batches
 from sbp_launch.step.batch_names import check_batch_names
 from sbp_launch.step.buckets import Padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.first_bad_value import UndoneStepError, first_bad_value
 from sbp_launch.step.following import Following
-from sbp_launch.step.forms import Form, Forms
+from sbp_launch.step.forms import Forms, StepForm
 from sbp_launch.step.forward import Forwards, Mode
 from sbp_launch.step.missing_attributes import OF_STEPS_BESIDE, missing_attribute
 from sbp_launch.step.neutral import prove_padding
-from sbp_launch.step.output import StepOutput
 from sbp_launch.step.planning import PlannedProgram
 from sbp_launch.step.scalars import UpdateScalars
+from sbp_launch.step.step_output import StepOutput
 from sbp_launch.step.training import Training
 from sbp_launch.team import Team
 from sbp_launch.world import World
@@ -59,7 +59,7 @@ class ProgramStep:
         following: Following,
         training: Training,
         padding: Padding,
-        comparison: Comparison | None = None,
+        comparison: OneDeviceComparison | None = None,
     ) -> None:
         self.world: World = engine.world
         program = planned.capture.program
@@ -221,7 +221,7 @@ class ProgramStep:
     def _undone(
         self,
         error: NotFiniteStepError,
-        form: Form,
+        form: StepForm,
         batch: Mapping[str, Tensor],
         scalars: Mapping[str, float],
     ) -> UndoneStepError:

@@ -15,7 +15,7 @@ from sbp_core.plugins import CheckpointStorage
 from sbp_core.runtime import Session, StatePiece
 from sbp_core.user_paths import user_path
 from sbp_launch.checkpoint.background import BackgroundSave, BackgroundSaves
-from sbp_launch.checkpoint.local import LocalStorage
+from sbp_launch.checkpoint.folder_storage import LocalStorage
 from sbp_launch.checkpoint.manifest import DamagedError, Metadata
 from sbp_launch.checkpoint.places import find_checkpoints
 from sbp_launch.checkpoint.reading import Checkpoint, none_is_whole

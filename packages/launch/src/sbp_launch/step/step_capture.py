@@ -10,12 +10,7 @@ import torch
 
 from sbp_core.errors import CaptureError, ConfigError
 from sbp_core.graph import LogicalGraph
-from sbp_launch.planning.flow import (
-    Captured,
-    Planned,
-    PlanSettings,
-    capture_step,
-)
+from sbp_launch.planning.flow import Captured, Planned, PlanSettings, capture_step
 from sbp_launch.planning.proving import proved
 from sbp_launch.step.numbers import Places
 from sbp_launch.step.program import OneDeviceProgram

@@ -28,7 +28,7 @@ from sbp_launch.checkpoint.starting_weights import find_weights, named_as_in
 from sbp_launch.checkpoint.survivors import MEET_S
 from sbp_launch.step.agreement import digest_of
 from sbp_launch.step.buckets import Padding
-from sbp_launch.step.comparison import Comparison
+from sbp_launch.step.comparison import OneDeviceComparison
 from sbp_launch.step.engine import Engine
 from sbp_launch.step.following import Following
 from sbp_launch.step.joining import join
@@ -72,7 +72,7 @@ class TrainingStep(ProgramStep):
         training: Training,
         padding: Padding,
         states: Mapping[str, Tensor] | None = None,
-        comparison: Comparison | None = None,
+        comparison: OneDeviceComparison | None = None,
     ) -> None:
         super().__init__(planned, engine, following, training, padding, comparison)
         self._choice, self._given_states = choice, states

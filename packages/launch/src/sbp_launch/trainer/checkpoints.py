@@ -161,11 +161,7 @@ class RunCheckpoints:
         return self.place(state.step)
 
     def begin(
-        self,
-        session: Session,
-        state: TrainerState,
-        cursor: DataCursor,
-        tell: Callable[[str], None],
+        self, session: Session, state: TrainerState, cursor: DataCursor, tell: Callable[[str], None]
     ) -> None:
         """Begin to save what a session has, which is written while it goes on; all processes call.
 

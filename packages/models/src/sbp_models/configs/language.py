@@ -242,9 +242,4 @@ class T5Config:
 
     def check_beside(self, others: Mapping[str, object]) -> None:
         """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
-        check_text(
-            others.get("data"),
-            model="t5",
-            task="continue",
-            vocabulary=self.vocabulary,
-        )
+        check_text(others.get("data"), model="t5", task="continue", vocabulary=self.vocabulary)

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sbp_models.configs.checks import (
-    check_divides,
-    check_fractions,
-    check_positive,
-)
+from sbp_models.configs.checks import check_divides, check_fractions, check_positive
 from sbp_models.configs.fit import check_images
 
 
@@ -49,10 +45,7 @@ class ResnetConfig:
     def check_beside(self, others: Mapping[str, object]) -> None:
         """Refuse data that it cannot learn from; see `sbp_core.plugins.ChecksOthers`."""
         check_images(
-            others.get("data"),
-            model="resnet",
-            channels=self.channels,
-            num_classes=self.num_classes,
+            others.get("data"), model="resnet", channels=self.channels, num_classes=self.num_classes
         )
 
 

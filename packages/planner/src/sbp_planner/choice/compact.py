@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_planner.choice.graph import Graph
 from sbp_planner.choice.problem import Floats, Ints
+from sbp_planner.choice.reduced_graph import Graph
 
 Array = TypeVar("Array", Floats, Ints)
 Mask = NDArray[np.bool_]

@@ -33,8 +33,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_planner.choice.graph import Graph, Indices
 from sbp_planner.choice.problem import ChoiceProblem, Floats
+from sbp_planner.choice.reduced_graph import Graph, Indices
 
 #: The s and t of pairs of strategies of one node.
 Places = tuple[Indices, ...]

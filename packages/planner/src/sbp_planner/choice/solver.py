@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from sbp_core.errors import SbpValueError
 from sbp_core.infer import Buckets, Factor, minimise
 from sbp_planner.choice.compact import Compact
-from sbp_planner.choice.graph import NothingAllowedError
-from sbp_planner.choice.large.search import Search
+from sbp_planner.choice.large.large_search import LargeSearch
 from sbp_planner.choice.problem import ChoiceProblem, Floats, Ints
 from sbp_planner.choice.program import solve_program
-from sbp_planner.choice.record import ChoiceSolution, Keep, Part, Progress, Record
+from sbp_planner.choice.record import ChoiceSolution, Keep, Progress, Record, RemainingProblem
 from sbp_planner.choice.reduce import reduce_problem
+from sbp_planner.choice.reduced_graph import NothingAllowedError
 
 #: With at most so many allowed pairs, the integer program comes first.
 _FEW_PAIRS = 50_000
@@ -79,7 +79,7 @@ def solve(
     if start is not None:
         record.offer([int(strategy) for strategy in start])
     try:
-        part = Part(reduce_problem(problem, record.after(_REDUCE_PART)), record)
+        part = RemainingProblem(reduce_problem(problem, record.after(_REDUCE_PART)), record)
     except NothingAllowedError:
         record.prove()
         return record.solution()
@@ -88,7 +88,7 @@ def solve(
         part.offer(values)
         record.prove()
         return record.solution()
-    search = Search(record, part, part.projected(start))
+    search = LargeSearch(record, part, part.projected(start))
     if part.num_pairs <= _FEW_PAIRS:
         # An assignment first: the program may find its own late.
         now = time.monotonic()

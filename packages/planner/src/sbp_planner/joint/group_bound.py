@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbp_core.infer import FORBIDDEN_S, ConversionGroup, Costed, Factor
-from sbp_planner.choice.moved_costs import MovedCosts, TableTerm, Term
+from sbp_planner.choice.moved_costs import CostTerm, MovedCosts, TableTerm
 
 Table = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -58,11 +58,7 @@ class Paid:
     """
 
     def __init__(
-        self,
-        costs: Table,
-        classes: Numbers,
-        users: Sequence[Numbers],
-        variables: tuple[int, ...],
+        self, costs: Table, classes: Numbers, users: Sequence[Numbers], variables: tuple[int, ...]
     ) -> None:
         self.costs, self.variables = costs, variables
         self.maps = [classes, *users]
@@ -171,7 +167,7 @@ class GroupBound(MovedCosts):
 
     def __init__(self, step: Costed) -> None:
         unary = [np.where(table >= FORBIDDEN_S, inf, table) for table in step.unary]
-        terms: list[Term] = []
+        terms: list[CostTerm] = []
         for group in step.groups:
             # What the source asks for itself, it pays alone.
             own = group.own_targets()

@@ -44,7 +44,7 @@ from sbp_core.units import format_bytes, format_seconds
 from sbp_planner.choice import solve
 from sbp_planner.choice.prove import prove
 from sbp_planner.joint.layers import repeated, tie
-from sbp_planner.joint.lifetime import Held, held, least_stored_bytes, waiting_bytes
+from sbp_planner.joint.lifetime import VariableMemory, held, least_stored_bytes, waiting_bytes
 from sbp_planner.joint.lower import lower_step
 from sbp_planner.joint.near import MAX_DIRECT_ENTRIES, least_s, limited, recentred
 from sbp_planner.joint.priced import PricedMemory
@@ -146,11 +146,7 @@ class JointSearch:
         self._say("posing all mesh axes as one problem", 0.0)
         quiet = replace(request, progress=None)
         self.problem = joint_problem(
-            quiet,
-            pins=pins,
-            tied=settings.tied,
-            tables=tables,
-            known=known,
+            quiet, pins=pins, tied=settings.tied, tables=tables, known=known
         )
         #: What plans take at least: the states, however they are stored.
         self.least_stored_bytes = least_stored_bytes(self.problem)
@@ -389,7 +385,7 @@ class JointSearch:
                 return leanest
         return None
 
-    def within(self, memory: Held) -> Values | None:
+    def within(self, memory: VariableMemory) -> Values | None:
         """Return the cheapest assignment within a counted limit; None if none was found."""
         if self.priced is not None:
             return self.priced.within(memory.limit_bytes)

@@ -53,9 +53,9 @@ from sbp_core.units import format_bytes
 from sbp_planner.stages.graph import BlockGraph
 from sbp_planner.stages.ideals import Ideals, order_ideals
 from sbp_planner.stages.pipeline import (
-    Evaluation,
     Infeasible,
-    Level,
+    MachineLevel,
+    PipelineCost,
     Stage,
     WeightVersions,
     evaluate,
@@ -96,7 +96,7 @@ class HierarchyProblem:
     """
 
     graph: BlockGraph
-    levels: tuple[Level, ...]
+    levels: tuple[MachineLevel, ...]
     memory_bytes: float | None = None
     replicate: bool = True
     idle: bool = False
@@ -127,9 +127,9 @@ class HierarchyPlan:
         searched_s: The time as the search has it, for those who check.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[MachineLevel, ...]
     stages: tuple[Stage, ...]
-    evaluation: Evaluation
+    evaluation: PipelineCost
     complete: bool
     num_ideals: int
     family: str
@@ -142,7 +142,7 @@ def cut_hierarchy(problem: HierarchyProblem) -> HierarchyPlan | Infeasible:
     limit = problem.max_ideals if problem.max_ideals is not None else _affordable_ideals(problem)
     ideals = order_ideals(problem.graph, limit)
     few = ideals.some(_FEWEST_IDEALS) if len(ideals.masks) > _FEWEST_IDEALS else None
-    best: tuple[float, tuple[Level, ...], list[Stage]] | None = None
+    best: tuple[float, tuple[MachineLevel, ...], list[Stage]] | None = None
     for levels in _machines(problem):
         if best is not None and ideals.compute_s[-1] / num_devices(levels) >= best[0]:
             continue  # even if all devices were busy all the time
@@ -192,7 +192,7 @@ def _best_on(
     return None if found is None else (found, search.stages())
 
 
-def _machines(problem: HierarchyProblem) -> Iterator[tuple[Level, ...]]:
+def _machines(problem: HierarchyProblem) -> Iterator[tuple[MachineLevel, ...]]:
     """Yield the machine; if devices may be idle, the smaller ones too, large ones first."""
     if not problem.idle:
         yield problem.levels

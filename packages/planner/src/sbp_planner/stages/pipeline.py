@@ -43,7 +43,7 @@ from sbp_planner.stages.graph import BlockGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class MachineLevel:
     """One level of a machine.
 
     Args:
@@ -120,7 +120,7 @@ class StagePrice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class PipelineCost:
     """What a pipeline costs.
 
     Args:
@@ -161,17 +161,17 @@ def ring_factor(replicas: int) -> float:
     return 2 * (replicas - 1) / replicas
 
 
-def num_devices(levels: Sequence[Level]) -> int:
+def num_devices(levels: Sequence[MachineLevel]) -> int:
     """Return the number of devices of a machine."""
     return prod(level.components for level in levels)
 
 
 def evaluate(
     graph: BlockGraph,
-    levels: Sequence[Level],
+    levels: Sequence[MachineLevel],
     stages: Sequence[Stage],
     versions: WeightVersions = WeightVersions.STASHED,
-) -> Evaluation:
+) -> PipelineCost:
     """Return what a pipeline costs.
 
     Args:
@@ -231,10 +231,10 @@ def evaluate(
             )
         )
         times += [max(compute_s, sync_s) / stage.num_replicas, transfer_s]
-    return Evaluation(pipeline_s=max(times), stages=tuple(prices))
+    return PipelineCost(pipeline_s=max(times), stages=tuple(prices))
 
 
-def data_parallel(graph: BlockGraph, levels: Sequence[Level]) -> Evaluation:
+def data_parallel(graph: BlockGraph, levels: Sequence[MachineLevel]) -> PipelineCost:
     """Return what one stage on all devices costs."""
     stage = Stage(
         blocks=graph.names((1 << len(graph.blocks)) - 1),
@@ -264,7 +264,7 @@ def _check_blocks(graph: BlockGraph, stages: Sequence[Stage]) -> None:
                 )
 
 
-def _check_devices(levels: Sequence[Level], stages: Sequence[Stage]) -> None:
+def _check_devices(levels: Sequence[MachineLevel], stages: Sequence[Stage]) -> None:
     """Raise unless every level is filled, and segments are numbered as they lie in each other."""
     for k in range(len(levels)):
         # Within a segment of the level above, the segments of this level share its components.

@@ -45,7 +45,7 @@ Ints = npt.NDArray[np.int64]
 _TOLERANCE = 1e-9
 
 
-class InFlight(Enum):
+class InFlightLimits(Enum):
     """How many micro-batches a stage has begun, and not yet taken back, at most."""
 
     ROUND_ROBIN = "round_robin"  #: ceil(devices from here on / devices of the stage), as PipeDream
@@ -100,7 +100,7 @@ class TableProblem:
     memory: Callable[[int, int], Floats] | None = None
     memory_bytes: float = inf
     held_seconds: Callable[[int, int, int], Floats] | None = None
-    in_flight: InFlight = InFlight.STAGES
+    in_flight: InFlightLimits = InFlightLimits.STAGES
     micro_batches: int | None = None
     num_stages: int | None = None
 
@@ -112,7 +112,7 @@ class TableProblem:
             )
         if self.micro_batches is not None and self.micro_batches < 1:
             raise SbpValueError(f"{self.micro_batches} micro-batches", accepted="at least 1")
-        if self.in_flight is InFlight.ALL and self.micro_batches is None:
+        if self.in_flight is InFlightLimits.ALL and self.micro_batches is None:
             raise SbpValueError(
                 "a steady pipeline has no number of all micro-batches",
                 accepted="micro_batches, or another in_flight",
@@ -145,9 +145,9 @@ class TableProblem:
             stages: Stages from here on, this one included.
         """
         most = self.micro_batches or inf
-        if self.in_flight is InFlight.ALL:
+        if self.in_flight is InFlightLimits.ALL:
             return int(most)
-        if self.in_flight is InFlight.STAGES:
+        if self.in_flight is InFlightLimits.STAGES:
             return int(min(stages, most))
         return int(min(ceil((stage + behind) / stage), most))
 
@@ -282,7 +282,7 @@ class _Pass:
         self._problem = problem
         self._combine = np.maximum if steady else np.add
         self._counted = problem.num_stages is not None or (
-            problem.in_flight is InFlight.STAGES and problem.is_limited
+            problem.in_flight is InFlightLimits.STAGES and problem.is_limited
         )
         most = min(problem.devices, problem.num_places - 1)
         self._most_stages = min(problem.num_stages or most, most)

@@ -15,14 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from sbp_core.signatures import (
-    Localizer,
-    Notation,
-    OpCall,
-    Rule,
-    broadcast_dims,
-    broadcast_shape,
-)
+from sbp_core.signatures import Localizer, Notation, OpCall, Rule, broadcast_dims, broadcast_shape
 
 _RUN = re.compile(r"([A-Za-z_]\w*)\*([!+]*)")
 _DIM = re.compile(r"\([^()]+\)|[^\s()]+")

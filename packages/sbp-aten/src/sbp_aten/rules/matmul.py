@@ -159,9 +159,7 @@ def _matmul(call: OpCall) -> Notation:
     longest = max(map(len, batches))
     dims: list[Dims] = []
     for batch, inner in zip(
-        batches,
-        (("i", "k")[-min(len(left), 2) :], ("k", "j")[: min(len(right), 2)]),
-        strict=True,
+        batches, (("i", "k")[-min(len(left), 2) :], ("k", "j")[: min(len(right), 2)]), strict=True
     ):
         first = longest - len(batch)
         outer = ((f"b{first + at}",) if size != 1 else () for at, size in enumerate(batch))

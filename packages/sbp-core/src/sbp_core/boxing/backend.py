@@ -158,13 +158,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def collective(
-        self,
-        step: BoxingStep,
-        shard: Tensor,
-        *,
-        tag: str,
-        deadline_s: float,
-        donate: bool = False,
+        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Tensor:
         """Run an all-reduce, reduce-scatter, all-gather or all-to-all with the step's group.
 
@@ -181,13 +175,7 @@ class Communicator(ABC):
         """
 
     def begin(
-        self,
-        step: BoxingStep,
-        shard: Tensor,
-        *,
-        tag: str,
-        deadline_s: float,
-        donate: bool = False,
+        self, step: BoxingStep, shard: Tensor, *, tag: str, deadline_s: float, donate: bool = False
     ) -> Pending:
         """Begin what `collective` does; it goes on while this rank does something else.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from sbp_core.boxing.slices import Bounds, Piece, bounds_of, collective_pieces, volume
+from sbp_core.boxing.slices import Bounds, TransferPiece, bounds_of, collective_pieces, volume
 from sbp_core.boxing.step import BoxingStep, StepKind
 from sbp_core.sbp import split_bounds
 
@@ -52,8 +52,8 @@ class Manifest:
     place: int
     held: tuple[int, ...]
     shape: tuple[int, ...]
-    outgoing: tuple[Piece | None, ...]
-    incoming: tuple[Piece | None, ...]
+    outgoing: tuple[TransferPiece | None, ...]
+    incoming: tuple[TransferPiece | None, ...]
     sent_sizes: tuple[int, ...]
     received_sizes: tuple[int, ...]
     packed: bool

@@ -38,7 +38,7 @@ _CACHED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TransferPiece:
     """One slice that goes from one rank to another (or stays, if they are the same).
 
     Args:
@@ -240,7 +240,7 @@ def transfer_bytes(step: BoxingStep) -> int:
 
 
 @lru_cache(maxsize=_CACHED)
-def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
+def transfer_pieces(step: BoxingStep) -> tuple[TransferPiece, ...]:
     """Return the pieces of a `TRANSFER`, by receiver, addend (`term`) and sender's slice.
 
     Of several copies of a slice, a receiver takes its own if it has one; else receivers take turns
@@ -253,7 +253,7 @@ def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
     sums, size, tiles = partial_axes(target, "sum"), itemsize(step.dtype), _Tiles.of(step)
     ordered = sorted(tiles.holders.items())
     terms = {} if sums else _terms(step)
-    pieces: list[Piece] = []
+    pieces: list[TransferPiece] = []
     # Many receivers want the same box.
     shared: dict[Bounds, list[tuple[int, Bounds, tuple[int, ...], Bounds]]] = {}
     for turn, (receiver, at) in enumerate(after.coordinates()):
@@ -272,7 +272,7 @@ def transfer_pieces(step: BoxingStep) -> tuple[Piece, ...]:
             # Receivers take turns among the copies, so that no holder has to serve all of them.
             if takes:
                 pieces.append(
-                    Piece(
+                    TransferPiece(
                         sender=receiver if receiver in ranks else ranks[turn % len(ranks)],
                         receiver=receiver,
                         term=term,
@@ -303,7 +303,7 @@ def transfer_partners(
 
 
 @lru_cache(maxsize=_CACHED)
-def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[Piece, ...]:
+def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[TransferPiece, ...]:
     """Return the pieces of an all-gather, all-to-all or reduce-scatter in one group.
 
     Ordered by receiver, term and sender. In a reduce-scatter the terms are the senders, in mesh
@@ -315,7 +315,7 @@ def collective_pieces(step: BoxingStep, group: tuple[int, ...]) -> tuple[Piece, 
     # a slice of its own, and the receiver puts them side by side.
     reduces, size = step.kind is StepKind.REDUCE_SCATTER, itemsize(step.dtype)
     return tuple(
-        Piece(
+        TransferPiece(
             sender=sender,
             receiver=receiver,
             term=index if reduces else 0,

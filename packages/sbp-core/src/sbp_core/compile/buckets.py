@@ -21,7 +21,7 @@ from sbp_core.boxing import StepKind
 from sbp_core.boxing.slices import itemsize
 from sbp_core.cluster import Cluster
 from sbp_core.compile.bucket_price import most_bucket_bytes, packed_part
-from sbp_core.compile.items import Held, Item, ItemKind, Lowered
+from sbp_core.compile.items import Item, ItemKind, KeyLayout, Lowered
 from sbp_core.compile.levels import is_awaited, is_gathered_on_use, with_levels
 from sbp_core.compile.packing import PackedLayout, PackedPart, flat_step
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate, TensorType, block_of
@@ -216,7 +216,7 @@ def _runs(graph: LogicalGraph, items: Iterable[Item]) -> dict[str, int]:
 def _bucket_items(
     name: str,
     members: Sequence[_Member],
-    held: dict[str, Held],
+    held: dict[str, KeyLayout],
     users: dict[str, list[Item]],
     *,
     is_apart: bool,
@@ -229,8 +229,8 @@ def _bucket_items(
     flat = flat_step(like.kind, like.source[0], like.axes, like.dtype, num_elements, like.source[1])
     before, after = f"{name}.packed", name
     kind = TensorType(flat.shape, flat.dtype)
-    held[before] = Held("", first.stage, flat.source[1], kind)
-    held[after] = Held("", first.stage, flat.target[1], kind)
+    held[before] = KeyLayout("", first.stage, flat.source[1], kind)
+    held[after] = KeyLayout("", first.stage, flat.target[1], kind)
     outputs = tuple(item.outputs[0] for item in items)
     using = [user for key in outputs for user in users.get(key, ())]
     # Views that only the optimizer takes are made in its own segments.

@@ -32,7 +32,7 @@ from sbp_core.boxing import StepKind
 from sbp_core.cluster import Cluster
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.levels import is_awaited
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import LogicalGraph, Phase, Rate
 from sbp_core.strategy import Strategy
 
@@ -78,7 +78,7 @@ def cut(
     piling = scattered if overlaps else scattered | gathered
     if not (exits if overlaps else scattered):
         return lowered
-    program = Program(graph, strategy, lowered, cluster)
+    program = LoweredProgram(graph, strategy, lowered, cluster)
     segments: dict[object, list[Item]] = defaultdict(list)
     for item in items:
         if item.is_inside:

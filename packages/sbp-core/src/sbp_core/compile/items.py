@@ -30,7 +30,7 @@ class ItemKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KeyLayout:
     """How a key lies: logical value, stage, nd-SBP.
 
     `kind` is the type of a key that is no value of the graph, such as a flat buffer, whose `value`
@@ -99,6 +99,6 @@ class Lowered:
     """
 
     items: list[Item] = field(default_factory=list)
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, KeyLayout] = field(default_factory=dict)
     results: dict[str, tuple[str, ...]] = field(default_factory=dict)
     new_states: dict[str, str] = field(default_factory=dict)

@@ -15,8 +15,8 @@ from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
 from sbp_core.sbp import check_sbp
 from sbp_core.serialize import Lines
 from sbp_core.signatures.arguments import call_key
+from sbp_core.signatures.assignment_check import check_signature
 from sbp_core.signatures.call import OpCall
-from sbp_core.signatures.check import check_signature
 from sbp_core.strategy import Assignment, Strategy
 
 

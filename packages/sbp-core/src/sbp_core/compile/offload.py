@@ -30,7 +30,7 @@ from sbp_core.compile.actors import Actor, Compute
 from sbp_core.compile.dataflow import downstream, successors
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register, token
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import Phase, Rate
 from sbp_core.graph.primitives import TO_DEVICE
 
@@ -38,7 +38,7 @@ from sbp_core.graph.primitives import TO_DEVICE
 FETCH_THREAD, STORE_THREAD = "host to device", "device to host"
 
 
-def offload(program: Program) -> Lowered:
+def offload(program: LoweredProgram) -> Lowered:
     """Return the items with copies of offloaded states, and updates in groups.
 
     Args:
@@ -115,7 +115,7 @@ def owner_of(state: str) -> str:
 
 
 def _groups(
-    program: Program, states: set[str], used: Sequence[Item], writers: Mapping[str, Item]
+    program: LoweredProgram, states: set[str], used: Sequence[Item], writers: Mapping[str, Item]
 ) -> dict[str, int]:
     """Return the number of each state's group, in the order in which they are used, from 1."""
     when: dict[str, tuple[int, int, int]] = {}

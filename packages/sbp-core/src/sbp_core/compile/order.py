@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from sbp_core.compile.actors import Actor, ActorId, Receive, Send
 from sbp_core.compile.dataflow import downstream, rank_successors
-from sbp_core.compile.network import waits_without_order
 from sbp_core.compile.physical import PhysicalPlan, RankPlan
+from sbp_core.compile.plan_network import waits_without_order
 from sbp_core.compile.symmetry import Folded, fold
 from sbp_core.compile.token_game import TokenGame
 from sbp_core.errors import PlanError

@@ -17,7 +17,7 @@ from sbp_core.signatures.call import OpCall
 from sbp_core.strategy import Strategy
 
 
-class Program:
+class LoweredProgram:
     """A lowered graph under a strategy.
 
     Args:

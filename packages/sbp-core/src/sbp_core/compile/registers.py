@@ -9,11 +9,11 @@ from sbp_core.boxing.slices import transfer_partners
 from sbp_core.compile.actors import Actor, Collective, Compute, Receive, Send
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.physical import Channel, RankPlan, Register, token
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.graph.ir import InputKind, Phase, Rate
 
 
-def registers(program: Program, actors: Sequence[Actor]) -> Iterable[Register]:
+def registers(program: LoweredProgram, actors: Sequence[Actor]) -> Iterable[Register]:
     """Yield the registers of one rank: one for all that an actor makes for the same consumers."""
     consumers = _consumers(actors)
     for actor in actors:
@@ -46,7 +46,9 @@ def _consumers(actors: Sequence[Actor]) -> dict[str, list[Actor]]:
     return consumers
 
 
-def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Iterable[Register]:
+def _carrying(
+    program: LoweredProgram, writer: Actor, actors: Sequence[Actor]
+) -> Iterable[Register]:
     """Yield the registers that hand the states an actor writes from micro-batch to micro-batch.
 
     before: n = add(mean, m) writes mean   in micro-batch 1, n = mean + m
@@ -90,14 +92,14 @@ def _carrying(program: Program, writer: Actor, actors: Sequence[Actor]) -> Itera
         )
 
 
-def carried_readers(program: Program, state: str, actors: Sequence[Actor]) -> list[Actor]:
+def carried_readers(program: LoweredProgram, state: str, actors: Sequence[Actor]) -> list[Actor]:
     """Return the actors that read a state that is carried, for each micro-batch or update."""
     if state not in program.graph.carried:
         return []
     return [actor for actor in actors if state in actor.reads and actor.rate is not Rate.STEP]
 
 
-def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate) -> int:
+def _quota(program: LoweredProgram, producer: Actor, users: Sequence[Actor], rate: Rate) -> int:
     """Return how many fillings may be alive.
 
     What the backward phase needs of the forward phase lives for the micro-batches in flight,
@@ -127,7 +129,7 @@ def _quota(program: Program, producer: Actor, users: Sequence[Actor], rate: Rate
 
 
 def prefetch_registers(
-    program: Program, actors: Sequence[Actor], prefetch: int
+    program: LoweredProgram, actors: Sequence[Actor], prefetch: int
 ) -> Iterable[Register]:
     """Yield registers without values that keep parameters from being gathered too early.
 
@@ -174,7 +176,7 @@ def _segments_behind(actor: Actor, users: Mapping[str, Sequence[Actor]]) -> Iter
                 yield from _segments_behind(user, users)
 
 
-def links(program: Program, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
+def links(program: LoweredProgram, ranks: Sequence[RankPlan]) -> Iterable[Channel]:
     """Yield the links of all transfers, from each sender to those that it has something for."""
     in_flight, orders = program.strategy.in_flight, program.strategy.orders
     receives = {

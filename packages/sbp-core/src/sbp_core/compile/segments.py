@@ -26,7 +26,7 @@ from sbp_core.compile.instructions import Instructions, host_instruction
 from sbp_core.compile.items import Item, ItemKind, Lowered
 from sbp_core.compile.offload import FETCH_THREAD, STORE_THREAD, bound_copies, copy_name, offload
 from sbp_core.compile.physical import PhysicalPlan, RankPlan, Register
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.compile.registers import carried_readers, links, prefetch_registers, registers
 from sbp_core.errors import SbpValueError
 from sbp_core.graph.ir import PHASE_ORDER, LogicalGraph, Phase, Rate
@@ -107,8 +107,8 @@ def form_plan(
     lowered = cut(
         graph, strategy, lowered, options.piece_s, options.cluster, overlaps=options.boxing_goes_on
     )
-    lowered = offload(Program(graph, strategy, lowered, options.cluster))
-    program = Program(graph, strategy, lowered, options.cluster)
+    lowered = offload(LoweredProgram(graph, strategy, lowered, options.cluster))
+    program = LoweredProgram(graph, strategy, lowered, options.cluster)
     thread = boxing_thread(options)
     ranks = tuple(_rank_plans(program, Instructions(program), thread, options))
     plan = PhysicalPlan(
@@ -126,7 +126,7 @@ def form_plan(
 
 
 def _rank_plans(
-    program: Program, instructions: Instructions, boxing_thread: str, options: CompileOptions
+    program: LoweredProgram, instructions: Instructions, boxing_thread: str, options: CompileOptions
 ) -> Iterable[RankPlan]:
     """Yield the plan of each rank; ranks that do the same share actors and registers.
 
@@ -168,7 +168,7 @@ class _Actors:
 
     def __init__(
         self,
-        program: Program,
+        program: LoweredProgram,
         instructions: Instructions,
         rank: int,
         boxing_thread: str,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from sbp_core.dataflow.actor_network import FlowEdge, Network, repetitions
 from sbp_core.dataflow.expansion import Dependency, Expansion, FlowFiring, Reason, expand
-from sbp_core.dataflow.network import FlowEdge, Network, repetitions
 from sbp_core.errors import SbpValueError
 
 

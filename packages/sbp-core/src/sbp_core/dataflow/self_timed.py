@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heappop, heappush
 
-from sbp_core.dataflow.network import FlowActor, FlowEdge, Network, Seconds, repetitions
+from sbp_core.dataflow.actor_network import FlowActor, FlowEdge, Network, Seconds, repetitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

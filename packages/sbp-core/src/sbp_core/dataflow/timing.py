@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from sbp_core.dataflow.actor_network import Network, Seconds
 from sbp_core.dataflow.cycle_ratio import maximum_cycle_ratio
 from sbp_core.dataflow.expansion import Dependency, Expansion, expand
 from sbp_core.dataflow.liveness import check_live, topological
-from sbp_core.dataflow.network import Network, Seconds
 
 #: A firing waits for another one: the number of the other, and its own.
 Wait = tuple[int, int]

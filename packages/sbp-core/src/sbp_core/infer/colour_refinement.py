@@ -125,10 +125,7 @@ def _options(work: StepWork, pins: Pins) -> dict[str, Hashable]:
     found: dict[str, Hashable] = {}
     for node in work.nodes:
         taken = tuple(pinned.get(value) for value in work.graph.tensor_inputs(node))
-        key = (
-            *(work.kinds[node.name], work.mesh_shape_of(node), node.rate),
-            taken,
-        )
+        key = (*(work.kinds[node.name], work.mesh_shape_of(node), node.rate), taken)
         number = found[node.name] = numbers.setdefault(key, len(numbers))
         if any(pin is not None for pin in taken) and work.is_free(node):
             # What a view makes of a pinned value may be pinned by that.

@@ -46,7 +46,7 @@ class ConversionEnd:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class ConversionRequest:
     """What one variable asks for of a value: the target by its number, for each of its values.
 
     Args:
@@ -74,7 +74,7 @@ class ConversionGroup:
     value: str
     source: int
     costs: Table
-    requests: tuple[Request, ...]
+    requests: tuple[ConversionRequest, ...]
 
     def cost(self, values: Sequence[int]) -> float:
         """Return what is paid for a value of each variable, in seconds of a step."""
@@ -85,7 +85,7 @@ class ConversionGroup:
         }
         return sum(float(row[target]) for target in asked)
 
-    def own(self) -> tuple[Request, ...]:
+    def own(self) -> tuple[ConversionRequest, ...]:
         """Return the requests that the source's own variable makes, or none."""
         return tuple(r for r in self.requests if r.variable in (NO_VARIABLE, self.source))
 
@@ -100,16 +100,18 @@ class ConversionGroup:
             for variable, requests in self.others().items()
         }
 
-    def others(self) -> dict[int, list[Request]]:
+    def others(self) -> dict[int, list[ConversionRequest]]:
         """Return the requests of each other variable."""
-        found: dict[int, list[Request]] = {}
+        found: dict[int, list[ConversionRequest]] = {}
         for request in self.requests:
             if request.variable not in (NO_VARIABLE, self.source):
                 found.setdefault(request.variable, []).append(request)
         return found
 
 
-def _asked(requests: Sequence[Request], num_values: int, num_targets: int) -> NDArray[np.bool_]:
+def _asked(
+    requests: Sequence[ConversionRequest], num_values: int, num_targets: int
+) -> NDArray[np.bool_]:
     found = np.zeros((num_values, num_targets), dtype=bool)
     for request in requests:
         found[np.arange(num_values), np.broadcast_to(request.targets, (num_values,))] = True

@@ -17,7 +17,7 @@ from sbp_core.infer.axis import decide_axis
 from sbp_core.infer.pins import PinValue, resolve_pins
 from sbp_core.infer.revision import with_decision, work_of
 from sbp_core.infer.solve import check_legal
-from sbp_core.infer.work import Decision, Kept
+from sbp_core.infer.work import Decision, FixedDecisions
 from sbp_core.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def infer_axis(
     graph = request.graph
     work = work_of(request, strategy)
     resolved = resolve_pins(graph, work.axes, pins or {}, request.pins)
-    kept = Kept(
+    kept = FixedDecisions(
         nodes={name: found.signature for name, found in strategy.nodes.items()},
         storage={name: found.sbp for name, found in strategy.storage.items()},
     )

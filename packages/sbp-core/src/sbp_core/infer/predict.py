@@ -37,7 +37,7 @@ from sbp_core.compile.commit import commit_step
 from sbp_core.compile.items import Item
 from sbp_core.compile.levels import is_gathered_on_use
 from sbp_core.compile.lowering import lower
-from sbp_core.compile.program import Program
+from sbp_core.compile.program import LoweredProgram
 from sbp_core.compile.segments import CompileOptions
 from sbp_core.cost import boxing_step_time_s, is_free, local_bytes
 from sbp_core.graph.ir import LogicalGraph, Node, OutputKind, Phase, Rate
@@ -165,10 +165,7 @@ def conversions(graph: LogicalGraph, strategy: Strategy) -> Iterator[Conversion]
 
 
 def predict_stages(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    cluster: Cluster,
-    options: CompileOptions | None = None,
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster, options: CompileOptions | None = None
 ) -> tuple[tuple[StagePrediction, ...], int]:
     """Return what each stage does, and the bytes that a step moves between ranks.
 
@@ -203,7 +200,7 @@ def predict_stages(
             moved += _add_boxing(graph, item, item.step, value, stages, is_kept=is_kept)
     bucket_bytes = None if options is None else options.bucket_bytes
     bucketed = bucket(graph, lowered, bucket_bytes, cluster)
-    program = Program(graph, strategy, bucketed, cluster)
+    program = LoweredProgram(graph, strategy, bucketed, cluster)
     for item in bucketed.items:
         updates = graph.num_updates if item.rate is Rate.UPDATE else 1
         stages[item.target_stage].add_time(item, updates * program.time_s(item))
@@ -222,10 +219,7 @@ def _is_update(graph: LogicalGraph, state: str) -> bool:
 
 
 def _add_op(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    node: Node,
-    stages: tuple[StagePrediction, ...],
+    graph: LogicalGraph, strategy: Strategy, node: Node, stages: tuple[StagePrediction, ...]
 ) -> None:
     found = strategy.nodes[node.name]
     stage, mesh = stages[found.stage], strategy.stages[found.stage]
@@ -308,10 +302,7 @@ def _add_boxing(
 
 
 def predict_cost(
-    graph: LogicalGraph,
-    strategy: Strategy,
-    cluster: Cluster,
-    options: CompileOptions | None = None,
+    graph: LogicalGraph, strategy: Strategy, cluster: Cluster, options: CompileOptions | None = None
 ) -> Mapping[str, Any]:
     """Predict time, bytes sent and memory of a step under a strategy, as plain values.
 

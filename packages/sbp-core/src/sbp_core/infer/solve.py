@@ -247,10 +247,7 @@ def check_legal(work: StepWork, decision: Decision) -> None:
 
 
 def _strategy(
-    work: StepWork,
-    decision: Decision,
-    planner: str,
-    in_flight: tuple[int, ...],
+    work: StepWork, decision: Decision, planner: str, in_flight: tuple[int, ...]
 ) -> Strategy:
     combined: dict[tuple[int, ...], Signature] = {}
 

@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sbp_core.infer.conversion_group import ConversionGroup, Numbers, Request
+from sbp_core.infer.conversion_group import ConversionGroup, ConversionRequest, Numbers
 from sbp_core.infer.minsum import Factor, Table
 from sbp_core.infer.problem import FORBIDDEN_S
 
@@ -114,7 +114,7 @@ class CostTables:
         else:
             self._add_made(group)
 
-    def _direct(self, group: ConversionGroup, others: dict[int, list[Request]]) -> Table:
+    def _direct(self, group: ConversionGroup, others: dict[int, list[ConversionRequest]]) -> Table:
         """Return the table over the source and its users."""
         asked = [
             (place, request.targets)
@@ -150,7 +150,7 @@ class CostTables:
         self.start.append(start)
         return len(self.sizes) - 1
 
-    def _add_set(self, group: ConversionGroup, others: dict[int, list[Request]]) -> None:
+    def _add_set(self, group: ConversionGroup, others: dict[int, list[ConversionRequest]]) -> None:
         """Put one variable, the set of targets, between a value and its users."""
         masks: dict[int, Masks] = {}
         for variable, requests in others.items():

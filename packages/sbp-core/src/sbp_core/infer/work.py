@@ -221,7 +221,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class FixedDecisions:
     """What is not decided anew: signatures of nodes, SBPs of stored inputs, on all axes."""
 
     nodes: Mapping[str, Signature] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sbp_core.memory.kinds import MemoryKind
+from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.memory.storage_view import StorageView, StridedLayout, Value
 
 

@@ -40,7 +40,7 @@ from sbp_core.interpreter.firings import Group, firing_order, ticks
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.rank_events import Events, events_ahead, events_by_rank
 from sbp_core.memory.storage_view import CallLayouts, Value
-from sbp_core.memory.storages import RankLifetimes, Replay, own_piece
+from sbp_core.memory.storages import RankLifetimes, RankReplay, own_piece
 from sbp_core.signatures.views import traits_of
 
 #: What operators read that are given no tensor.
@@ -107,7 +107,7 @@ def replayed(
             alike[marks[member]].append(member)
         for rank, *others in alike.values():
             orders = [events[first]]
-            replays = [(Replay(folded.plan, first, plan.by_rank[rank], layouts), orders)]
+            replays = [(RankReplay(folded.plan, first, plan.by_rank[rank], layouts), orders)]
             # How long a rank holds what it sent is a matter of time: longest if it is ahead of all
             # others. A rank of one thread does the same in the same order then, and holds no less
             # at any moment.
@@ -120,7 +120,7 @@ def replayed(
             if first in apart:
                 alone = fold(plan, {other: other == rank for other in marks})
                 ((_, ahead),) = events_ahead(alone, _refined(order, folded, alone), [rank])
-                by_itself = Replay(alone.plan, rank, plan.by_rank[rank], layouts)
+                by_itself = RankReplay(alone.plan, rank, plan.by_rank[rank], layouts)
                 replays.append((by_itself, [ahead]))
             found = (_longest(one, orders) for one, orders in replays if orders)
             yield max(found, key=peak_bytes), (rank, *others)
@@ -150,7 +150,7 @@ def _refined(order: Iterable[Group], folded: Folded, finer: Folded) -> list[Grou
     return found
 
 
-def _longest(replay: Replay, orders: Sequence[Events]) -> RankLifetimes:
+def _longest(replay: RankReplay, orders: Sequence[Events]) -> RankLifetimes:
     """Return the lifetimes of a rank in the order of its events in which it needs most memory."""
     first = replay.run(orders[0], {})
     # New states may lie otherwise than the first ones, such as column by column.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sbp_core.errors import MemoryLimitError, PlanError
-from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import alive_bytes
+from sbp_core.memory.memory_kinds import MemoryKind
 from sbp_core.memory.storages import RankLifetimes
 from sbp_core.units import format_bytes
 

@@ -35,14 +35,14 @@ from sbp_core.compile.physical import PhysicalPlan, RankPlan
 from sbp_core.graph.ir import InputKind
 from sbp_core.graph.primitives import TO_HOST
 from sbp_core.interpreter import Firing, InstructionDomain, Interpreter
-from sbp_core.memory.kinds import (
+from sbp_core.memory.ledger import Buffer, Ledger, Recorded, arguments_of
+from sbp_core.memory.memory_kinds import (
     MemoryKind,
     kind_of_slot,
     kinds_of_keys,
     module_of_node,
     module_of_slot,
 )
-from sbp_core.memory.ledger import Buffer, Ledger, Recorded, arguments_of
 from sbp_core.memory.rank_events import Events
 from sbp_core.memory.storage_view import (
     CallLayouts,
@@ -76,7 +76,7 @@ class RankLifetimes:
     host_buffers: tuple[Buffer, ...] = ()
 
 
-class Replay:
+class RankReplay:
     """Replays of one rank.
 
     Args:

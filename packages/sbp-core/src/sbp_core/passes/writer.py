@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sbp_core.graph.ir import (
-    Argument,
-    LogicalGraph,
-    Node,
-    Ref,
-    Symbol,
-    TensorType,
-    ValueType,
-)
+from sbp_core.graph.ir import Argument, LogicalGraph, Node, Ref, Symbol, TensorType, ValueType
 
 
 class GraphWriter:

@@ -6,12 +6,7 @@ an app says `discover().make(kind, name, settings)`. What an object of each kind
 """
 
 from sbp_core.exports import moved_names
-from sbp_core.plugins.callbacks import (
-    Callback,
-    TrainerControl,
-    TrainerState,
-    TrainingContext,
-)
+from sbp_core.plugins.callbacks import Callback, TrainerControl, TrainerState, TrainingContext
 from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
@@ -24,19 +19,15 @@ from sbp_core.plugins.kinds import (
     StagedFolder,
     StorageFactory,
 )
-from sbp_core.plugins.registry import (
-    ConfigFolder,
-    PluginEntry,
-    PluginRegistry,
-    Problem,
-    blame,
-)
+from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem, blame
 from sbp_core.plugins.settings import (
     INSTEAD,
     describe_type,
+    former_fields,
     merge_settings,
     type_hints,
     unknown_key,
+    warn_renamed,
 )
 
 __all__ = [
@@ -65,10 +56,12 @@ __all__ = [
     "blame",
     "describe_type",
     "discover",
+    "former_fields",
     "hookimpl",
     "merge_settings",
     "type_hints",
     "unknown_key",
+    "warn_renamed",
 ]
 
 

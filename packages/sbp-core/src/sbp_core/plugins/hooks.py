@@ -41,11 +41,13 @@ class Factory:
         config: Frozen dataclass of the plugin's settings, which its YAML is merged into; it lives
             in a module that imports nothing heavy.
         summary: One line for listings.
+        former_names: Names that it had in an earlier release; they find it, with a warning.
     """
 
     build: str
     config: type = EmptyConfig
     summary: str = ""
+    former_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.build, str) or self.build.count(":") != 1:
@@ -117,7 +119,7 @@ class HookSpecs(Protocol):
     def sbp_clusters(self) -> Mapping[str, Factory]:
         """Cluster profiles: `sbp_core.plugins.ClusterFactory`.
 
-        Suite: `sbp_core.testing.cluster.ClusterConformance`.
+        Suite: `sbp_core.testing.cluster_suite.ClusterConformance`.
         """
 
     @hookspec

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.processes.control_store import ControlStore
 
 

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import ClassVar
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.errors import BoxingError, words_of
 from sbp_core.processes.calls import Arrivals, PendingCall, PendingCalls
 from sbp_core.processes.control_store import ControlStore

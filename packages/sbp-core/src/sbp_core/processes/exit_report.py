@@ -2,8 +2,8 @@
 
 A launcher such as `mpiexec` ends as one process, whose exit code names nobody; and where ranks are
 processes of their own, one that waited for the rank that failed may end before it. But the ranks
-that remained say for whom they waited (`boxing.call`), and the launcher itself often says which of
-its processes it lost (`LaunchSpec.failure_patterns`). `RootCauseFinder` reads that.
+that remained say for whom they waited (`boxing.collective_call`), and the launcher itself often
+says which of its processes it lost (`LaunchSpec.failure_patterns`). `RootCauseFinder` reads that.
 """
 
 from __future__ import annotations

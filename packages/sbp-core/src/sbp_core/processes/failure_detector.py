@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from sbp_core.boxing.call import CollectiveCall
+from sbp_core.boxing.collective_call import CollectiveCall
 from sbp_core.boxing.slices import transfer_pieces
 from sbp_core.boxing.step import StepKind
 from sbp_core.processes.calls import Arrivals, PendingCalls

@@ -69,7 +69,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemorySample:
     """Bytes that a rank held at a time, in nanoseconds of the wall clock."""
 
     rank: int
@@ -104,7 +104,7 @@ class Trace:
     def __init__(self, meter: TensorMeter | None = None, *, operators: bool = False) -> None:
         self.meter, self.operators = meter, operators
         self.spans: list[Span] = []
-        self.held: list[Held] = []
+        self.held: list[MemorySample] = []
 
     def note(self, span: Span) -> None:
         """Add a span."""
@@ -123,7 +123,7 @@ class Trace:
         for value in made:
             if hasattr(value, "untyped_storage"):
                 self.meter.note(rank, value, handed=handed)
-        self.held.append(Held(rank, self.now_ns(), self.meter.alive(rank)))
+        self.held.append(MemorySample(rank, self.now_ns(), self.meter.alive(rank)))
 
 
 def measured_operators(

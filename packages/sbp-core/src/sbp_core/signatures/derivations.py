@@ -25,7 +25,7 @@ from sbp_core.signatures.arguments import call_key
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.extents import label_sizes, notation_of
 from sbp_core.signatures.notation import Dependence, Effect, Notation
-from sbp_core.signatures.registry import RuleRegistry, installed_rules
+from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 from sbp_core.signatures.signature import Requirement, Signature1d
 
 #: For each effect: which partial values of the inputs give which of the outputs.

@@ -15,8 +15,8 @@ from sbp_core.errors import SignatureError
 from sbp_core.graph.ir import refs
 from sbp_core.signatures.call import OpCall
 from sbp_core.signatures.notation import Notation
-from sbp_core.signatures.registry import RuleRegistry, installed_rules
 from sbp_core.signatures.rule import Rule
+from sbp_core.signatures.rule_registry import RuleRegistry, installed_rules
 
 
 def check_shapes(call: OpCall, *, rules: RuleRegistry | None = None) -> None:

@@ -100,10 +100,7 @@ def along(
 
 
 def batched(
-    inner: int | Sequence[int],
-    *dependences: Dependence,
-    why: str,
-    nonempty: bool = False,
+    inner: int | Sequence[int], *dependences: Dependence, why: str, nonempty: bool = False
 ) -> Rule:
     """Return the rule of an operator that maps matrices (or so) of a batch one by one.
 

@@ -26,8 +26,8 @@ import torch
 from sbp_core.boxing import (
     Bounds,
     BoxingStep,
-    Piece,
     StepKind,
+    TransferPiece,
     bounds_of,
     collective_pieces,
     local_transition,
@@ -173,8 +173,8 @@ def received(
 
 
 def _taken(
-    pieces: Iterable[Piece], receiver: int, shards: Mapping[int, torch.Tensor]
-) -> list[tuple[Piece, torch.Tensor]]:
+    pieces: Iterable[TransferPiece], receiver: int, shards: Mapping[int, torch.Tensor]
+) -> list[tuple[TransferPiece, torch.Tensor]]:
     """Return the pieces of one receiver, each with its slice of the sender's shard (a view)."""
     return [
         (piece, shards[piece.sender][piece.source_slices])
@@ -186,7 +186,7 @@ def _taken(
 def combine(
     step: BoxingStep,
     rank: int,
-    pieces: Sequence[tuple[Piece, torch.Tensor]],
+    pieces: Sequence[tuple[TransferPiece, torch.Tensor]],
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
@@ -221,7 +221,7 @@ def combine(
 
 def fill(
     result: torch.Tensor,
-    pieces: Sequence[tuple[Piece, torch.Tensor | None]],
+    pieces: Sequence[tuple[TransferPiece, torch.Tensor | None]],
     reduction: str | None = None,
 ) -> None:
     """Place the pieces of the first term in a shard, and reduce those of the others into it.
@@ -323,10 +323,7 @@ def _slices(bounds: Bounds) -> tuple[slice, ...]:
 
 
 def shard(
-    tensor: torch.Tensor,
-    placement: Placement,
-    sbp: NdSbp,
-    ranks: Container[int] | None = None,
+    tensor: torch.Tensor, placement: Placement, sbp: NdSbp, ranks: Container[int] | None = None
 ) -> dict[int, torch.Tensor]:
     """Take a logical tensor apart.
 

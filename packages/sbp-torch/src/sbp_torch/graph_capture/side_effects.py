@@ -110,7 +110,7 @@ class Change:
         )
 
 
-class Snapshot:
+class AttributeSnapshot:
     """The attributes of all modules and what lies in them, at one moment."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ after:  h = mul(w, 0.9);  i = add(h, g); return i
 Two ways. `rewrite_mutations` renames: what reads a tensor after a write reads what the write made.
 It is quick, and declines where a tensor is written to through a view, or a view of it is read after
 the write. `retrace` lets PyTorch do it by tracing once more, which is right for everything.
-`capture.convert` turns the result into our IR.
+`capture.fx_conversion` turns the result into our IR.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sbp_torch._torch_compat import (
 )
 from sbp_torch.graph_capture.diagnostics import check_dense, refusal, written_outside
 from sbp_torch.graph_capture.side_effects import shared_memory
-from sbp_torch.graph_capture.step import TrainingStep
+from sbp_torch.graph_capture.step import TraceableStep
 
 # Tracing loads it, and so does any optimizer that is made: here, while collection is paused.
 
@@ -66,7 +66,7 @@ class TracedStep:
     form: tuple[Any, ...] = ()
 
 
-def trace_step(step: TrainingStep) -> TracedStep:
+def trace_step(step: TraceableStep) -> TracedStep:
     """Trace a step as one FX graph.
 
     Raises:
@@ -187,7 +187,7 @@ def _is_constant(value: object) -> bool:
 
 def _check_states(
     module: fx.GraphModule,
-    step: TrainingStep,
+    step: TraceableStep,
     inputs: Collection[GraphInput],
     outputs: Collection[tuple[str, OutputKind]],
     held: Mapping[str, Tensor],

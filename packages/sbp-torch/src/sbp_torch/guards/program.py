@@ -50,7 +50,7 @@ from sbp_torch.guards.held import (
     short,
     surroundings,
 )
-from sbp_torch.guards.optimizer import OF_OPTIMIZERS, OptimizerGuard
+from sbp_torch.guards.optimizer_guard import OF_OPTIMIZERS, OptimizerGuard
 from sbp_torch.guards.reads import Reads
 from sbp_torch.optim import members
 from sbp_torch.update_options import UpdateOptions

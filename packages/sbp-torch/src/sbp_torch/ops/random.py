@@ -116,7 +116,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RandomSource:
     """Where numbers come from: key and upper half of the counter.
 
     Args:
@@ -141,7 +141,7 @@ Convert = Callable[[tuple[Tensor, ...]], Tensor]
 
 def draw(
     shard: Shard,
-    source: Source,
+    source: RandomSource,
     convert: Convert,
     *,
     width: int,
@@ -376,7 +376,7 @@ def _draw(
         first[micro_batch_dim] += step % micro_batches * (logical[micro_batch_dim] // micro_batches)
     if micro_batch_dim < 0 or not per_shard:
         step //= micro_batches
-    source = Source(seed=seed, step=step, site=site)
+    source = RandomSource(seed=seed, step=step, site=site)
     whole = tuple(size if logical is None else logical)
     shard = Shard(size=tuple(size), start=tuple(first), logical=whole)
     if not (0 <= step <= WORD and 0 <= site <= WORD and shard.fits):

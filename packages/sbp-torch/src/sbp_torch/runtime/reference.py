@@ -47,9 +47,9 @@ from sbp_torch.runtime.accumulation import joined
 from sbp_torch.runtime.configs import ReferenceConfig
 from sbp_torch.runtime.feeding import Feeder
 from sbp_torch.runtime.finite import not_finite, undone
-from sbp_torch.runtime.layout import Values
 from sbp_torch.runtime.partial_update import overwrite, partially_updated, step_failure
 from sbp_torch.runtime.sharing import store_of
+from sbp_torch.runtime.state_layout import Values
 from sbp_torch.segments.execution import OwningSegment, segment_maker
 
 Value = Tensor | Number

@@ -36,7 +36,7 @@ from sbp_core.errors import RunError
 from sbp_core.runtime import Number, Snapshot, StatePiece, StateSlice
 from sbp_core.units import format_bytes
 from sbp_torch.runtime.devices import Aside, RankDevice
-from sbp_torch.runtime.layout import Part, StateLayout, Values
+from sbp_torch.runtime.state_layout import Part, StateLayout, Values
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from sbp_core.runtime import StatePiece, known_state, widened
 from sbp_torch._torch_compat import storage_key
 from sbp_torch.boxing.execute import assemble, shard
 from sbp_torch.runtime.devices import device_of
-from sbp_torch.runtime.layout import StateLayout, Values, part_of
 from sbp_torch.runtime.snapshots import Copier, StateSnapshot
+from sbp_torch.runtime.state_layout import StateLayout, Values, part_of
 
 if TYPE_CHECKING:
     from sbp_core.runtime import Number

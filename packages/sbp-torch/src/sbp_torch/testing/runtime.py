@@ -37,8 +37,8 @@ from sbp_torch.testing.cases import (
 from sbp_torch.testing.failing_plans import REFUSAL, plan_with, refuse_large, too_large
 from sbp_torch.testing.loading import LoadingCases
 from sbp_torch.testing.programs import assert_equal, assert_near, one_device_run, raises
-from sbp_torch.testing.snapshots import SnapshotCases
-from sbp_torch.testing.states import StateCases
+from sbp_torch.testing.snapshot_suite import SnapshotCases
+from sbp_torch.testing.state_suite import StateCases
 
 __all__ = ["RuntimeConformance"]
 

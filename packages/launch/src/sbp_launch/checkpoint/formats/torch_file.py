@@ -58,7 +58,7 @@ _OF_ZIPFILE = (
 _TODO = "the file is damaged: get it again"
 
 
-class SavedTensor(NamedTuple):
+class TorchFileTensor(NamedTuple):
     """Where a saved tensor lies.
 
     Attributes:
@@ -75,7 +75,7 @@ class SavedTensor(NamedTuple):
     end: int
 
 
-def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor:
+def read_tensor(path: Path, offset: int, length: int, where: str) -> TorchFileTensor:
     """Return where the tensor lies that a part of a file holds.
 
     Args:
@@ -121,7 +121,7 @@ def read_tensor(path: Path, offset: int, length: int, where: str) -> SavedTensor
         name_length, extra_length = struct.unpack("<HH", file.read(4))
         begin = offset + info.header_offset + 30 + name_length + extra_length
         rows = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return SavedTensor(
+        return TorchFileTensor(
             shape=shape,
             dtype=dtype,
             strides=None if strides == rows else strides,

@@ -50,7 +50,7 @@ class Values(NamedTuple):
 Message = Bound | Values | ProgramResult
 
 
-class Worker:
+class SolverProcess:
     """A process that solves integer programs, one after the other.
 
     Attributes:

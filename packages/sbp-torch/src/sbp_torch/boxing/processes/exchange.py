@@ -35,9 +35,9 @@ from sbp_core.boxing import (
     Delivery,
     Manifest,
     Pending,
-    Piece,
     StepKind,
     TrafficCounter,
+    TransferPiece,
     bounds_of,
     manifest_of,
     span,
@@ -221,7 +221,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         call = self._begin(step, tag, deadline_s)
         check_shard(step, self.rank, shard)
         shard = detached(shard)
-        outgoing: dict[int, list[Piece]] = {}
+        outgoing: dict[int, list[TransferPiece]] = {}
         for piece in transfer_pieces(step):
             if piece.sender == self.rank != piece.receiver:
                 outgoing.setdefault(piece.receiver, []).append(piece)
@@ -255,7 +255,7 @@ class ExchangeCommunicator(Communicator, Generic[ConnectionsT]):
         """Ask for the messages of a transfer; return the call, and what waits for its result."""
         call = self._begin(step, tag, deadline_s)
         mine = [piece for piece in transfer_pieces(step) if piece.receiver == self.rank]
-        by_sender: dict[int, list[Piece]] = {}
+        by_sender: dict[int, list[TransferPiece]] = {}
         for piece in mine:
             by_sender.setdefault(piece.sender, []).append(piece)
         own = by_sender.pop(self.rank, [])

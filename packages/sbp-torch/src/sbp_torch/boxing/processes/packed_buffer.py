@@ -11,11 +11,13 @@ from math import prod
 
 import torch
 
-from sbp_core.boxing import BoxingStep, Manifest, Piece, StepKind, itemsize, volume
+from sbp_core.boxing import BoxingStep, Manifest, StepKind, TransferPiece, itemsize, volume
 from sbp_torch.boxing.execute import fill, reduce_in_order, reduction_of
 
 
-def pack(shard: torch.Tensor, pieces: Sequence[Piece], *, copy: bool = False) -> torch.Tensor:
+def pack(
+    shard: torch.Tensor, pieces: Sequence[TransferPiece], *, copy: bool = False
+) -> torch.Tensor:
     """Return pieces of a shard one after the other: shape (elements,), contiguous.
 
     Args:
@@ -37,8 +39,8 @@ def pack(shard: torch.Tensor, pieces: Sequence[Piece], *, copy: bool = False) ->
 
 
 def unpack(
-    pieces: Sequence[Piece], buffers: Mapping[int, torch.Tensor]
-) -> list[tuple[Piece, torch.Tensor]]:
+    pieces: Sequence[TransferPiece], buffers: Mapping[int, torch.Tensor]
+) -> list[tuple[TransferPiece, torch.Tensor]]:
     """Return each piece with its values, as views.
 
     Args:
@@ -46,7 +48,7 @@ def unpack(
         buffers: What `pack` returned, by sender; shape (elements,).
     """
     offsets = dict.fromkeys(buffers, 0)
-    values: list[tuple[Piece, torch.Tensor]] = []
+    values: list[tuple[TransferPiece, torch.Tensor]] = []
     for piece in pieces:
         shape = tuple(stop - start for start, stop in piece.target)
         start = offsets[piece.sender]
@@ -55,7 +57,7 @@ def unpack(
     return values
 
 
-def num_elements(step: BoxingStep, pieces: Sequence[Piece]) -> int:
+def num_elements(step: BoxingStep, pieces: Sequence[TransferPiece]) -> int:
     """Return the number of elements of some pieces of a step."""
     return sum(piece.size_bytes for piece in pieces) // itemsize(step.dtype)
 
@@ -147,10 +149,10 @@ class PackedBuffers:
             )
         return self._result
 
-    def _pieces(self) -> list[tuple[Piece, torch.Tensor]]:
+    def _pieces(self) -> list[tuple[TransferPiece, torch.Tensor]]:
         """Return each incoming piece with its values."""
         chunks = torch.split(self.received, list(self.received_sizes))
-        pieces: list[tuple[Piece, torch.Tensor]] = []
+        pieces: list[tuple[TransferPiece, torch.Tensor]] = []
         for piece, chunk in zip(self._manifest.incoming, chunks, strict=True):
             if piece is None:
                 continue

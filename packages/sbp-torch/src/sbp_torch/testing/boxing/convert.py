@@ -15,7 +15,7 @@ import torch
 from sbp_core.boxing import Route, StepKind
 from sbp_core.errors import BoxingError
 from sbp_torch.boxing.execute import local_step
-from sbp_torch.testing.boxing.cases import BoxingCase
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 from sbp_torch.testing.boxing.values import (
     gather,
     logical_tensor,

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from sbp_core.boxing import StepKind, can_transfer, is_realisable
 from sbp_core.placement import Placement
 from sbp_core.sbp import REDUCTIONS, B, Broadcast, NdSbp, P, Partial, S, Sbp, Split, all_entries
-from sbp_torch.testing.boxing.cases import BoxingCase, State, hand_made_step
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase, State, hand_made_step
 
 #: (number of ranks, dtypes) -> cases.
 Family = Callable[[int, tuple[str, ...]], tuple[BoxingCase, ...]]

@@ -15,7 +15,7 @@ from unittest import SkipTest
 from sbp_core.testing.holdings import grown
 from sbp_core.testing.marks import exhaustive
 from sbp_torch.testing.boxing import failures, in_flight, mismatches
-from sbp_torch.testing.boxing.cases import BoxingCase
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 from sbp_torch.testing.boxing.convert import find_problems, make_trials, run_trials
 from sbp_torch.testing.boxing.families import FAMILIES, quick_cases, sample
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from sbp_core.sbp import B, Broadcast, NdSbp, Partial, Split
-from sbp_torch.testing.boxing.cases import BoxingCase
+from sbp_torch.testing.boxing.conversion_cases import BoxingCase
 
 #: By mesh coordinate, in row-major order.
 _Shards = Mapping[tuple[int, ...], torch.Tensor]
