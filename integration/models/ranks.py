@@ -89,8 +89,7 @@ def run_cell(cell: Cell, num_steps: int) -> Outcome:
         program.loss,
         given[0],
         optimizer,
-        mesh=layout.mesh,
-        axes=layout.axes,
+        mesh=dict(zip(layout.axes, layout.mesh, strict=True)),
         planner={
             "name": "manual",
             "pins": layout.pins(program),
@@ -98,9 +97,9 @@ def run_cell(cell: Cell, num_steps: int) -> Outcome:
         },
         cluster=cluster(prod(layout.mesh)),
         micro_batches=layout.micro_batches,
-        autocast="bfloat16" if dtype_name == "bfloat16" else "",
         update=UpdateOptions(),
         compile={
+            "autocast": "bfloat16" if dtype_name == "bfloat16" else "",
             "passes": {"recompute": {"modules": program.blocks if layout.recompute else ()}},
         },
     )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sbp_launch.hydra_config import compose
     from sbp_launch.parallel import (
         LengthBuckets,
+        MicroBatches,
         ParallelStep,
         ProgramStep,
         StepOutput,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LengthBuckets",
+    "MicroBatches",
     "ParallelStep",
     "ProgramStep",
     "SampleOrder",
@@ -40,7 +42,7 @@ __getattr__, __dir__ = lazy_room(
     __name__,
     data="SampleOrder",
     hydra_config="compose",
-    parallel="LengthBuckets ParallelStep ProgramStep StepOutput parallelize",
+    parallel="LengthBuckets MicroBatches ParallelStep ProgramStep StepOutput parallelize",
     world="World",
 )
 

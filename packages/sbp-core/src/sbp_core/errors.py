@@ -15,6 +15,7 @@ __all__ = [
     "CaptureError",
     "ConfigError",
     "GraphError",
+    "MemoryLimitError",
     "PlanError",
     "PluginError",
     "RunError",
@@ -136,6 +137,10 @@ class SignatureError(SbpError, ValueError):
 
 class PlanError(SbpError, RuntimeError):
     """A plan that would deadlock, overflow or not fit."""
+
+
+class MemoryLimitError(PlanError, ConfigError):
+    """No plan that was found fits the memory of a rank, which is a setting."""
 
 
 class BoxingError(SbpError, RuntimeError):

@@ -11,31 +11,34 @@ a rank. `docs/how-to/parallelize.md` shows it next to `DistributedDataParallel` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from sbp_aten.pass_options import LossMeaning
 from sbp_core.boxing import BoxingBackend
 from sbp_core.cluster import Cluster
 from sbp_core.collection import collection_paused
+from sbp_core.placement import Placement
 from sbp_core.planning import Planner
+from sbp_core.plugins import GraphPass
 from sbp_core.runtime import BatchIs, Runtime
 from sbp_core.strategy import Strategy
 from sbp_launch.compile_config import CompileConfig
 from sbp_launch.parallel.arguments import (
-    LossIs,
     checked_batch_is,
     compile_config,
     in_arguments,
-    make_settings,
     sample_dims,
+    takes_former,
     update_options,
 )
 from sbp_launch.parallel.choices import Choice, Choices
+from sbp_launch.parallel.micro_batches import MicroBatches
 from sbp_launch.parallel.ranks import backend_of, mesh_of
 from sbp_launch.parallel.step import ParallelStep
+from sbp_launch.planning.flow import PlanSettings
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
 from sbp_launch.step.comparison import Comparison
@@ -52,9 +55,17 @@ from sbp_launch.world import World
 from sbp_torch.deferred_init import DeferredModel
 from sbp_torch.graph_capture import UpdateOptions
 
-__all__ = ["LengthBuckets", "ParallelStep", "ProgramStep", "StepOutput", "parallelize"]
+__all__ = [
+    "LengthBuckets",
+    "MicroBatches",
+    "ParallelStep",
+    "ProgramStep",
+    "StepOutput",
+    "parallelize",
+]
 
 
+@takes_former
 @in_arguments()
 @one_at_a_time()
 @collection_paused(plans=True)
@@ -64,26 +75,20 @@ def parallelize(
     batch: Any,
     optimizer: torch.optim.Optimizer,
     *,
-    mesh: int | Sequence[int] | None = None,
-    axes: str | Sequence[str] | None = None,
+    mesh: int | Sequence[int] | Mapping[str, int] | None = None,
     planner: Choice | Planner | Strategy = "infer",
     pins: Pins | None = None,
     cluster: Choice | Cluster = "local",
-    micro_batches: int | Literal["auto"] = 1,
-    loss_is: LossIs = "whole_batch",
-    micro_batches_per_update: int = 1,
+    micro_batches: MicroBatches | int | Literal["auto"] = 1,
     batch_is: BatchIs = "global",
     batch_dim: int | Mapping[str, int] = 0,
     pad_to: LengthBuckets | Mapping[str, Any] | None = None,
-    clip_norm: float | None = None,
-    update: UpdateOptions | None = None,
-    autocast: str | torch.dtype | None = None,
+    update: UpdateOptions | Mapping[str, Any] | None = None,
     compile: CompileConfig | Mapping[str, Any] | None = None,  # noqa: A002 - as of sbp-train
     runtime: Choice | Runtime = "actor",
     boxing: Choice | BoxingBackend | None = None,
     states: Mapping[str, Tensor] | None = None,
     seed: int = 0,
-    prove: bool = True,
     compare_steps: int = 0,
 ) -> ParallelStep:
     """Plan a training step for many ranks; `with` starts them, and calling it takes a step.
@@ -99,19 +104,15 @@ def parallelize(
         batch: An example of what one step takes: only shapes and dtypes matter.
         optimizer: Over `model.parameters()`. Its groups say the learning rates of each step; its
             `state` reads as that of the ranks.
-        mesh: Ranks along each axis: `4`, `(2, 2)`. By default one for each process, on one axis.
-        axes: Name of each axis; by default `data`; `data, tensor`; or `pipe, data, tensor`.
+        mesh: Ranks along each axis: `{"data": 2, "tensor": 2}`, where -1 stands for as many as
+            there are processes. `4` and `(2, 2)` take the usual names: `data`; `data, tensor`; or
+            `pipe, data, tensor`. By default one rank for each process, on the axis `data`.
         planner: Decides how tensors are split: `infer`, `osdp`, `manual/tensor_parallel`, ...; or
             a strategy.
         pins: How you decide on tensors by name, over what the planner says.
         cluster: The machine that is planned for: `local`, `measured`.
-        micro_batches: Parts of one step, whose gradients are accumulated; `auto` takes as few as
-            fit the memory of the ranks, or as many as the planner chooses.
-        loss_is: What gradients of several micro-batches are of: `whole_batch`, the loss of the
-            batch as if it were one; `mean_of_micro_batches`, the mean of theirs; or
-            `each_micro_batch`, its own, with an update after each, or after every few.
-        micro_batches_per_update: With `each_micro_batch`: after so many there is an update, by the
-            mean of their losses; divides `micro_batches`.
+        micro_batches: Parts of one step, whose gradients are accumulated: a number, `auto`, or
+            `MicroBatches`, which says what the loss of several of them is.
         batch_is: What each process passes, here and to a step: `global`, the whole batch; `local`,
             the part of its own rank, as loaders with a `DistributedSampler` make it.
         batch_dim: Along which dim of the batch's tensors its samples lie: 1 where dim 0 is time, of
@@ -119,19 +120,18 @@ def parallelize(
             divide it.
         pad_to: Sizes to which batches of many lengths are padded, all planned before the first
             step; in which padding is proved to change neither loss nor gradients of the example.
-        clip_norm: Largest norm of the gradients of what the optimizer trains, together.
-        update: What else happens once a step, besides the optimizer.
-        autocast: Run the forward under `torch.autocast` to `bfloat16` or `float16`.
-        compile: Settings of `sbp-train`'s group `compile`.
+        update: What else happens once a step, besides the optimizer: `{"clip_norm": 1.0}`, or
+            `UpdateOptions`.
+        compile: Settings of `sbp-train`'s group `compile`, such as `{"autocast": "bfloat16"}`. By
+            default the planned step is compared with the captured one on small random data, and
+            refused if it computes something else; `report` says what was proved. With `pad_to`,
+            the example is run padded as well. `{"prove": False}` leaves that out.
         runtime: Runs the plan.
         boxing: Moves tensors between ranks. By default threads of this process; `torch` under
             torchrun and srun, `mpi` under mpiexec.
         states: Values to begin with, whole tensors by name: as `step.state_dict()` or
             `model.state_dict()` return them. By default those of the model and the optimizer.
         seed: Of random numbers in the step, such as those of dropout.
-        prove: Compare the planned step with the captured one, on small random data, and refuse it
-            if it computes something else; `report` says what was proved. See `compile.prove`. With
-            `pad_to`, also run the example padded, and refuse padding that changes it.
         compare_steps: First steps that also run on one device, with copies of model and optimizer;
             `report` says how far their losses are off.
 
@@ -143,23 +143,26 @@ def parallelize(
             else than the captured one; says what, and at which line.
     """
     world, choices = World.of_environment(), Choices()
-    shape = mesh_of(world, mesh, axes)
+    shape, cut = mesh_of(world, mesh), MicroBatches.of(micro_batches)
     own = {"mesh": list(shape.mesh_shape), "axes": list(shape.axes)}
     machine = choices.chosen("cluster", cluster, **own)
     chosen_planner = choices.chosen("planner", planner)
     chosen_runtime = choices.chosen("runtime", runtime)
     choices.check_beside()
 
-    config = compile_config(compile, autocast)
-    settings = make_settings(
-        choices.registry,
-        shape,
-        machine if isinstance(machine, Cluster) else machine(shape.size),
-        config if prove else replace(config, prove=False),
-        micro_batches,
-        loss_is,
-        micro_batches_per_update,
-        update_options(update, clip_norm),
+    profile = machine if isinstance(machine, Cluster) else machine(shape.size)
+    config = compile_config(compile)
+    settings = PlanSettings(
+        mesh=Placement.grid(shape.mesh_shape, shape.axes, profile.device.kind),
+        cluster=profile,
+        compile=config,
+        passes=tuple(
+            cast(GraphPass, choices.registry.make("pass", name)) for name in config.plugins
+        ),
+        micro_batches=cut.known_count,
+        loss=LossMeaning(cut.loss),
+        micro_batches_per_update=cut.per_update,
+        update=update_options(update),
     )
 
     samples = sample_dims(batch_dim, batch)
@@ -185,9 +188,7 @@ def parallelize(
     )
     padding = make_padding(pad_to, batch, world, samples)
     example = padding.largest(batch)
-    choice = PlanChoice(
-        planner=chosen_planner, pins=pins or {}, chooses_micro_batches=micro_batches == "auto"
-    )
+    choice = PlanChoice(planner=chosen_planner, pins=pins or {}, chooses_micro_batches=cut.is_auto)
     planned = plan_program(program, example, choice, engine, following, training)
     prove_padding(program, padding, settings, states)
     compared = (

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import yaml  # type: ignore[import-untyped] # its stubs are a package of their own
 
-from sbp_aten.pass_options import LossMeaning
-from sbp_core.cluster import Cluster
 from sbp_core.errors import ConfigError, PlanError, suggestion
-from sbp_core.placement import Placement
-from sbp_core.plugins import GraphPass, PluginRegistry, merge_settings
+from sbp_core.plugins import merge_settings
 from sbp_core.runtime import BatchIs
 from sbp_launch.compile_config import CompileConfig
-from sbp_launch.planning.flow import PlanSettings
+from sbp_launch.parallel.micro_batches import MicroBatches
 from sbp_torch.graph_capture import SampleDims, UpdateOptions, flatten_batch
 
-#: What the loss of several micro-batches is.
-LossIs = Literal["whole_batch", "mean_of_micro_batches", "each_micro_batch"]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: Settings of `sbp-train`, and the arguments of `parallelize` that they are.
 _ARGUMENTS = {
     "cluster.mesh": "mesh",
-    "cluster.axes": "axes",
-    "trainer.micro_batches_per_update": "micro_batches_per_update",
+    "trainer.micro_batches_per_update": "micro_batches=MicroBatches(..., per_update={})",
     "trainer.micro_batches": "micro_batches",
-    "trainer.loss": "loss_is",
+    "trainer.loss": "micro_batches=MicroBatches(..., loss={})",
     "trainer.batch_size": "batch",
     "trainer.update": "update",
+}
+
+#: Former arguments of `parallelize`, and what takes their place.
+_FORMER = {
+    "axes": "mesh={'data': 2, 'tensor': 2}",
+    "loss_is": "micro_batches=MicroBatches(4, loss=...)",
+    "micro_batches_per_update": "micro_batches=MicroBatches(4, loss=..., per_update=...)",
+    "clip_norm": "update={'clip_norm': ...}",
+    "autocast": "compile={'autocast': ...}",
+    "prove": "compile={'prove': ...}",
 }
 
 #: A setting of `sbp-train` in a text, and its value if one is given.
@@ -43,8 +51,9 @@ _SETTING = re.compile(
 
 _BATCH_DIM = "the argument batch_dim"
 
-#: What `torch.autocast` converts to.
-_PRECISIONS = ("bfloat16", "float16")
+
+#: The axes of a mesh in a text, after the mesh if that is given.
+_AXES = re.compile(r"(?:cluster\.mesh=\[([^\]]*)\] )?cluster\.axes=\[([^\]]*)\]")
 
 
 @contextmanager
@@ -52,13 +61,13 @@ def in_arguments() -> Iterator[None]:
     """Let errors of the `with` block speak of the arguments of `parallelize`.
 
     before: set cluster.mesh=[4] cluster.axes=[data]; planner.memory_bytes >= 5000
-    after:  set mesh=[4] axes=['data']; planner={'memory_bytes': ...} >= 5000
+    after:  set mesh={'data': 4}; planner={'memory_bytes': ...} >= 5000
     """
     try:
         yield
     except (ConfigError, PlanError) as error:
         parts = (error.what, "\n".join(error.where), error.accepted, error.todo)
-        what, where, accepted, todo = (_SETTING.sub(_as_argument, part) for part in parts)
+        what, where, accepted, todo = map(_with_arguments, parts)
         if (what, where, accepted, todo) == parts:
             raise
         said = error.replaced(
@@ -67,12 +76,26 @@ def in_arguments() -> Iterator[None]:
         raise said from error.__cause__
 
 
+def _with_arguments(text: str) -> str:
+    return _SETTING.sub(_as_argument, _AXES.sub(_as_mesh, text))
+
+
+def _as_mesh(axes: re.Match[str]) -> str:
+    """Return a mesh, or only its axes, as the argument: `mesh={'data': 4}`."""
+    names = [name.strip() for name in axes[2].split(",")]
+    sizes = axes[1].split(",") if axes[1] else ["..."] * len(names)
+    sized = zip(names, sizes, strict=False)
+    return f"mesh={{{', '.join(f'{name!r}: {size.strip()}' for name, size in sized)}}}"
+
+
 def _as_argument(setting: re.Match[str]) -> str:
     """Return a setting as an argument: `planner={'offload': ['optimizer_states']}`."""
     key, text = setting[1], (setting[2] or "").removeprefix("=")
     value = repr(yaml.safe_load(text)) if text else ""
     known = next((one for one in _ARGUMENTS if key == one or key.startswith(f"{one}.")), None)
     argument, *inner = key.split(".")
+    if known is not None and "{}" in _ARGUMENTS[known]:
+        return _ARGUMENTS[known].format(value or "...")
     if known is not None:
         argument, inner = _ARGUMENTS[known], key.removeprefix(known).split(".")[1:]
     elif argument == "trainer":
@@ -83,123 +106,94 @@ def _as_argument(setting: re.Match[str]) -> str:
     return f"{argument}={opened}{value or '...'}{'}' * len(inner)}"
 
 
-def make_settings(
-    registry: PluginRegistry,
-    mesh: Placement,
-    cluster: Cluster,
-    config: CompileConfig,
-    micro_batches: int | Literal["auto"],
-    loss_is: LossIs,
-    micro_batches_per_update: int,
-    update: UpdateOptions,
-) -> PlanSettings:
-    """Return how steps are planned.
+def takes_former(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function take the former arguments of `parallelize`, and name what replaces them.
+
+    They are served for one release.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **given: _P.kwargs) -> _T:
+        former = {name: given.pop(name) for name in _FORMER if name in given}
+        for name in former:
+            said = f"{name}= is {_FORMER[name]} now"
+            warnings.warn(said, FutureWarning, stacklevel=2)
+        return function(*args, **{**given, **_now(given, former)})
+
+    return call
+
+
+def _now(given: Mapping[str, Any], former: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that replace former ones.
 
     Raises:
-        ConfigError: there are no micro-batches, or they do not divide into updates; or their loss
-            has no such meaning, or another one than what has several updates.
+        ConfigError: an argument is given both ways.
     """
-    count = micro_batches_of(micro_batches)
-    if loss_is not in get_args(LossIs):
-        raise ConfigError(
-            f"loss_is={loss_is!r}",
-            where="the argument loss_is",
-            accepted=" or ".join(map(repr, get_args(LossIs))),
+    found: dict[str, Any] = {}
+
+    def settings(argument: str, *names: str) -> None:
+        new = {name: former[name] for name in names if former.get(name) is not None}
+        told = given.get(argument) or {}
+        has = told if isinstance(told, Mapping) else {name: getattr(told, name) for name in new}
+        for name in new:
+            if has.get(name) not in (None, "", True):
+                raise ConfigError(
+                    f"{name}={new[name]!r} and {argument}={{{name!r}: {has[name]!r}}} are both "
+                    "given",
+                    where=f"the arguments {name} and {argument}",
+                    accepted="one of them",
+                )
+        if new:
+            is_mapping = isinstance(told, Mapping)
+            found[argument] = {**told, **new} if is_mapping else replace(cast(Any, told), **new)
+
+    settings("update", "clip_norm")
+    settings("compile", "autocast", "prove")
+    if former.get("axes") is not None:
+        axes, mesh = former["axes"], given.get("mesh")
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        sizes = (-1,) if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(mesh)
+        if len(names) != len(sizes) or len({*names}) != len(names):
+            raise ConfigError(
+                f"axes={names} does not name the axes of mesh={sizes}",
+                where="the argument axes",
+                accepted="one distinct name for each axis of the mesh",
+            )
+        found["mesh"] = dict(zip(names, sizes, strict=True))
+    if "loss_is" in former or "micro_batches_per_update" in former:
+        found["micro_batches"] = MicroBatches(
+            given.get("micro_batches", 1),
+            loss=former.get("loss_is", "whole_batch"),
+            per_update=former.get("micro_batches_per_update", 1),
         )
-    several = loss_is == "each_micro_batch"
-    fits = type(micro_batches_per_update) is int and micro_batches_per_update >= 1
-    is_divided = micro_batches != "auto"
-    if not fits or (is_divided and count % (micro_batches_per_update if several else 1)):
-        raise ConfigError(
-            f"micro_batches_per_update={micro_batches_per_update!r} of "
-            f"micro_batches={micro_batches}",
-            where="the argument micro_batches_per_update",
-            accepted="a divisor of micro_batches",
-        )
-    if micro_batches_per_update > 1 and not several:
-        raise ConfigError(
-            f"micro_batches_per_update={micro_batches_per_update} with loss_is={loss_is!r}, which "
-            "has one update a step",
-            where="the argument micro_batches_per_update",
-            accepted="1, or loss_is='each_micro_batch'",
-        )
-    return PlanSettings(
-        mesh=Placement.grid(mesh.mesh_shape, mesh.axes, cluster.device.kind),
-        cluster=cluster,
-        compile=config,
-        passes=tuple(cast(GraphPass, registry.make("pass", name)) for name in config.plugins),
-        micro_batches=count,
-        loss=LossMeaning(loss_is),
-        micro_batches_per_update=micro_batches_per_update,
-        update=update,
-    )
+    return found
 
 
-def micro_batches_of(micro_batches: int | Literal["auto"]) -> int:
-    """Return how many micro-batches a step has; 1 where the planner chooses.
+def compile_config(given: CompileConfig | Mapping[str, Any] | None) -> CompileConfig:
+    """Return how a step is compiled.
 
     Raises:
-        ConfigError: it is no number of them.
+        ConfigError: a setting is unknown or refused.
     """
-    if micro_batches == "auto":
-        return 1
-    if type(micro_batches) is not int or micro_batches < 1:
-        raise ConfigError(
-            f"micro_batches={micro_batches!r}",
-            where="the argument micro_batches",
-            accepted="an integer >= 1, or 'auto': as few as fit the memory, or as many as the "
-            "planner chooses",
-        )
-    return micro_batches
-
-
-def compile_config(
-    given: CompileConfig | Mapping[str, Any] | None, autocast: str | torch.dtype | None
-) -> CompileConfig:
-    """Return how a step is compiled, with the precision that was chosen with it.
-
-    Raises:
-        ConfigError: a setting is unknown or refused, or the precision is given twice.
-    """
-    name, where = str(autocast or "").removeprefix("torch."), "the argument compile"
     if isinstance(given, CompileConfig):
-        config = given
-    else:
-        config = merge_settings(CompileConfig, given or {}, key="compile", where=where)
-    if not name:
-        return config
-    if config.autocast:
-        raise ConfigError(
-            f"autocast={name!r} and compile={{'autocast': {config.autocast!r}}} are both given",
-            where="the arguments autocast and compile",
-            accepted="one of them",
-        )
-    if name not in _PRECISIONS:
-        raise ConfigError(
-            f"autocast={autocast!r}",
-            where="the argument autocast",
-            accepted=f"{', '.join(_PRECISIONS)}; None for none",
-        )
-    return replace(config, autocast=cast(Literal["bfloat16", "float16"], name))
+        return given
+    named = {
+        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for key, value in (given or {}).items()
+    }
+    return merge_settings(CompileConfig, named, key="compile", where="the argument compile")
 
 
-def update_options(update: UpdateOptions | None, clip_norm: float | None) -> UpdateOptions:
+def update_options(given: UpdateOptions | Mapping[str, Any] | None) -> UpdateOptions:
     """Return what happens once a step, besides the optimizer.
 
     Raises:
-        ConfigError: the norm is given twice.
+        ConfigError: a setting is unknown or refused.
     """
-    found = UpdateOptions(fused=True) if update is None else update
-    if clip_norm is None:
-        return found
-    if found.clip_norm is not None:
-        raise ConfigError(
-            f"clip_norm={clip_norm} and update=UpdateOptions(clip_norm={found.clip_norm}) are both "
-            "given",
-            where="the arguments clip_norm and update",
-            accepted="one of them",
-        )
-    return replace(found, clip_norm=clip_norm)
+    if isinstance(given, UpdateOptions):
+        return given
+    settings = {"fused": True, **(given or {})}
+    return merge_settings(UpdateOptions, settings, key="update", where="the argument update")
 
 
 def sample_dims(batch_dim: int | Mapping[str, int], example: Any) -> SampleDims:

@@ -21,40 +21,45 @@ _BOXING: Mapping[str, str] = {MPIEXEC: "mpi"}
 _START = "torchrun --nproc-per-node={size} PROGRAM, or mpiexec -n {size} python PROGRAM"
 
 
-def mesh_of(
-    world: World, mesh: int | Sequence[int] | None, axes: Sequence[str] | None
-) -> Placement:
+def mesh_of(world: World, mesh: int | Sequence[int] | Mapping[str, int] | None) -> Placement:
     """Return the mesh of all ranks.
 
     Args:
         world: How many processes there are, if there are several.
-        mesh: Ranks along each axis; None takes all processes of the world, on one axis.
-        axes: Name of each axis; None takes the usual ones.
+        mesh: See `parallelize`.
 
     Raises:
         ConfigError: the mesh cannot be meant, or has other ranks than the world.
     """
     given = world.size if mesh is None else mesh
     _check_mesh_type(given)
-    shape = (given,) if isinstance(given, int) else tuple(given)
+    named = given if isinstance(given, Mapping) else None
+    shape: tuple[int, ...]
+    if isinstance(given, Mapping):
+        shape = tuple(given.values())
+    else:
+        shape = (given,) if isinstance(given, int) else tuple(given)
+    if shape.count(-1) == 1 and named:
+        others = -prod(shape)
+        shape = tuple(world.size // others if size == -1 else size for size in shape)
     if not shape or not all(type(size) is int and size > 0 for size in shape):
         raise ConfigError(
             f"mesh={mesh!r} has no ranks",
             where="the argument mesh",
-            accepted="ranks along each axis, such as 4 or (2, 2)",
+            accepted="ranks along each axis, such as 4, (2, 2) or {'data': 2, 'tensor': 2}",
         )
-    if axes is None and len(shape) not in AXES:
+    if named is None and len(shape) not in AXES:
         raise ConfigError(
             f"mesh={shape} has {len(shape)} axes without names",
-            where="the argument axes",
-            accepted="one name for each axis, such as axes=('pipe', 'node', 'data', 'tensor')",
+            where="the argument mesh",
+            accepted="a size for each name: mesh={'pipe': 2, 'node': 2, 'data': 2, 'tensor': 2}",
         )
-    names = AXES[len(shape)] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    if len(names) != len(shape) or len(set(names)) != len(names) or not all(names):
+    names = AXES[len(shape)] if named is None else tuple(named)
+    if not all(isinstance(name, str) and name for name in names):
         raise ConfigError(
-            f"axes={names} does not name the axes of mesh={shape}",
-            where="the argument axes",
-            accepted="one distinct name for each axis of the mesh",
+            f"mesh={mesh!r} has an axis without a name",
+            where="the argument mesh",
+            accepted="a size for each name: mesh={'data': 2, 'tensor': 2}",
         )
     if world.size > 1 and prod(shape) != world.size:
         ranks = prod(shape)
@@ -69,12 +74,12 @@ def mesh_of(
 
 
 def _check_mesh_type(mesh: object) -> None:
-    """See that a mesh is an integer or a sequence.
+    """See that a mesh is an integer, a sequence or a mapping.
 
     Raises:
         ConfigError: it is something else, such as text.
     """
-    if isinstance(mesh, int | Sequence) and not isinstance(mesh, str):
+    if isinstance(mesh, int | Sequence | Mapping) and not isinstance(mesh, str):
         return
     sizes = tuple(map(int, re.findall(r"\d+", mesh))) if isinstance(mesh, str) else ()
     raise ConfigError(

@@ -14,11 +14,12 @@ from sbp_core.errors import ConfigError, RunError
 from sbp_core.planning import Planner
 from sbp_launch.parallel.arguments import (
     in_arguments,
-    micro_batches_of,
     sample_dims,
+    takes_former,
     update_options,
 )
 from sbp_launch.parallel.choices import Choice, Choices
+from sbp_launch.parallel.micro_batches import MicroBatches
 from sbp_launch.planning.one_at_a_time import one_at_a_time
 from sbp_launch.step.buckets import LengthBuckets, make_padding
 from sbp_launch.step.missing_attributes import OF_STEPS, missing_attribute
@@ -44,6 +45,7 @@ class ParallelStep(TrainingStep):
 
     # Programs.
 
+    @takes_former
     @in_arguments()
     @one_at_a_time()
     @collection_paused()
@@ -58,8 +60,7 @@ class ParallelStep(TrainingStep):
         micro_batches: int | None = None,
         batch_dim: int | Mapping[str, int] | None = None,
         pad_to: LengthBuckets | Mapping[str, Any] | None = None,
-        clip_norm: float | None = None,
-        update: UpdateOptions | None = None,
+        update: UpdateOptions | Mapping[str, Any] | None = None,
     ) -> ProgramStep:
         """Plan another training step of the model, on the same states: a second loss or optimizer.
 
@@ -80,7 +81,6 @@ class ParallelStep(TrainingStep):
             batch_dim: Along which dim of the batch's tensors its samples lie; by default as in the
                 first program.
             pad_to: Sizes to which batches of many lengths are padded.
-            clip_norm: Largest norm of the gradients of what its optimizer trains, together.
             update: What else happens once a step, besides the optimizer.
 
         Raises:
@@ -109,8 +109,8 @@ class ParallelStep(TrainingStep):
         count = first.settings.micro_batches if micro_batches is None else micro_batches
         settings = replace(
             engine.settings,
-            update=update_options(update, clip_norm),
-            micro_batches=micro_batches_of(count),
+            update=update_options(update),
+            micro_batches=MicroBatches(count).known_count,
         ).without_tied_counters()
         samples = sample_dims(own.samples.given if batch_dim is None else batch_dim, batch)
         program = replace(

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sbp_core.errors import PlanError
+from sbp_core.errors import MemoryLimitError, PlanError
 from sbp_core.memory.kinds import MemoryKind
 from sbp_core.memory.ledger import Buffer
 from sbp_core.memory.lifetime import alive_bytes
@@ -127,7 +127,8 @@ def check_memory(
         host_limit_bytes: Of its host's memory; None if the device has none to offload to.
 
     Raises:
-        PlanError: a rank needs more of either, or any of what there is not.
+        MemoryLimitError: a rank needs more of its device.
+        PlanError: a rank needs more of its host, or any of a host that has none.
     """
     rank = max(found.ranks.values(), key=lambda rank: rank.host_peak)
     needs = f"rank {rank.rank} would need {format_bytes(rank.host_peak)} of its host's memory"
@@ -146,7 +147,7 @@ def check_memory(
         )
     rank = max(found.ranks.values(), key=lambda rank: (rank.peak, rank.resting))
     if rank.peak > limit_bytes:
-        raise PlanError(
+        raise MemoryLimitError(
             f"rank {rank.rank} would need {format_bytes(rank.peak)}, "
             f"{format_bytes(rank.resting)} of it for states, and has {format_bytes(limit_bytes)}"
             + " on its device"

@@ -1,7 +1,7 @@
 """The search around all planners, and what it and they share.
 
 A planner is a `SearchedPlanner`: it proposes a strategy in a `PlanContext`, by the idea of its
-paper. The search compiles what is proposed, holds it against the memory of the ranks (`compiled`),
+paper. The search compiles what is proposed, compares it with the memory of the ranks (`compiled`),
 and places states in the memory of the host where that is asked for or memory is short (`search`,
 `offloading`, `offload_fit`). Variants of a step that need less memory are in `variants`.
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sbp_core.plan_request import PlanRequest as PlanRequest
     from sbp_core.planning.compiled import Compilation, Compiled, limit_key
     from sbp_core.planning.host_states import offloaded_states, offloading, with_states
+    from sbp_core.planning.limit_search import LimitSearch, search_limits
     from sbp_core.planning.offload_fit import until_it_fits
     from sbp_core.planning.offload_setting import Offload, Offloads, check_host, check_offload
     from sbp_core.planning.search import PlanContext, SearchedPlanner, fitted, may_offload
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Compilation",
     "Compiled",
+    "LimitSearch",
     "Offload",
     "Offloads",
     "PlanContext",
@@ -51,6 +53,7 @@ __all__ = [
     "offloaded_states",
     "offloading",
     "recompute_budgets",
+    "search_limits",
     "smaller_variants",
     "splits_classes",
     "until_it_fits",
@@ -62,6 +65,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_room(
     __name__,
     compiled="Compilation Compiled limit_key",
+    limit_search="LimitSearch search_limits",
     offload_fit="until_it_fits",
     offload_setting="Offload Offloads check_host check_offload",
     host_states="offloaded_states offloading with_states",

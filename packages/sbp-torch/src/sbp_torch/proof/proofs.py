@@ -288,7 +288,7 @@ def _refusal(found: list[OutputDifference], step: Step, first: Node | None, of: 
     several = after.num_micro_batches > 1 and step.is_cut
     todo = "leave out the pass that changes it: compile.plugins, or a switch of compile.passes"
     if several:
-        todo = "train with micro_batches=1, or with loss_is='mean_of_micro_batches'"
+        todo = "train with micro_batches=1, or with MicroBatches(..., loss='mean_of_micro_batches')"
     return GraphError(
         f"the step that is planned gives another {worst.kind.value} {worst.name!r} than the one "
         f"that was captured: {worst.found:.9g} instead of {worst.wanted:.9g}{more}",
