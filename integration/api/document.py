@@ -69,8 +69,9 @@ _CLASSES = """\
 What these classes have, and those that their methods return; you write all that is not said to
 have a default. A `Protocol` need not be subclassed, an `ABC` must be. The name of a plugin of kind
 `signature` is the operator (`build` returns a `Rule`) or the namespace (`build` returns a
-`RuleSet`). A setting that is wrong raises `sbp_core.errors.ConfigError` in the `__post_init__` of
-its config, or, if it lies in what was chosen beside it, in its `check_beside` (`ChecksOthers`).
+`RuleSet`). A wrong setting raises `sbp_core.errors.ConfigError` in the `__post_init__` of its
+config. A combination of choices that do not fit raises it in `check_combination`
+(`ChecksCombination`).
 A plugin whose `SBP_API_VERSION` is newer than that of sbp-core is set aside and named. What
 changed between the versions, and how long each is served: [versions of the hooks](hooks.md).
 Passes run in the order in which `compile.plugins` names them, on the graph of one micro-batch.

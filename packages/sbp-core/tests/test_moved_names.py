@@ -23,13 +23,14 @@ def test_a_name_that_has_moved_is_the_same_and_tells_its_room(name: str, room: o
     assert found is getattr(room, name)
 
 
-def test_a_name_that_has_changed_is_the_same_and_tells_its_new_name() -> None:
-    with pytest.warns(
-        DeprecationWarning, match="Storage is sbp_core.plugins.CheckpointStorage now"
-    ):
-        found = plugins.Storage
+@pytest.mark.parametrize(
+    ("name", "now"), [("Storage", "CheckpointStorage"), ("ChecksOthers", "ChecksCombination")]
+)
+def test_a_name_that_has_changed_is_the_same_and_tells_its_new_name(name: str, now: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{name} is sbp_core.plugins.{now} now"):
+        found = getattr(plugins, name)
 
-    assert found is plugins.CheckpointStorage
+    assert found is getattr(plugins, now)
 
 
 def test_a_name_that_never_was_there_is_an_attribute_error() -> None:

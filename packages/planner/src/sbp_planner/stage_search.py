@@ -207,7 +207,7 @@ class StageSearch:
                 if compiled.fits:
                     return compiled
                 least, above = min(least, compiled.memory_bytes), wanted
-                # What is held beside what was counted is taken off the limit.
+                # What is held besides what was counted is taken off the limit.
                 counted = max(program.memory_bytes for program in programs)
                 wanted = counted + limit - compiled.memory_bytes
                 if not below < wanted < above - _LEAST_CORRECTION * limit:
@@ -245,7 +245,7 @@ class StageSearch:
             self.problem(limit_bytes),
             partial(self._price, limit_bytes),
             first=[stages for one in self.settings.first if (stages := self._as_stages(one))],
-            is_late=lambda: monotonic() > self.settings.ends,
+            is_out_of_time=lambda: monotonic() > self.settings.ends,
             gap=self.settings.gap,
         )
 

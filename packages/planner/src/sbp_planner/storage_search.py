@@ -32,7 +32,7 @@ from sbp_planner.guide import SHARDED, parameter_options
 from sbp_planner.knapsack import KnapsackOption, KnapsackSolution, choose
 from sbp_planner.sharding import ShardingExtremes, mixed
 
-#: Choices of the guide that are compiled; each lies between one that fits and one that does not.
+#: Choices of the guide that are compiled; each is between one that fits and one that does not.
 MAX_TRIES = 12
 
 #: Exchanges of parameters that are compiled before the search ends.
@@ -62,7 +62,7 @@ class Cell:
 
 
 @dataclass(slots=True, kw_only=True)
-class Learned:
+class SearchCache:
     """What searches on similar graphs share.
 
     Args:
@@ -86,7 +86,7 @@ class StorageSearch:
     request: PlanRequest
     ends: ShardingExtremes
     limit_bytes: float
-    learned: Learned = field(default_factory=Learned)
+    learned: SearchCache = field(default_factory=SearchCache)
     #: The fastest choice so far that fits; among equals the one with the least memory.
     best: Choice | None = None
     is_exact: bool = True
@@ -310,7 +310,7 @@ class _CellSearch:
             self.is_settled = False
         if self.is_settled:
             return
-        # What the compiled plan holds beside what the guide counts changes little. So the guide's
+        # What the compiled plan holds besides what the guide counts changes little. So the guide's
         # limit is corrected by how far the plan is from its own, and kept between what is known to
         # fit and what is known not to; where the correction leads out of that, halve.
         wanted = self.asked.memory_bytes + self.limit_bytes - held_bytes

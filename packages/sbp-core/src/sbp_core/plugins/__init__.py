@@ -15,13 +15,14 @@ from sbp_core.plugins.discovery import PluginSource, discover
 from sbp_core.plugins.hooks import API_VERSION, KINDS, EmptyConfig, Factory, hookimpl
 from sbp_core.plugins.kinds import (
     CheckpointStorage,
-    ChecksOthers,
+    ChecksCombination,
     ClusterFactory,
     GraphPass,
     MetricSink,
     MetricSinkFactory,
     StagedFolder,
     StorageFactory,
+    combination_check,
 )
 from sbp_core.plugins.registry import ConfigFolder, PluginEntry, PluginRegistry, Problem, blame
 from sbp_core.plugins.settings import (
@@ -40,7 +41,7 @@ __all__ = [
     "KINDS",
     "Callback",
     "CheckpointStorage",
-    "ChecksOthers",
+    "ChecksCombination",
     "ClusterFactory",
     "ConfigFolder",
     "EmptyConfig",
@@ -58,6 +59,7 @@ __all__ = [
     "TrainerState",
     "TrainingContext",
     "blame",
+    "combination_check",
     "describe_type",
     "discover",
     "former_fields",
@@ -71,6 +73,7 @@ __all__ = [
 
 #: Names that were offered here, and what replaces them.
 _MOVED = {
+    "ChecksOthers": "sbp_core.plugins.ChecksCombination",
     "LaunchRequest": "sbp_core.processes.LaunchRequest",
     "Launcher": "sbp_core.processes.Launcher",
     "PlanRequest": "sbp_core.planning.PlanRequest",
